@@ -43,6 +43,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from balanced_routes import BalancedRoutes
 from expert_shapes import MODELS, Model, every
 from gpu_bench import RESULTS, Bench, Goal, Machine, Row, Spans, add_save, report, require_gpu, run_settings, save
 from stand_ins import STAND_INS, Blocks
@@ -52,7 +53,6 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.models.decoder import Experts
 from dualpipe.models.stages import Stage
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh

@@ -40,18 +40,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from balanced_routes import random_like_stride
 from gpu_bench import Goal, Outcome, Row, Spans, add_save, print_table, report, require_gpu, save
 from rank_processes import RankProcesses
 from training_step import TORCHS, training_step
 
 from dualpipe.models import read_config
 from dualpipe.models.flops import flops_per_token
-from dualpipe.nn.routing.balanced_routes import random_like_stride
 from dualpipe.parallel.all_to_all import PendingRows
 from dualpipe.runtime import device as cuda
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, RouterConfig, TrainConfig
+from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.metrics import memory_bytes
 
@@ -116,7 +116,6 @@ def config_of(options: Options, setting: Row) -> Config:
             dtype=options.dtype,
         ),
         memory=MemoryConfig((setting["recompute"],) if setting["run by"] == OURS else ()),
-        router=RouterConfig(balanced=True, balanced_stride=options.stride),
     )
 
 
@@ -133,7 +132,7 @@ def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
         for kind in (PendingRows, *PendingRows.__subclasses__()):  # not where they are begun, but where they are met
             kind.wait = spans.around("exposed", kind.wait)
         by, again = setting["run by"], setting["recompute"] == "layer"
-        step = training_step(config, by, job, spans, checkpointed=again and by != OURS)
+        step = training_step(config, by, job, spans, options.stride, checkpointed=again and by != OURS)
         loss, norm = step()
         for _ in range(WARMUP - 1):
             step()

@@ -190,7 +190,7 @@ def _dequantize_spec(
         "a": _argument(dtype, [config.rows, config.depth], a),
         "w": "*u8" if format.bits == 4 else "*fp8e4nv", "y": f"*{dtype}",
         "offs": "*i32", **({"matrix_scales": "*fp32"} if format.matrix_scale else {}),
-        **({"w_scales": scales[format.scale]} if format.block[1] else {}),
+        "w_scales": scales[format.scale],
         **({} if a else {"gather": "*i32", "bias": f"*{dtype}"}),
         **dict.fromkeys(("M", "N", "K", "E", *(name for name in kernel.arg_names if name.startswith(_STRIDES))), "i32"),
     }
@@ -201,7 +201,7 @@ def _dequantize_spec(
         f"{'' if even else '.border'}{_read('.a', a) or '.gather_bias'}",
         kernel=kernel,
         signature=signature,
-        constexprs=constants | dict.fromkeys({"w_scales", "matrix_scales", "gather", "bias"} - signature.keys())
+        constexprs=constants | dict.fromkeys({"matrix_scales", "gather", "bias"} - signature.keys())
         | ({} if odd else {"a_d": 1}),
         num_warps=config.warps,
         num_stages=config.stages,
@@ -426,15 +426,13 @@ def _quantize_specs() -> Iterator[CompileSpec]:
         constants = QUANTIZE.constants(how, QUANTIZE.tile_of(how, _DTYPES[dtype]))
         matrix_scale, end = {"MATRIX_SCALE": how.matrix_scale}, f"{name}.{dtype}{'.odd' if odd else ''}"
         own = {"TAIL": name in formats, "POWER_OF_TWO": how.power_of_two, **matrix_scale}
-        for stochastic in (False, True) if name in formats else (False,):
-            yield _quantize_spec(f"quantize.{end}{'.stochastic' if stochastic else ''}", QUANTIZE._quantize_kernel, how,
-                                 dtype, constants | own | {"STOCHASTIC": stochastic}, odd)
+        yield _quantize_spec(f"quantize.{end}", QUANTIZE._quantize_kernel, how, dtype, constants | own, odd)
         constants = QUANTIZE.constants(how, QUANTIZE.tile_of(rows["rows.32"], torch.bfloat16))
         constants |= matrix_scale
         yield _quantize_spec(f"dequantize.{end}", QUANTIZE._dequantize_kernel, how, dtype, constants, odd)
         if how.matrix_scale:
             tile = QUANTIZE.tile_of(formats["mxfp8"], _DTYPES[dtype])
-            constants = {"ROWS": tile.rows, "COLS": tile.cols, "BLOCK": how.block[1] or 1, "num_warps": tile.warps}
+            constants = {"ROWS": tile.rows, "COLS": tile.cols, "BLOCK": how.block[1], "num_warps": tile.warps}
             yield _quantize_spec(f"amax.{end}", QUANTIZE._amax_kernel, how, dtype, constants, odd)
         if how.block[0] == how.block[1] and dtype == "bf16":
             constants = {"BLOCK": how.block[0], "num_warps": 8}
@@ -453,7 +451,7 @@ def _quantize_spec(
     name: str, kernel: Any, how: Any, dtype: str, constants: dict[str, Any], odd: bool
 ) -> CompileSpec:
     """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
-    scales = "*i32" if how.scale is torch.float32 and how.block[1] else "*u8"
+    scales = "*i32" if how.scale is torch.float32 else "*u8"
     types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
     types |= dict.fromkeys(("amax_ptr", "wholes_ptr"), "*fp32")
     types |= dict.fromkeys(("gate_up_ptr", "weight_ptr", "h_ptr"), f"*{dtype}")
@@ -465,9 +463,9 @@ def _quantize_spec(
     names = [name for name in kernel.arg_names if name not in constants]
     aligned = {"elements_matrix", "elements_band", "row_bytes"}
     if not odd:
-        aligned |= {name for name in names if name not in ("N", "M", "seed", "used")}
+        aligned |= {name for name in names if name not in ("N", "M", "used")}
     return CompileSpec(
-        name, kernel, {name: types.get(name, "i64" if name == "seed" else "i32") for name in names}, constants, warps,
+        name, kernel, {name: types.get(name, "i32") for name in names}, constants, warps,
         num_stages=1, needs_mma=False, divisible_by_16=tuple(name for name in names if name in aligned),
     )
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from balanced_routes import BalancedRoutes
 from gpu_bench import Spans
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dualpipe import Pipeline
 from dualpipe.models import read_config
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
@@ -98,12 +98,13 @@ RUNS = {"dualpipe": by_dualpipe, "torch": by_torch, "FSDP2": by_fsdp}
 
 
 def training_step(
-    config: Config, run_by: str, job: Job, spans: Spans, *, checkpointed: bool = False
+    config: Config, run_by: str, job: Job, spans: Spans, stride: int, *, checkpointed: bool = False
 ) -> Callable[[], tuple[float | None, float]]:
     """A step of this rank, which ends when the device is through; it returns the loss of this pipeline where it is
     known, and the gradient norm before clipping. Spans: "all" of forward and backward, in it each "action".
 
-    run_by: of `RUNS`. checkpointed: layers of a plain forward are computed again, by torch's checkpoint.
+    run_by: of `RUNS`. stride: of `BalancedRoutes`. checkpointed: layers of a plain forward are computed again, by
+    torch's checkpoint.
     """
     place, schedule = job.place, build(config.parallel.schedule, config.parallel.pp, config.train.num_chunks)
     described = read_config(config.model.config)
@@ -114,7 +115,7 @@ def training_step(
     )
     for stage in model.stages:
         for router in (module for module in stage.modules() if isinstance(module, Router)):
-            router.choice = BalancedRoutes(config.router.balanced_stride)
+            router.choice = BalancedRoutes(stride)
         for _, layer in stage.numbered() if checkpointed else ():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
     run = RUNS[run_by](config, job, model, spans)

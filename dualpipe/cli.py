@@ -192,10 +192,11 @@ def _hf_import(args: argparse.Namespace) -> None:
 
 
 def _hf_export(args: argparse.Namespace) -> None:
-    from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run, parse_size
+    from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run
+    from dualpipe.runtime.byte_sizes import parse_bytes
     from dualpipe.runtime.dtypes import dtype_of
 
-    how = (args.path, args.target, dtype_of(args.dtype), parse_size(args.max_shard_size))
+    how = (args.path, args.target, dtype_of(args.dtype), parse_bytes(args.max_shard_size))
     if is_of_a_run(args.path):
         export_checkpoint(*how, args.source)
     elif args.source is not None:

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the three bits below the sign
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of e2m1, by the three bits below the sign
+_E2M1 = (*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES))  # by all four bits
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Format:
 
     name: str
     bits: int  # of an element: 8 (e4m3), or 4 (e2m1, two in a byte, the first in its low half)
-    block: tuple[int, int]  # rows and columns under one scale; columns 0: no scale but the matrix's
+    block: tuple[int, int]  # rows and columns under one scale
     scale: torch.dtype  # of a block: float8_e8m0fnu, float8_e4m3fn or float32
     matrix_scale: bool = False  # whether a whole matrix has a scale besides, in float32
     power_of_two: bool = False  # whether float32 scales are powers of two
@@ -42,7 +43,7 @@ class Format:
 
     def scales_per_row(self, columns: int) -> int:
         """Scales of blocks in one block row."""
-        return -(-columns // self.block[1]) if self.block[1] else 0
+        return -(-columns // self.block[1])
 
     def block_rows(self, rows: int) -> int:
         """Block rows of a matrix; the last may be partial."""
@@ -89,7 +90,6 @@ FORMATS = {each.name: each for each in (
     Format("fp8_block", 8, (128, 128), torch.float32, computes=True),
     Format("fp8_block_pow2", 8, (128, 128), torch.float32, power_of_two=True, computes=True),
     Format("mxfp4", 4, (1, 32), _E8M0),
-    Format("fp8_tensor", 8, (1, 0), torch.float32, matrix_scale=True),
 )}
 
 
@@ -117,19 +117,16 @@ def matrix_amax(x: Tensor, format: Format) -> Tensor:
     """The largest magnitude of each matrix (..., N, K) -> (...), float32; blocks that are not finite do not count."""
     if not x.numel():
         return x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    step = format.block[1] or 1
-    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % step)).unflatten(-1, (-1, step)).abs().amax(-1)
+    width = format.block[1]
+    blocks = torch.nn.functional.pad(x.float(), (0, -x.shape[-1] % width)).unflatten(-1, (-1, width)).abs().amax(-1)
     return torch.where(blocks.isfinite(), blocks, 0.0).amax((-2, -1))
 
 
-def quantize_reference(
-    x: Tensor, format: Format, amax: Tensor | None = None, *, generator: torch.Generator | None = None
-) -> Tensor:
+def quantize_reference(x: Tensor, format: Format, amax: Tensor | None = None) -> Tensor:
     """(..., N, K) of any floating-point dtype -> its block rows (..., R, bytes) uint8.
 
     amax: of each whole matrix (...), where `x` is a part of it, or None; only formats with a matrix scale look at it.
-    generator: rounds stochastically with it, each number up with the probability of its distance from the one below;
-    without, to the nearest, ties to even. Numbers past the largest become the largest.
+    Numbers are rounded to the nearest, ties to even; those past the largest become the largest.
 
     Scales, so that the largest number of a block rounds to more than half of the largest element:
 
@@ -138,16 +135,16 @@ def quantize_reference(
       scale 448.5 would become 224 x 2, and 448 again, next time, 448 x 1.
     - float32: amax / 448 rounded to 20 bits, so that an element times it is exact.
     - nvfp4: the matrix's is the smallest 2^s with amax / (6 x 2^s) <= 464; a block's is amax / 6 in units of that,
-      rounded to the nearest e4m3, from 2^-6, the smallest that is normal. fp8_tensor: as float32, of the whole matrix.
+      rounded to the nearest e4m3, from 2^-6, the smallest that is normal.
 
     A block of zeros, or of less than the smallest scale can express, is zeros under the smallest scale; nothing is
-    divided by zero. A block with an infinity or NaN is NaN as a whole: its scale is, and its elements are zeros; in
-    fp8_tensor such elements are NaN themselves. Of a number above 2.9e38 the element may be more than float32 holds.
+    divided by zero. A block with an infinity or NaN is NaN as a whole: its scale is, and its elements are zeros. Of a
+    number above 2.9e38 the element may be more than float32 holds.
     """
     rows, columns = x.shape[-2:]
     format.check(x.shape)
-    step_rows, step_columns = format.block[0], format.block[1] or columns
-    bands, across = format.block_rows(rows), format.scales_per_row(columns)
+    step_rows, step_columns = format.block
+    bands = format.block_rows(rows)
     data = x.new_zeros((*x.shape[:-2], bands, format.row_bytes(columns)), dtype=torch.uint8)
     if not x.numel():
         return data
@@ -155,24 +152,23 @@ def quantize_reference(
     # (..., bands, rows of a block, blocks across, columns of a block)
     blocks = wide.unflatten(-1, (-1, step_columns)).unflatten(-3, (bands, step_rows))
     broken = (~blocks.isfinite()).any(-1).any(-2)  # (..., bands, blocks across)
+    blocks = torch.where(broken[..., None, :, None], 0.0, blocks)
+    block_amax = blocks.abs().amax((-3, -1))
     if format.matrix_scale:
-        whole = _matrix_scale(matrix_amax(x, format) if amax is None else amax, format)[..., None]  # (..., 1)
+        whole = _matrix_scale(matrix_amax(x, format) if amax is None else amax)[..., None]  # (..., 1)
         format.matrix_scales(data).copy_(whole.expand(data.shape[:-1]))
-    if not across:
-        scaled = torch.where(blocks.isfinite(), blocks / whole[..., None, None, None], torch.nan)
-        elements = round_to_element(scaled, format, generator)
+        scales = _block_scale(block_amax / whole[..., None], format)
+        unit = scales.float() * whole[..., None]
     else:
-        blocks = torch.where(broken[..., None, :, None], 0.0, blocks)
-        scales = _block_scale(blocks.abs().amax((-3, -1)) if not format.matrix_scale else
-                              blocks.abs().amax((-3, -1)) / whole[..., None], format)
-        unit = scales.float() if not format.matrix_scale else scales.float() * whole[..., None]
-        elements = round_to_element(blocks / unit[..., None, :, None], format, generator)
-        if format.scale is torch.float32:
-            scales = torch.where(broken, torch.nan, scales)
-        else:
-            nan = 255 if format.scale is _E8M0 else 127
-            scales = torch.where(broken, nan, scales.view(torch.uint8)).view(format.scale)
-        format.scales(data, columns).copy_(scales)
+        scales = _block_scale(block_amax, format)
+        unit = scales.float()
+    elements = round_to_element(blocks / unit[..., None, :, None], format)
+    if format.scale is torch.float32:
+        scales = torch.where(broken, torch.nan, scales)
+    else:
+        nan = 255 if format.scale is _E8M0 else 127
+        scales = torch.where(broken, nan, scales.view(torch.uint8)).view(format.scale)
+    format.scales(data, columns).copy_(scales)
     elements = elements.flatten(-2)[..., :columns]  # (..., bands, rows of a block, K)
     if rows % step_rows:
         elements[..., -1, rows % step_rows :, :] = 0
@@ -182,34 +178,35 @@ def quantize_reference(
 
 def dequantize_reference(data: Tensor, format: Format, rows: int, columns: int) -> Tensor:
     """Block rows (..., R, bytes) uint8 -> (..., rows, columns) float32, exact."""
-    elements, blocks = format.elements(data, columns), format.block[1] or columns
-    if format.bits == 4:
-        values = torch.tensor((*_VALUES, *(-value for value in _VALUES)), device=data.device)
-        codes = torch.stack((elements & 15, elements >> 4), -1).flatten(-2)
-        wide = values[codes.long()]
-    else:
-        wide = elements.view(_E4M3).float()
-    if format.scales_per_row(columns):
-        scales = format.scales(data, columns).float()  # (..., R, blocks across)
-        if format.matrix_scale:
-            scales = scales * format.matrix_scales(data)[..., None]
-        wide = wide * scales.repeat_interleave(blocks, -1)[..., None, :columns]
-    else:
-        wide = wide * format.matrix_scales(data)[..., None, None]
-    return wide.flatten(-3, -2)[..., :rows, :]
+    scales = format.scales(data, columns).float()  # (..., R, blocks across)
+    if format.matrix_scale:
+        scales = scales * format.matrix_scales(data)[..., None]
+    numbers = decode_rows(format.elements(data, columns), scales, format.bits, format.block[1])
+    return numbers.flatten(-3, -2)[..., :rows, :]
 
 
-def round_to_element(x: Tensor, format: Format, generator: torch.Generator | None = None) -> Tensor:
-    """Numbers in units of their scale, float32, rounded to what an element holds; NaN stays."""
+def decode_rows(elements: Tensor, scales: Tensor, bits: int, width: int, first: int = 0) -> Tensor:
+    """Decode rows that share their scales: elements (..., rows, bytes), scales (..., blocks) -> (..., rows, columns).
+
+    The product of each element and the scale of its block of `width` columns, float32; first: the column of the first
+    block that the rows start at.
+    """
+    if bits == 4:
+        pairs = torch.tensor([(_E2M1[byte & 15], _E2M1[byte >> 4]) for byte in range(256)], device=elements.device)
+        numbers = pairs[elements.int()].flatten(-2)
+    else:
+        numbers = elements.view(_E4M3).float()
+    columns = numbers.shape[-1]
+    factors = scales.float().repeat_interleave(width, -1)[..., None, first : first + columns]
+    return numbers.mul_(factors)
+
+
+def round_to_element(x: Tensor, format: Format) -> Tensor:
+    """Round numbers in units of their scale, float32, to what an element holds, ties to even."""
     smallest, digits = (-6, 3) if format.bits == 8 else (0, 1)  # exponent of the smallest normal one, bits behind it
     exponent = torch.frexp(x.abs().clamp(2.0**smallest, format.largest)).exponent - 1
     ulp = torch.exp2((exponent - digits).float())
-    x = x.clamp(-2 * format.largest, 2 * format.largest) / ulp
-    if generator is None:
-        whole = x.round()
-    else:
-        whole = x.floor()  # compared, as a sum with almost 1 could round up what an element holds
-        whole += torch.rand(x.shape, generator=generator, device=x.device) < x - whole
+    whole = (x.clamp(-2 * format.largest, 2 * format.largest) / ulp).round()
     return (whole * ulp).clamp(-format.largest, format.largest)
 
 
@@ -217,8 +214,8 @@ def _encode(elements: Tensor, format: Format) -> Tensor:
     """Numbers that elements hold -> their bytes."""
     if format.bits == 8:
         return elements.to(_E4M3).view(torch.uint8)
-    values = torch.tensor(_VALUES, device=elements.device)
-    codes = torch.bucketize(elements.abs().contiguous(), values) | (elements.signbit().long() << 3)
+    magnitudes = torch.tensor(_MAGNITUDES, device=elements.device)
+    codes = torch.bucketize(elements.abs().contiguous(), magnitudes) | (elements.signbit().long() << 3)
     return (codes[..., ::2] | (codes[..., 1::2] << 4)).to(torch.uint8)
 
 
@@ -251,8 +248,6 @@ def _block_scale(amax: Tensor, format: Format) -> Tensor:
     return _float32_scale(amax)
 
 
-def _matrix_scale(amax: Tensor, format: Format) -> Tensor:
-    if format.bits == 8:
-        return _float32_scale(amax.float())
+def _matrix_scale(amax: Tensor) -> Tensor:
     biased = _exponent(amax.float() / 6.0, 0x680000, 8)
     return (biased.clamp(27, 254) << 23).view(torch.float32)

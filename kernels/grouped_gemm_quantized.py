@@ -144,7 +144,7 @@ def _fp8_kernel(
 @triton.jit
 def _dequantized(
     w,  # (block rows, BAND, bytes of a row): e4m3, or two e2m1 in a uint8
-    w_scales,  # (block rows, blocks): float32, e4m3, or the bytes of e8m0; None where BLOCK is 0
+    w_scales,  # (block rows, blocks): float32, e4m3, or the bytes of e8m0
     matrix_scales,  # (block rows,) float32, of which parts that were written apart may differ, or None
     n, k, N, K, w_band, w_row, w_scales_band, matrix_scales_band,
     BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
@@ -167,19 +167,13 @@ def _dequantized(
     else:
         cols = k + tl.arange(0, WIDTH)
         tile = tl.load(at + cols[None, :], mask=inside & (cols < K)[None, :], other=0.0).to(tl.float32)
+    ACROSS: tl.constexpr = WIDTH // BLOCK if WIDTH > BLOCK else 1
+    blocks = k // BLOCK + tl.arange(0, ACROSS)
+    at = w_scales + (band * w_scales_band)[:, None] + blocks[None, :]
+    scale = _as_float(tl.load(at, mask=inside & (blocks * BLOCK < K)[None, :], other=0.0))
     if matrix_scales is not None:
-        whole = tl.load(matrix_scales + band * matrix_scales_band, mask=rows < N, other=0.0)[:, None]
-    if w_scales is None:
-        tile *= whole
-    else:
-        ACROSS: tl.constexpr = WIDTH // BLOCK if WIDTH > BLOCK else 1
-        blocks = k // BLOCK + tl.arange(0, ACROSS)
-        at = w_scales + (band * w_scales_band)[:, None] + blocks[None, :]
-        scale = _as_float(tl.load(at, mask=inside & (blocks * BLOCK < K)[None, :], other=0.0))
-        if matrix_scales is not None:
-            scale *= whole
-        tile = (tile.reshape(HEIGHT, ACROSS, WIDTH // ACROSS) * scale[:, :, None]).reshape(HEIGHT, WIDTH)
-    return tile
+        scale *= tl.load(matrix_scales + band * matrix_scales_band, mask=rows < N, other=0.0)[:, None]
+    return (tile.reshape(HEIGHT, ACROSS, WIDTH // ACROSS) * scale[:, :, None]).reshape(HEIGHT, WIDTH)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -220,8 +214,7 @@ def _dequantize_kernel(
             source = tl.load(gather + rows, mask=rows < end, other=0)
         a_rows = a + (source.to(tl.int64) * a_row)[:, None]
     w += expert.to(tl.int64) * w_e
-    if w_scales is not None:
-        w_scales += expert.to(tl.int64) * w_scales_e
+    w_scales += expert.to(tl.int64) * w_scales_e
     if matrix_scales is not None:
         matrix_scales += expert.to(tl.int64) * matrix_scales_e
     acc = tl.zeros((ROWS, COLS), dtype=ACC)
@@ -313,7 +306,7 @@ def _launch_dequantize(
         return y
     w = format.elements(data, k)
     w = w if format.bits == 4 else w.view(torch.float8_e4m3fn)
-    scales = _scales(format.scales(data, k)) if format.block[1] else None
+    scales = _scales(format.scales(data, k))
     matrix_scales = format.matrix_scales(data) if format.matrix_scale else None
     aligned = rows_aligned(a) and rows_aligned(data) and all(each % 16 == 0 for each in (n, k, a.stride(0)))
     config = tiling.dequantize_configs()["float32" if a.dtype is torch.float32 else "half" if aligned else "odd"]
@@ -323,7 +316,7 @@ def _launch_dequantize(
             operand(a, [config.rows, config.depth], a_descriptor), w, scales, matrix_scales, y,
             *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
             *(y.shape[0], n, k, len(offs), *a.stride(), *w.stride()[:3]),
-            *((0, 0) if scales is None else scales.stride()[:2]), *(stride // 4 for stride in data.stride()[:2]),
+            *scales.stride()[:2], *(stride // 4 for stride in data.stride()[:2]),
             **dequantize_constants(config, format, not transposed, a_descriptor, a.shape[1], len(offs), a.dtype),
             num_warps=config.warps, num_stages=config.stages,
         )

@@ -54,34 +54,14 @@ def _float32_scale(amax):
 
 
 @triton.jit
-def _matrix_scale(amax, BITS: tl.constexpr):
+def _matrix_scale(amax):
     """The bits of the scale."""
-    if BITS == 8:
-        return _float32_scale(amax)
     return tl.minimum(tl.maximum(_exponent(tl.div_rn(amax, 6.0), 0x680000, 8), 27), 254) << 23
 
 
 @triton.jit
-def _mixed(bits):
-    """Integers of 32 bits so mixed that each bit depends on every bit (the lowbias32 of C. Wellons, 2018)."""
-    bits = bits.to(tl.uint32)
-    bits = tl.mul(bits ^ (bits >> 16), 0x7FEB352D, sanitize_overflow=False)
-    bits = tl.mul(bits ^ (bits >> 15), 0x846CA68B, sanitize_overflow=False)
-    return bits ^ (bits >> 16)
-
-
-@triton.jit
-def _random(place, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Integers below 2^24 for a tile at `place`: (seed, matrix, first row, first column)."""
-    seed, matrix, first, column = place
-    key = _mixed(_mixed(_mixed(seed) ^ (seed >> 32).to(tl.uint32)) ^ matrix.to(tl.uint32))
-    rows = _mixed(key ^ (first + tl.arange(0, ROWS)).to(tl.uint32))
-    return (_mixed(rows[:, None] ^ (column + tl.arange(0, COLS)).to(tl.uint32)[None, :]) >> 8).to(tl.int32)
-
-
-@triton.jit
-def _encode(scaled, place, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """Numbers in units of their scale -> elements, int32. `place`: what randomness follows from."""
+def _encode(scaled, BITS: tl.constexpr):
+    """Numbers in units of their scale -> elements, int32."""
     LARGEST: tl.constexpr = 448.0 if BITS == 8 else 6.0
     SMALLEST: tl.constexpr = -6 if BITS == 8 else 0
     DIGITS: tl.constexpr = 3 if BITS == 8 else 1
@@ -89,10 +69,7 @@ def _encode(scaled, place, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
     exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
     units = magnitude * ((127 + DIGITS - exponent) << 23).to(tl.float32, bitcast=True)  # of the last place, below 16
-    if STOCHASTIC:
-        whole = ((units * 16777216.0).to(tl.int32) + _random(place, scaled.shape[0], scaled.shape[1])) >> 24
-    else:
-        whole = (units + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # 2^23 plus an integer: rounded, ties to even
+    whole = (units + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # 2^23 plus an integer: rounded, ties to even
     return (((exponent - SMALLEST) << DIGITS) + whole) | (((bits >> 31) & 1) << (BITS - 1))
 
 
@@ -121,8 +98,8 @@ def decode_scale(scale, SCALE: tl.constexpr):
 
 @triton.jit
 def _quantize_tile(
-    x, whole, place, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
-    BITS: tl.constexpr, SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr, STOCHASTIC: tl.constexpr,
+    x, whole, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):
     """Numbers (ROWS, COLS) float32, `whole` the scale of their matrix -> elements (ROWS, COLS) and scales
     (ROWS / BAND, COLS / BLOCK) as they are stored, int32.
@@ -130,40 +107,34 @@ def _quantize_tile(
     Magnitudes are compared as integers, where an infinity is larger than any number, and NaN larger still.
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    if SCALE == "":
-        elements = tl.where(magnitude < 0x7F800000, _encode(tl.div_rn(x, whole), place, BITS, STOCHASTIC), 0x7F)
-        scale = magnitude  # of no use
+    blocks = tl.reshape(magnitude, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
+    largest = tl.max(tl.max(blocks, 3), 1)
+    broken = largest >= 0x7F800000
+    amax = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
+    x = tl.reshape(x, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
+    x = tl.where(broken[:, None, :, None], 0.0, x)
+    if SCALE == "e8m0" or POWER_OF_TWO:
+        biased = _exponent(amax, 0x680000, 8) if BITS == 8 else _exponent(amax, 0x5FFFFF, 2)
+        biased = tl.maximum(biased, 0 if SCALE == "e8m0" else 27)
+        x *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None, :, None]  # exact; 2^-127 is subnormal
+        scale = biased if SCALE == "e8m0" else biased << 23
     else:
-        blocks = tl.reshape(magnitude, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
-        largest = tl.max(tl.max(blocks, 3), 1)
-        broken = largest >= 0x7F800000
-        amax = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
-        x = tl.reshape(x, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
-        x = tl.where(broken[:, None, :, None], 0.0, x)
-        if SCALE == "e8m0" or POWER_OF_TWO:
-            biased = _exponent(amax, 0x680000, 8) if BITS == 8 else _exponent(amax, 0x5FFFFF, 2)
-            biased = tl.maximum(biased, 0 if SCALE == "e8m0" else 27)
-            x *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None, :, None]  # exact; 2^-127 is subnormal
-            scale = biased if SCALE == "e8m0" else biased << 23
+        if SCALE == "e4m3":
+            share = tl.div_rn(tl.div_rn(amax, whole), 6.0)
+            scale = _encode(tl.maximum(share, 0.015625), 8)
+            unit = decode(scale, 8) * whole
         else:
-            if SCALE == "e4m3":
-                share = tl.div_rn(tl.div_rn(amax, whole), 6.0)
-                scale = _encode(tl.maximum(share, 0.015625), 0, 8, False)
-                unit = decode(scale, 8) * whole
-            else:
-                scale = _float32_scale(amax)
-                unit = scale.to(tl.float32, bitcast=True)
-            x = tl.div_rn(x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BAND, BAND, COLS // BLOCK, BLOCK)))
-        NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else 255 if SCALE == "e8m0" else 127
-        scale = tl.where(broken, NAN, scale)
-        elements = _encode(tl.reshape(x, (ROWS, COLS)), place, BITS, STOCHASTIC)
-    return elements, scale
+            scale = _float32_scale(amax)
+            unit = scale.to(tl.float32, bitcast=True)
+        x = tl.div_rn(x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BAND, BAND, COLS // BLOCK, BLOCK)))
+    NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else 255 if SCALE == "e8m0" else 127
+    return _encode(tl.reshape(x, (ROWS, COLS)), BITS), tl.where(broken, NAN, scale)
 
 
 @triton.jit
 def _store_tile(
     elements_ptr, scales_ptr, elements, scales, first, column, N, K, elements_band, scales_band, ROWS: tl.constexpr,
-    COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):
     """Write what `_quantize_tile` made, of the last band all rows: those past N are zeros."""
     if BITS == 4:
@@ -178,24 +149,22 @@ def _store_tile(
     at = column * BITS // 8 + tl.arange(0, COLS * BITS // 8)
     tl.store(elements_ptr + starts[:, None] + at[None, :], elements.to(tl.uint8),
              mask=(rows // BAND * BAND < N)[:, None] & (at < row_bytes)[None, :])
-    if SCALE != "":
-        bands = first // BAND + tl.arange(0, ROWS // BAND)
-        blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
-        tl.store(scales_ptr + bands.to(tl.int64)[:, None] * scales_band + blocks[None, :],
-                 scales.to(scales_ptr.dtype.element_ty),
-                 mask=(bands * BAND < N)[:, None] & (blocks * BLOCK < K)[None, :])
+    bands = first // BAND + tl.arange(0, ROWS // BAND)
+    blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
+    tl.store(scales_ptr + bands.to(tl.int64)[:, None] * scales_band + blocks[None, :],
+             scales.to(scales_ptr.dtype.element_ty),
+             mask=(bands * BAND < N)[:, None] & (blocks * BLOCK < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["N", "seed"])
+@triton.jit(do_not_specialize=["N"])
 def _quantize_kernel(
     x_ptr,  # (E, N, K), neighbours in a row
     elements_ptr, scales_ptr,  # (E, R, ...) bytes; float32 scales as int32
     amax_ptr,  # (E,) or unused
-    N, K, x_matrix, x_row, elements_matrix, elements_band, scales_matrix, scales_band, seed,
+    N, K, x_matrix, x_row, elements_matrix, elements_band, scales_matrix, scales_band,
     used, row_bytes,  # bytes of elements and scales; those with zeros and the matrix's scale, which `TAIL` writes
-    MATRIX_SCALE: tl.constexpr, TAIL: tl.constexpr, STOCHASTIC: tl.constexpr, POWER_OF_TWO: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr,
+    MATRIX_SCALE: tl.constexpr, TAIL: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
 ):
     tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
@@ -203,12 +172,12 @@ def _quantize_kernel(
     rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLS)
     x = tl.load(x_ptr + matrix * x_matrix + rows.to(tl.int64)[:, None] * x_row + cols[None, :],
                 mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
-    whole_bits = _matrix_scale(tl.load(amax_ptr + matrix), BITS) if MATRIX_SCALE else tl.full((), 0, tl.int32)
-    whole, place = whole_bits.to(tl.float32, bitcast=True), (seed, matrix, first, column)
-    elements, scales = _quantize_tile(x, whole, place, ROWS, COLS, BAND, BLOCK, BITS, SCALE, POWER_OF_TWO, STOCHASTIC)
+    whole_bits = _matrix_scale(tl.load(amax_ptr + matrix)) if MATRIX_SCALE else tl.full((), 0, tl.int32)
+    whole = whole_bits.to(tl.float32, bitcast=True)
+    elements, scales = _quantize_tile(x, whole, ROWS, COLS, BAND, BLOCK, BITS, SCALE, POWER_OF_TWO)
     elements_ptr += matrix * elements_matrix
     _store_tile(elements_ptr, scales_ptr + matrix * scales_matrix, elements, scales, first, column, N, K, elements_band,
-                scales_band, ROWS, COLS, BAND, BLOCK, BITS, SCALE)
+                scales_band, ROWS, COLS, BAND, BLOCK, BITS)
     if TAIL and tl.program_id(1) == 0:
         bands = first // BAND + tl.arange(0, ROWS // BAND)
         at = row_bytes - 32 + tl.arange(0, 32)  # at most 19 of them are past `used`
@@ -240,9 +209,9 @@ def _swiglu_quantize_kernel(
     h = h.to(h_ptr.dtype.element_ty)  # what is quantized is what was rounded
     h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(h_ptrs, h, mask=(rows < M)[:, None] & (cols < width)[None, :])
-    elements, scales = _quantize_tile(h.to(tl.float32), 0.0, 0, ROWS, COLS, BAND, BLOCK, BITS, SCALE, False, False)
+    elements, scales = _quantize_tile(h.to(tl.float32), 0.0, ROWS, COLS, BAND, BLOCK, BITS, SCALE, False)
     _store_tile(elements_ptr, scales_ptr, elements, scales, first, column, M, width, width, tl.cdiv(width, BLOCK), ROWS,
-                COLS, BAND, BLOCK, BITS, SCALE)
+                COLS, BAND, BLOCK, BITS)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -265,12 +234,10 @@ def _dequantize_kernel(
     if BITS == 4:
         elements = tl.interleave(elements & 0xF, elements >> 4)
     y = tl.reshape(decode(elements, BITS), (ROWS, COLS // BLOCK, BLOCK))
-    unit = tl.full((ROWS, COLS // BLOCK), 1.0, tl.float32)
-    if SCALE != "":
-        blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
-        scales = tl.load(scales_ptr + matrix * scales_matrix + (bands * scales_band)[:, None] + blocks[None, :],
-                         mask=(rows < N)[:, None] & (blocks * BLOCK < K)[None, :], other=0)
-        unit = decode_scale(scales.to(tl.int32), SCALE)
+    blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
+    scales = tl.load(scales_ptr + matrix * scales_matrix + (bands * scales_band)[:, None] + blocks[None, :],
+                     mask=(rows < N)[:, None] & (blocks * BLOCK < K)[None, :], other=0)
+    unit = decode_scale(scales.to(tl.int32), SCALE)
     if MATRIX_SCALE:
         unit *= tl.load(wholes_ptr + matrix * wholes_matrix + bands * wholes_band, mask=rows < N, other=0.0)[:, None]
     cols = column + tl.arange(0, COLS)
@@ -330,8 +297,8 @@ def tile_of(format: Format, dtype: torch.dtype) -> RowTile:
 
 def constants(format: Format, tile: RowTile) -> dict[str, Any]:
     """What every kernel knows of a format, and its warps."""
-    return dict(ROWS=tile.rows, COLS=tile.cols, BAND=format.block[0], BLOCK=format.block[1] or tile.cols,
-                BITS=format.bits, SCALE=_SCALES[format.scale] if format.block[1] else "", num_warps=tile.warps)
+    return dict(ROWS=tile.rows, COLS=tile.cols, BAND=format.block[0], BLOCK=format.block[1], BITS=format.bits,
+                SCALE=_SCALES[format.scale], num_warps=tile.warps)
 
 
 class _Parts(NamedTuple):
@@ -346,7 +313,7 @@ class _Parts(NamedTuple):
     def of_data(cls, data: Tensor, format: Format, columns: int) -> _Parts:
         """Where block rows (..., R, bytes) have them."""
         data = data.view(-1, *data.shape[-2:])
-        scales = _integers(format.scales(data, columns)) if format.block[1] else data
+        scales = _integers(format.scales(data, columns))
         used = format.block[0] * columns * format.bits // 8 + format.scales_per_row(columns) * format.scale.itemsize
         return cls(data, scales, used, format.row_bytes(columns))
 
@@ -379,15 +346,13 @@ def _grid(x: Tensor, tile: RowTile) -> tuple[int, int]:
     return x.shape[0] * max(triton.cdiv(x.shape[1], tile.rows), 1), triton.cdiv(x.shape[2], tile.cols)
 
 
-def _launch_quantize(
-    x: Tensor, to: _Parts, format: Format, amax: Tensor | None = None, seed: int | None = None
-) -> None:
+def _launch_quantize(x: Tensor, to: _Parts, format: Format, amax: Tensor | None = None) -> None:
     """`x` (E, N, K)."""
     tile = tile_of(format, x.dtype)
     _quantize_kernel[_grid(x, tile)](
         x, to.elements, to.scales, x if amax is None else amax, x.shape[1], x.shape[2], *_strides(x), *to.strides,
-        seed or 0, to.used, to.row_bytes, MATRIX_SCALE=amax is not None, TAIL=to.row_bytes > 0,
-        STOCHASTIC=seed is not None, POWER_OF_TWO=format.power_of_two, **constants(format, tile),
+        to.used, to.row_bytes, MATRIX_SCALE=amax is not None, TAIL=to.row_bytes > 0, POWER_OF_TWO=format.power_of_two,
+        **constants(format, tile),
     )
 
 
@@ -404,7 +369,7 @@ def _launch_dequantize(parts: _Parts, wholes: Tensor | None, format: Format, y: 
 
 
 @operator(lambda *_: None, mutates=("out",))
-def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None, seed: int | None) -> None:
+def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None) -> None:
     how = FORMATS[format]
     if not x.numel():
         out.zero_()
@@ -412,10 +377,9 @@ def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None, seed: in
         if how.matrix_scale:
             amax = (_matrix_amax(x, format) if amax is None else amax.float()).reshape(-1)
         x_ENK = _matrices(x)
-        _launch_quantize(x_ENK, _Parts.of_data(out, how, x.shape[-1]), how, amax if how.matrix_scale else None, seed)
+        _launch_quantize(x_ENK, _Parts.of_data(out, how, x.shape[-1]), how, amax if how.matrix_scale else None)
     else:
-        generator = None if seed is None else torch.Generator(x.device).manual_seed(seed)
-        out.copy_(quantize_reference(x, how, amax, generator=generator))
+        out.copy_(quantize_reference(x, how, amax))
 
 
 @operator(lambda data, _, rows, columns, dtype: data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype))
@@ -437,7 +401,7 @@ def _matrix_amax(x: Tensor, format: str) -> Tensor:
     amax = x.new_zeros(x.shape[:-2], dtype=torch.float32)
     tile, x = tile_of(FORMATS["mxfp8"], x.dtype), _matrices(x)
     _amax_kernel[_grid(x, tile)](x, amax.view(torch.int32), x.shape[1], x.shape[2], *_strides(x), ROWS=tile.rows,
-                                 COLS=tile.cols, BLOCK=FORMATS[format].block[1] or 1, num_warps=tile.warps)
+                                 COLS=tile.cols, BLOCK=FORMATS[format].block[1], num_warps=tile.warps)
     return amax
 
 
@@ -510,13 +474,12 @@ def _transpose_blocks(data: Tensor, format: str, rows: int, columns: int) -> Ten
 
 
 def quantize(
-    x: Tensor, format: Format | str, amax: Tensor | None = None, *, seed: int | None = None, out: Tensor | None = None
+    x: Tensor, format: Format | str, amax: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
     """(..., N, K) of any floating-point dtype -> its block rows (..., R, bytes) uint8: see `quantize_reference`.
 
     amax: of each whole matrix (...) in float32, where `x` is a part of it (see `matrix_amax`); only formats with a
-    matrix scale look at it. seed: rounds stochastically, the same for the same seed and kind of device; without, to
-    the nearest, the same everywhere. out: where to write them, any view whose rows start at multiples of 16 bytes.
+    matrix scale look at it. out: where to write them, any view whose rows start at multiples of 16 bytes.
 
     Raises `ValueError` for a shape that the format does not have, and for an `amax` or `out` that does not fit.
     """
@@ -533,7 +496,7 @@ def quantize(
     elif out.shape != shape or out.dtype is not torch.uint8 or out.device != x.device:
         raise ValueError(f"out must be uint8 of shape {shape} on {x.device}; got {out.dtype} of shape "
                          f"{tuple(out.shape)} on {out.device}")
-    _quantize(x.detach(), out, format.name, amax, seed)
+    _quantize(x.detach(), out, format.name, amax)
     torch.autograd.graph.increment_version(out)  # which the operator does not; what was made of these bytes is outdated
     return out
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from dualpipe.models.decoder import Experts, GroupedQueryAttention, Layer, SparseMLP
-from dualpipe.models.hub import GroupedQueryConfig, Part, whole
+from dualpipe.models.hub import GroupedQueryConfig, HubTensorPart, whole
 from dualpipe.nn import Router, Scoring
 
 _KINDS = ("sliding_attention", "full_attention")
@@ -79,7 +79,7 @@ class GptOssConfig(GroupedQueryConfig):
                           alpha=self.swiglu_alpha, limit=self.swiglu_limit)
         return Layer(self, attention, SparseMLP(gate, experts))
 
-    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[HubTensorPart]]:
         """See `HubConfig`. The experts' weights are on the hub with inputs before outputs: (E, H, 2I) and (E, I, H).
         OpenAI stores them in MXFP4 instead, as `..._blocks` and `..._scales` behind the same name. Dequantized, those
         are (E, 2I, H) and (E, H, I), in the order of ours: `transposed` does not apply to them."""
@@ -91,4 +91,5 @@ class GptOssConfig(GroupedQueryConfig):
             return [[whole(f"model.{prefix}{found}{projection}_bias", shape)]]
         experts, outputs, inputs = shape
         everything = tuple(slice(0, size) for size in shape)
-        return [[Part(f"model.{prefix}{found}{projection}", (experts, inputs, outputs), everything, transposed=True)]]
+        stacked = f"model.{prefix}{found}{projection}"
+        return [[HubTensorPart(stacked, (experts, inputs, outputs), everything, transposed=True)]]

@@ -40,7 +40,7 @@ _LARGEST = 1e30  # of all numbers that are no sizes
 
 
 @dataclass(frozen=True)
-class Part:
+class HubTensorPart:
     """One tensor on the hub, and the part of one of ours that it is.
 
     where: the slices of ours, one for each dimension; those of a single expert's row keep their dimension. The hub's
@@ -52,6 +52,9 @@ class Part:
     shape: tuple[int, ...]
     where: tuple[slice, ...]
     transposed: bool = False
+
+
+Part = HubTensorPart  # the former name; it goes with the next release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +156,7 @@ class HubConfig:
         """The rotary embedding of a head."""
         return Rotary(self.rotary_dim, self.rope_theta, self.yarn)
 
-    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[Part]]:
+    def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[HubTensorPart]]:
         """Where a parameter or buffer of ours is on the hub: the parts that make it up, for each way of storing it.
 
         `save_hf` writes the first. A tied head is the embedding; experts are apart or all in one. Example:
@@ -168,7 +171,7 @@ class HubConfig:
         projections = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
         experts, rows, columns = shape
         rows //= len(projections)
-        apart = [Part(f"{prefix}{found}{expert}.{single}.weight", (rows, columns),
+        apart = [HubTensorPart(f"{prefix}{found}{expert}.{single}.weight", (rows, columns),
                       (slice(expert, expert + 1), slice(start, start + rows), slice(0, columns)))
                  for expert in range(experts) for start, single in zip((0, rows), projections)]
         return [apart, [whole(f"{prefix}{found}{projection}", shape)]]
@@ -261,9 +264,9 @@ def _fits(value: Any, kind: Any, least: int) -> bool:
     return type(value) is kind and (kind is not int or value >= least)
 
 
-def whole(name: str, shape: Sequence[int]) -> Part:
+def whole(name: str, shape: Sequence[int]) -> HubTensorPart:
     """A tensor that is on the hub as it is here."""
-    return Part(name, tuple(shape), tuple(slice(0, size) for size in shape))
+    return HubTensorPart(name, tuple(shape), tuple(slice(0, size) for size in shape))
 
 
 def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_the_metadata_is_complete(built):
     assert f"{info}/licenses/LICENSE" in archive.namelist()
     assert "dualpipe = dualpipe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     needs = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
-    for name in ("torch", "einops", "filelock", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
+    for name in ("torch", "einops", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
                            if line.endswith(f'extra == "{name}"')) for name in ("viz", "train", "test", "lint")}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from dualpipe.checkpoint.manifest import StoredTensor, gaps_in
-from dualpipe.checkpoint.state import REPEATED, Part
+from dualpipe.checkpoint.state import REPEATED, TensorPart
 from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_in_file, bytes_of
 from dualpipe.kernels.formats import Format
 from dualpipe.runtime.dtypes import short_name
@@ -20,7 +20,7 @@ Offer = tuple[torch.dtype | Format, tuple[int, ...], Box]
 
 
 def plan_together(
-    ranks: RankSync, stages: int, parts: Mapping[str, Part]
+    ranks: RankSync, stages: int, parts: Mapping[str, TensorPart]
 ) -> tuple[list[str], dict[str, StoredTensor]]:
     """Who writes what, every box of every tensor once: the names that this rank writes and, on rank 0, all tensors.
 

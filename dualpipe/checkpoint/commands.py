@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.checkpoint.directory import find, none_whole
-from dualpipe.checkpoint.hub.commands import format_bytes
 from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
 from dualpipe.checkpoint.tensors import bytes_in_file
+from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
 

@@ -37,7 +37,7 @@ _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
 
 
-class Found(NamedTuple):
+class FoundCheckpoints(NamedTuple):
     """What of a directory is committed, newest first, and what should be but is damaged, with the reason.
 
     later: the reason where what is newest is not damaged, but of a later release.
@@ -48,7 +48,7 @@ class Found(NamedTuple):
     later: str = ""
 
 
-def scan(directory: str | PathLike[str]) -> Found:
+def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
     """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
     directory = Path(directory)
     for _ in range(_TRIES):
@@ -74,7 +74,7 @@ def scan(directory: str | PathLike[str]) -> Found:
         if not is_gone:
             break
     committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
-    return Found(committed, damaged, later)
+    return FoundCheckpoints(committed, damaged, later)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -82,12 +82,12 @@ def is_checkpoint(path: Path) -> bool:
     return bool(_NAME.fullmatch(path.name)) or os.path.lexists(path / MANIFEST)
 
 
-def find(path: str | PathLike[str]) -> Found:
+def find(path: str | PathLike[str]) -> FoundCheckpoints:
     """The one checkpoint that `path` names, or else those in the directory; raises ValueError where it is neither."""
     path = Path(path)
     if not is_checkpoint(path):
         return scan(path)
-    return Found([Checkpoint.read(path.resolve())], {})  # a link that the caller names is meant
+    return FoundCheckpoints([Checkpoint.read(path.resolve())], {})  # a link that the caller names is meant
 
 
 def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:

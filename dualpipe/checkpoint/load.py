@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.directory import Found, find, none_whole, step_of
+from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole, step_of
 from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, layout_of
 from dualpipe.checkpoint.state import (
     VALUES,
+    CheckpointState,
     ParameterState,
-    Part,
-    State,
+    TensorPart,
     check_groups,
     derive_random,
     is_allowed,
@@ -37,7 +37,7 @@ from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, in_file, 
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import filling
+from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.rank_sync import RankSync
@@ -56,7 +56,7 @@ class Loaded(NamedTuple):
     allowed: tuple[str, ...]  # the differences that `allow` named
 
 
-def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = None,
+def load(path: str | PathLike[str], state: CheckpointState, *, mesh: DeviceMesh | None = None,
          allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:
     """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
 
@@ -73,7 +73,7 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
         RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
     """
     ranks, path = RankSync.of_mesh(mesh), Path(path)
-    found, touched = Found([], {}), False
+    found, touched = FoundCheckpoints([], {}), False
     for attempt in range(_TRIES):
         try:
             found = ranks.first(lambda: find(path))
@@ -94,8 +94,8 @@ def load(path: str | PathLike[str], state: State, *, mesh: DeviceMesh | None = N
 
 
 def _load(
-    path: Path, found: Found, state: State, ranks: RankSync, layout: Mapping[str, int], allow: Sequence[str],
-    allow_at_start: Sequence[str], seed: int,
+    path: Path, found: FoundCheckpoints, state: CheckpointState, ranks: RankSync, layout: Mapping[str, int],
+    allow: Sequence[str], allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
 
     def must_be_there() -> None:
@@ -136,7 +136,7 @@ def _load(
 
     def restore() -> bool:
         """Read everything into its place, and go on with the random state; whether it was that of this rank."""
-        masters = {name: Part(part.shape, part.box, cast(Tensor, cast(QuantizedTensor, part.quantized).master))
+        masters = {name: TensorPart(part.shape, part.box, cast(Tensor, cast(QuantizedTensor, part.quantized).master))
                    for name, part in converted.items()}
         read_parts(checkpoint, stored, fitting | masters)
         for name, part in fitting.items():
@@ -162,7 +162,7 @@ def _load(
     return Loaded(path, manifest, restored, damaged, allowed)
 
 
-def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> None:
+def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart]) -> None:
     """Fill the parts of this rank. Shapes must be those stored; other dtypes are cast.
 
     Raises RuntimeError where a file does not hold what the description of the checkpoint says.
@@ -213,7 +213,8 @@ def _read_numbers(
 
 
 def _compare(
-    ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, Part], allow: Sequence[str]
+    ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart],
+    allow: Sequence[str],
 ) -> tuple[str, ...]:
     """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
     names = sorted(stored)

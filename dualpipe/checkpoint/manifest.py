@@ -214,7 +214,11 @@ def _dtype_of(name: str, tensor: str) -> torch.dtype | Format:
     if format is not None and name != _name_of(format):
         raise ValueError(f"{tensor} is stored in {name}, and this release has {_name_of(format)}; load it with the one "
                          "that saved it")
-    return format or dtype_of(name)
+    try:
+        return format or dtype_of(name)
+    except ValueError as error:
+        raise ValueError(f"{tensor} is stored in {name}, which this release does not have; load it with the one that "
+                         "saved it") from error
 
 
 def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:

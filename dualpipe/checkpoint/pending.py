@@ -28,7 +28,7 @@ class GivenUp(RuntimeError):
     """A save does not go on, or is not wanted any more."""
 
 
-class Flight:
+class PendingSave:
     """One save of this rank.
 
     ranks: all, in a group that nothing else uses meanwhile. timeout: seconds after which a rank that does not go on, or

@@ -4,7 +4,7 @@
         ...
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
-Every rank calls the same methods in the same order. What fails on one rank raises on all; see `flight` for how they
+Every rank calls the same methods in the same order. What fails on one rank raises on all; see `pending` for how they
 wait for each other, `directory` for what is on disk, and `state` for what is in it.
 """
 
@@ -32,8 +32,8 @@ from dualpipe import __version__
 from dualpipe.checkpoint.assign import Offer, plan_together
 from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, layout_of
-from dualpipe.checkpoint.pending import Flight, GivenUp
-from dualpipe.checkpoint.state import State, as_number, capture_random, not_finite, parts_of
+from dualpipe.checkpoint.pending import GivenUp, PendingSave
+from dualpipe.checkpoint.state import CheckpointState, as_number, capture_random, not_finite, parts_of
 from dualpipe.checkpoint.tensors import lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel import DTypePlan
@@ -53,7 +53,7 @@ class CheckpointError(OSError):
 
 
 class Checkpoints:
-    """Saves into one directory, and holds what is in flight.
+    """Saves into one directory, and holds the one that is under way.
 
     kind: what writes in the background. Both block training for the copy to host memory (15 ms for 200 MB on a CPU).
         "thread" needs nothing more, but takes turns with training in one interpreter; "process" starts another one for
@@ -97,8 +97,8 @@ class Checkpoints:
         blocked = signal.SIG_BLOCK, {signal.SIGINT}
         self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
         self._recorder = Recorder.current()
-        self._pending: Flight | None = None
-        self._given_up: Flight | None = None  # the last save, where what writes it may go on
+        self._pending: PendingSave | None = None
+        self._given_up: PendingSave | None = None  # the last save, where what writes it may go on
         self._patience = 1.0  # s, for that to come to its end
         self._is_open = True
         self._target: Any = None  # a Directory, on rank 0
@@ -112,7 +112,7 @@ class Checkpoints:
             self.close()
             raise
 
-    def save(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
+    def save(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
              extra: Any = None) -> Path:
         """Write a checkpoint and return its path, on the disk and committed.
 
@@ -129,7 +129,7 @@ class Checkpoints:
         with self._reported(step), self._recorder.doing("save", f"the checkpoint of step {step}"):
             return self._begin(state, step, plan, config, extra, is_staged=False)[1]()
 
-    def save_async(self, state: State, *, step: int, plan: DTypePlan | None = None, config: Any = None,
+    def save_async(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
         """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
 
@@ -138,31 +138,31 @@ class Checkpoints:
         """
         self.wait()
         with self._reported(step), self._recorder.doing("save", f"the copy for the checkpoint of step {step}"):
-            flight, write = self._begin(state, step, plan, config, extra, is_staged=True)
+            pending, write = self._begin(state, step, plan, config, extra, is_staged=True)
         lane = self._recorder.lane("checkpoint")
 
         def fly() -> None:
             try:
                 with lane.activate():
-                    flight.end(write())
+                    pending.end(write())
             except BaseException as error:
-                flight.end(error)
+                pending.end(error)
 
         self._executor.submit(fly)
-        self._pending = flight
+        self._pending = pending
 
     def wait(self) -> Path | None:
-        """Wait until nothing is in flight; the path of what was, None where nothing was.
+        """Wait until no save is under way; the path of what was, None where nothing was.
 
         Raises on all ranks what `save` would have; once, so that a run may go on and save again.
         """
-        if (flight := self._pending) is None:
+        if (pending := self._pending) is None:
             return None
-        with self._recorder.doing("save", f"the checkpoint of step {flight.step}"):
-            wait([flight.ended])  # an interrupt leaves it pending: its memory and its directory are still in use
-        self._pending, self._given_up = None, flight if flight.refused else None
-        with self._reported(flight.step):
-            return flight.ended.result()
+        with self._recorder.doing("save", f"the checkpoint of step {pending.step}"):
+            wait([pending.ended])  # an interrupt leaves it pending: its memory and its directory are still in use
+        self._pending, self._given_up = None, pending if pending.refused else None
+        with self._reported(pending.step):
+            return pending.ended.result()
 
     def close(self) -> None:
         """Wait, then give everything back: call it at the end of the run. Raises as `wait` does."""
@@ -201,15 +201,15 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """As `close`; after an error what is in flight has `timeout` to come to its end, without a rank none."""
-        if error is not None and (flight := self._pending) is not None:
+        """As `close`; after an error what is under way has `timeout` to come to its end, without a rank none."""
+        if error is not None and (pending := self._pending) is not None:
             if isinstance(error, RankLost) or self._recorder.lost is not None:
                 self._patience = self._timeout = 0.0
-            wait([flight.ended], self._timeout)
-            if not flight.ended.done():
+            wait([pending.ended], self._timeout)
+            if not pending.ended.done():
                 why = GivenUp("it was still being written when the run ended")
-                flight.refuse(str(why))
-                flight.end(why)
+                pending.refuse(str(why))
+                pending.end(why)
         try:
             self.close()
         except Exception as failure:
@@ -228,12 +228,12 @@ class Checkpoints:
             raise CheckpointError(f"{what}: {error}") from error
 
     def _begin(
-        self, state: State, step: int, plan: DTypePlan | None, config: Any, extra: Any, *, is_staged: bool
-    ) -> tuple[Flight, Callable[[], Path]]:
+        self, state: CheckpointState, step: int, plan: DTypePlan | None, config: Any, extra: Any, *, is_staged: bool
+    ) -> tuple[PendingSave, Callable[[], Path]]:
         """Agree on what is saved, and copy it if it is to be staged; returns what writes and commits it."""
         if not self._is_open:
             raise ValueError("these checkpoints are closed; make new ones to save more")
-        ranks, mine, flight = self._ranks, [], Flight(step, self._ranks, self._timeout)
+        ranks, mine, pending = self._ranks, [], PendingSave(step, self._ranks, self._timeout)
         patience = 0.8 * self._timeout  # before the others give this rank up
 
         def prepare() -> tuple[int, bool, list[str], Path | None]:
@@ -273,13 +273,13 @@ class Checkpoints:
             if is_staged:
                 memory.fill(files, tensors)
                 if self._kind == "process":
-                    return lambda folder: memory.write_in_process(folder, checksum, patience, flight.wrote)
+                    return lambda folder: memory.write_in_process(folder, checksum, patience, pending.wrote)
             pieces = memory.pieces() if is_staged else {each.name: each.pieces(tensors) for each in files}
-            watched = {name: reporting(each, flight.wrote) for name, each in pieces.items()}
+            watched = {name: reporting(each, pending.wrote) for name, each in pieces.items()}
             return lambda folder: write_files(folder, watched, checksum)
 
         write = ranks.agree(writing) if is_staged else writing()
-        return flight, partial(self._write, flight, manifest, names, stored, write)
+        return pending, partial(self._write, pending, manifest, names, stored, write)
 
     def _describe(self, step: int, plan: DTypePlan | None, config: Any, extra: Any) -> Manifest:
         """What this rank has to say of a checkpoint, as it is when saving begins."""
@@ -305,15 +305,15 @@ class Checkpoints:
         )
 
     def _write(
-        self, flight: Flight, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
+        self, pending: PendingSave, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
         write: Callable[[Path], dict[str, Written]],
     ) -> Path:
         """Write apart, and have rank 0 commit when all have written."""
         ranks, recorder = self._ranks, Recorder.current()
 
         def begin() -> Path:
-            flight.folder = self._target.begin(manifest.step, flight.moved)
-            return flight.folder
+            pending.folder = self._target.begin(manifest.step, pending.moved)
+            return pending.folder
 
         def write_here() -> dict[str, Written]:
             with recorder.doing("write", f"{file_of(ranks.rank)} of step {manifest.step}"):
@@ -326,20 +326,20 @@ class Checkpoints:
                 dtypes={name: each for _, dtypes in written for name, each in dtypes.items()},
             )
             with recorder.doing("commit", f"step {manifest.step}"):
-                return self._target.commit(folder, complete, stored, flight.moved, flight.committing())
+                return self._target.commit(folder, complete, stored, pending.moved, pending.committing())
 
         try:
-            folder = flight.first(begin)
-            files = flight.agree(write_here)
+            folder = pending.first(begin)
+            files = pending.agree(write_here)
             dtypes = {name: manifest.dtypes[name] for name in names if name in manifest.dtypes}
             written = ranks.collect((files, dtypes)) or []
-            return flight.first(commit)
+            return pending.first(commit)
         finally:
-            if flight.folder is not None:
-                shutil.rmtree(flight.folder, ignore_errors=True)  # if it was not committed: else it has another name
+            if pending.folder is not None:
+                shutil.rmtree(pending.folder, ignore_errors=True)  # if it was not committed: else it has another name
 
 
-def save(directory: str | PathLike[str], state: State, *, step: int, mesh: DeviceMesh | None = None,
+def save(directory: str | PathLike[str], state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,
          plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:
     """Write one checkpoint into a directory, as `Checkpoints.save` does."""
     with Checkpoints(directory, mesh) as checkpoints:

@@ -36,7 +36,7 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import Format
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.device import RandomState
 
 OPTIMIZER, VALUES = "optimizer/", "values"
@@ -173,7 +173,7 @@ def check_groups(states: Mapping[str, ParameterState], allow: Sequence[str]) -> 
     return anew
 
 
-State = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, and any tensors besides
+CheckpointState = Mapping[str, Tensor | ParameterState]  # what `training_state` gives, and any tensors besides
 
 
 def training_state(
@@ -226,7 +226,7 @@ def numbered(names: Iterable[str]) -> set[int]:
     return {int(found[1]) for name in names if (found := _NUMBERED.match(name))}
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What this rank holds of a tensor."""
 
     shape: tuple[int, ...]  # of the whole
@@ -240,7 +240,7 @@ class Part(NamedTuple):
         return self.tensor.dtype if self.quantized is None else self.quantized.format
 
 
-def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, Part]:
+def parts_of(state: CheckpointState, stored: Mapping[str, StoredTensor] | None = None) -> dict[str, TensorPart]:
     """This rank's parts, sharing memory; raises ValueError for what cannot be stored.
 
     stored: what a checkpoint has that is to be read into them; None: they are to be saved.
@@ -264,18 +264,18 @@ def parts_of(state: State, stored: Mapping[str, StoredTensor] | None = None) -> 
             raise ValueError(f"{name} is a sum that is not yet reduced ({tensor.placements}); redistribute it first")
         local, place = local_part(tensor)
         if (quantized := quantized_part(tensor)) is not None:
-            parts[name] = Part(tuple(tensor.shape), Box.at(place), quantized.block_rows, quantized)
+            parts[name] = TensorPart(tuple(tensor.shape), Box.at(place), quantized.block_rows, quantized)
             continue
         if type(local.detach()) is not Tensor:
             raise ValueError(f"{name} is a {type(local).__name__}; only plain tensors can be stored")
         if stored is not None and any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape)):
             raise ValueError(f"{name} is expanded: its elements share memory, so it cannot be loaded into")
-        parts[name] = Part(tuple(tensor.shape), Box.at(place), local)
+        parts[name] = TensorPart(tuple(tensor.shape), Box.at(place), local)
     return parts
 
 
 @torch.no_grad()
-def not_finite(state: State, parts: Mapping[str, Part]) -> list[str]:
+def not_finite(state: CheckpointState, parts: Mapping[str, TensorPart]) -> list[str]:
     """Which of these parts of a state have an infinite number or NaN: of its parameters, their masters, and what the
     optimizer keeps of them. Buffers, such as masks, may; quantized parameters cannot.
 

@@ -9,11 +9,11 @@ from dualpipe.nn.linear import Linear, defer_weight_grads
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
 from dualpipe.nn.routing.router import ExpertGroups, Router, Scoring
-from dualpipe.nn.routing.router_set import RouterLosses, RouterSet, SharedSequences
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending, run_segments
 
 __all__ = [
     "Communicate", "Communication", "Compute", "Embedding", "ExpertGroups", "GroupedLinear", "GroupedSwiGLU", "Linear",
-    "Pending", "RMSNorm", "Router", "RouterLosses", "RouterSet", "Scoring", "SharedSequences", "cross_entropy_loss",
-    "defer_weight_grads", "run_segments",
+    "Pending", "RMSNorm", "Router", "RouterSet", "Scoring", "cross_entropy_loss", "defer_weight_grads",
+    "run_segments",
 ]

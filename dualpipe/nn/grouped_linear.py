@@ -40,7 +40,7 @@ class GroupedLinear(nn.Module):
 
     makes_accumulators = True  # of the dtype that `grad_dtype` says
     form: tuple[bool, float, float] | None = None  # of the SwiGLU behind the product, as the kernels take it
-    quantizable = True  # see `dualpipe.quantized.weights.quantizable`
+    quantizable = True  # see `dualpipe.quantized.quantize_model.quantizable`
     products: Products = "auto"  # this and the next are for quantized weights: see `dualpipe.nn.quantized_matmul`
     fp8_weight_grad = False
 

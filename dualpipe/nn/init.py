@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 
 _BLOCK = 2**20  # elements drawn at a time: 4 MB, little beside any layer, and enough that the drawing takes the time
 _GROUP = 16  # torch draws normal values in groups of this many, and fewer than one group by another method

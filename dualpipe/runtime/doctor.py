@@ -18,7 +18,7 @@ from pathlib import Path
 
 from dualpipe import __version__
 
-REQUIRED = ("einops", "filelock", "numpy", "rich", "safetensors", "tokenizers", "xxhash")
+REQUIRED = ("einops", "numpy", "rich", "safetensors", "tokenizers", "xxhash")
 OPTIONAL = {
     "triton": "the kernels are their PyTorch references",
     "tensorboard": "training writes no TensorBoard events",

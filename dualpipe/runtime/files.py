@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import hashlib
 import os
+import time
 import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
-from filelock import FileLock, Timeout
 
 CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
 _FALLOCATE, _KEEP_SIZE = getattr(ctypes.CDLL(None), "fallocate", None), 1  # of <fcntl.h>; on Linux
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_POLLED = 0.1  # seconds between two looks at a lock that another has
 _PIECE = 2**22  # bytes that are hashed, and then written while they are in the cache
 _REPORTED = 2**26  # bytes after which a writer is heard of
 _FLUSHED = 2**30  # bytes that the system may hold back: the flush at the end tells of no progress
@@ -105,16 +107,25 @@ def checksum_of(path: Path, checksum: str) -> str:
         return hashlib.file_digest(file, CHECKSUMS[checksum]).hexdigest()
 
 
-def replace_file(path: Path, content: str) -> None:
-    """Give a file other content: at any moment, after a crash of the system too, it has the one or the other, whole."""
-    temporary = path.with_name(f".tmp-{path.name}")
+def replace_file(
+    path: Path, content: str | Iterable[bytes | memoryview], *, is_shared: bool = False, flush: bool = True
+) -> None:
+    """Give a file other content: at any moment, after a crash of the system too, it has the one or the other, whole.
+
+    is_shared: other processes may write it at the same time, so each writes aside under a name of its own. flush: wait
+    for the disk; without, a crash of the system may leave an empty file.
+    """
+    temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}" if is_shared else f".tmp-{path.name}")
+    pieces = [content.encode()] if isinstance(content, str) else content
     try:
         temporary.unlink(missing_ok=True)  # of a process that died here
-        write_file(temporary, [content.encode()])
+        if flush:
+            write_file(temporary, pieces)
+        else:
+            temporary.write_bytes(b"".join(pieces))
         os.replace(temporary, path)
-    except OSError:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def write_wanted(*wanted: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
@@ -135,20 +146,54 @@ def read_toml(path: Path, what: str = "") -> dict[str, Any]:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
-def lock(file: Path, patience: float) -> FileLock | None:
-    """What holds `file` until its `release`, None where the file system has no locks. It is freed with the process.
+class Lock:
+    """A lock on a file or directory, until `release` or the end of this process; made by `hold`."""
 
-    Raises ValueError where another process has it for `patience` seconds: one that was just killed may take a moment.
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Free it; any thread may."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # first: a forked child keeps what is only closed
+        os.close(self._descriptor)
+
+
+def hold(path: Path, patience: float = 0.0) -> Lock:
+    """Lock a directory, or a file, which is made where there is none. It is freed with the process.
+
+    Not the mere existence of a file is the lock, which a process that is killed would leave.
+
+    Raises BlockingIOError where another holder has it for `patience` seconds; OSError where that cannot be, as on a
+    file system without locks.
     """
-    # Not by the mere existence of the file, which a process that is killed leaves; and whatever thread releases it.
-    held = FileLock(file, timeout=patience, thread_local=False, poll_interval=0.1, fallback_to_soft=False)
+    flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags, 0o644)
+    deadline = time.monotonic() + patience
     try:
-        held.acquire()
-    except Timeout:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return Lock(descriptor)
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(_POLLED)
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def lock(file: Path, patience: float) -> Lock | None:
+    """Lock a directory for one job by a file in it, as `hold` does; None where the file system has no locks.
+
+    Raises ValueError where another job has it for `patience` seconds: one that was just killed may take a moment.
+    """
+    try:
+        return hold(file, patience)
+    except BlockingIOError:
         raise ValueError(f"another job saves to {file.parent}; end it, or give each a directory") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise
         warnings.warn(f"{file.parent} is on a file system without locks: let no other job save there", stacklevel=2)
         return None
-    return held

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 from dualpipe.checkpoint import save_hf
-from dualpipe.checkpoint.hub.quantized import check_quantized
+from dualpipe.checkpoint.hub.save_quantized import check_quantized
 from dualpipe.models import read_config
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.recorder import Recorder

@@ -14,13 +14,14 @@ right. What can be asked all the same:
                    rounds by 2^-24 of what is added, and there are one for a micro-batch and two for a replica.
 
 The first sees what is wrong in every micro-batch; the second, a thousand times as sharp, what goes wrong between them:
-a gradient that is lost, or accumulated in bfloat16. Routes are fixed, as with router.balanced: a choice of experts that
+a gradient that is lost, or accumulated in bfloat16. Routes are fixed, by `EvenRoutes`: a choice of experts that
 rounding turns would move everything behind it.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -36,7 +37,9 @@ from torch.distributed.tensor import DTensor
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
+from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
+from dualpipe.nn.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.pipeline.executor import as_tuple
 from dualpipe.runtime.device import deterministic
@@ -156,8 +159,10 @@ def _print(title: str, config: Config, dtype: str, columns: Sequence[str], rows:
 class Comparison:
     """This rank's part of a pipelined model, built as training does, and a global batch: B sequences of T tokens."""
 
-    def __init__(self, resolved: Resolved, job: Job, dtypes: DTypePlan | torch.dtype) -> None:
-        """dtypes: see `build_model`."""
+    def __init__(
+        self, resolved: Resolved, job: Job, dtypes: DTypePlan | torch.dtype, *, fixed_routes: bool = False
+    ) -> None:
+        """dtypes: see `build_model`. fixed_routes: of both models."""
         config, model_config = resolved.config, resolved.model
         # As the unpipelined model is built: neither compiled nor with products in FP8.
         plain = replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False)
@@ -172,6 +177,9 @@ class Comparison:
         self.routers = self.pipelined.routers
         self.pipeline = self.pipelined.pipeline
         split = self.pipelined.split
+        self.fixed_routes = fixed_routes
+        if fixed_routes:
+            EvenRoutes(split, train.sequence_length).set_in(self.model.stages)
         generator = torch.Generator().manual_seed(train.seed)
         shards, length = parallel.batch_shards, train.sequence_length
         shape = (train.micro_batch_size * train.num_chunks * shards, length + 1)
@@ -227,6 +235,8 @@ class Comparison:
         num_microbatches = self.config.train.num_chunks * shards
         criterion = self._criterion(num_microbatches)
         routers = build_routers(self.config, [whole], group=None, device=self.job.device, whole=True)
+        if self.fixed_routes:
+            EvenRoutes(WHOLE, self.config.train.sequence_length).set_in([whole])
         for _ in range(self.steps):
             whole.zero_grad()
             losses = []
@@ -257,6 +267,33 @@ def gradients(
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             found[name] = grad.full_tensor() if isinstance(grad, DTensor) and not of_rank else local(grad)
     return found
+
+
+class EvenRoutes:
+    """A `Choice` of routers that does not depend on rounding: the T * K choices go round the experts.
+
+    The experts of a token are about E / K apart, so that it is sent to many ranks. Example: K = 2 of E = 4: tokens go
+    to (0, 3), (2, 1), (0, 3), ... split, length: of ranks that share sequences of so many tokens; a token's choices do
+    not depend on them.
+    """
+
+    def __init__(self, split: SequenceSplit, length: int) -> None:
+        self._split = split
+        self._length = length
+
+    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
+        device, top_k = experts_TK.device, experts_TK.shape[1]
+        stride = next(n for n in itertools.count(num_experts // top_k + 1) if math.gcd(n, num_experts) == 1)
+        own = self._split.own(self._length).to(device)
+        starts = torch.arange(len(experts_TK) // len(own), device=device) * self._length
+        tokens_T1 = (starts.unsqueeze(1) + own).view(-1, 1)  # numbers among those of whole sequences
+        return (tokens_T1 * top_k + torch.arange(top_k, device=device)) * stride % num_experts
+
+    def set_in(self, modules: Iterable[nn.Module]) -> None:
+        """Have the routers in modules choose so."""
+        for router in chain.from_iterable(module.modules() for module in modules):
+            if isinstance(router, Router):
+                router.choice = self
 
 
 # -- how far they are from each other
@@ -299,10 +336,9 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
 
 def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
-    config = resolved.config
-    config = replace(config, router=replace(config.router, balanced=True), train=replace(config.train, dtype="bf16"))
+    config = replace(resolved.config, train=replace(resolved.config.train, dtype="bf16"))
     resolved = resolved.with_config(config)
-    p = Comparison(resolved, job, plan_run(resolved, {}))
+    p = Comparison(resolved, job, plan_run(resolved, {}), fixed_routes=True)
     found = {name: value.cpu() for name, value in p.run().items()}
     accumulation = _accumulation(p)
     if job.place.replica:  # pipeline 0 compares

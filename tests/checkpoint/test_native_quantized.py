@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dualpipe.checkpoint import Checkpoints, load, save, verify
 from dualpipe.checkpoint.commands import ls, show
-from dualpipe.checkpoint.hub.commands import format_bytes
 from dualpipe.checkpoint.state import parts_of
 from dualpipe.checkpoint.tensors import read_header
 from dualpipe.kernels.formats import FORMATS
@@ -17,7 +16,8 @@ from dualpipe.nn.deferral import local
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
+from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
 from native import Trainee
 from ranks import run_ranks

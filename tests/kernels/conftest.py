@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 # Tests of an operator rather than of its kernel: the run on the reference has the same.
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
 # Dtypes, tables and formats that a fast run does not interpret: it interprets float32 alone, by the tables of sm_90.
-NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models", "stochastic")
+NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -102,37 +102,13 @@ def test_rows_beyond_two_to_the_31_elements(name):
     assert torch.equal(bits(dequantize(far_apart(data), name, 3, 130)), bits(dequantize(data, name, 3, 130)))
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8_tensor"])
-def test_parts_of_a_matrix_share_its_scale(name, device):
+def test_parts_of_a_matrix_share_its_scale(device):
     x = torch.randn(2, 6, 100, generator=torch.Generator().manual_seed(0)).to(device)
     x[:, 0] *= 64
-    whole, parts = quantize(x, name), x.split((4, 2), 1)
-    amax = torch.stack([matrix_amax(part, name) for part in parts]).amax(0)
-    assert torch.equal(torch.cat([quantize(part, name, amax) for part in parts], 1), whole)
-    assert not torch.equal(quantize(parts[1], name), whole[:, 4:])
-
-
-@KINDS
-def test_stochastic_rounding(format, device):
-    """Unbiased, between the two neighbours, the same for one seed, and other for others, rows, columns and matrices."""
-    rows = 128 if format.block[0] > 1 else 6
-    x = torch.full((2, rows, 128), 2.1, device=device)
-    x[..., ::16] = format.largest  # so that scales are 1, or close to it
-    x[..., 1::2] *= -1
-    seeds = (0, 1, 2**40)
-    data = [quantize(x, format, seed=seed) for seed in seeds]
-    y = torch.stack([dequantize(part, format, rows, 128) for part in data])
-    assert torch.equal(quantize(x, format, seed=1), data[1])
-    size = y.abs()[:, x.abs() == 2.1]
-    low, high = size.min(), size.max()
-    assert ((size == low) | (size == high)).all() and 0 < high - low <= 1.01 and low < 2.1 < high
-    assert (size.mean() - 2.1).abs() < 4 * (high - low) / 2 / size.numel() ** 0.5
-    up = y.abs() == high
-    for a, b in ((up[0], up[1]), (up[1], up[2]), (up[:, 0], up[:, 1]), (up[:, :, 0], up[:, :, 1]),
-                 (up[..., 2], up[..., 4])):
-        assert not torch.equal(a, b)
-    held = dequantize(data[0], format, rows, 128)
-    assert torch.equal(dequantize(quantize(held, format, seed=3), format, rows, 128), held)
+    whole, parts = quantize(x, "nvfp4"), x.split((4, 2), 1)
+    amax = torch.stack([matrix_amax(part, "nvfp4") for part in parts]).amax(0)
+    assert torch.equal(torch.cat([quantize(part, "nvfp4", amax) for part in parts], 1), whole)
+    assert not torch.equal(quantize(parts[1], "nvfp4"), whole[:, 4:])
 
 
 @pytest.mark.parametrize("block", [128, 32])
@@ -195,7 +171,7 @@ def test_registration(device):
     x = torch.randn(2, 130, 64, device=device)
     for name, format in FORMATS.items():
         data = quantize(x, name)
-        torch.library.opcheck(MODULE._quantize, (x, data, name, None, None))
+        torch.library.opcheck(MODULE._quantize, (x, data, name, None))
         torch.library.opcheck(MODULE._dequantize, (data, name, 130, 64, torch.float16))
         torch.library.opcheck(MODULE._matrix_amax, (x, name))
         if format in SQUARE:

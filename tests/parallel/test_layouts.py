@@ -17,7 +17,6 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import RouterStep
 from dualpipe.nn.routing.router import Choice, Router
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
@@ -31,7 +30,7 @@ from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
-from routes import Routes
+from routes import BalancedRoutes, Routes
 
 CONFIG = Qwen3MoeConfig(
     vocab_size=61, hidden_size=16, num_hidden_layers=5, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

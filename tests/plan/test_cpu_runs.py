@@ -35,6 +35,7 @@ from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.routers import build_routers
 from dualpipe.train.step.stages import StageOptions, build_model
 from ranks import run_ranks
+from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
 
 MODELS = {
@@ -60,7 +61,7 @@ def options(layout: Layout, length: int) -> list[str]:
     names = ("parallel.pp", "parallel.dp", "parallel.ep", "parallel.schedule", "train.num_chunks",
              "train.micro_batch_size", "memory.recompute")
     return [text for name, value in zip(names, layout) for text in (f"--{name}", str(value))] + [
-        "--train.sequence_length", str(length), "--router.balanced", "True"]
+        "--train.sequence_length", str(length)]
 
 
 def predict(path: str, layout: Layout, machine: Machine, length: int = LENGTH) -> Prediction:
@@ -99,6 +100,8 @@ def _prepared(path: str, layout: Layout, length: int) -> Callable[[], None]:
         read_config(config.model.config), build(p.schedule, p.pp, t.num_chunks), place.rank("pp"),
         dtypes=torch.float32, device=device, mesh=mesh, options=StageOptions(recompute=config.memory.recompute),
     )
+    for layer in (layer for stage in model.stages for _, layer in stage.numbered()):
+        layer.mlp.gate.choice = BalancedRoutes(random_like_stride(model.config.num_experts, 2, p.ep))
     optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     pipe = Pipeline(model.stages, process_group=place.group("pp") or world, schedule=p.schedule)
     routers = build_routers(config, model.stages, group=world, device=device)

@@ -20,7 +20,6 @@ from dualpipe.models import HubConfig, read_config
 from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn.deferral import local
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes, random_like_stride
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
@@ -35,6 +34,7 @@ from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.stages import StageOptions, build_model
 from ranks import run_ranks
+from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

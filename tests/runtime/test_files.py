@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from dualpipe.runtime import files
-from dualpipe.runtime.files import checksum_of, lock, naming, replace_file, write_file
+from dualpipe.runtime.files import checksum_of, hold, lock, naming, replace_file, write_file
 
 
 @pytest.mark.parametrize("checksum, reference", [("xxh3_128", xxhash.xxh3_128), ("sha256", hashlib.sha256)])
@@ -37,6 +37,14 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left"):
         replace_file(tmp_path / "x", "three")
     assert [path.name for path in tmp_path.iterdir()] == ["x"] and (tmp_path / "x").read_text() == "two"
+
+
+def test_processes_that_replace_the_same_file_write_aside_under_names_of_their_own(tmp_path):
+    (tmp_path / ".tmp-x").write_text("another's")
+    replace_file(tmp_path / "x", [b"one ", memoryview(b"two")], is_shared=True)
+    replace_file(tmp_path / "y", "not flushed", flush=False)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "x": "one two", "y": "not flushed", ".tmp-x": "another's"}
 
 
 def test_an_error_names_the_file(tmp_path):
@@ -68,6 +76,20 @@ def test_a_lock_is_freed_with_its_process(tmp_path):
     held = lock(tmp_path / ".lock", 10)
     held.release()
     lock(tmp_path / ".lock", 0).release()
+
+
+def test_a_directory_is_held_while_it_is_renamed(tmp_path):
+    folder = tmp_path / "partial"
+    folder.mkdir()
+    held = hold(folder)
+    with pytest.raises(BlockingIOError):
+        hold(folder)
+    folder.rename(tmp_path / "whole")
+    with pytest.raises(BlockingIOError):
+        hold(tmp_path / "whole", patience=0.2)
+    held.release()
+    hold(tmp_path / "whole").release()
+    assert not any((tmp_path / "whole").iterdir())
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EIO])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.models import Stage
-from dualpipe.models.hub import HubConfig, Part
+from dualpipe.models.hub import HubConfig, HubTensorPart
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.train.parity import difference, gradients
 
@@ -65,7 +65,7 @@ def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mappin
     return {name: _assembled(config.hub_parts(name, shape), shape, hub) for name, shape in shapes.items()}
 
 
-def _assembled(forms: list[list[Part]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
+def _assembled(forms: list[list[HubTensorPart]], shape: Sequence[int], hub: Mapping[str, Tensor]) -> Tensor:
     parts = next((parts for parts in forms if all(part.name in hub for part in parts)), None)
     if parts is None:
         raise ValueError(f"{forms[0][0].name} is missing")

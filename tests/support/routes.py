@@ -1,16 +1,34 @@
-"""The experts that routers chose, recorded in one step and replayed in another."""
+"""Choices of experts in place of routers' own: even ones, and those recorded in one step and replayed in another."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from importlib.util import module_from_spec, spec_from_file_location
 from itertools import count
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.routing.router import Choice
+from scripts import BENCHMARKS
+
+
+def _benchmark_module(name: str) -> ModuleType:
+    """Import a module of benchmarks/, whose folder is not on `sys.path`."""
+    if name not in sys.modules:
+        spec = spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+BalancedRoutes = _benchmark_module("balanced_routes").BalancedRoutes
+random_like_stride = _benchmark_module("balanced_routes").random_like_stride
 
 
 class Routes:

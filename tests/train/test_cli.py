@@ -178,14 +178,6 @@ def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe
     assert z[0] == pytest.approx(math.log(4) ** 2, rel=0.05) and z[-1] < z[0]
 
 
-@pytest.mark.slow
-def test_balanced_routing(run_folder, dualpipe):
-    options = ("--router.balanced", "True", "--parallel.dp", "2", "--parallel.pp", "1", "--train.steps", "2")
-    done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "balanced")
-    assert done.returncode == 0, done.stderr
-    assert column(run_folder, "balanced", "load_max_over_mean") == [1, 1]
-
-
 def test_a_bias_update_without_a_bias(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--router.bias_update_rate", "0.001")
     assert done.returncode == 2

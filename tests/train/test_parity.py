@@ -9,6 +9,7 @@ import torch
 
 from dualpipe import cli
 from dualpipe.nn import Router, linear
+from dualpipe.nn.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
@@ -16,7 +17,7 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.parity import Comparison, difference
+from dualpipe.train.parity import Comparison, EvenRoutes, difference
 from dualpipe.train.step.loss import MicroBatchLoss
 from hub import FAMILIES
 from ranks import run_ranks
@@ -136,10 +137,15 @@ def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change)
     assert "mlp.gate.weight" in capsys.readouterr().out
 
 
-def test_balanced_routes_are_the_same_in_both(run_toml, monkeypatch):
-    assert run(run_toml, "--router.balanced", "True") == 0
-    with pytest.raises(ValueError, match="stride 2 and the number of experts 4 have a divisor in common"):
-        run(run_toml, "--router.balanced", "True", "--router.balanced_stride", "2")
+def test_even_routes_do_not_depend_on_how_ranks_share_sequences():
+    whole = torch.zeros(2 * 9, 2, dtype=torch.int64)
+    assert EvenRoutes(WHOLE, 3)(whole[:3], 4).tolist() == [[0, 3], [2, 1], [0, 3]]
+    chosen_BSK = EvenRoutes(WHOLE, 9)(whole, 5).unflatten(0, (2, 9))
+    for rank in range(2):
+        split = SequenceSplit(rank, 2)
+        own = split.own(9)
+        part = EvenRoutes(split, 9)(whole[: 2 * len(own)], 5)
+        assert torch.equal(part, chosen_BSK[:, own].flatten(0, 1))
 
 
 @pytest.mark.parametrize("layout", [("--dp", "2"), ("--ep", "2")], ids=" ".join)

@@ -46,10 +46,10 @@ def step_options(folder, family, layout, *rules):
 
 
 STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8"), ("deepseek_v3", "pp2 x dp2", "*,storage=nvfp4")]
-MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=fp8_tensor"),
+MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=nvfp4"),
         ("gpt_oss", "pp2 x dp2", "*.experts,storage=mxfp4", "*.self_attn,storage=mxfp8"),
         *((family, layout, f"*,{way}={format}") for family in FAMILIES for layout in LAYOUTS
-          for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4", "fp8_tensor"))]
+          for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4"))]
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "all"])

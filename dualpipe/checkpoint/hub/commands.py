@@ -6,7 +6,6 @@ and go by `dualpipe train --init.from_hf` and `--export.to_hf`, where each rank 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -30,11 +29,10 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import EXPERTS, TRAFFIC, Mesh
+from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.schedule.types import v_placement
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def check(path: StrPath, mesh: Mesh, *, mtp: bool = False) -> Iterator[str]:
@@ -179,19 +177,3 @@ def _stages(config: HubConfig) -> list[Stage]:
 
 def _plan(stages: list[Stage], dtype: torch.dtype, kept: Mapping[str, torch.dtype] | None = None) -> DTypePlan:
     return resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype), kept, sharded=False)
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "5GB", "500 MB", "2GiB" or a number alone; raises `ValueError` for anything else."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if found is None or found[2].upper() not in _UNITS or float(found[1]) * _UNITS[found[2].upper()] < 1:
-        raise ValueError(f"a size must be such as 5GB, 500MB or 2GiB; got {text!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
-
-
-def format_bytes(size: int) -> str:
-    """1500 -> "1.5 KB"."""
-    for unit in ("TB", "GB", "MB", "KB"):
-        if size >= _UNITS[unit]:
-            return f"{size / _UNITS[unit]:.1f} {unit}"
-    return f"{size} B"

@@ -7,7 +7,7 @@
     load_hf(stages, path, mesh, plan)
 
 Rank 0 reads all headers, checks them and tells the others; every rank then opens the files that it needs,
-and only when all could do so are parameters filled. See `hub_save` for the way back.
+and only when all could do so are parameters filled. See `save` for the way back.
 
 Example: of 4 experts over ep 2 and dp 2, rank 1 (dp 0, ep 1) holds `gate_up_proj.weight[2:4, 0:I]` of (4, 2I, H), and
 so reads the `gate_proj.weight` of experts 2 and 3 and no `up_proj.weight`.
@@ -24,15 +24,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.hub.files import SUFFIXES, Fp8, Mxfp4, Reader, Stored, StrPath, find_stored
+from dualpipe.checkpoint.hub.files import Reader, StrPath
+from dualpipe.checkpoint.hub.stored_formats import SUFFIXES, Fp8, Mxfp4, Stored, find_stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import Format
 from dualpipe.models import HubConfig
-from dualpipe.models.hub import Part
+from dualpipe.models.hub import HubTensorPart
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import check_materialize, materialize
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.rank_sync import RankSync
@@ -49,7 +50,7 @@ def load_hf(
     Called by all ranks of `mesh` (from `build_mesh`) together, which find the same files at `path`, or by one process
     with None. The stages are on meta, sharded or not. Each rank reads the byte ranges of its stages, its experts and
     its shards, one parameter at a time: that is the memory it takes on top. Experts may be stacked or apart on disk,
-    and stored in MXFP4 or FP8 (`hub_files`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
+    and stored in MXFP4 or FP8 (`stored_formats`). Parameters get the dtypes `plan.of(name).storage`; FP8, computed in
     float32, is rounded to it once. Those that the plan stores in the format of the files, fp8_block or mxfp4, take
     their very bytes, and if they are trained the dequantized values as masters. Tied tensors of one stage are read
     once, of two stages twice.
@@ -80,7 +81,7 @@ def load_hf(
         raise_for(f"{path} does not fit the formats of the dtype plan; give these weights another one, or none:", (
             f"{name}: {problem}" for name, format in quantized if (problem := tensors[name].problem(format))))
         for stage, source in zip(stages, sources):
-            check_materialize(stage, device, plan, source=source)
+            check_materialize(stage, plan, source=source)
         return sources
 
     sources = ranks.agree(prepare)
@@ -120,7 +121,7 @@ def model_shapes(config: HubConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in meta_stages(config)[0].state_dict().items()}
 
 
-def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]]:
+def blocks(parts: Iterable[HubTensorPart], wanted: Box) -> Iterator[tuple[HubTensorPart, Box, Box]]:
     """What of the hub's tensors makes up the box `wanted` in a tensor of ours: where it is in them, and in `wanted`."""
     for part in parts:
         where = Box.at(part.where)
@@ -131,13 +132,13 @@ def blocks(parts: Iterable[Part], wanted: Box) -> Iterator[tuple[Part, Box, Box]
             yield part, Box(*at), both.within(wanted)
 
 
-def upright(part: Part) -> Part:
+def upright(part: HubTensorPart) -> HubTensorPart:
     """The part in MXFP4, whose blocks have inputs last, as ours do, where the plain tensor has them before outputs."""
     shape = (*part.shape[:-2], part.shape[-1], part.shape[-2])
     return replace(part, shape=shape, transposed=False) if part.transposed else part
 
 
-def cut_through(parts: Iterable[Part], shape: Sequence[int], format: Format) -> str:
+def cut_through(parts: Iterable[HubTensorPart], shape: Sequence[int], format: Format) -> str:
     """Which part is rows of ours that are no whole blocks, such as of gate above up; "" where there is none."""
     for name, rows in ((part.name, part.where[-2]) for part in parts):
         if rows.start % format.block[0] or (rows.stop % format.block[0] and rows.stop != shape[-2]):
@@ -153,7 +154,7 @@ class HubTensor:
     """
 
     shape: tuple[int, ...]
-    parts: list[Part]
+    parts: list[HubTensorPart]
     stored: dict[str, Stored]
     reader: Reader
 

@@ -11,7 +11,6 @@ Nothing is gathered, and the files are the same whichever layout wrote them.
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -35,7 +34,7 @@ from torch.distributed.fsdp import FSDPModule
 from dualpipe.checkpoint.assign import assign
 from dualpipe.checkpoint.hub.files import CONFIG, INDEX, SINGLE, Reader, StrPath, file_within, read_headers, read_json
 from dualpipe.checkpoint.hub.load import blocks, config_of, model_shapes
-from dualpipe.checkpoint.hub.quantized import check_quantized, forms, quantization_config, unpack
+from dualpipe.checkpoint.hub.save_quantized import check_quantized, forms, quantization_config, unpack
 from dualpipe.checkpoint.state import parts_of, training_state
 from dualpipe.checkpoint.tensors import Box, NewFile, TensorHeader, lay_out, write_box
 from dualpipe.kernels.formats import Format
@@ -45,7 +44,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.dtypes import long_name
-from dualpipe.runtime.files import naming, sync
+from dualpipe.runtime.files import hold, naming, sync
 from dualpipe.runtime.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
@@ -105,7 +104,7 @@ def write_model(
     ranks: RankSync, config: HubConfig, parts: Mapping[str, tuple[tuple[int, ...], Box, Sliceable]], path: StrPath,
     plan: DTypePlan, source: StrPath | None, max_shard_bytes: int, quantized: bool = False,
 ) -> None:
-    """Write what each rank holds. parts: this rank's, by our names, as of `Part`."""
+    """Write what each rank holds. parts: this rank's, by our names, as of `TensorPart`."""
     target, dtype = Path(path), plan.policy.param_dtype
     # A tied head is written as the embedding.
     own = [name for name in parts if not (config.tie_word_embeddings and name == "lm_head.weight")]
@@ -272,11 +271,11 @@ def _begin(
     """
     for left in target.parent.glob(f".{glob.escape(target.name)}.????????.partial"):
         with suppress(OSError), ExitStack() as while_removed:
-            _lock(left, while_removed)
+            while_removed.callback(hold(left).release)
             shutil.rmtree(left)
     folder.mkdir(parents=True)
     with suppress(OSError):  # of a file system without locks
-        _lock(folder, ending)
+        ending.callback(hold(folder).release)
     ending.callback(shutil.rmtree, folder, ignore_errors=True)
     for name, content in documents.items():
         with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
@@ -287,13 +286,6 @@ def _begin(
         with naming(folder / file.name), open(folder / file.name, "xb") as out:
             out.write(file.head)
             out.truncate(file.size)
-
-
-def _lock(folder: Path, until: ExitStack) -> None:
-    """Raises OSError where another process has it."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    until.callback(os.close, descriptor)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _write(folder: Path, header: Mapping[str, TensorHeader], data: Iterable[tuple[str, Box, Tensor]]) -> None:

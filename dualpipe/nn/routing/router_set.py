@@ -1,7 +1,7 @@
 """All routers of a rank's stages in a training step: what each is to do, and what those of the whole model did.
 
-    routers = RouterSet(stages, num_microbatches=8, losses=RouterLosses(balance=0.01, level="global", z=1e-3),
-                        group=group, replicas=dp * cp * ep)
+    routers = RouterSet(stages, num_microbatches=8, balance=0.01, level="global", z=1e-3, group=group,
+                        replicas=dp * cp * ep)
     for batch in batches:
         with routers.step():  # losses are added and loads counted
             pipeline.step(batch, num_chunks=8, ...)
@@ -18,70 +18,38 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import LOSSES, Level, RouterStep, load_of, losses_of, max_over_mean
 from dualpipe.nn.routing.old_keywords import old_keywords
 from dualpipe.nn.routing.router import Router
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.runtime.recorder import Recorder
-
-
-@dataclass(frozen=True)
-class RouterLosses:
-    """The losses that routers add: as in `RouterStep`; level "global" takes the loads of the step before."""
-
-    balance: float = 0.0
-    level: Level = "sequence"
-    z: float = 0.0
-
-
-@dataclass(frozen=True)
-class SharedSequences:
-    """Sequences that ranks share: how, of how many tokens, and the weight of `RouterStep`."""
-
-    split: SequenceSplit | None = None
-    sequence_length: int = 0
-    weight: float = 1.0
-
-
-_OLD = {
-    "num_chunks": ("num_microbatches", ""),
-    **{name: ("losses", name) for name in ("balance", "level", "z")},
-    **{name: ("shared", name) for name in ("split", "sequence_length", "weight")},
-}
 
 
 class RouterSet:
     """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
 
-    num_microbatches: as in `RouterStep`. losses: that the routers add.
+    num_microbatches, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
-    balanced: `BalancedRoutes` instead of the routers' own choice; balanced_stride: between the experts of a token.
-    shared: where ranks share sequences. Balance losses on a sequence or a micro-batch need
-        `dualpipe.parallel.experts.shared_loads` as well, or are on this rank's tokens alone.
+    weight: as in `RouterStep`, where ranks share sequences. Balance losses on a sequence or a micro-batch need
+        `dualpipe.parallel.experts.shared_loads` as well there, or are on this rank's tokens alone.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 
-    The fields of `losses` and `shared`, and `num_chunks` for `num_microbatches`, are taken as keyword arguments too, as
-    before they were grouped, with a DeprecationWarning.
+    `num_chunks`, the old name of `num_microbatches`, is taken with a DeprecationWarning.
 
-    Raises `ValueError`, on all ranks, where names are not so, for a rate where there is no correction bias, and for a
-    stride that leaves experts out.
+    Raises `ValueError`, on all ranks, where names are not so, and for a rate where there is no correction bias.
     """
 
-    @old_keywords({"losses": RouterLosses, "shared": SharedSequences}, _OLD)
+    @old_keywords({}, {"num_chunks": ("num_microbatches", "")})
     def __init__(
-        self, stages: Iterable[nn.Module], *, num_microbatches: int, losses: RouterLosses = RouterLosses(),
-        bias_update_rate: float = 0.0, balanced: bool = False, balanced_stride: int = 1,
-        shared: SharedSequences = SharedSequences(), group: dist.ProcessGroup | None = None, replicas: int = 1,
-        device: torch.device | str | None = None,
+        self, stages: Iterable[nn.Module], *, num_microbatches: int, balance: float = 0.0, level: Level = "sequence",
+        z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0, group: dist.ProcessGroup | None = None,
+        replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
         self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
         own = [(name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here]
@@ -102,17 +70,10 @@ class RouterSet:
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._own: Tensor | None = None  # 1 where `load` counts
-        self._make_step = partial(
-            RouterStep, num_microbatches, losses.balance, losses.level, z=losses.z, weight=shared.weight)
+        self._make_step = partial(RouterStep, num_microbatches, balance, level, z=z, weight=weight)
         no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._losses = list(self._make_step(load_E=no_load_E).coefficients)
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas
-        if balanced:
-            routes = BalancedRoutes(balanced_stride, shared.split, shared.sequence_length)
-            for _, experts, _ in routers:
-                routes.check(experts)
-            for _, router in self._here:
-                router.choice = routes
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 from dualpipe.parallel.fsdp.quantized_gather import attach
-from dualpipe.quantized.weights import placed_as, quantized_part
+from dualpipe.quantized.quantize_model import placed_as, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.rank_sync import hang_up
 from dualpipe.runtime.recorder import Recorder, Waiting

@@ -4,12 +4,8 @@
     ... shard(module, mesh, plan) where wanted ...      DTensors, still on meta
     materialize(module, device, plan, seed=0)           each rank's shard allocated and filled
 
-What a module offers:
-
-- `init_weights(seed)`, the model's own initialisation, which fills every parameter. For the same values under every
-  mesh layout it goes by names, as `dualpipe.nn.init.seeded_normal_` does; `fill_` and `zero_` do too.
-- `recompute_buffers(device)`, which returns a mapping from its own buffers' names (not those of its children) to new
-  tensors on `device`. Every buffer that is not persistent, and so in no checkpoint, must be among them.
+A module offers `init_weights(seed)`, the model's own initialisation, which fills every parameter. For the same values
+under every mesh layout it goes by names, as `dualpipe.nn.init.seeded_normal_` does; `fill_` and `zero_` do too.
 
 `nn.Module.to_empty` is never used: it wipes buffers that have values, leaves the others as garbage and unties
 parameters.
@@ -29,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from dualpipe.parallel.precision.plan import DTypePlan, saved, slots
-from dualpipe.quantized.weights import check_cut, filling, quantized, quantized_part
+from dualpipe.quantized.quantize_model import check_cut, filling, quantized, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
 
@@ -93,9 +89,9 @@ def materialize(
 ) -> None:
     """Give `module` values on `device`, in the dtypes `plan.of(name).storage`.
 
-    A parameter on meta is allocated, of a DTensor the local shard; one with values moves, but a DTensor stays.
-    Persistent buffers move with their values, others are recomputed on `device`. Every tensor remains the same object,
-    so tied ones stay tied, also across calls for the stages of one rank. Then, one parameter at a time, it is filled:
+    A parameter on meta is allocated, of a DTensor the local shard; one with values moves, but a DTensor stays. Buffers
+    move with their values. Every tensor remains the same object, so tied ones stay tied, also across calls for the
+    stages of one rank. Then, one parameter at a time, it is filled:
 
     - with `seed`, by `module.init_weights(seed)`;
     - with `source`, from whole tensors of these names, of which only this rank's part is asked for: every parameter
@@ -109,14 +105,14 @@ def materialize(
     `param_device` is where parameters are if not on `device`: "cpu" under FSDP2's CPU offload. Optimizers are to be
     built afterwards. FSDP2 copies an uneven shard once more, into one that is padded, when it first runs.
 
-    Raises ValueError, before anything is changed, with a line for each of the first 200: a buffer with neither value
-    nor `recompute_buffers`, or of which that returns another shape, dtype or device; names that `source` lacks or has
-    too many; other shapes; values that the plan's dtype would round, but for frozen modules, which the plan narrows by
-    intention. Afterwards: what `init_weights` left out; tied names whose values differ.
+    Raises ValueError, before anything is changed, with a line for each of the first 200: a buffer without a value, but
+    for a persistent one that a distributed checkpoint has; names that `source` lacks or has too many; other shapes;
+    values that the plan's dtype would round, but for frozen modules, which the plan narrows by intention. Afterwards:
+    what `init_weights` left out; tied names whose values differ.
     """
     from dualpipe.nn.init import local_part  # with it come all layers and kernels, which few who import this need
 
-    recomputed = check_materialize(module, device, plan, seed=seed, source=source)
+    check_materialize(module, plan, seed=seed, source=source)
     device, param_device = torch.device(device), torch.device(device if param_device is None else param_device)
     empty = {slot.name for slot in slots(module) if slot.tensor.device.type == "meta"}
     for slot in slots(module):
@@ -124,8 +120,6 @@ def materialize(
         if quantized_part(value) is not None:
             storage = value.dtype  # what it gives itself out as
         place = device if slot.is_buffer else param_device
-        if slot.name in recomputed and (not slot.is_saved or value.device.type == "meta"):
-            value = recomputed[slot.name].detach()
         if value.device.type == "meta":  # without values, and with what `assert_materialized` recognises
             fraction = storage.is_floating_point or storage.is_complex
             mark = float("nan") if fraction else storage != torch.bool and torch.iinfo(storage).max
@@ -171,47 +165,29 @@ def _has_matrix_scale(param: Tensor) -> bool:
 
 @torch.no_grad()
 def check_materialize(
-    module: nn.Module, device: torch.device | str, plan: DTypePlan, *, seed: int | None = None,
-    source: Mapping[str, Sliceable] | None = None,
-) -> dict[str, Tensor]:
-    """Raise what `materialize` raises before it changes anything; returns the recomputed buffers, by full name."""
+    module: nn.Module, plan: DTypePlan, *, seed: int | None = None, source: Mapping[str, Sliceable] | None = None
+) -> None:
+    """Raise what `materialize` raises before it changes anything."""
     if seed is not None and source is not None:
         raise ValueError(f"both seed ({seed}) and source are given; choose what fills the parameters")
     if seed is not None and not hasattr(module, "init_weights"):
         raise ValueError(f"{type(module).__name__} has no init_weights(seed); write one with "
                          "dualpipe.nn.init.seeded_normal_, or pass source instead of seed")
-    recomputed = {
-        f"{path}.{name}".lstrip("."): buffer
-        for path, owner in module.named_modules(remove_duplicate=False) if hasattr(owner, "recompute_buffers")
-        for name, buffer in owner.recompute_buffers(torch.device(device)).items()
-    }
-    problems = chain(_buffer_problems(module, torch.device(device), recomputed, keep_meta=seed is None),
-                     _value_problems(module, plan, source))
+    problems = chain(_buffer_problems(module, is_loaded=seed is None), _value_problems(module, plan, source))
     raise_for(f"{type(module).__name__} cannot be materialised:", problems)
-    return recomputed
 
 
-def _buffer_problems(
-    module: nn.Module, device: torch.device, recomputed: Mapping[str, Tensor], *, keep_meta: bool
-) -> Iterator[str]:
-    buffers = [slot for slot in slots(module) if slot.is_buffer]
-    for name in sorted(recomputed.keys() - {slot.name for slot in buffers}):
-        yield f"{name}: recompute_buffers returns it, but there is no such buffer"
-    for slot in buffers:
-        name, old, owner = slot.name, slot.tensor, type(slot.owner).__name__
-        if name in recomputed:
-            new = recomputed[name]
-            same = new.shape == old.shape and (new.dtype == old.dtype or slot.is_frozen)
-            if not same or not _is_on(new, device):
-                yield (f"{name}: recompute_buffers returns {tuple(new.shape)} {new.dtype} on {new.device}; the buffer "
-                       f"is {tuple(old.shape)} {old.dtype}, wanted on {device}; make them agree "
-                       "(module.to(dtype) casts buffers, torch.set_default_dtype while building does not)")
-        elif not slot.is_saved:
-            yield (f"{name}: not persistent, so in no checkpoint, and {owner} does not declare how to recompute it; "
-                   "give it recompute_buffers(device), or register the buffer as persistent")
-        elif old.device.type == "meta" and not keep_meta:
-            yield (f"{name}: on meta, so without a value to keep; build with build_on_meta instead of a meta device, "
-                   f"give {owner} recompute_buffers(device), or load a checkpoint")
+def _buffer_problems(module: nn.Module, *, is_loaded: bool) -> Iterator[str]:
+    """is_loaded: persistent buffers get values from a checkpoint."""
+    for slot in slots(module):
+        if not slot.is_buffer or slot.tensor.device.type != "meta":
+            continue
+        if not slot.is_saved:
+            yield (f"{slot.name}: on meta, so without a value to keep, and not persistent, so in no checkpoint; build "
+                   "with build_on_meta instead of a meta device")
+        elif not is_loaded:
+            yield (f"{slot.name}: on meta, so without a value to keep; build with build_on_meta instead of a meta "
+                   "device, or load a checkpoint")
 
 
 def _value_problems(module: nn.Module, plan: DTypePlan, source: Mapping[str, Sliceable] | None) -> Iterator[str]:

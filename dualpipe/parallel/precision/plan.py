@@ -1,4 +1,5 @@
-"""The dtype contract: one plan, by fully qualified name, made before a model is sharded and asserted afterwards.
+"""The dtype contract: one plan, by fully qualified name, made before a model is sharded and asserted afterwards
+(`contract`).
 
     policy = DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16, [Rule("*.mlp.gate.weight", torch.float32)])
     plan = resolve_dtypes(whole_model_on_meta, policy, source_dtypes=checkpoint_dtypes("checkpoint/"))
@@ -14,11 +15,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from functools import partial
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -28,10 +27,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.kernels.formats import Format, format_of
-from dualpipe.quantized.weights import quantized_part
 from dualpipe.runtime.dtypes import dtype_of_code, short_name
 
 _NUMBER = re.compile(r"(?<![^.])(\d+)(?![^.])")  # a segment of a name: "layers.3.up" -> "layers.", "3", ".up"
@@ -48,7 +45,7 @@ class Rule:
 
     A `Format`, or its name, says that weights are quantized: in `storage` they are stored so, those that are trained
     beside float32 masters; in `gather` plain shards are, each time that they are gathered. It holds for the weights
-    that the pattern matches and `dualpipe.quantized.weights.quantizable` names, but for those that are pinned.
+    that the pattern matches and `dualpipe.quantized.quantize_model.quantizable` names, but for those that are pinned.
     """
 
     pattern: str
@@ -228,76 +225,6 @@ def saved(root: nn.Module) -> list[list[Slot]]:
     return list(found.values())
 
 
-class ContractError(AssertionError):
-    """A tensor is not what the plan says; the message names all of them."""
-
-
-def assert_contract(
-    module: nn.Module | Sequence[nn.Module], plan: DTypePlan, *, run: Callable[[], object] | None = None,
-    checkpoint: str | PathLike[str] | Mapping[str, torch.dtype] | None = None,
-) -> None:
-    """Check a module, or the stages of a rank, against its plan, between two training steps.
-
-    Storage is checked always, with formats and masters. `run`, a forward or a whole step of the module, is called once;
-    while it runs, each module's parameters and buffers are compared with their compute dtype and format, and what
-    gradients accumulate in with the reduce dtype. Gradients that are there afterwards are checked too. `checkpoint` is
-    a distributed checkpoint, which has storage dtypes, the float32 masters of trained parameters, or bytes of quantized
-    ones, or an export as safetensors or the dtypes by name, which have the save dtypes.
-
-    Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
-    a tensor of the module, or `checkpoint` cannot be read.
-    """
-    modules = (module,) if isinstance(module, nn.Module) else tuple(module)
-    on_disk: Any = checkpoint
-    distributed = False
-    if isinstance(checkpoint, str | PathLike):
-        on_disk = checkpoint_dtypes(checkpoint)
-        distributed = any((Path(checkpoint) / name).is_file() for name in (".metadata", "tensors.json"))
-    wrong: dict[str, None] = {}  # each once
-
-    def check(name: str, what: str, actual: torch.dtype | Format | None, expected: torch.dtype | Format) -> None:
-        if actual != expected:
-            found = short_name(actual) if actual else "any dtype"
-            wrong[f"{name}: {what} {found}, planned {short_name(expected)}"] = None
-
-    if run is not None and not _watch(modules, plan, run, check):
-        wrong["no module with parameters ran its forward: `run` must call the module, not only its methods"] = None
-    for each in modules:
-        for inner in each.modules():
-            if isinstance(inner, FSDPModule):
-                inner.reshard()  # a root stays gathered after a forward
-        for slot in slots(each):
-            planned, part = plan.of(slot.name), quantized_part(slot.tensor)
-            check(slot.name, "is stored in", _kind(slot.tensor), planned.stored)
-            if part is not None and planned.master != (part.master is not None):
-                wrong[f"{slot.name}: is stored with{'out' * planned.master} masters, planned otherwise"] = None
-        for name, param in each.named_parameters():
-            if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
-                sharded = isinstance(each, FSDPModule)
-                check(name, "has a gradient in", _kind(param.grad),
-                      plan.of(name).storage if sharded else plan.reduce_dtype(name))
-        for places in saved(each) if on_disk is not None else ():
-            first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
-            planned = plan.of(first.name)
-            expected = planned.storage if distributed else planned.save
-            as_well: set[torch.dtype] = set()
-            if distributed and first.tensor.requires_grad:
-                as_well.add(torch.promote_types(expected, torch.float32))
-            if distributed and isinstance(planned.stored, Format):
-                as_well.add(torch.uint8)  # block rows
-            for name in present:
-                check(name, "is on disk in", expected if on_disk[name] in as_well else on_disk[name], expected)
-            if not present:
-                wrong[f"{first.name}: is not in the checkpoint"] = None
-    if wrong:
-        raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in wrong))
-
-
-def _kind(tensor: Tensor) -> torch.dtype | Format:
-    part = quantized_part(tensor)
-    return tensor.dtype if part is None else part.format
-
-
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
     """The dtype of every tensor in a safetensors file, a folder of them, or a distributed checkpoint, without loading;
     ValueError where there is none of these at `path`, or a tensor has a dtype that torch lacks.
@@ -317,28 +244,3 @@ def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 dtypes[name] = dtype_of_code(tensors.get_slice(name).get_dtype(), name)
     return dtypes
-
-
-def _watch(
-    modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object], check: Callable[..., None]
-) -> bool:
-    """Whether a module with parameters ran its forward in `run`."""
-    seen: list[str] = []
-
-    def look(prefix: str, module: nn.Module, args: Any) -> None:
-        for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
-            name = f"{prefix}.{key}".lstrip(".")
-            planned = plan.of(name)
-            seen_by_forward = vars(module).get(key, tensor)  # see `shard`: one that is gathered wider is narrowed
-            check(name, "computes in", seen_by_forward.dtype, planned.compute)
-            check(name, "computes with", _kind(seen_by_forward), planned.format or planned.compute)
-            if isinstance(tensor, nn.Parameter):
-                seen.append(name)
-                if tensor.requires_grad:
-                    check(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
-
-    with ExitStack() as hooks:
-        for prefix, inner in (pair for module in modules for pair in module.named_modules()):
-            hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
-        run()
-    return bool(seen)

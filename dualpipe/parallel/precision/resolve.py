@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.precision.plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, matches, slots
 from dualpipe.parallel.precision.units import ModuleUnits
+from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.quantized.tensor import QuantizedTensor
-from dualpipe.quantized.weights import quantizable
 from dualpipe.runtime import errors
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.rank_sync import RankSync, backends, gloo_beside

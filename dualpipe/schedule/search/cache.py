@@ -12,6 +12,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.types import Action, Schedule
 from dualpipe.schedule.validate import validate
 
@@ -45,9 +46,4 @@ def write(key: str, schedule: Schedule) -> None:
     with suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")  # others may search for the same
-        try:
-            temporary.write_text(json.dumps(kept), encoding="utf-8")
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)  # also where the disk is full
+        replace_file(path, json.dumps(kept), is_shared=True)  # others may search for the same

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import Plan
 from dualpipe.pipeline.overlap import Part
-from dualpipe.quantized.weights import quantized_part
+from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.data.loader import TokenBatch

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.config import schema
-from dualpipe.train.config.schema import Config, DTypeRule, OptimizerGroup
+from dualpipe.train.config.schema import REMOVED_FIELDS, Config, DTypeRule, OptimizerGroup
 
 # Names of other trainers for fields of ours, whose spelling does not lead to them.
 OTHER_NAMES = {
@@ -33,7 +33,13 @@ OTHER_NAMES = {
 
 
 def nearest_name(name: str, valid: Collection[str]) -> str:
-    """Say which valid name is meant by an unknown one: a key in a table, a table, or an option "--table.field"."""
+    """Say which valid name is meant by an unknown one: a key in a table, a table, or an option "--table.field".
+
+    Of a field that has been removed, say what to do instead.
+    """
+    for removed, remedy in REMOVED_FIELDS.items():
+        if name in (f"--{removed}", removed.rpartition(".")[2]):
+            return f"{removed} has been removed: {remedy}"
     key = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
     place = OTHER_NAMES.get(key) or _places_of_fields().get(key)
     if place is None:

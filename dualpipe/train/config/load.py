@@ -18,6 +18,8 @@ from dualpipe.train.config.command_line import apply_options, describe, nearest_
 from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
+    REMOVED_CHOICES,
+    REMOVED_FIELDS,
     STDLIB,
     TOKENIZER,
     Config,
@@ -68,7 +70,12 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
             return {key: known(each) for key, each in value.items() if each is not None}
         return [known(each) for each in value] if isinstance(value, list) else value
 
-    return cast(Config, _typed(Config, known(tables), "the recorded configuration"))
+    recorded = known(tables)
+    for removed in REMOVED_FIELDS:
+        table, name = removed.split(".")
+        if not recorded.get(table, {}).get(name, True):  # off, as in every run that did not set it
+            del recorded[table][name]
+    return cast(Config, _typed(Config, recorded, "the recorded configuration"))
 
 
 def _typed(kind: Any, value: Any, where: str) -> Any:
@@ -91,7 +98,8 @@ def _typed(kind: Any, value: Any, where: str) -> Any:
         return float(value)
     if origin is Literal:
         if value not in inside:
-            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {describe(kind)}")
+            removed = f"; {REMOVED_CHOICES[value]}" if value in REMOVED_CHOICES else ""
+            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {describe(kind)}{removed}")
         return value
     if type(value) is kind:
         return value

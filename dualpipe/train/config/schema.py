@@ -37,8 +37,6 @@ _share = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
 _below_1 = _rule(lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 _seconds = _rule(lambda value: 0 < value <= 1e9, "must be positive (seconds), up to 1e9")
 _betas = _rule(lambda betas: all(0 <= beta < 1 for beta in betas), "both must be at least 0 and less than 1")
-_stride = _rule(lambda value: value >= 0, "give 0, or a number without a divisor in common with the model's number of "
-                "experts")
 _project = _rule(lambda name: not name or getattr(find_spec("wandb"), "origin", None),  # a mere folder has none
                  "the package wandb is not installed; `pip install wandb`, or leave this out")
 
@@ -211,7 +209,15 @@ class TrainConfig:
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
-FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4", "fp8_tensor"]
+FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4"]
+REMOVED_FIELDS = {  # fields that earlier versions had, and what to do instead
+    f"router.{name}": "routes that are even whatever the router says are for benchmarks/bench_training.py alone; leave "
+                      "it out, and set router.balance for loads that training keeps even"
+    for name in ("balanced", "balanced_stride")
+}
+REMOVED_CHOICES = {  # values that earlier versions took, and what to do instead
+    "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
+}
 
 
 @dataclass(frozen=True)
@@ -260,9 +266,10 @@ class DTypeRule(ByPattern):
         named: dict[str, Any] = {name: dtype for name, _, dtype in (each.partition("=") for each in rest)}
         values = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
         known = all(dtype in values.get(name, ()) for name, dtype in named.items())
+        removed = "".join(f"; {REMOVED_CHOICES[dtype]}" for dtype in named.values() if dtype in REMOVED_CHOICES)
         _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
                  f"{', '.join(values)}, and a dtype one of {', '.join(get_args(DTypeName))}; gather takes formats, and "
-                 f"storage as well: {', '.join(get_args(FormatName))}")
+                 f"storage as well: {', '.join(get_args(FormatName))}{removed}")
         return cls(pattern, **named)
 
 
@@ -304,11 +311,6 @@ class RouterConfig:
     """coefficient of the z-loss, the mean square of the logits' logsumexp, which keeps logits small"""
     bias_update_rate: float = _not_negative(0.0)
     """balancing without a loss, for routers with a correction bias: what a bias moves by in each step"""
-    balanced: bool = False
-    """for benchmarks: experts take turns, whatever the router says"""
-    balanced_stride: int = _stride(0)
-    """what they take turns by: from one expert of a token to its next; 1 takes neighbours, mostly on one rank, and so
-    understates what is sent with parallel.ep; 0 sends a token to about as many ranks as random experts would"""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dualpipe.checkpoint.directory import Found, find, none_whole
+from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import starts_before
 from dualpipe.train.config.schema import Config
@@ -29,7 +29,7 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
     own, does so in the first of its starts alone.
     """
     resume, own = config.checkpoint.resume, config.checkpoint_directory
-    path, found, notes = own, find(own) if resume != "never" or starts_before() else Found([], {}), []
+    path, found, notes = own, find(own) if resume != "never" or starts_before() else FoundCheckpoints([], {}), []
     saved = found.committed[0].manifest.config if found.committed else None
     began = saved_settings(saved, "checkpoint").get("resume")
     if starts_before() and began == resume:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from io import BytesIO
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dualpipe.runtime.files import replace_file, write_file
+from dualpipe.runtime.files import replace_file
 
 BLOCK = 512  # documents: 14 KB to read for a lookup
 KEPT_FROM = 1 << 20  # documents from which a scan is kept on disk; one of fewer takes milliseconds
@@ -128,12 +127,7 @@ def _keep(index: DocumentIndex, table: Path, description: Path) -> None:
     """Write what was found by a scan, the description last."""
     header = BytesIO()
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(index.starts))
-    temporary = table.with_name(f".tmp-{os.getpid()}-{table.name}")
-    try:
-        write_file(temporary, [header.getvalue(), index.starts.tobytes()])
-        os.replace(temporary, table)
-    finally:
-        temporary.unlink(missing_ok=True)
+    replace_file(table, [header.getvalue(), index.starts.tobytes()], is_shared=True)  # by all ranks
     values = {"starts": len(index.starts), "documents": index.num_documents, "tokens": index.num_tokens,
               "fingerprint": index.fingerprint}
     replace_file(description, json.dumps(values) + "\n")

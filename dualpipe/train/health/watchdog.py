@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
+from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
@@ -222,9 +223,7 @@ class Watchdog:
         with suppress(OSError):
             file, stacks = (of(self._folder, self._info.rank) for of in (state_file, stack_file))
             self._folder.mkdir(parents=True, exist_ok=True)
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(state)  # not flushed
-            os.replace(temporary, file)
+            replace_file(file, state, flush=False)
             if stacks.exists():
                 os.truncate(stacks, 0)  # the state has them
 

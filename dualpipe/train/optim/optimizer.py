@@ -25,7 +25,7 @@ from dualpipe.checkpoint.state import ParameterState
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import requantize
-from dualpipe.quantized.weights import placed_as, quantized_part, untrained
+from dualpipe.quantized.quantize_model import placed_as, quantized_part, untrained
 from dualpipe.train.config.schema import ALGORITHMS
 from dualpipe.train.optim.groups import Group, parameter_places, update_of
 from dualpipe.train.optim.muon import Muon

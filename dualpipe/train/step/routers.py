@@ -8,9 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualpipe.nn.routing.balanced_routes import random_like_stride
-from dualpipe.nn.routing.router import Router
-from dualpipe.nn.routing.router_set import RouterLosses, RouterSet, SharedSequences
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.shared_loads import share_loads
@@ -29,19 +27,14 @@ def build_routers(
 
     Raises ValueError for what the model's routers cannot do.
     """
-    r, train, parallel, stride = config.router, config.train, config.parallel, config.router.balanced_stride
-    if not stride:  # the same for all routers of a model
-        first = next((m for stage in stages for m in stage.modules() if isinstance(m, Router)), None)
-        stride = 1 if first is None else random_like_stride(first.out_features, first.top_k, parallel.ep)
+    r, train, parallel = config.router, config.train, config.parallel
     split = SequenceSplit() if context is None else context.split
     if context is not None and split.size > 1 and r.balance and r.balance_level != "global":
         parts = train.micro_batch_size if r.balance_level == "sequence" else 1
         share_loads(stages, context.stream.all_to_all, parts)
-    shared = SharedSequences(
-        split if split.size > 1 else None, train.sequence_length, token_weight(split, train.sequence_length))
     return RouterSet(
-        stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1),
-        losses=RouterLosses(r.balance, r.balance_level, r.z_loss), bias_update_rate=r.bias_update_rate,
-        balanced=r.balanced, balanced_stride=stride, shared=shared, group=group,
-        replicas=1 if whole else parallel.replicas, device=device,
+        stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1), balance=r.balance,
+        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate,
+        weight=token_weight(split, train.sequence_length), group=group, replicas=1 if whole else parallel.replicas,
+        device=device,
     )

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from dualpipe.checkpoint.hub.commands import largest_share, parse_size
+from dualpipe.checkpoint.hub.commands import largest_share
 from dualpipe.cli import main
 from dualpipe.models import config_from_dict
 from dualpipe.parallel.mesh import Mesh
@@ -90,14 +90,3 @@ def test_export(tmp_path, capsys):
     assert main(["hf", "export", str(source), str(narrow)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["narrow", "source", "wide"]
-
-
-@pytest.mark.parametrize("text, size", [("5GB", 5 * 10**9), ("500 mb", 5 * 10**8), ("2GiB", 2**31), ("77", 77)])
-def test_sizes(text, size):
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "5XB", "-1GB", "0", "5GB!"])
-def test_sizes_that_are_none(text):
-    with pytest.raises(ValueError, match="a size must be such as 5GB"):
-        parse_size(text)

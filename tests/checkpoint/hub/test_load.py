@@ -10,7 +10,7 @@ from dualpipe.checkpoint.hub.files import Reader
 from dualpipe.checkpoint.hub.load import blocks, find_tensors, model_shapes, stage_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
-from dualpipe.models.hub import Part
+from dualpipe.models.hub import HubTensorPart
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn.init import local_part
 from hub import FAMILIES, TINY, header_of, held_boxes, reads_of, save_qwen, stages_on_meta
@@ -106,7 +106,7 @@ def test_example_of_the_module():
 
 def test_blocks_of_a_transposed_part():
     """Ours (2, 6, 4) is on the hub as (2, 4, 6); rows 1 to 3 of ours are its columns 1 to 3."""
-    part = Part("w", (2, 4, 6), (slice(0, 2), slice(0, 6), slice(0, 4)), transposed=True)
+    part = HubTensorPart("w", (2, 4, 6), (slice(0, 2), slice(0, 6), slice(0, 4)), transposed=True)
     ((found, at, into),) = blocks([part], Box((1, 1, 0), (1, 3, 3)))
     assert found is part
     assert at == Box((1, 0, 1), (1, 3, 3))

@@ -20,7 +20,7 @@ from dualpipe.models import read_config
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.quantized.weights import quantizable
+from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.schedule import build
 from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.stages import StageOptions, build_model

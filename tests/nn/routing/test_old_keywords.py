@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from dualpipe.nn import ExpertGroups, Router, RouterLosses, RouterSet, Scoring
+from dualpipe.nn import ExpertGroups, Router, RouterSet, Scoring
 
 
 def test_a_router_of_old_keywords_is_that_of_the_new_ones():
@@ -17,9 +17,9 @@ def test_a_router_of_old_keywords_is_that_of_the_new_ones():
 
 def test_a_router_set_of_old_keywords_has_the_same_losses():
     stage = nn.ModuleDict({"a": Router(8, 4, 2)})
-    with pytest.warns(DeprecationWarning, match="level, num_chunks, z: give losses, num_microbatches instead"):
+    with pytest.warns(DeprecationWarning, match="num_chunks: give num_microbatches instead"):
         old = RouterSet([stage], num_chunks=3, z=0.5, level="global")
-    new = RouterSet([stage], num_microbatches=3, losses=RouterLosses(z=0.5, level="global"))
+    new = RouterSet([stage], num_microbatches=3, z=0.5, level="global")
     steps = []
     for routers in (old, new):
         with routers.step():

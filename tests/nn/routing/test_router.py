@@ -18,7 +18,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter,
 
 from dualpipe import Pipeline
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes
 from dualpipe.nn.routing.losses import (
     LOSSES,
     RouterLoss,
@@ -33,7 +32,7 @@ from dualpipe.nn.routing.losses import (
 )
 from dualpipe.nn.routing.router import Router
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
-from routes import Routes
+from routes import BalancedRoutes, Routes
 
 H, E = 16, 12
 V3 = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4, topk_group=2, group_best=2,
@@ -244,25 +243,6 @@ def test_odd_and_empty_sizes(top_k, shape, options):
 
 
 # -- choices from outside
-
-
-@pytest.mark.parametrize(("count", "top_k", "experts"), [(7, 3, 8), (64, 8, 16), (1, 5, 5), (5, 1, 3), (0, 2, 4)])
-@pytest.mark.parametrize("stride", [1, 7])
-def test_balanced_routes(count, top_k, experts, stride):
-    r, totals = router(top_k, experts=experts, norm_topk_prob=True), make_totals(experts)
-    r.choice, r.step = BalancedRoutes(stride), RouterStep(totals=totals)
-    weights, chosen = r(tokens(count))
-    weights.sum().backward()
-    load = load_of(totals)
-    assert load.max() - load.min() <= 1 and load.sum() == count * top_k
-    assert all(len(set(row)) == top_k for row in chosen.tolist())
-    assert torch.equal(over_experts(weights, chosen, experts).sum(-1).round(decimals=9), torch.ones(count).double())
-
-
-def test_balanced_worked_example():
-    own = torch.zeros(3, 2, dtype=torch.long)
-    assert BalancedRoutes()(own, 4).tolist() == [[0, 1], [2, 3], [0, 1]]
-    assert BalancedRoutes(3)(own, 4).tolist() == [[0, 3], [2, 1], [0, 3]]
 
 
 def test_replay_takes_recorded_experts_and_current_scores():
@@ -661,9 +641,6 @@ def test_refuses_bias_updates():
 
 def test_refuses_choices():
     r = router()
-    r.choice = BalancedRoutes(3)
-    with pytest.raises(ValueError, match="stride 3 and the number of experts 12 have a divisor in common"):
-        r(tokens(7))
     with pytest.raises(ValueError, match="num_microbatches must be at least 1; got 0"):
         Routes(0)
     routes = Routes(1)

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import nn
 
 from dualpipe.nn import Linear, Router
-from dualpipe.nn.routing.balanced_routes import BalancedRoutes, random_like_stride
 from dualpipe.nn.routing.losses import LOSSES, RouterLoss, RouterStep, count_load, load_of
 from dualpipe.nn.routing.router_set import RouterSet
 from ranks import run_ranks
@@ -125,39 +124,6 @@ def test_outside_of_a_step_nothing_is_counted():
     with pytest.raises(KeyError), routers.step():
         raise KeyError
     assert stages[0]["layer0"].step is None
-
-
-def test_balanced_routes():
-    stages = [stage(0)]
-    routers = RouterSet(stages, num_chunks=1, balanced=True)
-    assert stages[0]["layer0"].choice == BalancedRoutes()
-    run(routers, stages, [tokens(3, 0)])
-    assert routers.metrics()["load_max_over_mean"] == 1
-    RouterSet(stages, num_chunks=1, balanced=True, balanced_stride=5)
-    assert stages[0]["layer0"].choice == BalancedRoutes(5)
-    with pytest.raises(ValueError, match="stride 4 and the number of experts 6 have a divisor in common"):
-        RouterSet(stages, num_chunks=1, balanced=True, balanced_stride=4)
-
-
-def reached(experts_TK, experts, ranks):
-    """How many ranks have experts of a token, on average."""
-    return sum(len(set(token)) for token in (experts_TK // (experts // ranks)).tolist()) / len(experts_TK)
-
-
-@pytest.mark.parametrize(
-    ("experts", "top_k", "ranks"), [(64, 8, 8), (128, 8, 8), (256, 8, 64), (60, 4, 4), (8, 2, 2), (4, 4, 2), (1, 1, 1)]
-)
-def test_the_stride_that_is_like_random_experts(experts, top_k, ranks):
-    stride, own = random_like_stride(experts, top_k, ranks), torch.zeros(1024, top_k, dtype=torch.int64)
-    random = torch.rand(1024, experts, generator=torch.Generator().manual_seed(0)).topk(top_k).indices
-    even = BalancedRoutes(stride)(own, experts)
-    assert reached(even, experts, ranks) == pytest.approx(reached(random, experts, ranks), rel=0.15)
-
-
-def test_worked_example_of_strides():
-    own = torch.zeros(64, 8, dtype=torch.int64)
-    assert random_like_stride(64, 8, 8) == 5
-    assert [reached(BalancedRoutes(stride)(own, 64), 64, 8) for stride in (1, 5, 9)] == [1, 5, 8]
 
 
 def no_router_and_names(rank):

@@ -77,8 +77,7 @@ def sharing_step(rank: int, cp: int, ep: int, level: str, recompute: str, fails:
         shard_experts(mlp, mesh["ep"])
     if level != "global":
         share_loads([stage], GroupAllToAll(mesh["cp"]), BATCH if level == "sequence" else 1)
-    routers = RouterSet([stage], level=level, group=dist.group.WORLD, replicas=cp * ep, split=split, weight=weight,
-                        sequence_length=LENGTH, **TERMS)
+    routers = RouterSet([stage], level=level, group=dist.group.WORLD, replicas=cp * ep, weight=weight, **TERMS)
     pipe = Pipeline([stage], process_group=place.group("pp"), schedule="1f1b")
     if fails and rank == 1:
         hook = partial(fail_in_backward if fails == "backward" else fail, [])

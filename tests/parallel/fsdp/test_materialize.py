@@ -49,13 +49,8 @@ class Rotary(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("inv_freq", self.frequencies("cpu"), persistent=False)
-
-    def frequencies(self, device):
-        return 1.0 / 10_000 ** (torch.arange(0, 4, dtype=F32, device=device) / 4)
-
-    def recompute_buffers(self, device):
-        return {"inv_freq": self.frequencies(device)}
+        frequencies = 1.0 / 10_000 ** (torch.arange(0, 4, dtype=F32) / 4)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
 
     def forward(self, x):
         return x + self.inv_freq.to(x.dtype).sum()
@@ -481,14 +476,7 @@ def test_given_cpu_offload_then_a_step_works_and_the_values_are_the_same():
     assert run_ranks(offloaded, 2) == [[], []]
 
 
-def test_given_a_buffer_that_is_not_persistent_then_it_is_recomputed_on_the_device_even_if_it_has_a_value():
-    toy = build_on_meta(Toy)
-    toy.layers[1].rotary.inv_freq.fill_(float("nan"))
-    fill(toy, "cpu", BF16, seed=0)
-    assert same(toy.layers[1].rotary.inv_freq, Rotary().inv_freq)
-
-
-def test_given_a_meta_device_then_to_empty_leaves_garbage_and_materialize_the_right_frequencies():
+def test_given_a_meta_device_then_to_empty_leaves_garbage_and_materialize_refuses_what_has_no_value():
     with META:
         naive, toy = Rotary(), Rotary()
     torch.use_deterministic_algorithms(True)  # makes the garbage that to_empty gives a NaN every time
@@ -499,72 +487,35 @@ def test_given_a_meta_device_then_to_empty_leaves_garbage_and_materialize_the_ri
     assert naive.inv_freq.isnan().all()
     with pytest.raises(ValueError, match="inv_freq was never filled, or holds NaN"):
         assert_materialized(naive, "cpu")
-    fill(toy, "cpu")
-    assert same(toy.inv_freq, Rotary().inv_freq)
+    with pytest.raises(ValueError, match=r"inv_freq: on meta, .* not persistent, so in no checkpoint; .*_on_meta"):
+        fill(toy, "cpu")
 
 
-def test_given_persistent_buffers_then_to_empty_wipes_them_and_materialize_keeps_them():
+def test_given_buffers_with_values_then_to_empty_wipes_them_and_materialize_keeps_them():
     naive, toy = build_on_meta(Toy), build_on_meta(Toy)
     torch.use_deterministic_algorithms(True)
     try:
         naive.to_empty(device="cpu")
     finally:
         torch.use_deterministic_algorithms(False)
-    toy.recompute_buffers = lambda device: {"scale": torch.ones(2, dtype=torch.float64)}  # for one without a value only
     fill(toy, "cpu", BF16, seed=0)
-    for name in ("scale", "steps"):
-        assert not torch.equal(getattr(naive, name), getattr(Toy(), name))
-        assert same(getattr(toy, name), getattr(Toy(), name))
+    for name in ("scale", "steps", "layers.1.rotary.inv_freq"):  # the last one is not persistent
+        assert not torch.equal(naive.get_buffer(name), Toy().get_buffer(name))
+        assert same(toy.get_buffer(name), Toy().get_buffer(name))
 
 
 def test_given_torch_tensor_under_a_meta_device_then_the_lost_value_is_named_with_the_remedy():
     with META:
         toy = Toy()
+    for layer in toy.layers:
+        layer.rotary = Rotary()
     assert toy.scale.device == META and toy.steps.device == CPU, "from_numpy stays on the CPU"
     with pytest.raises(ValueError, match=r"Toy cannot be materialised:\n  scale: on meta, .* build_on_meta") as error:
         fill(toy, "cpu", seed=0)
     assert len(lines(error)) == 2
-    toy.recompute_buffers = lambda device: {"scale": torch.ones(2, dtype=torch.float64, device=device)}
+    toy.scale = torch.ones(2, dtype=torch.float64)
     fill(toy, "cpu", seed=0)
     assert same(toy.scale, torch.ones(2, dtype=torch.float64)) and same(toy.steps, torch.tensor([3, 4]))
-
-
-def declared(recompute=None):
-    module = nn.Module()
-    module.register_buffer("table", torch.ones(2), persistent=False)
-    if recompute is not None:
-        module.recompute_buffers = recompute
-    return nn.ModuleDict({"inner": module})
-
-
-@pytest.mark.parametrize(
-    ("recompute", "message"),
-    [
-        (None, "inner.table: not persistent, so in no checkpoint, and Module does not declare how to recompute it"),
-        (lambda device: {}, "inner.table: not persistent"),
-        (lambda device: {"table": torch.ones(2), "tabel": torch.ones(2)}, "inner.tabel: .* there is no such buffer"),
-        (lambda device: {"table": torch.ones(3)}, r"inner.table: .* returns \(3,\) torch.float32 on cpu; .* \(2,\)"),
-        (lambda device: {"table": torch.ones(2).double()}, "inner.table: .* torch.float64 .* torch.float32"),
-        (lambda device: {"table": torch.ones(2, device="meta")}, "inner.table: .* on meta; .* wanted on cpu"),
-    ],
-)
-def test_given_a_buffer_that_nothing_accounts_for_then_it_is_named(recompute, message):
-    with pytest.raises(ValueError, match=message):
-        fill(declared(recompute), "cpu")
-
-
-def test_given_a_module_cast_as_a_whole_then_its_recomputed_buffer_is_neither_cast_nor_taken_as_it_is():
-    toy = build_on_meta(lambda: Toy().to(BF16))
-    with pytest.raises(ValueError, match=r"inv_freq: .* torch.float32 on cpu; the buffer is \(4,\) torch.bfloat16"):
-        fill(toy, "cpu", BF16, seed=0)
-
-
-def test_given_recomputed_tensors_that_the_module_caches_then_its_cache_is_left_alone():
-    cached = torch.full((2,), 5.0)
-    module = declared(lambda device: {"table": cached})
-    table = module["inner"].table
-    fill(module, "cpu")
-    assert module["inner"].table is table and table is not cached and same(table, cached)
 
 
 # -- tied parameters

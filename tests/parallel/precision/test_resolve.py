@@ -23,6 +23,7 @@ from dualpipe.parallel import (
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from hub import FAMILIES
 from ranks import run_ranks
+from saved_contract import assert_saved_contract
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CONFIG = Qwen3MoeConfig(
@@ -566,14 +567,14 @@ def test_given_an_exported_checkpoint_then_its_dtypes_on_disk_are_the_save_dtype
         save_file(state, tmp_path / name / "model.safetensors")
         assert checkpoint_dtypes(tmp_path / name)["0.weight"] is BF16
         if message is None:
-            assert_contract(model, plan, checkpoint=tmp_path / name)
+            assert_saved_contract(model, plan, tmp_path / name)
         else:
             with pytest.raises(ContractError, match=message):
-                assert_contract(model, plan, checkpoint=tmp_path / name)
+                assert_saved_contract(model, plan, tmp_path / name)
     with pytest.raises(ContractError, match=r"1.bias: is not in the checkpoint"):
-        assert_contract(model, plan, checkpoint={n: t.dtype for n, t in state.items() if n != "1.bias"})
+        assert_saved_contract(model, plan, {n: t.dtype for n, t in state.items() if n != "1.bias"})
     with pytest.raises(ValueError, match="no safetensors"):
-        assert_contract(model, plan, checkpoint=tmp_path)
+        assert_saved_contract(model, plan, tmp_path)
 
 
 def save_distributed(rank, path):
@@ -590,7 +591,7 @@ def save_distributed(rank, path):
     plan = resolve_dtypes(sharded, policy(("1", FP32)))
     shard(sharded, init_device_mesh("cpu", (2,)), plan)
     path = save(path, training_state([sharded]), step=1, mesh=build_mesh(1, 2, 1, torch.device("cpu")), plan=plan)
-    assert_contract(sharded, plan, checkpoint=path)
+    assert_saved_contract(sharded, plan, path)
 
     narrow = model(BF16)  # its parameters may be on disk as float32 masters, its buffers not
     other = resolve_dtypes(narrow, policy())
@@ -598,13 +599,13 @@ def save_distributed(rank, path):
     for optimizer in (None, Optimizer([narrow], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)):
         state = training_state([narrow], optimizer)
         saved = save(f"{path}-{optimizer is None}-{rank}", state, step=1)
-        assert_contract(narrow, other, checkpoint=saved)
+        assert_saved_contract(narrow, other, saved)
         try:
-            assert_contract(sharded, plan, checkpoint=saved)
+            assert_saved_contract(sharded, plan, saved)
         except ContractError as error:
             messages.append(str(error))
     try:
-        assert_contract(narrow, other, checkpoint=path)
+        assert_saved_contract(narrow, other, path)
     except ContractError as error:
         messages.append(str(error))
     return messages

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import get_args, get_type_hints
 
 import pytest
@@ -12,7 +12,7 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.train.config.command_line import OTHER_NAMES
-from dualpipe.train.config.load import load_config
+from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.metrics import StepMetrics
@@ -122,8 +122,9 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[router]\nbalance = -0.1", "router.balance = -0.1: must not be negative"),
         (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan: must not be negative"),
         (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),
-        (GOOD + "[router]\nbalanced_stride = -2", "router.balanced_stride = -2: give 0, or a number without a divisor"),
-        (GOOD + "[router]\nbalanced = 1", "balanced = 1 has the wrong type; it must be true or false"),
+        (GOOD + "[router]\nbalanced = true", "key 'balanced'; router.balanced has been removed: .* leave it out"),
+        (GOOD + "[[dtypes.rules]]\npattern = '*'\nstorage = 'fp8_tensor'",
+         "storage = 'fp8_tensor' is no valid choice; .* has been removed: choose fp8_block or mxfp8"),
         (GOOD + '[router]\nbalance_level = "layer"', "one of 'microbatch', 'sequence', 'global'"),
         ("[train]\nsteps = 3", "there is no model; give model.config"),
         ("[model]", "there is no model; give model.config"),
@@ -175,8 +176,7 @@ IMPOSSIBLE = {  # values, by what is said of them
     "must be above 0 and at most 1": {"optimizer.layer_decay": 0},
     "must be at least 0 and less than 1": {"data.validation_fraction": 1, "optimizer.momentum": 1},
     "both must be at least 0 and less than 1": {"optimizer.betas": [-0.1, 0.5]},
-    "give ": {"data.path": "", "data.tokenizer": "", "data.text_key": "", "router.balanced_stride": -1,
-              "checkpoint.resume": "", "output.dir": ""},
+    "give ": {"data.path": "", "data.tokenizer": "", "data.text_key": "", "checkpoint.resume": "", "output.dir": ""},
     "the package wandb is not installed": {"metrics.wandb": "project"},
 }
 
@@ -214,6 +214,8 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
         (["--parallel.overlap", "yes"], "^--parallel.overlap: 'yes' is no valid value; it must be true or false$"),
         (["--optimizer.betas", "0.5"], "^--optimizer.betas: expected 2 arguments$"),
         (["--dtypes.rules", "*,storage=fp9"], "^dtypes.rules.*fp9"),
+        (["--dtypes.rules", "*,gather=fp8_tensor"], "^dtypes.rules.*; FP8 with a single scale .* choose fp8_block"),
+        (["--router.balanced_stride", "3"], "^unknown option '--router.balanced_stride'; .* has been removed"),
         (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
         (["extra"], "^unrecognized arguments: extra$"),
     ],
@@ -268,6 +270,17 @@ def test_a_file_that_is_not_text(tmp_path):
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"run.toml is not valid TOML: .*utf-8"):
         load_config(tmp_path / "run.toml")
+
+
+def test_a_recorded_configuration_may_have_removed_fields_that_were_off(toml):
+    config = load_config(toml())
+    recorded = json.loads(json.dumps(asdict(config)))
+    assert recorded_config(recorded) == config
+    recorded["router"] |= {"balanced": False, "balanced_stride": 0}
+    assert recorded_config(recorded) == config
+    recorded["router"] |= {"balanced": True}
+    with pytest.raises(ValueError, match=r"router\.balanced has been removed"):
+        recorded_config(recorded)
 
 
 def test_missing_file(tmp_path):

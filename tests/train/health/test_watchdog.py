@@ -18,6 +18,7 @@ from dualpipe import DualPipeV
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import KIND, Recorder
 from dualpipe.train.health import peer_store
+from dualpipe.train.health import watchdog as watchdog_module
 from dualpipe.train.health.diagnose import FOLDER
 from dualpipe.train.health.peer_store import PeerStore
 from dualpipe.train.health.watchdog import Watchdog
@@ -189,10 +190,9 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
 def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
     """As of a device, which knows no timeout: in a process of its own, as it is ended."""
     recorder = Recorder(0, {"pp": 2})
-    if disk == "hangs":
-        (tmp_path / FOLDER).mkdir()
-        os.mkfifo(tmp_path / FOLDER / "rank-00000.tmp")  # to write it waits for a reader
     if (child := os.fork()) == 0:
+        if disk == "hangs":
+            watchdog_module.replace_file = lambda *_, **__: time.sleep(60)
         os.environ["DUALPIPE_ERROR_FILE"] = str(tmp_path / "word.json")
         with Watchdog(recorder) as watchdog:
             watchdog.watch(None, RankInfo(0, 1, 0, 1), tmp_path, patience=60.0, limit=-1.5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from dualpipe.checkpoint.hub.files import Fp8, Mxfp4, Stored, find_stored, fp8_block
+from dualpipe.checkpoint.hub.stored_formats import Fp8, Mxfp4, Stored, find_stored, fp8_block
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 
 WHOLE = (slice(0, 3), slice(0, 10), slice(0, 96))

@@ -19,7 +19,7 @@ from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantizable
+from dualpipe.quantized.quantize_model import quantizable
 from hub import FP8_CONFIG, FP8_SIZES, read_all, rewrite, save_family, save_fp8, save_mxfp4, stages_on_meta
 from models import from_hub
 from ranks import run_ranks

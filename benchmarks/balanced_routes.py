@@ -1,4 +1,4 @@
-"""Routes that are even by construction, in place of a router's own choice: benchmarks, parity in bf16."""
+"""Routes that are even by construction, in place of a router's own choice: loads that do not change from run to run."""
 
 from __future__ import annotations
 
@@ -8,37 +8,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dualpipe.nn.sequence_split import SequenceSplit
-
 
 @dataclass(frozen=True)
 class BalancedRoutes:
-    """A `Choice` for benchmarks: the T * K choices go round the experts, so that loads differ by one at most.
+    """A `Choice` of a router: the T * K choices go round the experts, so that loads differ by one at most.
 
     stride: between the experts of one token, without a divisor in common with E. It decides how many ranks a token is
     sent to: 1 takes neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4, stride
     1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
 
-    split, length: of ranks that share sequences of so many tokens; a token's choices do not depend on them.
+    Raises `ValueError` for a stride that leaves experts out.
     """
 
     stride: int = 1
-    split: SequenceSplit | None = None
-    length: int = 0
 
-    def check(self, num_experts: int) -> None:
-        """ValueError for a stride that leaves experts out."""
+    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
         if math.gcd(self.stride, num_experts) != 1:
             raise ValueError(f"stride {self.stride} and the number of experts {num_experts} have a divisor in common, "
                              "so some experts would get nothing; take 1, or another odd number")
-
-    def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
-        self.check(num_experts)
         places = torch.arange(experts_TK.numel(), device=experts_TK.device).view_as(experts_TK)
-        if self.split is not None:  # those that the tokens have in whole sequences
-            own, top_k = self.split.own(self.length).to(places.device), experts_TK.shape[1]
-            rows = torch.arange(len(places) // len(own), device=places.device).unsqueeze(1) * self.length
-            places = (rows + own).view(-1, 1) * top_k + places[:1]
         return places * self.stride % num_experts
 
 

@@ -1,6 +1,6 @@
 """Writing quantized weights as Hugging Face's quantized checkpoints have them: FP8 blocks, and MXFP4 of gpt-oss.
 
-Their elements and scales go from block rows to the files as they are. `hub_load.HubTensor.quantized` is the way in.
+Their elements and scales go from block rows to the files as they are. `load.HubTensor.quantized` is the way in.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dualpipe.checkpoint.hub.files import Fp8, Mxfp4, Stored
 from dualpipe.checkpoint.hub.load import cut_through, model_shapes, upright
+from dualpipe.checkpoint.hub.stored_formats import Fp8, Mxfp4, Stored
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import HubConfig
-from dualpipe.models.hub import Part, whole
+from dualpipe.models.hub import HubTensorPart, whole
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.quantized.weights import quantizable
+from dualpipe.quantized.quantize_model import quantizable
 
 
 def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
@@ -45,7 +45,7 @@ def check_quantized(config: HubConfig, plan: DTypePlan) -> None:
 
 def forms(
     config: HubConfig, name: str, shape: Sequence[int], dtype: torch.dtype | Format
-) -> Iterator[tuple[Part, Stored]]:
+) -> Iterator[tuple[HubTensorPart, Stored]]:
     """The hub's tensors that one of ours is written as, and how each is stored; dtype: or the format of its blocks."""
     copies = [whole(copy, shape) for copy, ours in config.hub_copies.items() if ours == name]
     for part in (*config.hub_parts(name, shape)[0], *copies):
