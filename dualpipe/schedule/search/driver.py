@@ -146,11 +146,11 @@ def _rounds(
     return chains
 
 
-Job = tuple[Schedule, Costs, float, int, float, float, int]  # what `anneal` takes
+SearchJob = tuple[Schedule, Costs, float, int, float, float, int]  # what `anneal` takes
 Ran = tuple[float, Schedule]  # what it returns
 
 
-def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
+def _elsewhere(jobs: Iterable[SearchJob]) -> list[Ran]:
     """The same in processes, one for each, which end where this one does or is interrupted."""
     workers: list[subprocess.Popen[bytes]] = []
     try:
@@ -162,7 +162,7 @@ def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
                 worker.kill()
 
 
-def _started(job: Job) -> subprocess.Popen[bytes]:
+def _started(job: SearchJob) -> subprocess.Popen[bytes]:
     """A process at work, which imports nothing of the caller's: no main module, no torch. Ctrl-C does not reach it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     worker = subprocess.Popen([sys.executable, "-P", "-c", WORKER, str(os.getpid())], stdin=subprocess.PIPE,
