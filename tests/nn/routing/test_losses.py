@@ -237,9 +237,9 @@ def test_through_a_pipeline(schedule, level):
         for stage, each in zip(stages, totals):
             stage.router.step = RouterStep(chunks, 0.5, level, torch.arange(E), z=0.5, totals=each)
         pipeline = Pipeline(stages, schedule=schedule)
-        losses, _ = pipeline.step(x, num_microbatches=chunks, criterion=lambda y, n=chunks: y.square().mean() / n)
+        losses, _ = pipeline.step(x, num_chunks=chunks, criterion=lambda y, n=chunks: y.square().mean() / n)
         with torch.no_grad():
-            pipeline.step(x, num_microbatches=chunks, criterion=lambda y: y.square().mean())
+            pipeline.step(x, num_chunks=chunks, criterion=lambda y: y.square().mean())
         results.append([losses.sum(), *(s.router.weight.grad for s in stages), *totals])
     assert load_of(results[0][3]).sum() == 8 * 5 * 3
     for result in results[1:]:
