@@ -178,7 +178,7 @@ class SparseMLP(nn.Module):
         """From "x" and "normed" to "y"."""
         if self.dispatcher.dispatch is None:  # nothing to overlap: routing and experts are kept, or not, together
             return [Compute(self, "normed", "y", recompute("experts") or recompute("dispatch"))]
-        return self._routed(recompute)
+        return with_forward_hooks(self, self._routed(recompute), ("normed",), ("y",))
 
     def _routed(self, recompute: Parts) -> list[Segment]:
         ways, there, back = self.dispatcher, self.dispatcher.dispatch, self.dispatcher.combine

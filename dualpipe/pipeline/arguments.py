@@ -42,7 +42,7 @@ class StepArguments:
     """One rank's arguments of a step, reduced to what the ranks compare.
 
     batch_size, side_size, label_size: of the inputs, the side inputs and the labels, where this rank needs them.
-    operands: checksum of dtypes and shapes and of autocast; kind: the same of what kernels are chosen by.
+    kind: checksum of what kernels are chosen by: dtypes and classes of shapes, autocast, the kind of step.
     """
 
     num_chunks: int
@@ -54,7 +54,6 @@ class StepArguments:
     batch_size: int | None
     side_size: int | None
     label_size: int | None
-    operands: int
     kind: int
 
 
@@ -98,7 +97,6 @@ def split_batch(
     cut_inputs, batch_size = _split("input", own_inputs, num_chunks, stages)
     cut_side, side_size = _split("side input", own_side, num_chunks, stages)
     cut_labels, label_size = _split("label", own_labels, num_chunks, stages)
-    used = [t for t in chain(*(own.values() for own in (own_inputs, own_side, own_labels) if own)) if t is not None]
     batch = Batch(
         cut_inputs, cut_side, cut_labels, criterion if is_last else None, is_last and return_outputs,
     )
@@ -114,7 +112,6 @@ def split_batch(
         batch_size=batch_size,
         side_size=side_size,
         label_size=label_size,
-        operands=_checksum([(t.dtype, t.shape) for t in used], autocast),
         kind=_checksum(_kernel_classes(cut_inputs, cut_side, cut_labels), autocast, grad, sync, training, num_chunks),
     )
     return batch, arguments

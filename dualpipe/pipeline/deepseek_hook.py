@@ -15,7 +15,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import input_names
 from dualpipe.pipeline.microbatch import MicrobatchState, SegmentRecord, Slot
 from dualpipe.pipeline.rank_stages import RankStages
-from dualpipe.pipeline.stage_program import TARGET, Target, as_tuple
+from dualpipe.pipeline.stage_program import SIDE, TARGET, Target, as_tuple
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.schedule.types import Action
 
@@ -42,7 +42,8 @@ class OverlappedPairs:
         runner = self._runners[forward.stage]
         runner.wait_for_parameters()
         target = ahead.carry.pop(TARGET) or Target(None, (), False)
-        inputs = {name: value for name, value in ahead.carry.items() if isinstance(value, Tensor)}
+        del ahead.carry[SIDE]  # none: the hook has no argument for any
+        inputs = dict(ahead.carry)
         (record,) = behind.records
         loss = record.results.pop("loss", None)
         ends = () if loss is not None else tuple(record.results[name] for name in behind.results)
@@ -57,6 +58,7 @@ class OverlappedPairs:
             if leaf.grad is not None:
                 behind.add_gradient(name, leaf.grad)
         behind.records = []
+        behind.return_to_caller()
         ahead.records = [SegmentRecord()]
         ahead.carry = self._results(as_tuple(outputs), new_loss, target)
         runner.keep(ahead.records[0], inputs, ahead.carry)

@@ -38,8 +38,11 @@ from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
 from dualpipe.pipeline.rank_stages import RankStages
 from dualpipe.pipeline.side_inputs import SideSpec
-from dualpipe.runtime.ranks.agreement import Agreement, Disagreement
+from dualpipe.pipeline.stage_program import OfferedSegments
+from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.ranks.agreement import Agreement, Outcome
 from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
+from dualpipe.runtime.ranks.process_groups import gloo_beside
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.build import search_with_progress
@@ -89,6 +92,7 @@ class Pipeline(nn.Module):
         self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
         self._runs = 0  # steps that were begun, on all ranks alike
         self._executor: Executor | None = None  # of the step that is running
+        self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # by those whose ranks are traced
         mapping, members = _mapping(rank_mapping, self.num_ranks)
         self.rank = members.index(process_group.rank()) if process_group else 0
         given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
@@ -102,12 +106,18 @@ class Pipeline(nn.Module):
         self._programs.pairs = agreed.overlap
         self._connect(agreed.has_copies)
 
-    def _build(self, build: Callable[[], PipelineArguments], modules: Any) -> PipelineAgreement:
+    def _build(
+        self, build: Callable[[Sequence[OfferedSegments]], PipelineArguments], modules: Any
+    ) -> PipelineAgreement:
         """Build the stages of this rank, and agree on the pipeline with the others; ValueError where one cannot."""
+        stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
+        # Before anything can fail here alone: those that share the groups hear of it in them.
+        offered = [OfferedSegments(stage) for stage in stages]
+        replicas = process_groups(stages, [group for segments in offered for group in segments.groups])
         built: list[PipelineArguments] = []
         failed: list[Exception] = []
         try:
-            built.append(build())
+            built.append(build(offered))
         except Exception as raised:  # raised again where all ranks hear of it
             failed.append(raised)
 
@@ -116,17 +126,18 @@ class Pipeline(nn.Module):
                 raise failed.pop()
             return built[0]
 
-        stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
-        communications = self._stages.communication_groups() if built else []
-        self._agreement = Agreement(self._p2p.messages(), process_groups(stages, communications))
+        self._agreement = Agreement(self._p2p.messages(), replicas)
         outcome = self._agreement.compare(PipelineArguments, own, compare_pipelines)
-        if outcome.problem is not None:
-            raise ValueError(outcome.problem) from outcome.cause
-        assert outcome.conclusion is not None, "without a problem there is a conclusion"
-        return outcome.conclusion
+        try:
+            outcome.raise_problem()
+            assert outcome.conclusion is not None, "without a problem there is a conclusion"
+            return outcome.conclusion
+        finally:
+            del outcome  # this frame is in the traceback of its cause
 
     def _build_stages(
-        self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str]
+        self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str],
+        offered: Sequence[OfferedSegments],
     ) -> PipelineArguments:
         """Build the stages of this rank; return what the ranks compare. ValueError for what does not fit here."""
         self.module, device = checked_modules(modules)
@@ -151,7 +162,7 @@ class Pipeline(nn.Module):
             device=self.device,
             batch_dim=self.batch_dim,
         )
-        self._stages.compile_programs()
+        self._stages.compile_programs(dict(zip(numbers, offered)))
         can_overlap = self._stages.is_hooked or any(p.num_communications for p in self._stages.programs.values())
         reduces, missed = check_stages(list(self.module), parameters, unreduced)
         return PipelineArguments(
@@ -183,7 +194,7 @@ class Pipeline(nn.Module):
         key = self._agreement.domain(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
                   *self._stages.communication_groups()]
-        self._failure = StepFailure(FailureBoard(self._p2p.store(), f"{key:x}"), groups)
+        self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups)
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
@@ -241,7 +252,7 @@ class Pipeline(nn.Module):
         pipeline can be used again; PipelineError where a rank failed during the step. It names the rank, and has ended
         the process groups of the step, so that no rank waits for another: later steps raise it again. On one rank
         alone, without any group, the pipeline can be used again; gradients are then undefined and should be zeroed.
-        Gradients that `sync=False` has kept are dropped by any error.
+        Gradients that `sync=False` has kept are dropped by a PipelineError.
         """
         self._failure.check()
         self._runs += 1
@@ -267,9 +278,11 @@ class Pipeline(nn.Module):
             raise
         finally:
             self._executor = None
-        if agreed.problem is not None:
-            raise ValueError(agreed.problem) from agreed.cause
-        return result
+        try:
+            agreed.raise_problem()
+            return result
+        finally:
+            del agreed  # this frame is in the traceback of its cause: the cycle would keep the inputs
 
     def _prepare(self, num_chunks: int, train: bool) -> None:
         """Do what may fail on a rank alone, before the ranks agree on a step."""
@@ -281,7 +294,7 @@ class Pipeline(nn.Module):
 
     def _agree(
         self, own_arguments: Callable[[], StepArguments], same_everywhere: list[Any]
-    ) -> Disagreement[StepAgreement]:
+    ) -> Outcome[StepAgreement]:
         """Agree on the arguments of a step."""
         compare = partial(
             compare_arguments, first=self._placement[0], last=self._placement[-1], spec=self._side)
@@ -325,9 +338,14 @@ class Pipeline(nn.Module):
         those of all pipelines that train the model. An error inside goes on, with a note that names the file of what
         there was until then; of one that may be a rank's alone, each rank's own.
         """
-        schedule, ranks = self._programs.schedule(), self._p2p.global_ranks
+        schedule = self._programs.schedule()
+        ranks = self._p2p.global_ranks
         place = Place(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
-        return Tracer(Path(path), group or self._process_group, self.device, place,
+        group = group or self._process_group
+        if group is not None and group not in self._trace_groups:
+            # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
+            self._trace_groups[group] = gloo_beside(group)
+        return Tracer(Path(path), self._trace_groups.get(group), self.device, place,
                       lambda: self._runs if WeightGradStore.current() is self.weight_grad_store else 0)
 
     @property
@@ -345,10 +363,15 @@ class Pipeline(nn.Module):
         Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
         max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
         """
-        return clip_grad_norm_(
-            self.parameters(), max_norm, norm_type, error_if_nonfinite, copies=self.copied_parameters,
-            group=self._process_group, device=self.device, dtype=self._norm_dtype,
-        )
+        self._failure.check()
+        try:
+            return clip_grad_norm_(
+                self.parameters(), max_norm, norm_type, error_if_nonfinite, copies=self.copied_parameters,
+                group=self._process_group, device=self.device, dtype=self._norm_dtype,
+            )
+        except RankLost as lost:
+            with self._failure.ending_step(str):
+                raise lost
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any module; gradients that steps with `sync=False` keep are dropped too."""
@@ -382,7 +405,7 @@ def _mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[int]]:
     return mapping, [mapping.index(rank) for rank in identity] if is_permutation else identity
 
 
-def _refuse_mapping(rank_mapping: Any, num_ranks: int) -> PipelineArguments:
+def _refuse_mapping(rank_mapping: Any, num_ranks: int, offered: object) -> PipelineArguments:
     raise ValueError(f"rank_mapping must be a permutation of 0..{num_ranks - 1}, got {rank_mapping}")
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import is_boundary
 from dualpipe.parallel.fsdp.driver import ParametersStep
 from dualpipe.pipeline.arguments import Batch
 from dualpipe.pipeline.deepseek_hook import OverlappedPairs
@@ -22,6 +23,7 @@ from dualpipe.pipeline.microbatch import MicrobatchState, Slot, arrived, begin_f
 from dualpipe.pipeline.overlap import Task, run_alone, walk
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.pipeline.rank_stages import RankStages
+from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.pipeline.stage_runner import StageRunner, detached
 from dualpipe.runtime.device import annotation
 from dualpipe.runtime.recorder import Recorder
@@ -215,10 +217,10 @@ class Executor:
         state = self._states[slot]
         carry = state.carry
         state.carry = {}
-        names = self._stages.programs[stage].outputs
-        results = carry if names is None else {name: carry[name] for name in names}
-        loss = results.pop("loss", None)
-        outputs = tuple(results.values())
+        program = self._stages.programs[stage]
+        loss = carry.get("loss")
+        results = {name: carry[name] for name in program.outputs or carry if is_boundary(name)}
+        outputs = tuple(results.values()) if program.is_module or loss is not None else as_tuple([*results.values()])
         if stage == self._stages.count - 1:
             self._keep(microbatch, outputs, loss)
         if not self._train:

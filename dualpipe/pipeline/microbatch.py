@@ -129,12 +129,20 @@ class MicrobatchState:
         if self.deferred is not None:
             self.deferred()
 
-    def input_gradients(self) -> list[Tensor]:
-        """Return the gradients for the stage before, zeros where nothing depends on an input."""
+    @property
+    def is_from_caller(self) -> bool:
+        """Return True if inputs are a caller's that need gradients."""
+        return bool(self._from_caller)
+
+    def return_to_caller(self) -> None:
+        """Have gradients of a caller's inputs flow on in the caller's own graph."""
         for name, tensor in self._from_caller.items():
             gradient = self.gradients.get(name)
             if gradient is not None:
                 torch.autograd.backward(tensor, gradient)
+
+    def input_gradients(self) -> list[Tensor]:
+        """Return the gradients for the stage before, zeros where nothing depends on an input."""
         gradients = self.gradients
         self.gradients = {}
         return [gradients[name] if name in gradients else like.zeros() for name, like in self._from_stage.items()]

@@ -80,6 +80,7 @@ class P2PGroups:
         if group is None:
             return
         self.global_ranks = tuple(dist.get_global_rank(group, member) for member in members)
+        Recorder.current().rank = dist.get_rank()  # by which this rank is named in errors
         self._backends = backends(group)
         if "cpu" not in self._backends:
             self._control = gloo_beside(group)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.pipeline.side_inputs import SideSpec
-from dualpipe.pipeline.stage_program import StageProgram, compile_stage, segments_key
+from dualpipe.pipeline.stage_program import OfferedSegments, StageProgram, compile_stage, segments_key
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,34 @@ class RankStages:
 
     @property
     def is_hooked(self) -> bool:
-        """Return True for stages of one type that offers DeepSeek's `overlapped_forward_backward`."""
+        """Return True for stages of one type that offers DeepSeek's `overlapped_forward_backward`, and that do not run
+        as segments."""
         types = {type(module) for module in self.modules.values()}
-        return len(types) == 1 and hasattr(types.pop(), "overlapped_forward_backward")
+        are_whole = all(program.is_module for program in self.programs.values())
+        return len(types) == 1 and are_whole and hasattr(types.pop(), "overlapped_forward_backward")
 
-    def compile_programs(self) -> None:
-        """Compile the stages that were not compiled yet, or whose `segments_key` has changed."""
+    def compile_programs(self, offered: Mapping[int, OfferedSegments] | None = None) -> None:
+        """Compile the stages that were not compiled yet, or whose `segments_key` has changed.
+
+        offered: the segments of stages, when the pipeline is built. Raises ValueError where stages that are compiled
+        again communicate over other groups than when the pipeline was built.
+        """
         for number, module in self.modules.items():
             key = segments_key(module)
-            if number not in self.programs or key != self._keys[number]:
-                self.programs[number] = compile_stage(module, self.specs[number], is_last=number == self.count - 1)
-                self._keys[number] = key
+            if number in self.programs and key == self._keys[number]:
+                continue
+            segments = OfferedSegments(module) if offered is None else offered[number]
+            program = compile_stage(module, segments, self.specs[number], is_last=number == self.count - 1)
+            if offered is None:
+                self._check_groups(number, program)
+            self.programs[number] = program
+            self._keys[number] = key
+
+    def _check_groups(self, number: int, program: StageProgram) -> None:
+        """Raise ValueError for a group that a failure would not end."""
+        if not set(communication_groups([program])) <= set(self.communication_groups()):
+            raise ValueError(f"the segments of stage {number} communicate over another process group than when the "
+                             "pipeline was built; build it anew")
 
     def communication_groups(self) -> list[ProcessGroup]:
         """Return the groups over which the stages' segments communicate."""

@@ -86,7 +86,7 @@ class StageProgram:
     backward_order: tuple[int, ...]
     outputs: Names | None
 
-    @property
+    @cached_property
     def is_module(self) -> bool:
         """Return True for a module that is called as a whole."""
         return self.segments[0].reads is None
@@ -97,9 +97,33 @@ class StageProgram:
         return sum(segment.communication is not None for segment in self.segments)
 
 
-def compile_stage(module: nn.Module, side: SideSpec, *, is_last: bool) -> StageProgram:
+class OfferedSegments:
+    """The segments that a module offers, and the process groups that they communicate over.
+
+    An error of `segments()` is raised when they are asked for, so that the groups of other stages are known before.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        offered = getattr(module, "segments", None)
+        self._error: Exception | None = None
+        self._segments: list[Segment] | None = None
+        try:
+            self._segments = None if offered is None else list(offered())
+        except Exception as raised:
+            self._error = raised
+        communications = [s.communication for s in self._segments or () if isinstance(s, Communicate)]
+        self.groups = [c.group for c in communications if c.group is not None]
+
+    def take(self) -> list[Segment] | None:
+        """Return the segments; None where the module offers none. Raises the error of `segments()`."""
+        if self._error is not None:
+            raise self._error
+        return self._segments
+
+
+def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *, is_last: bool) -> StageProgram:
     """Compile a stage; ValueError for `segments()` that do not fit together."""
-    segments = stage_segments(module, side)
+    segments = stage_segments(module, offered, side)
     if segments is None:
         return compile_module(module)
     outputs = output_names(segments)
@@ -141,17 +165,14 @@ def segments_key(module: nn.Module) -> Hashable:
     return None if key is None else key()
 
 
-def stage_segments(module: nn.Module, side: SideSpec) -> list[Segment] | None:
+def stage_segments(module: nn.Module, offered: OfferedSegments, side: SideSpec) -> list[Segment] | None:
     """Return the segments of a stage between its forward hooks; None where the module is to be called as a whole."""
-    offered = getattr(module, "segments", None)
-    if offered is None:
+    taken = offered.take()
+    if taken is None:
         return None
-    segments = checked(list(offered()), side.names)
+    segments = checked(taken, side.names)
     if not any(isinstance(segment, Communicate) or segment.recompute for segment in segments):
         return None
-    if _is_compiled(module):
-        raise ValueError(f"a stage ({type(module).__name__}) is compiled as a whole and has segments that communicate "
-                         "or are recomputed, which the pipeline runs one by one; compile the modules inside it instead")
     return with_forward_hooks(module, segments, _inputs(segments), output_names(segments))
 
 
@@ -208,18 +229,13 @@ def _run_merged(parts: Sequence[Segment], reads: Names, writes: Names, *values: 
 
 
 def _inputs(segments: Sequence[Segment]) -> Names:
-    """Return the names of a stage's inputs: what segments read before one of them writes it."""
+    """Return the names of a stage's inputs in their order: what segments read before one of them writes it."""
     written: set[str] = set()
     inputs: dict[str, None] = {}
     for segment in segments:
         inputs.update(dict.fromkeys(name for name in segment.reads if is_boundary(name) and name not in written))
         written.update(segment.writes)
-    return tuple(inputs)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """Return True for a module that `torch.compile` or `Module.compile` was called on."""
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+    return tuple(sorted(inputs, key=lambda name: int(name[1:] or 0)))
 
 
 def _compiled(segments: Sequence[Segment], results: Names) -> Iterable[ProgramSegment]:

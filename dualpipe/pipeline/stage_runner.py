@@ -236,6 +236,9 @@ class StageRunner:
         if arriving is not None:
             self._return(arriving, state)
         state.compute_deferred()
+        if state.is_from_caller:
+            with no_autocast(self._autocast):
+                state.return_to_caller()
 
     def _compute_backward(
         self, segment: ProgramSegment, record: SegmentRecord, state: MicrobatchState,
@@ -275,20 +278,19 @@ class StageRunner:
 
     def _compute_deferred(self, key: Hashable) -> None:
         """Compute what is queued under `key`; in a trace as an entry of its own."""
-        if self._recorder.whole:
-            with self._recorder.doing("wgrad", key):
-                self._store.run(key)
-        else:
+        entry = self._recorder.doing("wgrad", key) if self._recorder.whole else nullcontext()
+        with entry, no_autocast(self._autocast):
             self._store.run(key)
 
     def weight_gradients(self, key: Hashable, *, turns: int) -> Task:
         """Compute deferred weight gradients in `turns` parts, to hide others' communications behind."""
         if turns == 1:
-            self._store.run(key)
+            with no_autocast(self._autocast):
+                self._store.run(key)
             return
         pieces = self._store.take(key)
         for i, piece in enumerate(pieces):
-            with torch.no_grad():
+            with torch.no_grad(), no_autocast(self._autocast):
                 piece()
             if (i + 1) * turns // len(pieces) > i * turns // len(pieces):
                 yield None

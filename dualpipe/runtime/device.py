@@ -239,6 +239,8 @@ def set_environment() -> None:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Of torch's watchdog: to clean up after a communicator that was aborted, not to end the process, whose ranks raise.
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps
 

@@ -73,6 +73,7 @@ class Recorder:
         self._members: dict[str, tuple[int, ...]] = {}
         self._lanes: dict[str, Recorder] = {}
         self._observers: tuple[Observer, ...] = ()
+        self.is_observed = False  # whether anybody subscribes
 
     @staticmethod
     def current() -> Recorder:
@@ -99,15 +100,18 @@ class Recorder:
         lane = self._lanes[name]
         lane.step = self.step
         lane._observers = tuple(observer for observer in self._observers if observer.lanes)
+        lane.is_observed = bool(lane._observers)
         return lane
 
     def subscribe(self, observer: Observer) -> None:
         """Tell `observer` of everything from now on, after those that subscribed before."""
         self._observers += (observer,)
+        self.is_observed = True
 
     def unsubscribe(self, observer: Observer) -> None:
         """Tell `observer` nothing more."""
         self._observers = tuple(other for other in self._observers if other is not observer)
+        self.is_observed = bool(self._observers)
 
     # -- what is recorded
 
@@ -128,11 +132,6 @@ class Recorder:
         entry[ENDED] = perf_counter_ns()
         for observer in self._observers:
             observer.ended(self, entry)
-
-    @property
-    def is_observed(self) -> bool:
-        """Return True if anybody subscribes."""
-        return bool(self._observers)
 
     def made(self, what: object, *results: object) -> None:
         """Tell observers of results that were just made, not all of them tensors, before anything reads them."""

@@ -19,7 +19,6 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import PipelineError
-from dualpipe.runtime.ranks.process_groups import gloo_beside
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
@@ -54,8 +53,8 @@ class Tracer(Observer):
     step, which all ranks of the pipeline raise, where they are those of `group`. After any other, or where a rank is
     lost, nobody is waited for: each rank writes a file of its own, `path` with its number.
 
-    running: the number of the run of the pipeline that is under way, 0 where none is; what other pipelines do is in the
-    trace, but in none of its runs.
+    group: one that can carry host tensors, and that a step which fails does not end. running: the number of the run of
+    the pipeline that is under way, 0 where none is; what other pipelines do is in the trace, but in none of its runs.
 
     Raises ValueError where a trace is being taken already, and on every rank where the file cannot be written.
     """
@@ -64,8 +63,7 @@ class Tracer(Observer):
         self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place, running: Callable[[], int]
     ) -> None:
         self._path, self._device, self._place, self._running = path, device, place, running
-        self._pipeline: Any = group
-        self._group: Any = None
+        self._group: Any = group
         self._recorder = Recorder.current()
         self.loads: dict[int, list[float]] = {}
         """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
@@ -77,9 +75,6 @@ class Tracer(Observer):
         self._runs: dict[int, int] = {}  # their numbers by the ids of actions' entries
         self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
         self._memory: list[tuple[int, int]] = []
-        if self._group is None and self._pipeline is not None:
-            # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
-            self._group = gloo_beside(self._pipeline)
         self._ranks = RankSync(self._group)
         self._clocks = [self._compare_clocks()]
         self._ranks.first(partial(check_path, self._path))  # and so all begin at once

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_map_only
 
-from dualpipe.nn.segments import Compute, Names, Segment
+from dualpipe.nn.segments import Communicate, Compute, Names, Segment
 from dualpipe.parallel.fsdp.private import private
 
 
@@ -27,12 +27,18 @@ def with_forward_hooks(
     """Return the segments of `module` between its forward pre-hooks and its forward hooks.
 
     inputs: the names in the carry of the module's arguments, in order; outputs: the names of what it returns. Hooks
-    that are attached later run too; forward hooks then get no arguments, which would have to be kept for them. Raises
-    ValueError for backward hooks, which would see a part of the gradients.
+    that are attached later run too; forward hooks then get no arguments, which would have to be kept for them. Forward
+    hooks get no keyword arguments. A compiled module is called as a whole. Raises ValueError for backward hooks, which
+    would see a part of the gradients, and for a compiled module that communicates or is recomputed inside.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
                          "its own; hook the tensors or the modules inside it instead")
+    if is_compiled(module):
+        if any(isinstance(segment, Communicate) or segment.recompute for segment in segments):
+            raise ValueError(f"a {type(module).__name__} is compiled as a whole and has segments that communicate or "
+                             "are recomputed, which run one by one; compile the modules inside it instead")
+        return [Compute(module, inputs, outputs)]
     first, last = segments[0].recompute, segments[-1].recompute
     arguments: Names = ()
     if any(_fsdp_state(hook) is None for hook in module._forward_hooks.values()):
@@ -41,6 +47,11 @@ def with_forward_hooks(
     before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments), first)
     after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs, last)
     return [before, *segments, after]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True for a module that `torch.compile` or `Module.compile` was called on."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, ...]:

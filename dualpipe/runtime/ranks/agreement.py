@@ -27,12 +27,22 @@ C = TypeVar("C")  # what follows from everybody's
 
 
 @dataclass(frozen=True)
-class Disagreement(Generic[C]):
-    """What the ranks have agreed on, or what is wrong, with the same text on every rank."""
+class Outcome(Generic[C]):
+    """The conclusion of all ranks, or the problem, with the same text on every rank.
+
+    cause: the error of this rank, where it is one that has failed.
+    """
 
     conclusion: C | None
     problem: str | None
-    cause: BaseException | None = None  # where this rank has failed itself
+    cause: BaseException | None = None
+
+    def raise_problem(self) -> None:
+        """Raise ValueError if there is a problem; on a rank that was interrupted, the interrupt."""
+        if self.cause is not None and not isinstance(self.cause, Exception):
+            raise self.cause
+        if self.problem is not None:
+            raise ValueError(self.problem) from self.cause
 
 
 class Agreement:
@@ -68,7 +78,7 @@ class Agreement:
 
     def compare(
         self, kind: type[R], record: Callable[[], R], conclude: Callable[[list[R]], C], *, same_everywhere: Any = None
-    ) -> Disagreement[C]:
+    ) -> Outcome[C]:
         """Compare what `record` returns on each rank; return what `conclude` makes of it, or what is wrong.
 
         An error of `record` on any rank, or a ValueError of `conclude`, is what is wrong. same_everywhere: must be the
@@ -83,9 +93,7 @@ class Agreement:
         try:
             conclusion, problem = self._compare_in_pipeline(kind, own, error, conclude)
             problem = self._compare_replicas(problem, same_everywhere)
-            if error is not None and not isinstance(error, Exception):
-                raise error
-            return Disagreement(None if problem else conclusion, problem, error)
+            return Outcome(None if problem else conclusion, problem, error)
         finally:
             del error  # this frame is in its traceback: the cycle would keep all its tensors
 
@@ -125,12 +133,12 @@ class Agreement:
         for replica in self._replicas:
             together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
             if together.has_error or together.lowest != together.highest:
-                answers = _raise_lost(replica.exchange([problem, same_everywhere]))
+                answers = _raise_lost(replica.exchange([problem and problem[:_LONGEST], same_everywhere]))
                 problem = problem or _problem_of_replicas(answers)
         if self._tells_back:
             together = self.pipeline.combine(Summary(has_error=problem is not None))
             if together.has_error:
-                problems = [answer[0] for answer in self._exchange([problem])]
+                problems = [answer[0] for answer in self._exchange([problem and problem[:_LONGEST]])]
                 problem = next(filter(None, problems))
         return problem
 

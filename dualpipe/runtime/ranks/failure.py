@@ -11,18 +11,21 @@ cannot be used again.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dualpipe.runtime.background import limited
 from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
@@ -30,10 +33,14 @@ from dualpipe.runtime.recorder import Recorder
 # Seconds in which the cause is awaited, after a connection has closed or a wait has timed out: ranks that wait for one
 # another time out one after the other.
 GRACE = 0.5
-_POLL = 0.02  # seconds between two looks at the store
-_STORE_TIMEOUT = timedelta(seconds=5)
+ANSWER = 2.0  # seconds that the store has for an answer
+WATCH = 0.25  # seconds between two looks of the watching thread
+_POLL = 0.02  # seconds between two looks where the cause is awaited
 _NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpose
 _LONGEST = 20_000  # characters of a cause
+
+
+T = TypeVar("T")
 
 
 class Cause(NamedTuple):
@@ -44,60 +51,58 @@ class Cause(NamedTuple):
 
 
 class FailureBoard:
-    """Where the ranks of a job publish why a step ended.
+    """The place in the job's store where ranks publish why a step ended.
 
-    key: common to all ranks that share a process group, and new for each pipeline.
+    store: returns the store, at the first failure: a connection that is opened only then. key: common to all ranks that
+    share a process group, and new for each pipeline. No call waits for a store that does not answer: the rank that has
+    it may be the one that stopped.
     """
 
-    def __init__(self, store: dist.Store, key: str) -> None:
-        self._store = store
+    def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
+        self._open = store
         self._key = f"dualpipe/failure/{key}"
+        self._opened: dist.Store | None = None
+        self._is_silent = False
 
     def publish(self, cause: Cause) -> Cause:
-        """Publish a cause, and return the first that was published; this one where the store is gone."""
-        record = json.dumps([cause.text[:_LONGEST], cause.is_loss])
-        try:
-            return Cause(*json.loads(self._store.compare_set(self._key, "", record)))
-        except Exception:  # the rank that has the store may be the one that died
-            return cause
+        """Publish a cause, and return the first that was published; this one where the store does not answer."""
+        record = json.dumps(cause)
+        first = self._ask(lambda store: store.compare_set(self._key, "", record))
+        return cause if first is None else Cause(*json.loads(first))
 
     def cause(self) -> Cause | None:
         """Return the published cause, or None."""
-        try:
-            if self._store.check([self._key]):
-                return Cause(*json.loads(self._store.get(self._key)))
-        except Exception:  # as in `publish`
-            return None
-        return None
+        record = self._ask(lambda store: store.get(self._key) if store.check([self._key]) else None)
+        return None if record is None else Cause(*json.loads(record))
 
     def say_waiting(self, rank: int) -> None:
         """Say that a rank is alive and has lost those it waited for."""
-        with suppress(Exception):
-            self._store.set(f"{self._key}/waiting/{rank}", "yes")
+        self._ask(lambda store: store.set(f"{self._key}/waiting/{rank}", "yes"))
 
     def are_waiting(self, ranks: Iterable[int]) -> bool:
         """Return True if any of these ranks is alive and has lost others itself."""
-        with suppress(Exception):
-            return any(self._store.check([f"{self._key}/waiting/{rank}"]) for rank in ranks)
-        return False
+        keys = [f"{self._key}/waiting/{rank}" for rank in ranks]
+        return bool(self._ask(lambda store: any(store.check([key]) for key in keys)))
 
-    def wait(self) -> Cause | None:
-        """Wait until a cause is published; None where the store is gone. For a thread with a connection of its own."""
-        while True:
-            with suppress(Exception):  # not yet
-                self._store.wait([self._key], timedelta(hours=1))
-            try:
-                if self._store.check([self._key]):
-                    return self.cause()
-            except Exception:
-                return None
+    def is_answered(self) -> bool:
+        """Return True as long as the store has answered."""
+        return not self._is_silent
 
-    def clone(self) -> FailureBoard:
-        """Return the same board by a connection of its own."""
-        store: Any = self._store
-        board = FailureBoard(store.clone(), "")
-        board._key = self._key
-        return board
+    def _ask(self, question: Callable[[Any], T]) -> T | None:
+        """Return what the store answers; None where it does not, and from then on."""
+        if self._is_silent:
+            return None
+
+        def ask() -> tuple[T]:
+            if self._opened is None:
+                self._opened = self._open()
+            return (question(self._opened),)
+
+        answer = None
+        with suppress(Exception):  # the store is gone
+            answer = limited(ask, ANSWER, "failure board")
+        self._is_silent = answer is None
+        return None if answer is None else answer[0]
 
 
 class StepFailure:
@@ -113,8 +118,7 @@ class StepFailure:
         self._lock = threading.Lock()
         if any("nccl" in backends(group).values() for group in self._groups if isinstance(group, ProcessGroup)):
             # The host may wait for a device that waits for a rank that has failed.
-            thread = threading.Thread(target=self._watch, args=(board.clone(),), name="failure watch", daemon=True)
-            thread.start()
+            watch(self, board)
 
     @property
     def has_peers(self) -> bool:
@@ -155,10 +159,9 @@ class StepFailure:
         if isinstance(error, RankLost) and self.has_peers:
             cause = self._cause_of_loss(error, recorder)
             return cause, False
-        if names_ranks(error):
-            own = Cause(str(error))
-        else:
-            own = Cause(f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}")
+        text = str(error) if names_ranks(error) else (
+            f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}")
+        own = Cause(text[:_LONGEST])
         cause = self._board.publish(own) if self.has_peers else own
         self.hang_up(cause)
         return cause, cause == own
@@ -194,11 +197,33 @@ class StepFailure:
             self._cause = cause
             hang_up(self._groups)
 
-    def _watch(self, board: FailureBoard) -> None:
-        """Hang up when another rank has published a cause, so that waits of the host for the device end."""
-        cause = board.wait()
-        if cause is not None:
-            self.hang_up(cause)
+
+def watch(failure: StepFailure, board: FailureBoard) -> None:
+    """Have a thread hang up when another rank publishes a cause, so that waits of the host for the device end.
+
+    It ends with `failure`, with the store, or with the process: a thread that is inside a call of the store when Python
+    is finalized would abort the process.
+    """
+    ended = threading.Event()
+    reference = weakref.ref(failure, lambda _: ended.set())
+
+    def look() -> None:
+        while not ended.wait(WATCH) and board.is_answered():
+            cause = board.cause()
+            watched = reference()
+            if cause is not None and watched is not None:
+                watched.hang_up(cause)
+                return
+            del watched
+
+    thread = threading.Thread(target=look, name="failure watch", daemon=True)
+    thread.start()
+
+    def end() -> None:
+        ended.set()
+        thread.join(ANSWER)
+
+    atexit.register(end)
 
 
 def hang_up(groups: Iterable[ProcessGroup]) -> None:
@@ -231,10 +256,8 @@ def _close_connections(group: ProcessGroup) -> None:
 
 
 def default_store(group: ProcessGroup | None) -> dist.Store:
-    """Return the store of the job, with a short timeout; one of this process where there is no job."""
+    """Return the store of the job by a new connection; one of this process where there is no job."""
     if group is None:
         return dist.HashStore()
     default: Any = dist.distributed_c10d._get_default_store()
-    store = default.clone()
-    store.set_timeout(_STORE_TIMEOUT)
-    return store
+    return default.clone()

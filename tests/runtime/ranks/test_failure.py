@@ -3,42 +3,88 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from datetime import timedelta
-from types import SimpleNamespace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import dualpipe.runtime.ranks.failure as failure_module
 from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
-from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up
+from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up, watch
 from dualpipe.runtime.recorder import Recorder
 from ranks import run_ranks
 
 
 def test_the_first_cause_that_is_published_is_everybodys():
-    board = FailureBoard(dist.HashStore(), "one")
+    store = dist.HashStore()
+    board = FailureBoard(lambda: store, "one")
     assert board.cause() is None
     assert board.publish(Cause("first")) == Cause("first")
     assert board.publish(Cause("second", is_loss=True)) == Cause("first") == board.cause()
-    assert board.clone().wait() == Cause("first")
+    assert board.is_answered()
 
 
-def test_a_board_without_a_store_gives_back_what_it_is_given():
-    class Gone:
-        def __getattr__(self, name):
-            raise RuntimeError("connection reset")
+class Gone:
+    """A store that is gone: every call raises."""
 
-    board = FailureBoard(SimpleNamespace(), "one")
-    board._store = Gone()
+    def __getattr__(self, name):
+        raise RuntimeError("connection reset")
+
+
+class Stopped:
+    """A store whose process is stopped: no call comes back."""
+
+    def __getattr__(self, name):
+        return lambda *_: time.sleep(60)
+
+
+@pytest.mark.parametrize("store", [Gone, Stopped])
+def test_a_store_that_does_not_answer_is_asked_once_for_a_moment(store, monkeypatch):
+    monkeypatch.setattr(failure_module, "ANSWER", 0.5)
+    board = FailureBoard(store, "one")
+    began = time.monotonic()
     assert board.publish(Cause("mine")) == Cause("mine")
-    assert board.cause() is None and board.wait() is None and not board.are_waiting([0])
+    assert board.cause() is None and not board.are_waiting([0]) and not board.is_answered()
     board.say_waiting(0)
+    assert time.monotonic() - began < 20
+
+
+def test_a_watching_thread_hangs_up_and_ends_with_what_it_watches(monkeypatch):
+    store = dist.HashStore()
+    ended = []
+
+    class Group:
+        def size(self):
+            return 2
+
+        def abort(self):
+            ended.append("yes")
+
+    group = Group()
+    before = threading.active_count()
+    watched = StepFailure(FailureBoard(lambda: store, "one"), [group])
+    watch(watched, FailureBoard(lambda: store, "one"))
+    FailureBoard(lambda: store, "one").publish(Cause("elsewhere"))
+    deadline = time.monotonic() + 20
+    while not ended:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    with pytest.raises(PipelineError, match=r"an earlier step failed .* It failed with: elsewhere"):
+        watched.check()
+    other = StepFailure(FailureBoard(lambda: store, "two"), [group])
+    watch(other, FailureBoard(lambda: store, "two"))
+    del other
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline + 20
+        time.sleep(0.01)
 
 
 def test_a_failure_without_other_ranks_ends_nothing():
-    failure = StepFailure(FailureBoard(dist.HashStore(), "one"), [])
+    failure = StepFailure(FailureBoard(dist.HashStore, "one"), [])
     with pytest.raises(PipelineError, match=r"^rank 0: action: KeyError: 'x'$") as raised, \
             failure.ending_step(lambda: "action: "):
         raise KeyError("x")
@@ -82,7 +128,7 @@ def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
 
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
     """Ranks wait in a chain for the last one, which does not come: what the others say, and whether of a loss."""
-    failure = StepFailure(FailureBoard(default_store(dist.group.WORLD), "one"), [dist.group.WORLD])
+    failure = StepFailure(FailureBoard(partial(default_store, dist.group.WORLD), "one"), [dist.group.WORLD])
     if rank == size - 1:
         store = dist.distributed_c10d._get_default_store()
         while not all(store.check([f"told {other}"]) for other in range(size - 1)):
