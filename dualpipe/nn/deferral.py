@@ -14,7 +14,7 @@ tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
@@ -33,6 +33,7 @@ class WeightGradStore:
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
         self.accumulating = False  # whether layers add to accumulators that are wider than their parameters themselves
         self.recomputing = False  # whether a forward is run again, whose statistics have been counted
+        self._accumulation = _Accumulation(self)
 
     @staticmethod
     def current() -> WeightGradStore:
@@ -60,14 +61,9 @@ class WeightGradStore:
         finally:
             _running.reset(token)
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Say that the backward inside is for every parameter, so that layers may add to accumulators themselves."""
-        self.accumulating = True
-        try:
-            yield
-        finally:
-            self.accumulating = False
+        return self._accumulation
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -116,6 +112,19 @@ class WeightGradStore:
     def clear(self) -> None:
         """Drop everything that waits."""
         self._queues.clear()
+
+
+class _Accumulation(AbstractContextManager[None]):
+    """Sets `accumulating` of a store while it is entered; a class, as a generator would add 1 us to each backward."""
+
+    def __init__(self, store: WeightGradStore) -> None:
+        self._store = store
+
+    def __enter__(self) -> None:
+        self._store.accumulating = True
+
+    def __exit__(self, *_: object) -> None:
+        self._store.accumulating = False
 
 
 def weight_grads(

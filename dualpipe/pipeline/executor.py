@@ -219,8 +219,12 @@ class Executor:
         state.carry = {}
         program = self._stages.programs[stage]
         loss = carry.get("loss")
-        results = {name: carry[name] for name in program.outputs or carry if is_boundary(name)}
-        outputs = tuple(results.values()) if program.is_module or loss is not None else as_tuple([*results.values()])
+        results = carry
+        if not program.is_module:  # what arrived and nobody read may be left behind the outputs
+            results = {name: carry[name] for name in program.outputs or carry if is_boundary(name)}
+            if loss is None:
+                as_tuple([*results.values()])
+        outputs = tuple([tensor for name, tensor in results.items() if name != "loss"])
         if stage == self._stages.count - 1:
             self._keep(microbatch, outputs, loss)
         if not self._train:

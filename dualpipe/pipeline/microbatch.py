@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,6 @@ class RandomStates(NamedTuple):
     states: RandomState
 
 
-@dataclass(slots=True)
 class SegmentRecord:
     """What the backward of a segment needs.
 
@@ -51,24 +49,27 @@ class SegmentRecord:
     results: kept, with their graphs, for DeepSeek's hook alone.
     """
 
-    leaves: dict[str, Tensor] = field(default_factory=dict)
-    roots: dict[str, GradientEdge] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
-    random: RandomStates | None = None
-    context: Any = None
-    differentiable: tuple[bool, ...] = ()
-    results: dict[str, Tensor] = field(default_factory=dict)
+    __slots__ = ("context", "differentiable", "kept", "leaves", "random", "results", "roots")
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, Tensor] = {}
+        self.roots: dict[str, GradientEdge] = {}
+        self.kept: dict[str, Any] = {}
+        self.random: RandomStates | None = None
+        self.context: Any = None
+        self.differentiable: tuple[bool, ...] = ()
+        self.results: dict[str, Tensor] = {}
 
 
 class TensorLike(NamedTuple):
-    """What zeros in place of a gradient must be like."""
+    """Shape, dtype and device of zeros in place of a gradient."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def zeros(self) -> Tensor:
-        """Make them."""
+        """Make the zeros."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
@@ -160,11 +161,16 @@ def begin_forward(
     """Put what a forward starts from into the carry of a micro-batch: inputs, side inputs, and on the last stage what
     the outputs are compared with."""
     # Detached: what a stage asks of them, such as a gradient, is not asked of those that are sent on.
-    side = {name: tensor.detach() for name, tensor in zip(side_names, state.side) if spec.takes(name)}
-    inputs = dict(zip(input_names(len(state.inputs)), state.inputs))
+    side: dict[str, Any] = {}
+    if state.side:
+        side = {name: tensor.detach() for name, tensor in zip(side_names, state.side) if spec.takes(name)}
+    names = input_names(len(state.inputs))
+    carry: dict[str, Any]
     if program.is_module:
-        carry = {**inputs, SIDE: side, TARGET: target}
+        carry = dict(zip(names, state.inputs))
+        carry[SIDE] = side
     else:
-        carry = {**dict.fromkeys(spec.names), **side, **inputs, TARGET: target}
+        carry = {**dict.fromkeys(spec.names), **side, **dict(zip(names, state.inputs))}
+    carry[TARGET] = target
     is_first = state.slot[0] == 0
-    state.begin(carry, () if is_first else tuple(inputs))
+    state.begin(carry, () if is_first else names)

@@ -91,7 +91,7 @@ class StageRunner:
             elif needs_backward and segment.recompute:
                 self._compute_without_graph(segment, state, record)
             else:
-                self._compute(segment, state, state.carry, record, "F")
+                state.carry = self._compute(segment, state, state.carry, record, "F")
             _drop(state.carry, segment)
         if arriving is not None:
             self._arrive(arriving, state.carry)
@@ -120,31 +120,31 @@ class StageRunner:
                 arriving = Arriving(in_flight, segment, record)
             else:
                 with self._as_before(record.random):
-                    self._compute(segment, state, carry, record, "R")
+                    carry = self._compute(segment, state, carry, record, "R")
             _drop(carry, segment)
         if arriving is not None:
             self._arrive(arriving, carry, keep_context=True)
 
     def _compute(
         self, segment: ProgramSegment, state: MicrobatchState, carry: dict[str, Any], record: SegmentRecord, kind: str
-    ) -> None:
-        """Run a compute segment; its results are in the carry then, its graph's ends in the record."""
+    ) -> dict[str, Any]:
+        """Run a compute segment; return the carry with its results. The ends of its graph are in the record then."""
         assert segment.fn is not None, "a compute segment has a function"
         run = self._begin(kind, state, segment)
+        leaves = carry
         if segment.reads is None:  # the only segment: what is in the carry are leaves, and nobody else's
-            leaves = dict(carry)
-            carry.clear()
-            results = segment.fn(*leaves.values())
+            results = segment.fn(*carry.values())
         else:
             leaves = {name: detached(carry[name]) for name in segment.reads}  # one, however often it is read
             results = segment.named(segment.fn(*[leaves[name] for name in segment.reads]))
         self.keep(record, leaves, results)
         if run is not None:
             self._end(run, results.values())
-        if segment.writes is None:
-            carry.clear()
+        if segment.writes is None:  # the last one: its results are detached where they go
+            return results
         for name, value in results.items():
             carry[name] = detached(value)
+        return carry
 
     def keep(self, record: SegmentRecord, leaves: Mapping[str, Any], results: Mapping[str, Any]) -> None:
         """Keep what the backward of a compute segment needs: the leaves that it read, the edges of its results."""
@@ -256,7 +256,10 @@ class StageRunner:
         for name in segment.writes or ():
             gradients.pop(name, None)
         del gradients
-        if roots:
+        if roots and self._autocast is None:
+            with collect():
+                run_backward(roots, values)
+        elif roots:
             with collect(), no_autocast(self._autocast):
                 run_backward(roots, values)
         for name, leaf in record.leaves.items():

@@ -11,7 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from dualpipe import Communicate, Compute
 from ranks import run_ranks
+from toys import Handed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -154,3 +156,41 @@ def test_calls_of_the_class_go_to_the_running_store():
         assert stores[0].pending() == {} and len(stores[1].pending()) == 3
         with pytest.raises(RuntimeError, match="no weight gradients wait"):
             WeightGradStore.pop()
+
+
+class Hooked(nn.Linear):
+    """Has DeepSeek's method; notes how many inputs it is given."""
+
+    given: list[int] = []  # noqa: RUF012 (the method belongs to the type)
+
+    def forward(self, x, mask=None):
+        return super().forward(x)
+
+    @classmethod
+    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
+        cls.given.append(len(inputs))
+        y = ahead(*inputs)
+        torch.autograd.backward(outputs if loss is None else loss, gradients or None)
+        return y, criterion(y, *labels) if criterion else None
+
+
+def test_the_hook_gets_inputs_that_are_none():
+    Hooked.given.clear()
+    pipe = DualPipeV([Hooked(4, 4), Hooked(4, 4)])
+    pipe.step(torch.ones(16, 4), None, num_chunks=8, criterion=torch.sum)
+    assert 2 in Hooked.given
+
+
+class InSegments(Hooked):
+    """Offers segments that communicate beside the method: they go first."""
+
+    def segments(self):
+        rows = Compute(super().forward, "x", "y")
+        return [rows, Communicate(Handed(), "y", "y"), Compute(lambda y: y * 1, "y", "x")]
+
+
+def test_segments_go_before_the_hook():
+    Hooked.given.clear()
+    pipe = DualPipeV([InSegments(4, 4), InSegments(4, 4)])
+    pipe.step(torch.ones(16, 4), num_chunks=8, criterion=torch.sum)
+    assert not Hooked.given
