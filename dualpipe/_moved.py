@@ -13,6 +13,7 @@ from types import ModuleType
 MOVED = {
     "dualpipe.nn.layers": "dualpipe.nn",
     "dualpipe.nn.products": "dualpipe.nn.quantized_matmul",
+    "dualpipe.nn.sequence_split": "dualpipe.nn.attention.sequence_split",
     "dualpipe.nn.router": "dualpipe.nn.routing.router",
     "dualpipe.nn.router_set": "dualpipe.nn.routing.router_set",
     "dualpipe.background": "dualpipe.runtime.background",

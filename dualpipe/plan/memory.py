@@ -30,7 +30,7 @@ from torch import nn
 from dualpipe.models import HubConfig, Stage
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes

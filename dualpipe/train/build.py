@@ -21,9 +21,9 @@ from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages, read_config
 from dualpipe.models.stages import Recompute, meta_stages
 from dualpipe.nn import GroupedLinear, Linear
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.quantized_matmul import Products
 from dualpipe.nn.routing.router_set import RouterSet
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing import router_set
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.context_traffic import context_numbers
 from dualpipe.train import parity

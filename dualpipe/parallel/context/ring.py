@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import Context, apply_sinks, attend_part
+from dualpipe.nn.attention.sequence_split import Ranges, cut
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
-from dualpipe.nn.sequence_split import Ranges, cut
 from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
 
 

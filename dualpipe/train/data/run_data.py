@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.device import Stream
 from dualpipe.runtime.ranks.rank_sync import RankSync
