@@ -136,7 +136,7 @@ ELSEWHERE = {
     "dualpipe/utils.py": "tests/pipeline/test_drop_in.py",
     "dualpipe/parallel/all_to_all.py": "tests/parallel/experts/test_dispatcher.py and tests/parallel/context",
     "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",
-    "dualpipe/parallel/context/sequence_rows.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/context/row_exchange.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/context/ulysses.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/precision/contract.py": "tests/parallel/precision/test_resolve.py, whose plans it checks",
     "dualpipe/parallel/precision/plan.py": "tests/parallel/precision/test_resolve.py, which makes them",

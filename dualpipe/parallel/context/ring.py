@@ -19,7 +19,7 @@ from dualpipe.nn.attention import Context, apply_sinks, attend_part
 from dualpipe.nn.attention.sequence_split import Ranges, cut
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
-from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
+from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
 
 
 def row_width(attention: SharedAttention) -> int:
