@@ -37,6 +37,7 @@ MOVED = {
     "dualpipe.parallel.fp8_rows": "dualpipe.parallel.experts.fp8_rows",
     "dualpipe.parallel.gather": "dualpipe.parallel.fsdp.quantized_gather",
     "dualpipe.parallel.heads": "dualpipe.parallel.context.ulysses",
+    "dualpipe.parallel.precision.units": "dualpipe.parallel.precision.fsdp_units",
     "dualpipe.parallel.private": "dualpipe.parallel.fsdp.private",
     "dualpipe.parallel.resolve": "dualpipe.parallel.precision.resolve",
     "dualpipe.parallel.ring": "dualpipe.parallel.context.ring",

@@ -1,6 +1,6 @@
 """Sharding a module as its dtype plan says: into FSDP2 units of one dtype each, with casts where dtypes meet.
 
-Units and casts are those of `parallel.precision.units`. The casts are forward hooks of ours and not those of
+Units and casts are those of `parallel.precision.fsdp_units`. The casts are forward hooks of ours and not those of
 `MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until torch 2.11 a unit of
 several modules casts the inputs of its first one only.
 """
@@ -23,8 +23,8 @@ from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.fsdp.driver import Place, keep_hook_on_reduce_stream, lend
 from dualpipe.parallel.fsdp.materialize import store
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach, gather_packed
+from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
 from dualpipe.parallel.precision.plan import DTypePlan, slots
-from dualpipe.parallel.precision.units import Key, ModuleUnits
 from dualpipe.runtime.dtypes import short_name
 
 
