@@ -43,6 +43,8 @@ MOVED = {
     "dualpipe.parallel.ring": "dualpipe.parallel.context.ring",
     "dualpipe.parallel.sequence_rows": "dualpipe.parallel.context.row_exchange",
     "dualpipe.parallel.shared_loads": "dualpipe.parallel.experts.shared_loads",
+    "dualpipe.plan.context_traffic": "dualpipe.plan.communication",
+    "dualpipe.plan.costs": "dualpipe.plan.stage_costs",
     "dualpipe.quantized.weights": "dualpipe.quantized.quantize_model",
     "dualpipe.ranks": "dualpipe.runtime.ranks.rank_sync",
     "dualpipe.recorder": "dualpipe.runtime.recorder",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualpipe.models.flops import flops_per_token
-from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.plan.memory import DECIMAL, GB, sent_bytes, table, unit_for
 from dualpipe.plan.predict import PRODUCTS, Prediction
+from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.runtime.device import EXPERTS
 
 

@@ -34,7 +34,7 @@ from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
-from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.communication import context_numbers
 from dualpipe.runtime.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Schedule, Step, build

@@ -18,7 +18,6 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
 from dualpipe.models.flops import flops_per_token
 from dualpipe.models.stages import meta_stages, stage_layers
-from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import (
     RankMemory,
@@ -31,6 +30,7 @@ from dualpipe.plan.memory import (
     tokens_of_rank,
 )
 from dualpipe.plan.operators import IN_BF16, InFP8
+from dualpipe.plan.stage_costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig

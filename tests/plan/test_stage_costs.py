@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dualpipe.plan.costs import Seconds, walk
+from dualpipe.plan.stage_costs import Seconds, walk
 
 
 def test_a_pair_hides_what_fits_behind_the_other():

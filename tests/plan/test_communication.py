@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dualpipe.models import read_config
-from dualpipe.plan.costs import Setting, context_seconds, stage_costs
 from dualpipe.plan.machines import read_machine
+from dualpipe.plan.stage_costs import Setting, context_seconds, stage_costs
 from plans import EXAMPLES
 
 

@@ -22,7 +22,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.plan.activations import LayerKind, kinds_of
-from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
 from dualpipe.runtime.device import EXPERTS
