@@ -51,6 +51,7 @@ MOVED = {
     "dualpipe.schedule.anneal": "dualpipe.schedule.search.anneal",
     "dualpipe.schedule.bound": "dualpipe.schedule.search.bound",
     "dualpipe.schedule.cache": "dualpipe.schedule.search.cache",
+    "dualpipe.schedule.command": "dualpipe.schedule.by_name.command",
     "dualpipe.schedule.greedy": "dualpipe.schedule.search.greedy",
     "dualpipe.schedule.progress": "dualpipe.schedule.search.progress",
     "dualpipe.train.control": "dualpipe.train.health.peer_store",

@@ -111,6 +111,16 @@ def test_no_circles_between_rooms_that_lie_side_by_side() -> None:
     assert not circles(edges)
 
 
+def test_no_circles_between_the_rooms_of_schedules() -> None:
+    """`schedule.by_name` is above `schedule.search`, and that above `schedule`, but for `__init__`."""
+    edges: defaultdict[str, set[str]] = defaultdict(set)
+    for name, path in MODULES.items():
+        if name.startswith("dualpipe.schedule.") and name not in ROOMS:
+            edges[room_of(name)].update(room_of(imported) for imported in imports(path))
+    assert edges.keys() == {"dualpipe.schedule", "dualpipe.schedule.by_name", "dualpipe.schedule.search"}
+    assert not circles(edges)
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_has_few_files_and_says_in_three_lines_what_it_is_and_may_import(room: str) -> None:
     files = list(ROOMS[room].parent.glob("*.py"))

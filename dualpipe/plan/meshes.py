@@ -13,7 +13,7 @@ from dualpipe.parallel.context.context_parallel import method_for
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import GB, built, estimate
 from dualpipe.plan.predict import Prediction
-from dualpipe.schedule.build import BUILDERS
+from dualpipe.schedule.by_name.build import BUILDERS
 from dualpipe.train.config.schema import Config
 
 # What is tried. A schedule that is searched for takes its time for a single mesh: choose the mesh first.

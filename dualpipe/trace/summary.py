@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import mean
 
 from dualpipe.runtime.files import write_wanted
-from dualpipe.schedule.command import costs_from
+from dualpipe.schedule.by_name.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate

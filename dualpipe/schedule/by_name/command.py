@@ -12,7 +12,7 @@ from shutil import get_terminal_size
 from typing import Any
 
 from dualpipe.runtime.files import write_wanted
-from dualpipe.schedule.build import BUILDERS, build
+from dualpipe.schedule.by_name.build import BUILDERS, build
 from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.search.bound import least_work

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from dualpipe.schedule import Costs, Schedule, build
-from dualpipe.schedule.command import add_parser, parse_costs
+from dualpipe.schedule.by_name.command import add_parser, parse_costs
 from dualpipe.schedule.search import driver
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def call(*arguments: str) -> int:
@@ -143,7 +143,7 @@ def test_needs_no_torch_and_loads_quickly():
         import dualpipe.schedule
         took = time.process_time() - start
         import argparse
-        from dualpipe.schedule.command import add_parser
+        from dualpipe.schedule.by_name.command import add_parser
         parser = argparse.ArgumentParser()
         add_parser(parser.add_subparsers())
         args = parser.parse_args("schedule --ranks 2 --microbatches 4 --compare 1f1b".split())
