@@ -37,7 +37,7 @@ from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.by_name.build import search_with_progress
-from dualpipe.schedule.by_name.command import parse_costs
+from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.train.config.schema import ALGORITHMS, AUTO, Config
 from dualpipe.train.optim.optimizer import Group, Optimizer, layer_groups, parameter_places
 
