@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup, Work
 from dualpipe.pipeline.lower import Program
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
@@ -128,7 +129,7 @@ class P2PGroups:
         groups = [self._group] * len(mine)
         if own_groups and mine:
             ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
-            wanted = [([self.global_ranks[rank] for rank in ranks], devices.LINK) for ranks in ends]
+            wanted = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in ends]
             groups = create_groups(
                 wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
             )

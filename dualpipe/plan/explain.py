@@ -8,7 +8,7 @@ from dualpipe.models.flops import flops_per_token
 from dualpipe.plan.memory import DECIMAL, GB, sent_bytes, table, unit_for
 from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
-from dualpipe.runtime.device import EXPERTS
+from dualpipe.runtime.nccl import EXPERTS
 
 
 def explain(run: Prediction) -> Iterator[str]:

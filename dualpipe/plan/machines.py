@@ -10,9 +10,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dualpipe.runtime.device import EXPERTS
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.files import read_toml
+from dualpipe.runtime.nccl import EXPERTS
+from dualpipe.runtime.peak_tflops import peak_tflops
 
 TABLE = Path(__file__).with_name("machines.toml")
 # Fields that something is divided by; others may be 0, which leaves out what they stand for.
@@ -87,7 +88,8 @@ def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) ->
     if path.suffix == ".toml":
         given = tables["default"] | read_toml(path)
     elif name in tables and name != "default":
-        given = tables["default"] | tables[name]
+        peak = peak_tflops(name.upper())
+        given = tables["default"] | ({"tflops": peak} if peak else {}) | tables[name]
     else:
         known = [each for each in tables if each != "default"]
         raise ValueError(f"no GPU is called {name!r}; known are {', '.join(known)}, or a FILE.toml as {TABLE.name} has")

@@ -35,8 +35,8 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
-from dualpipe.runtime.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.build import build_schedule, plan_run
 from dualpipe.train.config.resolve import fit_world

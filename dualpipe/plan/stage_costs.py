@@ -25,7 +25,7 @@ from dualpipe.plan.activations import LayerKind, kinds_of
 from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
-from dualpipe.runtime.device import EXPERTS
+from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped product's tile, of which an expert's last one is half empty

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.models.flops import flops_per_token
-from dualpipe.runtime.device import Event, deterministic, model_name, new_stream, peak_tflops, record, to_host
+from dualpipe.runtime.device import Event, deterministic, model_name, new_stream, record, to_host
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.peak_tflops import peak_tflops
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard, Kept
