@@ -1,4 +1,7 @@
-"""What a GPU and its links can do, from machines.toml, with what was measured in place of what is assumed."""
+"""What a GPU and its links can do, from machines.toml, with what was measured in place of what is assumed.
+
+The seconds that bytes take over the links are in `dualpipe.plan.communication`.
+"""
 
 from __future__ import annotations
 
@@ -47,37 +50,6 @@ class Machine:
     fp8: float = 0.0
     beside: float = 0.0
     node: int = 8
-
-    def all_to_all(self, sent: float, ranks: int) -> float:
-        """Seconds in which each of `ranks` neighbours sends `sent` bytes to all of them, evenly but for the imbalance:
-        within a node and to other nodes at once."""
-        inside = min(ranks, self.node)
-        if ranks == 1:
-            return 0.0
-        there = sent * self.imbalance / ranks
-        near = there * (inside - 1) / (self.nvlink * self.links * 1e9)
-        far = there * (ranks - inside) / (self.network * self.networks * 1e9)
-        return max(near, far) + self._latency(ranks > inside)
-
-    def ring(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds to gather `size` bytes, or to reduce and scatter them, over ranks `stride` apart. Around a ring
-        through several nodes goes what the network cards of all its ranks in a node carry together."""
-        beside = max(1, min(ranks, self.node // stride))
-        rate = self.nvlink * self.links
-        if beside < ranks:
-            rate = min(rate, beside * self.network * self.networks)
-        return size * (ranks - 1) / ranks / (rate * 1e9) + self._latency(beside < ranks) if ranks > 1 else 0.0
-
-    def send(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds for `size` bytes to the next of `ranks` ranks, `stride` apart; between nodes where any pair is."""
-        if ranks == 1:
-            return 0.0
-        far = ranks * stride > self.node
-        rate = self.network * self.networks if far else self.nvlink * self.links
-        return size / (rate * 1e9) + self._latency(far)
-
-    def _latency(self, far: bool) -> float:
-        return (self.network_latency if far else self.latency) * 1e-6
 
 
 def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:

@@ -18,6 +18,7 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
 from dualpipe.models.flops import flops_per_token
 from dualpipe.models.stages import meta_stages, stage_layers
+from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import (
     RankMemory,
@@ -108,7 +109,7 @@ class Prediction:
     def send(self) -> float:
         """Seconds of a micro-batch's way from a stage to the next."""
         p, s = self.config.parallel, self.setting
-        return self.machine.send(s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
+        return send_seconds(self.machine, s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
@@ -120,7 +121,7 @@ class Prediction:
         for dense, experts in _sizes_of_stages(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
             gather = self._around(self.setting.dtype.itemsize * dense, self.setting.dtype.itemsize * experts)
             of_rank = 4 * (dense / p.dense_shards + experts / p.expert_shards)
-            summed = 2 * self.machine.ring(of_rank, p.dp_replicate, p.dense_shards)  # reduced, and gathered again
+            summed = 2 * ring_seconds(self.machine, of_rank, p.dp_replicate, p.dense_shards)  # reduced, and gathered again
             found.append((gather, self._around(4 * dense, 4 * experts) + summed))
         return found
 
@@ -128,7 +129,8 @@ class Prediction:
         """Seconds for so many bytes of dense parameters and of experts to go around the rings of those that share
         them."""
         p = self.config.parallel
-        return self.machine.ring(dense, p.dense_shards) + self.machine.ring(experts, p.expert_shards, p.ep)
+        return (ring_seconds(self.machine, dense, p.dense_shards)
+                + ring_seconds(self.machine, experts, p.expert_shards, p.ep))
 
     @cached_property
     def gather(self) -> float:

@@ -22,7 +22,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.plan.activations import LayerKind, kinds_of
-from dualpipe.plan.communication import context_numbers
+from dualpipe.plan.communication import all_to_all_seconds, context_numbers, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
 from dualpipe.runtime.nccl import EXPERTS
@@ -121,7 +121,7 @@ def _timed(
         return device + late
 
     def timed(part: Part, sharing: float) -> Iterator[Seconds]:
-        operators, sent = part.operators, machine.all_to_all(part.sent * setting.tokens, setting.ep)
+        operators, sent = part.operators, all_to_all_seconds(machine, part.sent * setting.tokens, setting.ep)
         attends = [i for i, each in enumerate(operators) if each.kind in ("attention", "attention backward")]
         if sharing and attends:  # as if none of it were attended to while the rest travels: the other action hides it
             yield Seconds(busy(operators[: attends[0]]), sharing)
@@ -191,8 +191,8 @@ def context_seconds(setting: Setting, index: int) -> tuple[float, float]:
     if setting.cp == 1:
         return 0.0, 0.0
     numbers = context_numbers(setting.model, index, setting.length, setting.cp, setting.cp_method)
-    forward, backward = (setting.machine.send(each * setting.tokens * setting.dtype.itemsize, setting.cp, setting.ep)
-                         for each in (numbers.forward, numbers.backward))
+    forward, backward = (send_seconds(setting.machine, each * setting.tokens * setting.dtype.itemsize, setting.cp,
+                                      setting.ep) for each in (numbers.forward, numbers.backward))
     return forward, backward
 
 
