@@ -104,7 +104,8 @@ def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[st
     elif flat is best:
         yield "a pipeline does not pay here: row 1 has none"
     else:
-        yield f"without a pipeline a step takes {flat.step / best.step:.2f} times as long: row {runs.index(flat) + 1}"
+        longer = flat.step_seconds / best.step_seconds
+        yield f"without a pipeline a step takes {longer:.2f} times as long: row {runs.index(flat) + 1}"
 
 
 def _cells(number: int, run: Prediction) -> Iterator[str]:
@@ -112,10 +113,10 @@ def _cells(number: int, run: Prediction) -> Iterator[str]:
     dp = p.dp if p.dp_replicate == 1 else f"{p.dp_replicate}x{p.dp // p.dp_replicate}"
     yield from map(str, (number, p.pp, dp, p.cp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
                          "+".join(rules) or "none"))
-    yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
+    yield from (f"{run.step_seconds:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
     shards = parts["gather"] + parts["reduce"] + parts["optimizer"]
     for part in (parts["bubble"], parts["all-to-all"], parts["sends"], shards):
-        yield f"{max(0.0, 100 * part / run.step):.1f}%"
+        yield f"{max(0.0, 100 * part / run.step_seconds):.1f}%"
     yield f"{run.peak / GB:.1f}"
     yield run.limit
 

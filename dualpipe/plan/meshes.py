@@ -42,7 +42,7 @@ class Wanted:
 
     def score(self, run: Prediction) -> float:
         """What the best run has least of."""
-        return run.peak if self.by_memory else run.step
+        return run.peak if self.by_memory else run.step_seconds
 
     def floor(self, run: Prediction) -> float:
         """What `score` is not below, found in less time."""
