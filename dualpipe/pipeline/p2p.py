@@ -38,7 +38,8 @@ from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.runtime.recorder import Recorder, Waiting
-from dualpipe.schedule.messages import Message, Stream
+from dualpipe.schedule.messages import Message
+from dualpipe.schedule.messages import MessageStream as Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
 _TAGS = {"F": 11, "B": 12, "header": 15}  # gloo's; any that differ

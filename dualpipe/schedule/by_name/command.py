@@ -14,7 +14,7 @@ from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.schedule.search.bound import least_work
-from dualpipe.schedule.search.driver import Found, search
+from dualpipe.schedule.search.driver import SearchResult, search
 from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.svg import number
@@ -92,7 +92,7 @@ def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tupl
     """What the search finds, and what is to be said of it; `alternative`: also of half the memory."""
     memory = 2 * args.ranks + 1 if args.memory is None else args.memory
 
-    def look(cap: float) -> Found:
+    def look(cap: float) -> SearchResult:
         what = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {number(cap)}"
         with SearchProgress(what) as progress:
             return search(args.ranks, args.microbatches, costs=costs, memory=cap, seed=args.seed or 0,

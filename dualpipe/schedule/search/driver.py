@@ -44,7 +44,7 @@ Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search returns. `bounds`: for each rank the time that no order of this placement and memory can beat;
     `best_known`: the best of the families that fit the memory, None where none does."""
 
@@ -56,7 +56,7 @@ class Found:
 def search(
     num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
     effort: int = EFFORT, progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best schedule found, with two stages a rank, whose every rank holds at most `memory` stage activations.
 
     costs: Costs() unless given; memory: that of DualPipeV, 2P + 1, unless given; see `Timeline.peak_memory`. effort:
@@ -86,7 +86,7 @@ def search(
         validate(found)
         cache.write(key, found)
     bounds = lower_bounds(found.placement, num_microbatches, costs, memory)
-    return Found(simulate(found, costs), bounds, known[0] if known else None)
+    return SearchResult(simulate(found, costs), bounds, known[0] if known else None)
 
 
 def _known(num_ranks: int, num_microbatches: int, costs: Costs, memory: float) -> Iterator[Timeline]:
@@ -146,11 +146,11 @@ def _rounds(
     return chains
 
 
-Job = tuple[Schedule, Costs, float, int, float, float, int]  # what `anneal` takes
+SearchJob = tuple[Schedule, Costs, float, int, float, float, int]  # what `anneal` takes
 Ran = tuple[float, Schedule]  # what it returns
 
 
-def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
+def _elsewhere(jobs: Iterable[SearchJob]) -> list[Ran]:
     """The same in processes, one for each, which end where this one does or is interrupted."""
     workers: list[subprocess.Popen[bytes]] = []
     try:
@@ -162,7 +162,7 @@ def _elsewhere(jobs: Iterable[Job]) -> list[Ran]:
                 worker.kill()
 
 
-def _started(job: Job) -> subprocess.Popen[bytes]:
+def _started(job: SearchJob) -> subprocess.Popen[bytes]:
     """A process at work, which imports nothing of the caller's: no main module, no torch. Ctrl-C does not reach it."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
     worker = subprocess.Popen([sys.executable, "-P", "-c", WORKER, str(os.getpid())], stdin=subprocess.PIPE,
