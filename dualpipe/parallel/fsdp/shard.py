@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.kernels.formats import Format, QuantizedRows
-from dualpipe.parallel.fsdp.driver import Place, keep_hook_on_reduce_stream, lend
+from dualpipe.parallel.fsdp.driver import ParameterPlace, keep_hook_on_reduce_stream, lend
 from dualpipe.parallel.fsdp.materialize import store
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach, gather_packed
 from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
@@ -37,7 +37,8 @@ def shard_stages(
     them alone; the others see it as it is there, sharded or gathered, and it is reduced when all of them are done.
     """
     owners: dict[nn.Parameter, nn.Module] = {}
-    places: defaultdict[nn.Parameter, list[Place]] = defaultdict(list)  # the owner's first one, and those of others
+    # The owner's first place, and those of others.
+    places: defaultdict[nn.Parameter, list[ParameterPlace]] = defaultdict(list)
     for stage in stages:
         for module in stage.modules():
             for name, param in module.named_parameters(recurse=False):
