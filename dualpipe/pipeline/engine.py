@@ -45,7 +45,8 @@ from dualpipe.schedule import Schedule
 from dualpipe.schedule.builders import first_microbatches
 from dualpipe.schedule.by_name.build import search_with_progress
 from dualpipe.schedule.types import Step
-from dualpipe.trace.tracer import Place, Tracer
+from dualpipe.trace.tracer import PipelinePlace as Place
+from dualpipe.trace.tracer import Tracer
 
 
 class Pipeline(nn.Module):
