@@ -14,7 +14,7 @@ from dualpipe.plan.draw import to_svg
 from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.memory import GB
-from dualpipe.plan.meshes import Wanted, plan
+from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.page import WholeStep, to_html
@@ -36,10 +36,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
     machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
-    wanted = Wanted(config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
-                    args.objective == "memory")
-    runs = plan(wanted, args.rows)
-    yield from table(runs, by_memory=wanted.by_memory)
+    request = PlanRequest(
+        config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
+        by_memory=args.objective == "memory",
+    )
+    runs = plan(request, args.rows)
+    yield from table(runs, by_memory=request.by_memory)
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then take parallel.schedule = \"auto\" for it"
     for row in filter(None, (args.explain, args.write and args.write[0])):
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     row, path = args.write or (1, "")
     yield from write_wanted(
         (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
-        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=wanted.by_memory)),
+        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=request.by_memory)),
     )
 
 
