@@ -31,9 +31,9 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model
 from dualpipe.train.launch.store import connect
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.stages import build_model
 
 SECONDS = 3600.0  # after which the ranks are given up
 MODEL = {  # a small one of Qwen3-30B-A3B's proportions
@@ -52,8 +52,8 @@ def measure(args: argparse.Namespace, info: RankInfo, prefix: str) -> dict[str, 
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", rank=rank, world_size=args.ranks,
                             store=connect(info, timedelta(seconds=SECONDS), prefix=prefix))
     mesh = build_mesh(1, args.ranks, 1, device) if args.ranks > 1 else None
-    stages = build_model(read_config(args.config), build("1f1b", 1, 1), 0, seed=0, dtype=dtype_of(args.dtype),
-                         device=device, mesh=mesh).stages
+    stages = build_model(read_config(args.config), build("1f1b", 1, 1), 0, dtypes=dtype_of(args.dtype), device=device,
+                         mesh=mesh).stages
     terms: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     optimizers = {name: Optimizer(stages, name=name, **terms) for name in ("adamw", "muon")}
     for parameter in optimizers["muon"].parameters:

@@ -30,7 +30,9 @@ from dualpipe.train.launch.store import connect
 
 GRACE = 10.0
 _GROUP_TIMEOUT = timedelta(minutes=30)
-_PRELOADED = ["torch", "dualpipe.train.build", "torch.distributed.pipelining.schedules", "torch.distributed.tensor"]
+_PRELOADED = [
+    "torch", "dualpipe.train.step.stages", "torch.distributed.pipelining.schedules", "torch.distributed.tensor",
+]
 
 Found = dict[str, Any]
 Measure = Callable[[Any, RankInfo, str], Found]  # of a setting, on a rank, and the prefix under which its ranks meet

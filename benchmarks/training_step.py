@@ -24,11 +24,13 @@ from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import Model, build_model, plan_run
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import Model, StageOptions, build_model
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
 
@@ -107,8 +109,9 @@ def training_step(
     place, schedule = job.place, build(config.parallel.schedule, config.parallel.pp, config.train.num_chunks)
     described = read_config(config.model.config)
     model = build_model(
-        described, schedule, place.rank("pp"), seed=0, dtype=dtype_of(config.train.dtype), device=job.device,
-        mesh=job.mesh, recompute=config.memory.recompute, plan=plan_run(config, described, None, job.mesh),
+        described, schedule, place.rank("pp"), device=job.device, mesh=job.mesh,
+        dtypes=plan_run(Resolved.of(config, described), None, job.mesh),
+        options=StageOptions(recompute=config.memory.recompute),
     )
     for stage in model.stages:
         for router in (module for module in stage.modules() if isinstance(module, Router)):

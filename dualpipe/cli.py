@@ -49,37 +49,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # -- what there is to run
 
 
-def _on_ranks(args: argparse.Namespace) -> int:
-    """`train` and `parity`: the work of a rank of the job, or starting all ranks where nobody did."""
+def _train(args: argparse.Namespace) -> int:
+    """Train as a rank of the job, or start all ranks where nobody did."""
     from dualpipe.runtime.rank_process import LAUNCHER, as_rank
     from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
     from dualpipe.train.launch.local import start_ranks
 
     args, overrides = _after_config(args)
-    for name in ("pp", "dp", "dp_replicate", "cp", "ep") if args.command == "parity" else ():
-        if getattr(args, name) is not None:
-            overrides += [f"--parallel.{name}", str(getattr(args, name))]
     config, info = load_everywhere(args.config, overrides)
-    restarts = args.max_restarts if args.command == "train" and LAUNCHER not in os.environ else 0
+    restarts = 0 if LAUNCHER in os.environ else args.max_restarts
     if restarts and rank_from_environment(os.environ) is not None:
         raise ValueError(f"--max-restarts {restarts} is for ranks that this command starts itself; give it to "
                          "torchrun, as an option of its own, or have SLURM put the job back into its queue")
     if info is None or restarts:
-        return start_ranks(args.arguments, config, restarts=restarts, watched=args.command == "train")
+        return start_ranks(args.arguments, config, restarts=restarts, watched=True)
     with as_rank(info, config.parallel.sizes) as ending:
-        if args.command == "parity":
-            from dualpipe.train.parity import check
+        from dualpipe.train.observers import profiler, tracing
+        from dualpipe.train.trainer import train
 
-            ending.status = check(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
-        else:
-            from dualpipe.train.observers import profiler, tracing
-            from dualpipe.train.trainer import train
+        traced = tracing.parse(args.trace, config.train.steps)
+        profiled = profiler.parse(args.profile, config.train.steps)
+        ending.status = train(config, info, traced, profiled=profiled, snapshot=args.memory_snapshot)
+    return ending.status
 
-            steps = config.train.steps
-            ending.status = train(
-                config, info, tracing.parse(args.trace, steps), profiled=profiler.parse(args.profile, steps),
-                snapshot=args.memory_snapshot,
-            )
+
+def _parity(args: argparse.Namespace) -> int:
+    """Compare as a rank of the job, or start all ranks where nobody did."""
+    from dualpipe.runtime.rank_process import as_rank
+    from dualpipe.train.launch.environment import load_everywhere
+    from dualpipe.train.launch.local import start_ranks
+
+    args, overrides = _after_config(args)
+    for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
+        if getattr(args, name) is not None:
+            overrides += [f"--parallel.{name}", str(getattr(args, name))]
+    config, info = load_everywhere(args.config, overrides)
+    if info is None:
+        return start_ranks(args.arguments, config)
+    with as_rank(info, config.parallel.sizes) as ending:
+        from dualpipe.train.parity import check_parity
+
+        ending.status = check_parity(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
     return ending.status
 
 
@@ -92,9 +102,9 @@ def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[st
 
 def _replay(args: argparse.Namespace) -> int:
     from dualpipe.runtime.rank_process import RankInfo, as_rank
-    from dualpipe.train.anomaly.replay import read_bundle, replay
     from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
     from dualpipe.train.launch.local import start_ranks
+    from dualpipe.train.replay import read_bundle, replay
 
     config, manifest = read_bundle(args.bundle)
     info = rank_from_environment(os.environ)
@@ -117,16 +127,16 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
-    from dualpipe.train.build import plan_run
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.config.model_config import read_model_config
-    from dualpipe.train.config.resolve import fit_world
+    from dualpipe.train.config.resolve import resolve
     from dualpipe.train.config.source import find_source
+    from dualpipe.train.step.dtype_plan import plan_run
 
     config = load_config(args.config, args.overrides)
-    config = fit_world(config, config.parallel.world_size)
+    resolved = resolve(config, config.parallel.world_size)
+    config = resolved.config
     source, recorded, _ = find_source(config)
-    print(plan_run(config, read_model_config(config), recorded).table())
+    print(plan_run(resolved, recorded).table())
     p, start = config.parallel, source or config.init.from_hf
     print(f"for {p}{f', from {start}' if start else ''}", file=sys.stderr)
 
@@ -309,10 +319,10 @@ _WHY: _Arguments = {
 _GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints", "hf": "Hugging Face checkpoints",
            "trace": "where the time of some steps went"}
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arguments]] = {
-    "train": (_on_ranks, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
+    "train": (_train, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
               {**_TRAIN, **_CONFIG}),
     "data pack": (_pack, "tokenise text into memory-mapped shards", _PACK),
-    "parity": (_on_ranks, "compare loss and gradients of the pipelined model with the unpipelined one",
+    "parity": (_parity, "compare loss and gradients of the pipelined model with the unpipelined one",
                {**_PARITY, **_CONFIG}),
     "replay": (_replay, "run a step again whose numbers were not finite, from its bundle, and compare bit for bit",
                {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as brief
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from dualpipe.models.gpt_oss import GptOssConfig
@@ -20,7 +20,7 @@ from dualpipe.models.stages import Stage, build_stages, split_layers
 
 __all__ = [
     "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "KimiK2Config", "Qwen3MoeConfig", "Stage",
-    "build_stages", "config_from_dict", "read_config", "split_layers",
+    "build_stages", "config_from_dict", "read_config", "read_hub_file", "split_layers",
 ]
 
 FAMILIES = {
@@ -29,9 +29,21 @@ FAMILIES = {
 }
 
 
+class HubFile(NamedTuple):
+    """What a hub's `config.json` says: the model's configuration, and the positions that it is made for, if known."""
+
+    config: HubConfig
+    positions: int | None
+
+
 def read_config(path: str | PathLike[str]) -> HubConfig:
     """The configuration in a hub's `config.json`, or in the directory that holds one. Raises `ValueError` where there
     is none, it is no JSON object, or the model or an option is not supported."""
+    return read_hub_file(path).config
+
+
+def read_hub_file(path: str | PathLike[str]) -> HubFile:
+    """Read a hub's `config.json`, or that in a directory. Raises `ValueError` as `read_config` does."""
     path = Path(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -42,9 +54,15 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
         raise ValueError(f"there is no file or directory {path}; give the path of a hub-style config.json, or of a "
                          "directory that has one")
     try:
-        return config_from_dict(json.loads(path.read_text(encoding="utf-8")))
+        hub = json.loads(path.read_text(encoding="utf-8"))
+        config = config_from_dict(hub)
     except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path}: {error}") from error
+    positions = hub.get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) else None
+    if config.yarn is not None:  # some checkpoints give the positions before they are stretched
+        positions = max(positions or 0, int(config.yarn.original_max_position_embeddings * config.yarn.factor))
+    return HubFile(config, positions)
 
 
 def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:

@@ -10,7 +10,7 @@ queries and keys, V of values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dualpipe.models.decoder import Attention, DenseMLP, Experts, Layer, PredictionLayer, SparseMLP
 from dualpipe.models.hub import MTP_LAYERS, HubConfig
-from dualpipe.nn import Linear, RMSNorm, Router
+from dualpipe.nn import ExpertGroups, Linear, RMSNorm, Router, Scoring
 from dualpipe.nn.attention import Context, apply_rope, yarn_mscale
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
@@ -39,6 +39,7 @@ class DeepseekConfig(HubConfig):
         "output_router_logits": False,
     }
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
+    _has_correction_bias: ClassVar[bool] = False
 
     q_lora_rank: int | None  # of the queries' latent; None: queries are made from x itself
     kv_lora_rank: int
@@ -85,12 +86,16 @@ class DeepseekConfig(HubConfig):
 
     def gate(self, device: str | None = None) -> Router:
         """The router of a layer."""
-        return Router(self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, wide_logits=True,
-                      routed_scaling_factor=self.routed_scaling_factor, device=device, **self._routing())
+        return Router(
+            self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, scoring=self._scoring(),
+            groups=self._groups(), correction_bias=self._has_correction_bias, wide_logits=True, device=device,
+        )
 
-    def _routing(self) -> dict[str, Any]:
-        """The options of `Router` that the versions differ in."""
-        return {"n_group": self.n_group or 1, "topk_group": self.topk_group or 1}
+    def _scoring(self) -> Scoring:
+        return Scoring(routed_scaling_factor=self.routed_scaling_factor)
+
+    def _groups(self) -> ExpertGroups:
+        return ExpertGroups(self.n_group or 1, self.topk_group or 1)
 
     def layer(self, index: int) -> Layer:
         """The layer of this global index."""
@@ -124,8 +129,8 @@ class DeepseekV2Config(DeepseekConfig):
             raise ValueError(f"topk_method must be 'greedy' or 'group_limited_greedy'; got {self.topk_method!r}")
         super().__post_init__()
 
-    def _routing(self) -> dict[str, Any]:
-        return {} if self.topk_method == "greedy" else super()._routing()
+    def _groups(self) -> ExpertGroups:
+        return ExpertGroups() if self.topk_method == "greedy" else super()._groups()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +140,7 @@ class DeepseekV3Config(DeepseekConfig):
     model_type: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     _fixed: ClassVar[dict[str, Any]] = DeepseekConfig._fixed | {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    _has_correction_bias: ClassVar[bool] = True
 
     n_group: int | None = 8
     topk_group: int | None = 4
@@ -156,9 +162,11 @@ class DeepseekV3Config(DeepseekConfig):
         trained = self.num_hidden_layers + self.mtp_depth
         return range(trained, max(trained, self.num_hidden_layers + self.num_nextn_predict_layers))
 
-    def _routing(self) -> dict[str, Any]:
-        form = {"score": "sigmoid", "group_best": 2, "correction_bias": True}
-        return super()._routing() | form | {"norm_topk_prob": self.norm_topk_prob}
+    def _scoring(self) -> Scoring:
+        return replace(super()._scoring(), score="sigmoid", norm_topk_prob=self.norm_topk_prob)
+
+    def _groups(self) -> ExpertGroups:
+        return replace(super()._groups(), group_best=2)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 
 from dualpipe.models.decoder import Experts, GroupedQueryAttention, Layer, SparseMLP
 from dualpipe.models.hub import GroupedQueryConfig, HubTensorPart, whole
-from dualpipe.nn import Router
+from dualpipe.nn import Router, Scoring
 
 _KINDS = ("sliding_attention", "full_attention")
 # What a config.json means that says nothing of these.
@@ -73,7 +73,8 @@ class GptOssConfig(GroupedQueryConfig):
         """The layer of this global index."""
         window = self.sliding_window if self.layer_types[index] == _KINDS[0] else None
         attention = GroupedQueryAttention(self, sinks=True, window=window)
-        gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, score="softmax_topk", bias=True)
+        gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok,
+                      scoring=Scoring("softmax_topk"), bias=True)
         experts = Experts(self.num_experts, self.hidden_size, self.intermediate_size, bias=True, clamped=True,
                           alpha=self.swiglu_alpha, limit=self.swiglu_limit)
         return Layer(self, attention, SparseMLP(gate, experts))

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from dualpipe.models.decoder import DenseMLP, Experts, GroupedQueryAttention, Layer, SparseMLP
 from dualpipe.models.hub import GroupedQueryConfig
-from dualpipe.nn import Router
+from dualpipe.nn import Router, Scoring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
         attention = GroupedQueryAttention(self, norms=True)
         if not self.has_experts(index):
             return Layer(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
-        gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok, norm_topk_prob=self.norm_topk_prob)
+        gate = Router(self.hidden_size, self.num_experts, self.num_experts_per_tok,
+                      scoring=Scoring(norm_topk_prob=self.norm_topk_prob))
         experts = Experts(self.num_experts, self.hidden_size, self.moe_intermediate_size)
         return Layer(self, attention, SparseMLP(gate, experts))

@@ -9,7 +9,7 @@ Dimension letters: B batch, S sequence, H hidden, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import inf
@@ -82,6 +82,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
+        self._num_changes = 0  # of the ranks that segments communicate with
         self.split = SequenceSplit()
         tied = last and config.tie_word_embeddings
         if first or (last and config.mtp_depth) or (tied and embedding is None):
@@ -103,6 +104,7 @@ class Stage(nn.Module):
 
     def use_expert_parallelism(self, experts: ExpertParallel) -> None:
         """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
+        self._num_changes += 1
         for module in self.modules():
             if isinstance(module, SparseMLP):
                 module.dispatcher = experts.dispatcher()
@@ -110,6 +112,7 @@ class Stage(nn.Module):
     def use_context_parallelism(self, context: ContextParallel) -> None:
         """Have the tokens of a sequence on all ranks of `context`, as its `split` says: this stage then gets its own
         ones, and the positions of all. Raises ValueError where the layers' heads do not go with its method."""
+        self._num_changes += 1
         self.split = context.split
         for _, layer in self.numbered():
             context.method_of(layer.self_attn)
@@ -150,6 +153,10 @@ class Stage(nn.Module):
             else:
                 layers += with_forward_hooks(layer, layer.segments(recompute), ("x", "context"), ("x",))
         return self._around(layers, predictions)
+
+    def segments_key(self) -> Hashable:
+        """Return what the segments depend on and may be changed between steps: see `docs/overlap.md`."""
+        return self._num_changes, self.recompute
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None

@@ -8,11 +8,12 @@ from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
 from dualpipe.nn.linear import Linear, defer_weight_grads
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
-from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router import ExpertGroups, Router, Scoring
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending, run_segments
 
 __all__ = [
-    "Communicate", "Communication", "Compute", "Embedding", "GroupedLinear", "GroupedSwiGLU", "Linear", "Pending",
-    "RMSNorm", "Router", "RouterSet", "cross_entropy_loss", "defer_weight_grads", "run_segments",
+    "Communicate", "Communication", "Compute", "Embedding", "ExpertGroups", "GroupedLinear", "GroupedSwiGLU", "Linear",
+    "Pending", "RMSNorm", "Router", "RouterSet", "Scoring", "cross_entropy_loss", "defer_weight_grads",
+    "run_segments",
 ]

@@ -215,7 +215,7 @@ class Pipeline(nn.Module):
         labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
         side: Mapping[str, Tensor | None] | None = None,
     ) -> tuple[Tensor | None, Outputs]:
-        """One batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
+        """Run one batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
         inputs: the arguments of stage 0, needed on its rank only; each is split along `batch_dim` into `num_chunks`
             micro-batches (evenly, or as `torch.tensor_split` does). Other ranks pass None or nothing.
@@ -238,9 +238,11 @@ class Pipeline(nn.Module):
         Gradients accumulate in `.grad`: the sum over micro-batches of the gradients of their losses, and of sharded
         stages their mean over data-parallel ranks, unless FSDP2 was told to divide by something else.
 
-        Raises, on every rank: ValueError for arguments that do not fit or on which ranks disagree; PipelineError where
-        a rank failed during the step. After an error the pipeline can be used again if its process group still works;
-        after a PipelineError gradients are undefined and should be zeroed; those kept by `sync=False` are dropped.
+        Raises, on every rank: ValueError for arguments that do not fit or on which ranks disagree, after which the
+        pipeline can be used again; PipelineError where a rank failed during the step. It names the rank, and has ended
+        the process groups of the step, so that no rank waits for another: later steps raise it again. On one rank
+        alone, without any group, the pipeline can be used again; gradients are then undefined and should be zeroed.
+        Gradients that `sync=False` has kept are dropped by any error.
         """
         self._failure.check()
         self._runs += 1

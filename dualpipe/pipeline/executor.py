@@ -172,7 +172,11 @@ class Executor:
 
     def _begin_forward(self, action: Action) -> None:
         stage = action.stage
-        target = self._batch.target(action.microbatch) if stage == self._stages.count - 1 else None
+        target = None
+        if stage == self._stages.count - 1:
+            target = self._batch.target(action.microbatch)
+            if self._recorder.is_observed:  # who observes is shown the outputs, not the loss alone
+                target = target._replace(keep_outputs=True)
         begin_forward(
             self._states[stage, action.microbatch], self._stages.programs[stage], self._stages.specs[stage],
             self._batch.side_names, target,

@@ -21,14 +21,15 @@ Slot = tuple[int, int]  # stage and micro-batch
 class SegmentRun(NamedTuple):
     """One run of a segment, as traces and observers name it.
 
-    kind: "F" for a forward, "R" for a recomputation, "B" or "I" for a backward. between_ranks: see `ProgramSegment`.
+    kind: "F" for a forward, "R" for a recomputation, "B" or "I" for a backward. inside: it computes what came from
+    other ranks, as experts do.
     """
 
     kind: str
     stage: int
     microbatch: int
     number: int
-    between_ranks: bool = False
+    inside: bool = False
 
     def __str__(self) -> str:
         return f"segment {self.number} of {self.kind}(stage {self.stage}, micro-batch {self.microbatch})"

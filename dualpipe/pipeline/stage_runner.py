@@ -283,6 +283,9 @@ class StageRunner:
 
     def weight_gradients(self, key: Hashable, *, turns: int) -> Task:
         """Compute deferred weight gradients in `turns` parts, to hide others' communications behind."""
+        if turns == 1:
+            self._store.run(key)
+            return
         pieces = self._store.take(key)
         for i, piece in enumerate(pieces):
             with torch.no_grad():

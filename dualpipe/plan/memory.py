@@ -38,10 +38,11 @@ from dualpipe.plan.communication import context_numbers
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Schedule, Step, build
-from dualpipe.train.build import build_schedule, plan_run
-from dualpipe.train.config.resolve import fit_world
+from dualpipe.train.config.resolve import Resolved, fit_world
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from dualpipe.train.optim.optimizer import algorithm_of, parameter_places
+from dualpipe.train.optim.groups import algorithm_of, parameter_places
+from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.pipeline_schedule import build_schedule
 
 GB = 10**9
 
@@ -229,7 +230,8 @@ def _schedule(config: Config, chunks: int) -> Schedule:
     p = config.parallel
     paired = (p.ep > 1 or p.cp > 1) and p.overlap
     if p.schedule == "auto":
-        return build_schedule(config) if paired else one_at_a_time(build_schedule(config))
+        found = build_schedule(p, config.train.num_chunks)
+        return found if paired else one_at_a_time(found)
     return (built if paired else _unpaired)(p.schedule, p.pp, chunks)
 
 
@@ -289,7 +291,7 @@ def layers_of(stage: Stage) -> range:
 def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
     """That of a run with these settings, which takes seconds for a large model; the same one for all callers."""
     config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
-    return plan_run(config, model, {})
+    return plan_run(Resolved.of(config, model), {})
 
 
 @lru_cache(maxsize=4096)

@@ -28,13 +28,12 @@ class PipelineError(RuntimeError):
 class RankLost(PipelineError):
     """Another rank did not come in time, or is gone; the message says what was waited for, how long, and from whom.
 
-    ranks: those that were waited for (global numbers); timed_out: they did not come, instead of having left.
+    ranks: those that were waited for (global numbers).
     """
 
-    def __init__(self, text: str, ranks: Sequence[int] = (), *, timed_out: bool = False) -> None:
+    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(text, is_loss=True)
         self.ranks = tuple(ranks)
-        self.timed_out = timed_out
 
 
 PLAIN = (ValueError, FloatingPointError, OSError, RankLost)  # said in a line, without a traceback

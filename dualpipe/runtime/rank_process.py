@@ -28,6 +28,7 @@ CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # the configuration as the process that st
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
 # What the launcher sends a rank for Ctrl-C: a terminal sends SIGINT to ranks as well, so they ignore that.
 INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)
+_loaded = time.monotonic()
 
 
 class RankInfo(NamedTuple):
@@ -42,6 +43,14 @@ class RankInfo(NamedTuple):
 def starts_before() -> int:
     """How often what has started this rank has started the job before, after failures; by torchrun's variable."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def process_age(pid: int | str = "self") -> float:
+    """The seconds since a process was started; since this module was loaded where /proc does not tell."""
+    with suppress(OSError, IndexError, ValueError, AttributeError):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])  # starttime of proc(5)
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - _loaded
 
 
 @contextmanager

@@ -265,7 +265,7 @@ class Waiting:
                 recorder.lost, recorder._lost_in = text, entry
                 recorder._before = list(recorder._ring)[-_SHOWN:], Counter(recorder._numbers)
             lost = [rank for rank in entry[RANKS] if rank != recorder.rank]
-            raise RankLost(text, lost, timed_out=_CLOSED.search(reason) is None) from error
+            raise RankLost(text, lost) from error
 
 
 def rank_name(rank: int, sizes: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Training: the trainer, the steps that it runs, evaluation, metrics, checkpoints of a run, and parity.
+"""Training: the trainer, evaluation, metrics and reports, the export at the end, replay and parity. Steps are in step/.
 
-Imports `checkpoint`, `models`, `pipeline`, `parallel`, `nn`, `quantized`, `kernels`, `schedule` and `runtime`.
+Imports `checkpoint`, `models`, `pipeline`, `parallel`, `nn`, `kernels`, `schedule` and `runtime`.
 """

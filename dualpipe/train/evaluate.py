@@ -8,22 +8,21 @@ import torch
 from torch import Tensor
 
 from dualpipe.parallel.mesh import DENSE
-from dualpipe.runtime.device import Stream
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.loss import MicroBatchLoss, accepted
-from dualpipe.train.step_runner import PipelinedModel
+from dualpipe.train.step.loss import MicroBatchLoss, accepted
+from dualpipe.train.step.step_runner import PipelinedModel
 
 
 @torch.no_grad()
-def evaluate(model: PipelinedModel, data: RunData, step: int, copying: Stream | None) -> dict[str, Any]:
+def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     """Return means over the held-out batches, by the names of `StepMetrics`; none on ranks without the last stage.
 
-    step: how many are done. copying: the side stream that batches are copied on; None on CPU. Collective.
+    step: how many are done. Collective.
     """
     losses, drafts = [], []
     for stage in model.model.stages:
         stage.eval()
-    with data.held_out_batches(copying) as batches:
+    with data.held_out_batches() as batches:
         for batch in batches:
             criterion = model.criterion(step)
             loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)

@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,6 +28,7 @@ from rich.table import Column
 
 from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
+from dualpipe.runtime.printing import go_on_without, say, warn
 from dualpipe.schedule import Schedule, simulate, to_svg
 
 METRICS = "metrics.jsonl"
@@ -51,7 +51,7 @@ class StepMetrics:
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
     # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
-    # greedy verification of the drafts would give at a time (see `dualpipe.train.loss.accepted`), from 1 to 1 + depths.
+    # greedy verification of the drafts would give at a time (see `train.step.loss.accepted`), from 1 to 1 + depths.
     mtp_loss: list[float] | None = None
     eval_mtp_loss: list[float] | None = None
     acceptance_length: float | None = None
@@ -327,32 +327,11 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
     figure.savefig(picture)
 
 
-# -- what a run prints; where nobody can read it any more, the run goes on
+# -- the console
 
 
 class Console(rich.console.Console):
     """Rich's console, which would end the process where the reader of a pipe has gone."""
 
     def on_broken_pipe(self) -> None:
-        _go_on_without(BrokenPipeError())
-
-
-def say(text: str, console: rich.console.Console | None = None) -> None:
-    """Print a line."""
-    try:
-        print(text, flush=True) if console is None else console.print(text, markup=False)
-    except OSError as error:
-        _go_on_without(error)
-
-
-def warn(text: str) -> None:
-    """Print a line on stderr, if that is possible."""
-    with suppress(OSError):
-        print(f"WARNING: {text}", file=sys.stderr, flush=True)
-
-
-def _go_on_without(error: OSError) -> None:
-    with suppress(OSError):  # where stdout is no file of the system's
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    reason = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
-    warn(f"what is printed is lost from here on: {reason}; the run goes on without it (Ctrl-C ends it)")
+        go_on_without(BrokenPipeError())

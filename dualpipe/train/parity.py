@@ -44,22 +44,18 @@ from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
-from dualpipe.train.build import (
-    build_routers,
-    build_whole,
-    plan_model,
-    plan_run,
-    token_weight,
-)
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.data.loader import Batch, shifted
+from dualpipe.train.data.loader import TokenBatch, shifted
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
-from dualpipe.train.metrics import say
-from dualpipe.train.step_runner import PipelinedModel
+from dualpipe.train.step.dtype_plan import plan_model, plan_run
+from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
+from dualpipe.train.step.routers import build_routers
+from dualpipe.train.step.stages import build_whole
+from dualpipe.train.step.step_runner import PipelinedModel
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
 TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error, in bfloat16
@@ -90,7 +86,7 @@ class Rounding(NamedTuple):
 # -- the command
 
 
-def check(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
+def check_parity(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
     if dtype == "bf16" and tolerance is not None:
         raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
@@ -164,20 +160,19 @@ class Comparison:
     """This rank's part of a pipelined model, built as training does, and a global batch: B sequences of T tokens."""
 
     def __init__(
-        self, resolved: Resolved, job: Job, dtype: torch.dtype, plan: DTypePlan | None = None, *,
-        fixed_routes: bool = False,
+        self, resolved: Resolved, job: Job, dtypes: DTypePlan | torch.dtype, *, fixed_routes: bool = False
     ) -> None:
-        """plan: see `build_model`. fixed_routes: of both models."""
-        config, model_config = resolved
+        """dtypes: see `build_model`. fixed_routes: of both models."""
+        config, model_config = resolved.config, resolved.model
         # As the unpipelined model is built: neither compiled nor with products in FP8.
-        dtypes = replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False)
-        config = replace(config, train=replace(config.train, compile=False), dtypes=dtypes)
+        plain = replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False)
+        config = replace(config, train=replace(config.train, compile=False), dtypes=plain)
         train, parallel = config.train, config.parallel
         # With documents, which the ranks' chunks cut, where anything goes by them.
         with_documents = parallel.cp > 1 or model_config.mtp_depth > 0
         config = replace(config, data=replace(config.data, separate_documents=with_documents))
         self.config, self.job = config, job
-        self.pipelined = PipelinedModel(Resolved(config, model_config), job, dtype=dtype, plan=plan)
+        self.pipelined = PipelinedModel(resolved.with_config(config), job, dtypes=dtypes)
         self.model = self.pipelined.model
         self.routers = self.pipelined.routers
         self.pipeline = self.pipelined.pipeline
@@ -205,18 +200,20 @@ class Comparison:
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
         self.steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
 
-    def step(self, num_chunks: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None) -> Tensor | None:
+    def step(
+        self, num_microbatches: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor | None:
         """One step of the pipeline; the loss of each micro-batch on the rank of the last stage, of all its tokens."""
         criterion = self._criterion(self.config.train.num_chunks / self.weight)
-        batch = Batch(tokens, targets, tokens if positions is None else positions)  # positions that nobody reads
-        losses = self.pipelined.forward_backward(batch, criterion, num_chunks)
+        batch = TokenBatch(tokens, targets, tokens if positions is None else positions)  # positions that nobody reads
+        losses = self.pipelined.forward_backward(batch, criterion, num_microbatches)
         if losses is not None and (sharing := self.job.place.group("cp")) is not None:
             dist.all_reduce(losses, group=sharing)
             losses /= sharing.size()
         return losses
 
-    def _criterion(self, num_chunks: float) -> MicroBatchLoss:
-        return MicroBatchLoss(num_chunks, self.config.mtp.weight)
+    def _criterion(self, num_microbatches: float) -> MicroBatchLoss:
+        return MicroBatchLoss(num_microbatches, self.config.mtp.weight)
 
     def run(self) -> dict[str, Tensor]:
         """By name what this rank compares of a step: the gradients of its stages, what the routers add to the loss, and
@@ -235,8 +232,8 @@ class Comparison:
     def run_whole(self, whole: nn.Module) -> dict[str, Tensor]:
         """The same of the unpipelined model: forward and backward of one micro-batch after the other."""
         shards = self.config.parallel.batch_shards
-        num_chunks = self.config.train.num_chunks * shards
-        criterion = self._criterion(num_chunks)
+        num_microbatches = self.config.train.num_chunks * shards
+        criterion = self._criterion(num_microbatches)
         routers = build_routers(self.config, [whole], group=None, device=self.job.device, whole=True)
         if self.fixed_routes:
             EvenRoutes(WHOLE, self.config.train.sequence_length).set_in([whole])
@@ -244,7 +241,7 @@ class Comparison:
             whole.zero_grad()
             losses = []
             with routers.step():
-                for tokens, targets, *positions in zip(*(each.tensor_split(num_chunks) for each in self.batch)):
+                for tokens, targets, *positions in zip(*(each.tensor_split(num_microbatches) for each in self.batch)):
                     outputs = whole(tokens, *positions, ahead=tokens_ahead(targets))
                     loss = criterion(*as_tuple(outputs), targets)
                     loss.backward()
@@ -305,17 +302,16 @@ class EvenRoutes:
 def compare(resolved: Resolved, job: Job, dtype: torch.dtype) -> list[Difference]:
     """Loss and gradients of one step against the unpipelined model, on random tokens; of all ranks. Weights that
     [dtypes] quantizes are compared with what they dequantize to, in a model that is not quantized."""
-    config, model_config = resolved
-    seed = config.train.seed
+    config, model_config = resolved.config, resolved.model
     formats = [Rule(rule.pattern, storage=rule.storage if rule.storage in FORMATS else None, gather=rule.gather)
                for rule in config.dtypes.rules if rule.gather or rule.storage in FORMATS]
     make_plan = partial(plan_model, model_config, dtype, rules=formats)
-    make_whole = partial(build_whole, model_config, seed=seed, dtype=dtype, device=job.device)
-    p = Comparison(resolved, job, dtype, make_plan(replicas=config.parallel.replicas))
+    make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
+    p = Comparison(resolved, job, make_plan(replicas=config.parallel.replicas))
     found = p.run()
-    whole = make_whole()
+    whole = make_whole(dtypes=dtype)
     if formats:
-        whole.load_state_dict(make_whole(plan=make_plan(replicas=1)).state_dict())
+        whole.load_state_dict(make_whole(dtypes=make_plan(replicas=1)).state_dict())
     expected = p.run_whole(whole)
     # A gradient can be zero but for rounding, as a router's is with one expert per token and norm_topk_prob: its terms
     # cancel, and what they leave differs by as much as it is from one order of sums to another. Measured: up to 0.06
@@ -340,10 +336,9 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
 
 def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
-    config, model_config = resolved
-    config = replace(config, train=replace(config.train, dtype="bf16"))
-    plan = plan_run(config, model_config, {})
-    p = Comparison(Resolved(config, model_config), job, torch.bfloat16, plan, fixed_routes=True)
+    config = replace(resolved.config, train=replace(resolved.config.train, dtype="bf16"))
+    resolved = resolved.with_config(config)
+    p = Comparison(resolved, job, plan_run(resolved, {}), fixed_routes=True)
     found = {name: value.cpu() for name, value in p.run().items()}
     accumulation = _accumulation(p)
     if job.place.replica:  # pipeline 0 compares
@@ -354,14 +349,14 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tup
         values = p.run_whole(whole)
         return {name: values[name].cpu() for name in found}
 
-    make_whole = partial(build_whole, model_config, seed=config.train.seed, device=job.device)
+    make_whole = partial(build_whole, resolved.model, seed=config.train.seed, device=job.device)
     unstored = [replace(r, storage=r.storage if r.storage in FORMATS else None) for r in config.dtypes.rules
                 if any((r.storage in FORMATS, r.gather, r.compute, r.reduce, r.save, r.output))]
     alone = replace(config, parallel=replace(config.parallel, dp=1, cp=1, ep=1), dtypes=DTypesConfig(tuple(unstored)))
-    whole = make_whole(dtype=torch.bfloat16, plan=plan_run(alone, model_config, {}))
+    whole = make_whole(dtypes=plan_run(resolved.with_config(alone), {}))
     unpipelined, state = run(whole), {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole
-    exact_model = make_whole(dtype=torch.float64)
+    exact_model = make_whole(dtypes=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
     rounding = []

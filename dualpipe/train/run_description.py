@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from dualpipe.nn.deferral import local
-from dualpipe.train.build import check_positions, slow_products
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.data.loader import check_tokenizer
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.stages import slow_products
+from dualpipe.train.step.step_runner import StepRunner
 
 
 def count_parameters(runner: StepRunner) -> int:
@@ -67,7 +69,17 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     tokens = train.micro_batch_size * train.sequence_length * parallel.ep // parallel.cp
     for slow in slow_products(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
-    positions = check_positions(config, runner.model.config)
+    positions = check_positions(runner.resolved)
     tokenizer = check_tokenizer(data.splits.train.packed, config.init.from_hf)
     for warning in filter(None, (positions, tokenizer)):
         yield f"WARNING: {warning}"
+
+
+def check_positions(resolved: Resolved) -> str:
+    """Return what to say of sequences that are longer than the model's config.json provides for, "" where none are."""
+    length, positions = resolved.config.train.sequence_length, resolved.positions
+    if positions is None or length <= positions:
+        return ""
+    path = Path(resolved.config.model_path)
+    return (f"train.sequence_length = {length} is beyond the {positions} positions that the model is made for "
+            f"(max_position_embeddings); lower it, or stretch the rotary embedding by YaRN in {path}")

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,32 +18,38 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dualpipe.checkpoint import save_hf
 from dualpipe.models.flops import flops_per_token
-from dualpipe.runtime.device import Event, deterministic, model_name, new_stream, record, to_host
+from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.peak_tflops import peak_tflops
+from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.anomaly.guard import BadStep, Guard, Kept
-from dualpipe.train.build import check_export
-from dualpipe.train.checkpointing import Saver, State, describe
+from dualpipe.train.anomaly.guard import BadStep, Guard
+from dualpipe.train.anomaly.rank_checks import RankChecks
+from dualpipe.train.anomaly.reruns import Kept, StepReruns
+from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
-from dualpipe.train.config.schema import AUTO, Config
-from dualpipe.train.data.loader import Batch
+from dualpipe.train.config.schema import Config
+from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.evaluate import evaluate
+from dualpipe.train.export import check_export, export
 from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw, memory_bytes, say, set_aside
+from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
 from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
 from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
-from dualpipe.train.optim.optimizer import learning_rate
+from dualpipe.train.observers.windows import ObservedSteps
+from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
-from dualpipe.train.step_runner import StepRunner
-from dualpipe.train.step_sync import StartUp, Votes, farewell
+from dualpipe.train.run_report import RunReport
+from dualpipe.train.start_up import StartUp
+from dualpipe.train.step.step_runner import StepRunner
+from dualpipe.train.stop import StopVotes, farewell
 
 
 def train(
@@ -99,6 +106,14 @@ class QueuedStep(NamedTuple):
     kept: Kept  # to run it again
 
 
+@dataclass
+class Progress:
+    """How far a run is. done: steps; status: what ended them before the last one, as an exit status."""
+
+    done: int = 0
+    status: int = 0
+
+
 class Trainer:
     """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
     several pipelines (`parallel.dp`, `cp` and `ep`) that of the first.
@@ -118,7 +133,7 @@ class Trainer:
         """
         self.start_up = start_up or StartUp()
         self.start_up.begin("model")
-        self.config = config = resolved.config
+        config = resolved.config
         self.runner = runner = StepRunner(resolved, job, saver.source_dtypes)
         model = runner.model
         if config.export_directory is not None:
@@ -126,26 +141,28 @@ class Trainer:
         self.start_up.begin("data")
         self.data = RunData(
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
-            vocab_size=model.config.vocab_size, mtp_depth=model.config.mtp_depth,
+            vocab_size=model.config.vocab_size, mtp_depth=model.config.mtp_depth, device=job.device,
         )
         self.saver = saver
-        self.state = State(model, runner.optimizer, runner.routers, self.data.loader)
-        self.guard = Guard(runner, saver, self.state)
-        self.votes = Votes(job, config.train.time_limit)
+        self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
+        self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state), saver, self.state)
+        self.rank_checks = RankChecks(config.guard, runner, self.state)
+        self.votes = StopVotes(job, config.train.time_limit)
         folder = Path(config.output.dir)
-        self.traced = TracedSteps(traced, job, runner.pipeline, folder)
-        self.profiled = ProfiledSteps(profiled, job.rank, job.device, folder)
-        self.copying = new_stream(job.device)
-        self.throughput = Throughput(
+        self.observed = ObservedSteps(
+            TracedSteps(traced, job, runner.pipeline, folder), ProfiledSteps(profiled, job.rank, job.device, folder))
+        self.report = RunReport(Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
             flops_per_token=flops_per_token(model.config, config.train.sequence_length).both,
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
-        )
-        self.done = 0  # steps
-        self.status = 0  # what ended them before the last one, as an exit status
+        ))
+        self.progress = Progress()
         self.unread: deque[QueuedStep] = deque()  # at most two
-        self.remarks: list[str] = []  # to be said with the next step that is written
-        self.unigram: float | None = None  # the held-out loss of a unigram model, where the run reports
+
+    @property
+    def config(self) -> Config:
+        """The configuration of the run."""
+        return self.runner.config
 
     @property
     def job(self) -> Job:
@@ -157,44 +174,41 @@ class Trainer:
 
         Returns 0, or the exit status with which a rank asked for an end before.
         """
+        progress = self.progress
         try:
             self.start_up.begin("checkpoint")
-            self.done = self.saver.resume(self.state)
+            progress.done = self.saver.resume(self.state)
             self.start_up.begin("step")
             garbage = GarbageCollection(self.config.train.gc_interval)
-            with self._writer() as writer, self.traced, self.profiled, garbage:
-                while self.done < self.config.train.steps and not self.status:
+            with self._writer() as self.report.writer, self.observed, garbage:
+                while progress.done < self.config.train.steps and not progress.status:
                     try:
-                        self._steps(writer, garbage)
+                        self._steps(garbage)
                     except BadStep as bad:
-                        self.done = self.guard.resolve(bad, writer)
-                        self._close_windows()
+                        self._resolve(bad)
                 self._stop_early()
             self.start_up.end()  # where no step was left
-            if self.status:
-                return self.status
-            self._export()  # also where the last checkpoint could not be written, which is said at the end
+            if progress.status:
+                return progress.status
+            # Also where the last checkpoint could not be written, which is said at the end.
+            export(self.config, self.runner.model, self.job)
         except OSError as error:
             if error.errno is None:  # a text of ours
                 raise
-            place = f"{error.strerror} (rank {self.job.rank}, after step {self.done})"
+            place = f"{error.strerror} (rank {self.job.rank}, after step {progress.done})"
             raise OSError(error.errno, place, error.filename) from error
         if self.runner.reports:
-            draw(Path(self.config.output.dir), self.runner.schedule, unigram=self.unigram)
+            self.report.draw(Path(self.config.output.dir), self.runner.schedule)
         return 0
 
-    def _export(self) -> None:
-        """Write the model in Hugging Face's form, where that is wanted."""
-        target, settings, model = self.config.export_directory, self.config.export, self.runner.model
-        if target is None:
-            return
-        with self.runner.recorder.doing("export", str(target)):
-            if settings.to_hf == AUTO:
-                self.job.ranks.first(partial(set_aside, target))
-            save_hf(model.stages, target, self.job.mesh, model.plan, quantized=settings.quantized,
-                    source=self.config.init.from_hf or None)
-        if self.job.rank == 0:
-            say(f"the model: {target}")
+    def _resolve(self, bad: BadStep) -> None:
+        """Do what is to be done about a step that must not count, or raise FloatingPointError. Collective."""
+        resolution = self.guard.resolve(bad)
+        self.progress.done = resolution.done
+        if resolution.went_back:
+            self.report.go_back(resolution.done)
+        self.report.say(f"WARNING: {resolution.text}")
+        self._close_windows()
 
     def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
         """The writer of metrics, having said what the run is; None on ranks that report nothing. Collective."""
@@ -203,85 +217,91 @@ class Trainer:
         if not runner.reports:
             return nullcontext()
         writer = MetricsWriter(
-            Path(config.output.dir), total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
-            print_interval=train.print_interval, wandb=config.metrics.wandb,
+            Path(config.output.dir), total_steps=train.steps, start_step=self.progress.done,
+            log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
         if self.data.splits.held_out.num_tokens:
-            self.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
-        for text in describe_run(runner, self.data, parameters, self.unigram):
+            self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
+        for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
-        if train.compile and self.done < train.steps:
-            writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
+        if train.compile and self.progress.done < train.steps:
+            writer.say(f"step {self.progress.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer
 
     def _stop_early(self) -> None:
         """Where a rank has asked for an end, save, and say how to go on."""
-        if self.status:
-            saved = self.saver.save(self.state, self.done, now=True)
+        done, status = self.progress.done, self.progress.status
+        if status:
+            saved = self.saver.save(self.state, done, now=True)
             if self.job.rank == 0:
-                say(farewell(self.config, self.status, self.done, saved))
+                say(farewell(self.config, status, done, saved))
 
-    def _steps(self, writer: MetricsWriter | None, garbage: GarbageCollection) -> None:
+    def _steps(self, garbage: GarbageCollection) -> None:
         """Run all steps that are left, or until a rank asks for an end.
 
         Raises BadStep where one must not count, with nothing after it done.
         """
-        steps = self.config.train.steps
+        steps, progress = self.config.train.steps, self.progress
         try:
-            with self.data.loader.batches(steps, self.copying) as batches:
-                while self.done < steps and not self.status:
-                    self.traced.before(self.done + 1)
-                    self.profiled.before(self.done + 1)
-                    self.unread.append(self._step(self.done, batches))
-                    self.done += 1
-                    garbage.after(self.done)  # while the device computes
+            with self.data.training_batches(steps) as batches:
+                while progress.done < steps and not progress.status:
+                    self.observed.before(progress.done + 1)
+                    self.unread.append(self._step(progress.done, batches))
+                    progress.done += 1
+                    garbage.after(progress.done)  # while the device computes
                     if len(self.unread) > 1:
-                        self._write(writer, self._read())  # the step before, while the device computes this one
+                        self._write(self._read())  # the step before, while the device computes this one
                     if self._reads_now():
-                        self._write(writer, self._read_and_check())
-                    self.saver.save(self.state, self.done)
+                        self._write(self._read_and_check())
+                    self.saver.save(self.state, progress.done)
                     self._close_windows()
         except BaseException:
             with suppress(BadStep, RuntimeError):  # the latter where the device has failed
                 # Without waiting, which could be for ranks that have failed.
                 while self.unread and (self.unread[0].arrived is None or self.unread[0].arrived.query()):
-                    self._write(writer, self._read())
+                    self._write(self._read())
             raise
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        """Write a step's metrics, on the rank that reports."""
+        self.report.write(metrics, self.guard.warnings(metrics))
 
     def _close_windows(self) -> None:
         """Write the trace and the profile, if their last step is done or the run ends."""
-        run_ends = bool(self.status) or self.done == self.config.train.steps
-        self.traced.after(self.done, run_ends=run_ends)
-        self.profiled.after(self.done, run_ends=run_ends)
+        progress = self.progress
+        run_ends = bool(progress.status) or progress.done == self.config.train.steps
+        self.observed.after(progress.done, run_ends=run_ends)
 
     def _evaluates(self) -> bool:
         """Return True if an evaluation is due after the last step."""
-        interval = self.config.train.eval_interval
-        is_last = self.done == self.config.train.steps
-        return bool(self.data.held_out) and (is_last or (interval > 0 and self.done % interval == 0))
+        interval, done = self.config.train.eval_interval, self.progress.done
+        is_last = done == self.config.train.steps
+        return bool(self.data.held_out) and (is_last or (interval > 0 and done % interval == 0))
 
     def _reads_now(self) -> bool:
         """Return True if the numbers of the last step are needed before the next one."""
-        on_cpu = self.copying is None
-        is_last = self.done == self.config.train.steps
-        something_is_due = self._evaluates() or self.guard.is_due(self.done) or self.saver.is_due(self.done)
-        trace_ends = self.traced.ends(self.done)  # with the loads of this step
-        return on_cpu or is_last or something_is_due or trace_ends or bool(self.status)
+        done = self.progress.done
+        on_cpu = self.job.device.type == "cpu"
+        is_last = done == self.config.train.steps
+        something_is_due = self._evaluates() or self.rank_checks.is_due(done) or self.saver.is_due(done)
+        trace_ends = self.observed.traced.ends(done)  # with the loads of this step
+        return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
 
     def _read_and_check(self) -> dict[str, Any]:
         """Read the last step's metrics, check the ranks and evaluate, where due."""
-        recorder = self.runner.recorder
+        recorder, done = self.runner.recorder, self.progress.done
+        batch = self.unread[-1].kept.batch
         metrics = self._read()
-        if self.guard.is_due(self.done):
+        if self.rank_checks.is_due(done):
             with recorder.doing("check", "whether ranks compute right"):
-                self.guard.check_ranks(self.done)
-        if self._evaluates() and not self.status:  # who asks for an end may not have the time
+                self.rank_checks.check(done, batch)
+        if self._evaluates() and not self.progress.status:  # who asks for an end may not have the time
             with recorder.doing("evaluate"):
-                metrics |= evaluate(self.runner, self.data, self.done, self.copying)
+                metrics |= evaluate(self.runner, self.data, done)
         return metrics
 
-    def _step(self, step: int, batches: Iterator[Batch]) -> QueuedStep:
+    def _step(self, step: int, batches: Iterator[TokenBatch]) -> QueuedStep:
         """Give the device a training step, counted from 0. The host does not wait."""
         runner, optimizer = self.runner, self.config.optimizer
         start, began = time.perf_counter(), record(self.job.device, timed=True)
@@ -292,18 +312,19 @@ class Trainer:
         with kept.watch:
             losses = runner.run_step(batch, step + 1)
         norm = self.guard.judge(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
-        lr = learning_rate(
-            step, peak=optimizer.lr, total_steps=self.config.train.steps, warmup_steps=optimizer.warmup_steps,
-            schedule=optimizer.schedule, min_ratio=optimizer.min_lr_ratio, decay_fraction=optimizer.decay_fraction,
-        )
+        lr = run_learning_rate(step, optimizer, self.config.train.steps)
         runner.update(lr, norm)
-        found = {"grad_norm": norm} | self.guard.everywhere(None if losses is None else losses[0])
+        found = {"grad_norm": norm}
+        if self.config.guard.spike and self.job.group is not None:  # spikes are looked for on all ranks
+            found["loss"] = runner.everywhere(None if losses is None else losses[0])
+        elif losses is not None:
+            found["loss"] = losses[0]
         if losses is not None:
             found |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(losses) if depth}
             found |= runner.routers.metrics()
         own = torch.stack([value.double() for value in found.values()])
         place = self.job.place
-        load = runner.routers.load(place.rank("ep"), place.size("ep")) if self.traced.is_open else 0.0
+        load = runner.routers.load(place.rank("ep"), place.size("ep")) if self.observed.traced.is_open else 0.0
         numbers, arrived = to_host(torch.cat([own, self.votes.cast(load)]), timed=True)
         return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived, kept)
 
@@ -318,9 +339,9 @@ class Trainer:
         queued = self.unread.popleft()
         numbers, known = queued.numbers.tolist(), len(queued.names)
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN where it is not known
-        votes = Votes.read(numbers[known:])
-        self.status = self.status or int(max(vote.status for vote in votes))
-        self.traced.loads(queued.step, [float(vote.load) for vote in votes])
+        votes = StopVotes.read(numbers[known:])
+        self.progress.status = self.progress.status or int(max(vote.status for vote in votes))
+        self.observed.traced.loads(queued.step, [float(vote.load) for vote in votes])
         remark = self.start_up.end()
         try:
             self.guard.check(queued.step, values, queued.kept)
@@ -328,20 +349,10 @@ class Trainer:
             self.unread.clear()
             raise
         finally:
-            if self.runner.reports and remark:
-                self.remarks.append(remark)
+            self.report.remark(remark)
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         return {
-            **values, **self.throughput.metrics(seconds), "mtp_loss": mtp_loss or None, "step": queued.step,
+            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None, "step": queued.step,
             "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
         }
-
-    def _write(self, writer: MetricsWriter | None, metrics: dict[str, Any]) -> None:
-        """Write a step's metrics, and say what there is to say of it, on the rank that reports."""
-        if writer is None:
-            return
-        writer.write(StepMetrics(**metrics))
-        for text in (*self.remarks, *self.guard.warnings(metrics)):
-            writer.say(text)
-        self.remarks.clear()

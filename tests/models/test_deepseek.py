@@ -26,9 +26,9 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model, build_whole
 from models import (
     Float64Torch,
     batch,
@@ -269,7 +269,7 @@ def pipelined(rank, version, shape):
     config = tiny(version, **PIPELINED[version], **stretched(mscale=0.707, mscale_all_dim=0.707))
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
-    common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
+    common = {"dtypes": torch.float64, "device": torch.device("cpu")}
     schedule = build("dualpipev", shape[0], MICRO_BATCHES)
     model = build_model(config, schedule, mesh["pp"].get_local_rank(), mesh=mesh, **common)
     reference = build_whole(config, **common)

@@ -21,9 +21,9 @@ from dualpipe.parallel.experts.dispatcher import Received, run_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole
 from ranks import run_ranks
 
@@ -313,10 +313,11 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     """The worst gradient and loss of this rank; `packed`: documents in a row, and layers that are computed again."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
-    common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
+    common = {"dtypes": torch.float64, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
     recompute = ("layer", "dispatch") if packed else ()
-    model = build_model(RANKED, plan, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, **common)
+    model = build_model(RANKED, plan, mesh["pp"].get_local_rank(), mesh=mesh,
+                        options=StageOptions(recompute=recompute), **common)
     unpipelined = build_whole(RANKED, **common)
     for stage in (*model.stages, unpipelined):
         with_biases(stage)

@@ -21,8 +21,8 @@ from dualpipe.models import Qwen3MoeConfig
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
 from toys import make_stages, relative_error, stages_of_rank
@@ -51,7 +51,7 @@ def as_the_whole(
     found = []
     for shape in shapes:
         mesh = build_mesh(*shape, CPU)
-        common = {"seed": 0, "dtype": torch.float64, "device": CPU}
+        common = {"dtypes": torch.float64, "device": CPU}
         schedule = build(name, shape[0], 2)
         model = build_model(config, schedule, mesh["pp"].get_local_rank(), mesh=mesh, **common)
         whole = build_whole(config, **common)

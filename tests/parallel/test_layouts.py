@@ -25,9 +25,9 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import difference
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
 from routes import BalancedRoutes, Routes
@@ -49,7 +49,7 @@ def to_the_first(experts_TK: Tensor, num_experts: int) -> Tensor:
 def set_routers(model: nn.Module, num_chunks: int, choice: Choice | None) -> None:
     for module in model.modules():
         if isinstance(module, Router):
-            module.step = RouterStep(num_chunks=num_chunks, balance=0.1, level="sequence", z=0.01)
+            module.step = RouterStep(num_microbatches=num_chunks, balance=0.1, level="sequence", z=0.01)
             module.choice = choice
 
 
@@ -70,12 +70,13 @@ def run_both(
     """The pipelined and sharded model, and a whole one in `dtype`; with `exact` the same weights in float64 as well."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
-    common = {"seed": 0, "dtype": dtype, "device": torch.device("cpu")}
+    common = {"dtypes": dtype, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
-    model = build_model(config, plan, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, **common)
+    model = build_model(config, plan, mesh["pp"].get_local_rank(), mesh=mesh,
+                        options=StageOptions(recompute=recompute), **common)
     wholes = [build_whole(config, **common)]
     if exact:
-        wholes.append(build_whole(config, **common | {"dtype": torch.float64}))
+        wholes.append(build_whole(config, **common | {"dtypes": torch.float64}))
         wholes[1].load_state_dict(wholes[0].state_dict())
     for stage in model.stages:
         set_routers(stage, MICRO_BATCHES, choice)
@@ -225,7 +226,8 @@ def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is
 def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) -> tuple[int, int]:
     """Bytes that a step sent to other expert-parallel ranks, and what the routes of all of these say."""
     mesh, ranks = build_mesh(*shape, torch.device("cpu")), shape[2]
-    common = {"seed": 0, "dtype": torch.bfloat16, "device": torch.device("cpu"), "recompute": recompute}
+    options = StageOptions(recompute=recompute)
+    common = {"dtypes": torch.bfloat16, "device": torch.device("cpu"), "options": options}
     plan = build("dualpipev", shape[0], MICRO_BATCHES)
     model = build_model(CONFIG, plan, mesh["pp"].get_local_rank(), mesh=mesh, **common)
     experts, routes = ExpertParallel(CONFIG.num_experts, mesh["ep"]), Routes(MICRO_BATCHES)
@@ -280,10 +282,11 @@ def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute
 def broken(rank: int, shape: tuple[int, int, int], where: str, failing: int) -> str:
     """The error of a step in which the rank `failing` fails."""
     mesh = build_mesh(*shape, torch.device("cpu"))
-    common = {"seed": 0, "dtype": torch.float64, "device": torch.device("cpu")}
+    common = {"dtypes": torch.float64, "device": torch.device("cpu")}
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
     recompute = ("dispatch",)
-    model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh, recompute=recompute, **common)
+    model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh,
+                        options=StageOptions(recompute=recompute), **common)
     tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
     layers = [layer for stage in model.stages for layer in stage.layers.values()]
@@ -327,8 +330,8 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     mesh = build_mesh(2, 1, 2, torch.device("cpu"))
     schedule = build("dualpipev", 2, MICRO_BATCHES)
     model = build_model(
-        CONFIG, schedule, mesh["pp"].get_local_rank(), mesh=mesh, recompute=recompute, seed=0, dtype=torch.bfloat16,
-        device=torch.device("cpu"),
+        CONFIG, schedule, mesh["pp"].get_local_rank(), mesh=mesh, dtypes=torch.bfloat16, device=torch.device("cpu"),
+        options=StageOptions(recompute=recompute),
     )
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev", overlap=overlap)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)

@@ -28,11 +28,12 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_routers
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import fit_world
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.routers import build_routers
+from dualpipe.train.step.stages import StageOptions, build_model
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
@@ -96,8 +97,8 @@ def _prepared(path: str, layout: Layout, length: int) -> Callable[[], None]:
     mesh = None if alone else build_mesh(p.pp, max(1, p.dp), p.ep, device)
     place, world = Mesh.of(mesh), dist.new_subgroups(1)[0] if alone else dist.group.WORLD
     model = build_model(
-        read_config(config.model.config), build(p.schedule, p.pp, t.num_chunks), place.rank("pp"), seed=0,
-        dtype=torch.float32, device=device, mesh=mesh, recompute=config.memory.recompute,
+        read_config(config.model.config), build(p.schedule, p.pp, t.num_chunks), place.rank("pp"),
+        dtypes=torch.float32, device=device, mesh=mesh, options=StageOptions(recompute=config.memory.recompute),
     )
     for layer in (layer for stage in model.stages for _, layer in stage.numbered()):
         layer.mlp.gate.choice = BalancedRoutes(random_like_stride(model.config.num_experts, 2, p.ep))

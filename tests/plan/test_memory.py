@@ -25,12 +25,14 @@ from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_run
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import StageOptions, build_model
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
@@ -74,8 +76,8 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     mesh, device = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu")), torch.device("cpu")
     place, schedule = Mesh.of(mesh), build(p.schedule, p.pp, t.num_chunks)
     model = build_model(
-        model_of(config), schedule, place.rank("pp"), seed=0, dtype=torch.bfloat16, device=device, mesh=mesh,
-        recompute=config.memory.recompute,
+        model_of(config), schedule, place.rank("pp"), dtypes=torch.bfloat16, device=device, mesh=mesh,
+        options=StageOptions(recompute=config.memory.recompute),
     )
     depth = model.config.mtp_depth
     optimizer = Optimizer(
@@ -168,8 +170,8 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
     mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), dp_replicate=p.dp_replicate)
     model = build_model(
         read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
-        seed=0, dtype=torch.bfloat16, device=torch.device("cpu"), mesh=mesh,
-        plan=plan_run(config, read_config(config.model.config), {}),
+        dtypes=plan_run(Resolved.of(config, read_config(config.model.config)), {}), device=torch.device("cpu"),
+        mesh=mesh,
     )
     params = [param for stage in model.stages for param in stage.parameters()]
     plain = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2

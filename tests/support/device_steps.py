@@ -33,9 +33,10 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, plan_model
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import build_model
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
 from run_files import write_files
@@ -256,8 +257,8 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         device.of_thread.trace.name = f"rank {rank}"
         mesh = build_mesh(*shape, CUDA)
         schedule = build(name, shape[0], MICRO_BATCHES)
-        model = build_model(config, schedule, mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=CUDA, mesh=mesh,
-                            plan=plan_model(config, dtype, replicas=1) if narrow else None)
+        dtypes = plan_model(config, dtype, replicas=1) if narrow else dtype
+        model = build_model(config, schedule, mesh["pp"].get_local_rank(), dtypes=dtypes, device=CUDA, mesh=mesh)
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=name)
         optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)

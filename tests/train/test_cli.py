@@ -312,7 +312,7 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
     def full(*arguments, **options):
         raise OSError(28, "No space left on device", "hf/model.safetensors")
 
-    monkeypatch.setattr("dualpipe.train.trainer.save_hf", full)
+    monkeypatch.setattr("dualpipe.train.export.save_hf", full)
     assert train_alone("--export.to_hf", "hf") == 1
     message = "error: [Errno 28] No space left on device (rank 0, after step 2): 'hf/model.safetensors'\n"
     assert capsys.readouterr().err == message
@@ -383,12 +383,12 @@ BREAK_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
     import dualpipe.train.trainer as loop
-    good = loop.learning_rate
-    def broken(step, **settings):
+    good = loop.run_learning_rate
+    def broken(step, *settings):
         if step == 2:
             raise RuntimeError("the cause")
-        return good(step, **settings)
-    loop.learning_rate = broken
+        return good(step, *settings)
+    loop.run_learning_rate = broken
 """
 
 

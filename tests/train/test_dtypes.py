@@ -21,7 +21,7 @@ from dualpipe.parallel import (
 )
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job

@@ -7,14 +7,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import dualpipe.train.build as train_model
+from dualpipe.models import build_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import resolve
+from dualpipe.train.config.resolve import Resolved, resolve
 from dualpipe.train.launch.distributed import Job
+from dualpipe.train.step import stages
+from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 
@@ -62,23 +64,23 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
 def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, products, found):
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
     model = read_model_config(config)
-    plan = train_model.plan_run(config, model, None)
+    plan = plan_run(Resolved.of(config, model), None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch is for experts whose products are in FP8.*got {found}"):
-        train_model.build_model(model, train_model.build("1f1b", 1, 1), 0, seed=0, dtype=torch.bfloat16, plan=plan,
-                                device=torch.device("cpu"), products=products, fp8_dispatch=True)
+        stages.build_model(model, stages.build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
+                           options=stages.StageOptions(products=products, fp8_dispatch=True))
 
 
 def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
-    monkeypatch.setattr(train_model, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
+    monkeypatch.setattr(stages, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
     model = read_model_config(config)
-    plan, device = train_model.plan_run(config, model, None), torch.device("cpu")
-    (stage,) = train_model.build_stages(model, 1)
+    plan, device = plan_run(Resolved.of(config, model), None), torch.device("cpu")
+    (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
-    assert train_model.slow_products(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
+    assert stages.slow_products(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
     assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
         ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
     for module in stage.modules():
         module.products = "weight-only"
-    assert train_model.slow_products(built, 64, device) == []
+    assert stages.slow_products(built, 64, device) == []

@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 from dualpipe import cli
 from dualpipe.checkpoint import save_hf
 from dualpipe.models import read_config
-from dualpipe.train.build import build_whole, plan_model
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.stages import build_whole
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -183,7 +184,7 @@ def test_the_lines_of_the_readme_generate_text_with_what_the_example_exports(tmp
     assert f'from_pretrained("{folder}")' in lines and example.data.tokenizer == "bytes"
     monkeypatch.chdir(tmp_path)
     model = read_config(example.model_path)
-    stage = build_whole(model, seed=0, dtype=torch.float32, device=torch.device("cpu"))
+    stage = build_whole(model, dtypes=torch.float32, device=torch.device("cpu"))
     folder.parent.mkdir(parents=True)
     save_hf([stage], folder, None, plan_model(model, torch.float32, replicas=1))
     exec(lines.replace("max_new_tokens=200", "max_new_tokens=8"), {})

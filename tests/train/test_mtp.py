@@ -13,7 +13,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import resolve
@@ -21,8 +21,8 @@ from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
-from dualpipe.train.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
+from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -162,7 +162,7 @@ def test_losses_are_the_cross_entropies_over_all_tokens(toml):
 INFINITE = """
 import torch
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step.loss import MicroBatchLoss
 real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
@@ -343,8 +343,8 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
 
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
     (stage,) = trained.runner.model.stages
-    found = evaluate(trained.runner, trained.data, trained.done, None)
-    with trained.data.held_out_batches(None) as batches:
+    found = evaluate(trained.runner, trained.data, trained.progress.done)
+    with trained.data.held_out_batches() as batches:
         (batch,) = batches
     stage.eval()
     right = []
@@ -402,10 +402,10 @@ def test_the_metrics_and_the_number_of_parameters_are_those_of_one_rank(toml, tm
 
 def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
-    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
+    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
     monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
-    assert parity.check(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
+    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 
 

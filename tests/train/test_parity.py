@@ -17,8 +17,8 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import Comparison, EvenRoutes, difference
+from dualpipe.train.step.loss import MicroBatchLoss
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -27,7 +27,7 @@ ALONE = RankInfo(0, 1, 0, 1)
 
 def run(run_toml, *overrides, dtype="float64", tolerance=None):
     config = load_config(run_toml, ["--parallel.pp", "1", "--parallel.device", "cpu", *overrides])
-    return parity.check(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
+    return parity.check_parity(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
@@ -67,9 +67,9 @@ def broken_gradient(right):
 
 
 def missing_gradient(right):
-    def step(self, num_chunks, *batch):
-        losses = right(self, num_chunks, *batch)
-        if num_chunks > 1:  # the step that is compared, not one of its micro-batches alone
+    def step(self, num_microbatches, *batch):
+        losses = right(self, num_microbatches, *batch)
+        if num_microbatches > 1:  # the step that is compared, not one of its micro-batches alone
             self.model.stages[-1].norm.weight.grad = None
         return losses
 
@@ -129,7 +129,7 @@ def other_terms(change):
     return breaking
 
 
-@pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_chunks": 5}], ids=str)
+@pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_microbatches": 5}], ids=str)
 @pytest.mark.parametrize("level", ["sequence", "global"])
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
     monkeypatch.setattr(Comparison, "step", other_terms(change)(Comparison.step))
@@ -256,10 +256,10 @@ def one_lost(monkeypatch):
         calls.append(weight.shape)
         return weight_grad(weight, dy * (calls.count((32, 32)) != 5), x, out)
 
-    def step(self, num_chunks, *batch):
-        if num_chunks > 1:
+    def step(self, num_microbatches, *batch):
+        if num_microbatches > 1:
             monkeypatch.setattr(linear, "_weight_grad", losing)
-        losses = right(self, num_chunks, *batch)
+        losses = right(self, num_microbatches, *batch)
         monkeypatch.setattr(linear, "_weight_grad", weight_grad)
         return losses
 

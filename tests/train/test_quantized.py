@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import parity
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job

@@ -285,7 +285,7 @@ def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypa
         monkeypatch.setattr(Trainer, "_step", diverge)
         run += ["--checkpoint.mode", "async", "--train.steps", "3"]
     else:
-        monkeypatch.setattr("dualpipe.train.trainer.save_hf", refuse)
+        monkeypatch.setattr("dualpipe.train.export.save_hf", refuse)
         run += ["--checkpoint.mode", "sync", "--train.steps", "2", "--export.to_hf", str(tmp_path / "hf")]
     assert cli.main(run) == 1
     error = capsys.readouterr().err.splitlines()

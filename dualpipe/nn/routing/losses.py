@@ -101,7 +101,7 @@ class Routed(NamedTuple):
 class RouterStep:
     """What a router does in one step besides routing.
 
-    num_chunks: the number of micro-batches on a rank, by which losses are divided.
+    num_microbatches: the number of micro-batches on a rank, by which losses are divided.
     balance, z: coefficients of the balance loss, which is computed over what `level` says, and of the z-loss.
     load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
         first), or of this one where they are known.
@@ -112,7 +112,7 @@ class RouterStep:
         micro-batch; counts are exact to 2^53.
     """
 
-    num_chunks: int = 1
+    num_microbatches: int = 1
     balance: float = 0.0
     level: Level = "sequence"
     load_E: Tensor | None = None
@@ -123,8 +123,8 @@ class RouterStep:
     """`balance_factors` of `load_E`, which are the same for all micro-batches"""
 
     def __post_init__(self) -> None:
-        if self.num_chunks < 1:
-            raise ValueError(f"num_chunks must be at least 1; got {self.num_chunks}")
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches must be at least 1; got {self.num_microbatches}")
         if self.level not in ("microbatch", "sequence", "global"):
             raise ValueError(f"level must be 'microbatch', 'sequence' or 'global'; got {self.level!r}")
         if self.balance and self.level == "global" and self.load_E is None:
@@ -149,7 +149,7 @@ class RouterStep:
             return weights_TK
         routed = Routed(logits_TE, experts_TK, probs, sequences)
         coefficients = self.coefficients
-        share = self.weight / self.num_chunks
+        share = self.weight / self.num_microbatches
         if whole_load is not None and "balance_loss" in coefficients and self.level != "global":
             parts = len(self._experts_of_parts(routed))
             balance = coefficients.pop("balance_loss")

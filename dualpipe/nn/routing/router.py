@@ -1,9 +1,9 @@
 """Which experts a token goes to, and what keeps their loads even.
 
-    router = Router(2048, 128, 8, norm_topk_prob=True)                                  # Qwen3-MoE
-    router = Router(7168, 256, 8, score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=8,
-                    topk_group=4, group_best=2, correction_bias=True, wide_logits=True)  # DeepSeek-V3
-    router = Router(2880, 128, 4, score="softmax_topk", bias=True)                      # gpt-oss
+    router = Router(2048, 128, 8, scoring=Scoring(norm_topk_prob=True))                  # Qwen3-MoE
+    router = Router(7168, 256, 8, scoring=Scoring("sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5),
+                    groups=ExpertGroups(8, 4, 2), correction_bias=True, wide_logits=True)  # DeepSeek-V3
+    router = Router(2880, 128, 4, scoring=Scoring("softmax_topk"), bias=True)            # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
 What else it does in a training step is in `losses` and `router_set`. Nothing here waits for the device.
@@ -14,6 +14,7 @@ Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -24,19 +25,50 @@ from torch.autograd.function import once_differentiable
 from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 from dualpipe.nn.linear import Linear
 from dualpipe.nn.routing.losses import RouterStep
+from dualpipe.nn.routing.old_keywords import old_keywords
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 Choice = Callable[[Tensor, int], Tensor]
 """(experts_TK that the router would choose, E) -> experts_TK that it is to use"""
 
 
-class Router(Linear):
-    """Chooses K of E experts for each token, and their weights.
+@dataclass(frozen=True)
+class Scoring:
+    """How logits become the weights of the chosen experts.
 
     score: "softmax" or "sigmoid" of the logits, or "softmax_topk", a softmax over the K chosen logits (gpt-oss).
     norm_topk_prob: weights of a token sum to 1; routed_scaling_factor: they are multiplied by this at the end.
+    """
+
+    score: Score = "softmax"
+    norm_topk_prob: bool = False
+    routed_scaling_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertGroups:
+    """Groups of experts, of which a token takes some only.
+
     n_group, topk_group: experts are taken from the best `topk_group` of G groups only, whose score is the sum of their
         `group_best` best experts' (1 in DeepSeek-V2, arXiv:2405.04434; 2 in DeepSeek-V3, arXiv:2412.19437).
+    """
+
+    n_group: int = 1
+    topk_group: int = 1
+    group_best: int = 1
+
+
+_OLD = {
+    **{name: ("scoring", name) for name in ("score", "norm_topk_prob", "routed_scaling_factor")},
+    **{name: ("groups", name) for name in ("n_group", "topk_group", "group_best")},
+}
+
+
+class Router(Linear):
+    """Chooses K of E experts for each token, and their weights, as `scoring` and `groups` say.
+
+    The fields of both are taken as keyword arguments too, as before they were grouped, with a DeprecationWarning.
+
     correction_bias: a float32 buffer `e_score_correction_bias` (E,) is added to the scores for the choice, not for the
         weights, and follows the loads: see `update_bias`.
     wide_logits: compute logits, and so return weights, in at least float32 (DeepSeek) instead of the dtype of x.
@@ -49,12 +81,14 @@ class Router(Linear):
     quantizable = False  # an error in a logit sends tokens to other experts
     e_score_correction_bias: Tensor | None
 
+    @old_keywords({"scoring": Scoring, "groups": ExpertGroups}, _OLD)
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, *, bias: bool = False, score: Score = "softmax",
-        norm_topk_prob: bool = False, routed_scaling_factor: float = 1.0, n_group: int = 1, topk_group: int = 1,
-        group_best: int = 1, correction_bias: bool = False, wide_logits: bool = False,
+        self, hidden_size: int, num_experts: int, top_k: int, *, bias: bool = False, scoring: Scoring = Scoring(),
+        groups: ExpertGroups = ExpertGroups(), correction_bias: bool = False, wide_logits: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
+        score = scoring.score
+        n_group, topk_group, group_best = groups.n_group, groups.topk_group, groups.group_best
         if score not in ("softmax", "sigmoid", "softmax_topk"):
             raise ValueError(f"score must be 'softmax', 'sigmoid' or 'softmax_topk'; got {score!r}")
         if n_group < 1 or num_experts % n_group:
@@ -68,9 +102,14 @@ class Router(Linear):
             raise ValueError(f"top_k must be 1 to the {topk_group * size} experts of topk_group ({topk_group}) groups "
                              f"of {size}; got {top_k}")
         super().__init__(hidden_size, num_experts, bias, device, dtype)
-        self.top_k, self.score, self.norm_topk_prob = top_k, score, norm_topk_prob
-        self.routed_scaling_factor, self.wide_logits = routed_scaling_factor, wide_logits
-        self.n_group, self.topk_group, self.group_best = n_group, topk_group, group_best
+        self.top_k = top_k
+        self.score: Score = score
+        self.norm_topk_prob = scoring.norm_topk_prob
+        self.routed_scaling_factor = scoring.routed_scaling_factor
+        self.wide_logits = wide_logits
+        self.n_group = n_group
+        self.topk_group = topk_group
+        self.group_best = group_best
         zeros_E = torch.zeros(num_experts, dtype=torch.float32, device=device) if correction_bias else None
         self.register_buffer("e_score_correction_bias", zeros_E)
         self.step: RouterStep | None = None

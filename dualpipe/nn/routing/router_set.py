@@ -1,6 +1,7 @@
 """All routers of a rank's stages in a training step: what each is to do, and what those of the whole model did.
 
-    routers = RouterSet(stages, balance=0.01, level="global", z=1e-3, num_chunks=8, group=group, replicas=dp * cp * ep)
+    routers = RouterSet(stages, num_microbatches=8, balance=0.01, level="global", z=1e-3, group=group,
+                        replicas=dp * cp * ep)
     for batch in batches:
         with routers.step():  # losses are added and loads counted
             pipeline.step(batch, num_chunks=8, ...)
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.nn.routing.losses import LOSSES, Level, RouterStep, load_of, losses_of, max_over_mean
+from dualpipe.nn.routing.old_keywords import old_keywords
 from dualpipe.nn.routing.router import Router
 from dualpipe.runtime.recorder import Recorder
 
@@ -31,18 +33,21 @@ from dualpipe.runtime.recorder import Recorder
 class RouterSet:
     """Tells the routers in `stages` what to do in a step, and collects what all of the model's did.
 
-    num_chunks, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
+    num_microbatches, balance, level, z: as in `RouterStep`; level "global" takes the loads of the step before.
     bias_update_rate: after each step, of `Router.update_bias`, for the routers that have a correction bias.
     weight: as in `RouterStep`, where ranks share sequences. Balance losses on a sequence or a micro-batch need
         `dualpipe.parallel.experts.shared_loads` as well there, or are on this rank's tokens alone.
     group: all ranks that train the model, None for one; replicas: how many of them hold each stage. A router must have
         the same name in its stage on all of those, and no other router this name.
 
+    `num_chunks`, the old name of `num_microbatches`, is taken with a DeprecationWarning.
+
     Raises `ValueError`, on all ranks, where names are not so, and for a rate where there is no correction bias.
     """
 
+    @old_keywords({}, {"num_chunks": ("num_microbatches", "")})
     def __init__(
-        self, stages: Iterable[nn.Module], *, num_chunks: int, balance: float = 0.0, level: Level = "sequence",
+        self, stages: Iterable[nn.Module], *, num_microbatches: int, balance: float = 0.0, level: Level = "sequence",
         z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0, group: dist.ProcessGroup | None = None,
         replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
@@ -65,7 +70,7 @@ class RouterSet:
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """as in `RouterStep`, of the last step, by the router's name: of the whole model, in one order on all ranks"""
         self._own: Tensor | None = None  # 1 where `load` counts
-        self._make_step = partial(RouterStep, num_chunks, balance, level, z=z, weight=weight)
+        self._make_step = partial(RouterStep, num_microbatches, balance, level, z=z, weight=weight)
         no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
         self._losses = list(self._make_step(load_E=no_load_E).coefficients)
         self._rate, self._group, self._replicas = bias_update_rate, group, replicas

@@ -27,8 +27,9 @@ from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, nam
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
 
-CLOSED_GRACE = 2.0  # seconds in which the cause is awaited after a connection has closed
-TIMEOUT_GRACE = 8.0  # the same after a timeout: those that wait for one another time out one after the other
+# Seconds in which the cause is awaited, after a connection has closed or a wait has timed out: ranks that wait for one
+# another time out one after the other.
+GRACE = 0.5
 _POLL = 0.02  # seconds between two looks at the store
 _STORE_TIMEOUT = timedelta(seconds=5)
 _NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpose
@@ -168,10 +169,9 @@ class StepFailure:
         self.hang_up(cause or Cause(str(error), is_loss=True))
         if cause is None:
             self._board.say_waiting(recorder.rank)
-            grace = TIMEOUT_GRACE if error.timed_out else CLOSED_GRACE
-            cause = self._await_cause(grace)
+            cause = self._await_cause(GRACE)
         if cause is None and self._board.are_waiting(error.ranks):
-            cause = self._await_cause(CLOSED_GRACE)  # they know better, as they are no cause
+            cause = self._await_cause(GRACE)  # they know better, as they are no cause
         if cause is None:
             cause = self._board.publish(Cause(f"{recorder.name(recorder.rank)}: {error}", is_loss=True))
         self._cause = cause

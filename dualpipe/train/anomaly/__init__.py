@@ -1,5 +1,5 @@
-"""Bad steps: losses and gradients that are not finite or that jump; found, localized by running again, and replayed.
+"""Bad steps and wrong ranks: losses and gradients that are not finite or that jump, copies that differ; run again.
 
-Imports `train` but the trainer, `checkpoint`, `models`, `pipeline`, `parallel`, `nn`, `quantized`, `schedule` and
-`runtime`.
+Imports `train.step`, `train.checkpointing`, `train.config`, `train.data`, `models`, `pipeline`, `parallel`, `nn`,
+`quantized`, `schedule` and `runtime`.
 """

@@ -1,5 +1,4 @@
-"""Running a step again and looking at every result as it is made, to find the one that others are bad because of; and
-keeping what it takes to do so at another time.
+"""Running a step again and looking at every result as it is made, to find the one that others are bad because of.
 
 Within a micro-batch results follow from each other in one chain: forward through the stages and the segments of each,
 then back. What is wrong with one is wrong with all behind it, on whatever ranks those are; so of all ranks' bad results
@@ -8,31 +7,24 @@ the first in the chain is the source. Ranks that exchange tokens for experts are
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.checkpoint import Checkpoints
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import Plan
 from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
-from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.checkpointing import State, describe
-from dualpipe.train.data.loader import Batch
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.step.step_runner import StepRunner
 
-BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it
 _SHOWN, _KNOWN = 4, 64  # names of a kind, and those that a rank tells
 _END = 1 << 30  # behind all segments of a stage
 K = TypeVar("K")
@@ -144,6 +136,10 @@ class Again(NamedTuple):
     parameters: list[str]  # that were not finite before
     gradients: list[str]  # that are not finite
 
+    def record(self) -> dict[str, Any]:
+        """Return the loss, the norm and the sums in full, as a bundle keeps them."""
+        return {"loss": self.loss.hex(), "norm": self.norm.hex(), "sums": [f"{each:016x}" for each in self.sums]}
+
     def text(self, then: str = "") -> str:
         """What was found. then: where the first result was made that was not finite in the step itself, if known."""
         if not any((self.first, self.parameters, self.gradients)) and math.isfinite(self.loss + self.norm):
@@ -157,7 +153,7 @@ class Again(NamedTuple):
         return "; ".join(filter(None, found))
 
 
-def run_again(runner: StepRunner, batch: Batch, step: int) -> Again:
+def run_again(runner: StepRunner, batch: TokenBatch, step: int) -> Again:
     """Run a batch as the step did, counted from 1, from the state before it, and look at what is not finite; nothing is
     updated but routers. Collective."""
     stages = runner.model.stages
@@ -194,38 +190,6 @@ def run_again(runner: StepRunner, batch: Batch, step: int) -> Again:
 
     return Again(next(value for _, value, *_ in told if value is not None), norm, [each[2] for each in told],
                  f"{name(first.rank)}, {first.what}" if first else "", by_rank(0), by_rank(1))
-
-
-def batch_tensors(runner: StepRunner, batch: Batch) -> dict[str, Tensor]:
-    """What this rank reads of a batch, by names that no other rank has."""
-    first, last = runner.model.has_first, runner.model.has_last
-    read = {"tokens": (batch.tokens, first), "positions": (batch.positions, first), "targets": (batch.targets, last),
-            "ahead": (batch.targets, first and not last and runner.model.config.mtp_depth > 0)}
-    return {f"bundle/{name}-{runner.job.place.replica}": tensor for name, (tensor, reads) in read.items() if reads}
-
-
-def write_bundle(
-    runner: StepRunner, state: State, step: int, batch: Batch, values: Mapping[str, Any], again: Again
-) -> Path:
-    """Keep what it takes to run a step, from 1, again, from the state before it, which is that of now. Collective.
-
-    values: the step's own metrics. Raises OSError, on all ranks, where it cannot be written.
-    """
-    config, model, job = runner.config, runner.model, runner.job
-    loss = next((told for told in job.ranks.gather(lambda: values["loss"]) if told == told), math.nan)
-    then = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
-    now = {"loss": again.loss.hex(), "norm": again.norm.hex(), "sums": [f"{each:016x}" for each in again.sums]}
-    loader = state.loader.state_dict() | {"step": step - 1}
-    timeout = timedelta(seconds=config.parallel.timeout)
-    folder = Path(config.output.dir, BUNDLES)
-    with Checkpoints(folder, job.mesh, keep_last=KEPT, timeout=timeout, finite=False) as bundles:
-        path = bundles.save(
-            dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
-            config=describe(config, model), extra={"loader": loader, "then": then, "again": now},
-        )
-    model_config = json.dumps(model.config.to_dict(), indent=2)
-    job.ranks.first(lambda: replace_file(path / "config.json", model_config))
-    return path
 
 
 def named_gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:

@@ -7,22 +7,65 @@ dtypes of the checkpoint that the run goes on from.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from dualpipe.checkpoint.directory import find
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import HubConfig
+from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import Config, replace_field
 from dualpipe.train.config.source import find_source
 
 
-class Resolved(NamedTuple):
-    """A configuration whose parallel.dp and train.num_chunks are those of the run, and its model."""
+@dataclass(frozen=True)
+class RunDTypes:
+    """The dtypes that a configuration names: [dtypes], train.dtype and optimizer.moments."""
+
+    compute: torch.dtype  # of parameters and activations in the model
+    moments: torch.dtype  # of the optimizer
+    rules: tuple[Rule, ...]  # exceptions
+
+    @classmethod
+    def of(cls, config: Config) -> RunDTypes:
+        """Return the dtypes that `config` names."""
+        rules = tuple(
+            Rule(each.pattern, dtype=_dtype(each.compute), output_dtype=_dtype(each.output),
+                 storage=each.storage if each.storage in FORMATS else _dtype(each.storage),
+                 reduce=_dtype(each.reduce), save=_dtype(each.save), gather=each.gather)
+            for each in config.dtypes.rules
+        )
+        return cls(dtype_of(config.train.dtype), dtype_of(config.optimizer.moments), rules)
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else dtype_of(name)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration whose parallel.dp and train.num_chunks are those of the run, and what it names: the model and
+    the dtypes."""
 
     config: Config
     model: HubConfig
+    dtypes: RunDTypes
+    positions: int | None = None  # that the model is made for, if known
+
+    @classmethod
+    def of(cls, config: Config, model: HubConfig, positions: int | None = None) -> Resolved:
+        """Resolve what `config`, which fits the number of ranks, says of `model`."""
+        return cls(config, model, RunDTypes.of(config), positions)
+
+    def with_config(self, config: Config) -> Resolved:
+        """Resolve other settings for the same model."""
+        return Resolved.of(config, self.model, self.positions)
 
 
 class SavedBatch(NamedTuple):
@@ -34,8 +77,10 @@ class SavedBatch(NamedTuple):
 
 
 def resolve(config: Config, world_size: int) -> Resolved:
-    """Resolve a configuration for a number of ranks. Raises ValueError as `fit_world` and `read_model_config` do."""
-    return Resolved(fit_world(config, world_size), read_model_config(config))
+    """Resolve a configuration for a number of ranks. Raises ValueError as `fit_world` and `read_model` do."""
+    fitted = fit_world(config, world_size)
+    model = read_model(config)
+    return Resolved.of(fitted, model.config, model.positions)
 
 
 def fit_world(config: Config, world_size: int) -> Config:
@@ -56,18 +101,20 @@ def fit_world(config: Config, world_size: int) -> Config:
             f"parallel.{' * '.join(sizes)} = {' * '.join(map(str, sizes.values()))} cannot be {world_size}, the number "
             f"of ranks that were started; start {parallel.world_size}, or change parallel.pp or parallel.dp"
         )
+    config = replace_field(config, "parallel", "dp", pipelines)
+    if config.train.batch_size:
+        config = with_batch(config, config.train.batch_size)
     if parallel.dp_replicate > 1:
         check_replicate(pipelines, parallel.dp_replicate, "parallel.dp_replicate")
-    config = replace_field(config, "parallel", "dp", pipelines)
-    return with_batch(config, config.train.batch_size) if config.train.batch_size else config
+    return config
 
 
 def with_batch(config: Config, batch_size: int) -> Config:
     """`config`, whose parallel.dp is known, with as many micro-batches as make a global batch of so many sequences.
     ValueError, with sizes that are possible, where none do."""
     at_once = config.train.micro_batch_size * config.parallel.batch_shards
-    num_chunks, rest = divmod(batch_size, at_once)
-    if rest or not num_chunks:
+    num_microbatches, rest = divmod(batch_size, at_once)
+    if rest or not num_microbatches:
         parts = config.parallel.dp_replicate
         possible = [size for size in range(parts, batch_size // config.parallel.ep + 1, parts)
                     if batch_size % (size * config.train.micro_batch_size * config.parallel.ep) == 0]
@@ -77,7 +124,7 @@ def with_batch(config: Config, batch_size: int) -> Config:
             f"train.batch_size = {batch_size} is no multiple of {at_once}, which is train.micro_batch_size * dp * ep = "
             f"{config.train.micro_batch_size} * {config.parallel.dp} * {config.parallel.ep}; give {near}{dp}"
         )
-    return replace_field(config, "train", "num_chunks", num_chunks)
+    return replace_field(config, "train", "num_chunks", num_microbatches)
 
 
 def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, str]:
@@ -94,7 +141,7 @@ def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, 
         return resolved, ""
     if saved.sequences % at_once == 0:
         kept = with_batch(config, saved.sequences)
-        return resolved._replace(config=kept), (
+        return resolved.with_config(kept), (
             f"train.num_chunks = {kept.train.num_chunks}, so that a step has {saved.sequences} sequences as before, by "
             f"{saved.pipelines} pipelines then and {now} now; train.batch_size would set it"
         )

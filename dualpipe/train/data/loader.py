@@ -78,7 +78,7 @@ class PackedTokens:
             )
 
 
-class Batch(NamedTuple):
+class TokenBatch(NamedTuple):
     """A global batch, or a rank's part of it: `targets` are `tokens` shifted by one, see `shifted`."""
 
     tokens: torch.Tensor  # (B, C) int64
@@ -126,7 +126,7 @@ class TokenStream:
     def read_windows(
         self, starts: Sequence[int] | np.ndarray, window: int, columns: torch.Tensor | None = None, *, depth: int = 0,
         separate_documents: bool = False,
-    ) -> Batch:
+    ) -> TokenBatch:
         """The batch made of the windows of `window` tokens from `starts`. columns: the tokens of each that are read
         here (C,), of which targets are those behind; positions are of all. None: all. depth: of `shifted`, within
         documents where these are separate."""
@@ -138,7 +138,7 @@ class TokenStream:
         positions = positions[:, :-1]
         targets = shifted(rows, depth, positions if separate_documents else None)
         parts = rows[:, :-1][:, own], targets[:, own], positions
-        return Batch(*(torch.from_numpy(part.copy()) for part in parts))
+        return TokenBatch(*(torch.from_numpy(part.copy()) for part in parts))
 
 
 def shifted(rows: np.ndarray, depth: int = 0, positions: np.ndarray | None = None) -> np.ndarray:
@@ -323,19 +323,19 @@ class Loader:
             windows[epochs == epoch] = shuffle(places[epochs == epoch], self.num_windows, self._seed, epoch)
         return windows
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int) -> TokenBatch:
         """The batch of training step `step`, counted from 0, of a run that passes over none."""
         return self._read(self.windows(step) * self._window)
 
     @contextmanager
-    def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[Batch]]:
+    def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[TokenBatch]]:
         """For a `with`: the batches of steps from `step` to before `stop`, read ahead. `step` counts those that were
         taken.
 
         stream: as in `read_ahead`.
         """
 
-        def counted() -> Iterator[Batch]:
+        def counted() -> Iterator[TokenBatch]:
             for batch in ahead:
                 self.step += 1
                 yield batch
@@ -374,8 +374,8 @@ class Loader:
 
 @contextmanager
 def read_ahead(
-    read: Callable[[Any], Batch], keys: Iterable[Any], stream: Stream | None = None
-) -> Iterator[Iterator[Batch]]:
+    read: Callable[[Any], TokenBatch], keys: Iterable[Any], stream: Stream | None = None
+) -> Iterator[Iterator[TokenBatch]]:
     """For a `with`: `read(key)` for each of `keys`, in order. While one is used, a thread reads the next.
 
     stream: beside the computing one; it copies batches, which must be of one shape, to its device, as they are read.
@@ -396,12 +396,12 @@ class _Copies:
     host that launches kernels for 12 ms (vllm-project/vllm#37006).
     """
 
-    def __init__(self, read: Callable[[Any], Batch], stream: Stream) -> None:
+    def __init__(self, read: Callable[[Any], TokenBatch], stream: Stream) -> None:
         self._read, self._stream = read, stream
         self._pinned: torch.Tensor | None = None  # int64: what a batch holds, one after the other
         self._copied: Event | None = None
 
-    def start(self, key: Any) -> tuple[Batch, Event | None]:
+    def start(self, key: Any) -> tuple[TokenBatch, Event | None]:
         """In the thread that reads: a batch of the device, and the event after which it is there."""
         batch = self._read(key)
         with beside(self._stream, None):
@@ -413,9 +413,9 @@ class _Copies:
             torch.cat([part.flatten() for part in batch], out=self._pinned)
             copied = self._pinned.to(self._stream.device, non_blocking=True).split(sizes)
             self._copied = record(self._stream.device)
-        return Batch(*(part.view(like.shape) for part, like in zip(copied, batch))), self._copied
+        return TokenBatch(*(part.view(like.shape) for part, like in zip(copied, batch))), self._copied
 
-    def finish(self, started: tuple[Batch, Event | None]) -> Batch:
+    def finish(self, started: tuple[TokenBatch, Event | None]) -> TokenBatch:
         """In the thread that computes: the batch, for its current stream."""
         batch, copied = started
         wait(copied, self._stream.device)  # orders: the copy, then what reads it

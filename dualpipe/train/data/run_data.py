@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import Mesh
-from dualpipe.runtime.device import Stream
+from dualpipe.runtime.device import new_stream
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import (
-    Batch,
     Loader,
+    TokenBatch,
     evaluation_batches,
     open_splits,
     packed_directory,
@@ -28,14 +30,16 @@ class RunData:
 
     place: of this rank in the mesh, which says the rows that it reads of a global batch. split: the columns that it
     reads of a sequence. reads: whether this rank reads batches at all. vocab_size, mtp_depth: of the model.
+    device: where batches go.
 
     Raises ValueError, on all ranks, for text that cannot be read, is too short, or is of another vocabulary.
     """
 
     def __init__(
         self, config: Config, ranks: RankSync, place: Mesh, split: SequenceSplit, *, reads: bool, vocab_size: int,
-        mtp_depth: int,
+        mtp_depth: int, device: torch.device,
     ) -> None:
+        self._copying = new_stream(device)  # a side stream for batches on their way to the device; None on CPU
         train, data, cache = config.train, config.data, Path(config.output.dir)
         packed = partial(packed_directory, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key)
 
@@ -74,6 +78,10 @@ class RunData:
             separate_documents=data.separate_documents,
         )
 
-    def held_out_batches(self, copying: Stream | None) -> AbstractContextManager[Iterator[Batch]]:
-        """Read the held-out batches, one ahead, on the side stream `copying`; None on CPU."""
-        return read_ahead(self._read_held_out, self.held_out, copying)
+    def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
+        """Read the batches of the steps that are left up to `stop`, one ahead."""
+        return self.loader.batches(stop, self._copying)
+
+    def held_out_batches(self) -> AbstractContextManager[Iterator[TokenBatch]]:
+        """Read the held-out batches, one ahead."""
+        return read_ahead(self._read_held_out, self.held_out, self._copying)

@@ -26,7 +26,7 @@ _ANSWER = timedelta(seconds=5)  # for one of the store
 _COLLECT = 3.0  # for other ranks to write their states
 
 
-class ControlStore:
+class PeerStore:
     """What a rank tells the others, and hears from them. store: the job's, None where the rank is the only one. No
     method waits for long, or raises for a store that is gone.
 

@@ -4,7 +4,7 @@ It holds no lock of training and takes part in no collective, so it goes on whil
 will never come. Python's own signal handlers run on the main thread, between two of its instructions: not while that is
 in a collective. So the numbers of signals come through a pipe, into which the interpreter writes them at once.
 
-Ranks tell each other, by a `ControlStore`, that one of them is lost, which ends all, and that all shall write what they
+Ranks tell each other, by a `PeerStore`, that one of them is lost, which ends all, and that all shall write what they
 do and wait for.
 """
 
@@ -29,7 +29,7 @@ from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
-from dualpipe.train.health.peer_store import ASK, FAULT, TICK, ControlStore
+from dualpipe.train.health.peer_store import ASK, FAULT, TICK, PeerStore
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -105,7 +105,7 @@ class Watchdog:
         rank, which is lost then.
         """
         self._info, self._folder, self._patience, self._limit = info, output / FOLDER, patience, limit + _LATE
-        self._store = ControlStore(store, info.rank)
+        self._store = PeerStore(store, info.rank)
         self._moved, self._progress = time.monotonic(), self.recorder.progress()
         self._clear()
         self._watching = True

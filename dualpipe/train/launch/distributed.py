@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,28 +19,30 @@ from dualpipe.runtime.nccl import TOTALS, nccl_options
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import Resolved, fit_world
+from dualpipe.train.config.resolve import Resolved, resolve
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.watchdog import Watchdog
-from dualpipe.train.launch.settings_check import agree, run_settings
+from dualpipe.train.launch.settings_check import agree, model_settings, run_settings
 from dualpipe.train.launch.store import confine, connect
 
 
+@dataclass(eq=False)
 class Job:
-    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one.
+    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one."""
 
-    place: where it stands in the mesh; ranks: all of them, for what they agree on; rank: its number among them; group:
-    their process group, None for one; watchdog: what looks after it, None where nothing does.
-    """
+    device: torch.device
+    mesh: DeviceMesh | None = None
+    watchdog: Watchdog | None = None  # looks after the rank; None where nothing does
+    place: Mesh = field(init=False)  # of the rank in the mesh
+    ranks: RankSync = field(init=False)  # all of them, for what they agree on
+    rank: int = field(init=False)  # its number among them
+    group: dist.ProcessGroup | None = field(init=False)  # of all ranks; None for one
 
-    def __init__(
-        self, device: torch.device, mesh: DeviceMesh | None = None, watchdog: Watchdog | None = None
-    ) -> None:
-        self.device, self.mesh, self.watchdog = device, mesh, watchdog
-        self.place, self.ranks = Mesh.of(mesh), RankSync.of_mesh(mesh)
+    def __post_init__(self) -> None:
+        self.place = Mesh.of(self.mesh)
+        self.ranks = RankSync.of_mesh(self.mesh)
         self.rank = self.ranks.rank
-        self.group: dist.ProcessGroup | None = None if mesh is None else dist.group.WORLD
+        self.group = None if self.mesh is None else dist.group.WORLD
 
 
 @contextmanager
@@ -56,13 +59,13 @@ def join(
 
     def prepare(settings: dict[str, Any]) -> tuple[Resolved, torch.device]:
         settings["number of ranks"] = info.world_size
-        model = read_model_config(config)
-        settings.update(run_settings(config, model))
+        settings.update(run_settings(config))
+        resolved = resolve(config, info.world_size)
+        settings.update(model_settings(resolved.model))
         confine(info, config.parallel.interface)
-        fitted = fit_world(config, info.world_size)
         device = choose_device(info, config.parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type
-        return Resolved(fitted, model), device
+        return resolved, device
 
     if info.world_size > 1 and config.parallel.device != "cpu":
         cuda.set_environment()

@@ -239,8 +239,9 @@ class _Ranks:
         found = {}
         for rank, when in written.items():
             with suppress(ValueError):
-                # Of one that has ended, its watchdog has, seconds before.
-                if when >= since - (0.0 if rank in asked else 2 * GRACE_SECONDS):
+                # Of one that has ended, also after it was asked, its watchdog has, seconds before.
+                is_running = self._processes[rank].poll() is None
+                if when >= since - (0.0 if is_running else 2 * GRACE_SECONDS):
                     found[rank] = json.loads(_read(files[rank]))
         return found
 

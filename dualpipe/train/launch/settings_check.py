@@ -37,8 +37,8 @@ _MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # of each no
 T = TypeVar("T")
 
 
-def run_settings(config: Config, model: HubConfig) -> Iterator[tuple[str, Any]]:
-    """What makes two ranks part of the same run, by name: their configuration, the model's, and the code.
+def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
+    """What makes two ranks part of the same run, by name, besides the model: their configuration, and the code.
 
     What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
     output.dir, unless checkpoints, which all ranks write, are in it.
@@ -59,6 +59,10 @@ def run_settings(config: Config, model: HubConfig) -> Iterator[tuple[str, Any]]:
     for name, path in sorted(sources.items()):
         digest.update(f"{name}\0".encode() + path.read_bytes() + b"\0")
     yield "sources of dualpipe (digest)", digest.hexdigest()[:16]
+
+
+def model_settings(model: HubConfig) -> Iterator[tuple[str, Any]]:
+    """The model's configuration, by name, which all ranks must have the same of."""
     for name, value in model.to_dict().items():
         yield f"the model's {name}", value
 

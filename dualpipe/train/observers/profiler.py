@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from dualpipe.runtime import device as devices
-from dualpipe.train.metrics import say
+from dualpipe.runtime.printing import say
 from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
 
 

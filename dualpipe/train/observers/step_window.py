@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple, Self
 
-from dualpipe.train.metrics import say
+from dualpipe.runtime.printing import say
 
 
 class Steps(NamedTuple):

@@ -1,4 +1,4 @@
-"""AdamW over a rank's parameters, or Muon, or one that a user brings; and the learning rate as a function of the step.
+"""AdamW over a rank's parameters, or Muon, or one that a user brings.
 
 bf16: parameters are bf16, their `.grad` is fp32 (torch's `grad_dtype`), and the optimizer updates fp32 masters that are
 rounded into the parameters after each step. Small updates are not lost that way, and nothing computes under autocast.
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,94 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dualpipe.checkpoint.state import ParameterState
-from dualpipe.nn import RMSNorm, Router
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
-from dualpipe.parallel.precision.plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.quantize_model import placed_as, quantized_part, untrained
-from dualpipe.train.config.schema import ALGORITHMS, OptimizerGroup
+from dualpipe.train.config.schema import ALGORITHMS
+from dualpipe.train.optim.groups import Group, parameter_places, update_of
 from dualpipe.train.optim.muon import Muon
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # as torch calls them
-_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RMSNorm)
-
-
-def learning_rate(
-    step: int, *, peak: float, total_steps: int, warmup_steps: int = 0,
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine", min_ratio: float = 0.1,
-    decay_fraction: float = 0.2,
-) -> float:
-    """The learning rate of `step`, counted from 0.
-
-    Linear warm-up that reaches `peak` at step `warmup_steps`, then "cosine": half a cosine; "linear"; or "wsd":
-    constant, then linear over the last `decay_fraction` of all steps. These reach `min_ratio * peak` at the last step;
-    "constant" stays at `peak`.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
-        return peak
-    decay_steps, last = round(decay_fraction * total_steps) if schedule == "wsd" else total_steps, total_steps - 1
-    start = max(warmup_steps, last - decay_steps)
-    progress = min(1.0, max(0.0, (step - start) / (last - start))) if last > start else float(step > last)
-    share = 0.5 * (1.0 + math.cos(math.pi * progress)) if schedule == "cosine" else 1.0 - progress
-    return peak * (min_ratio + (1.0 - min_ratio) * share)
-
-
-class Group(NamedTuple):
-    """What holds of the parameters that `pattern`, as of `dualpipe.parallel.Rule`, matches, instead of what else would.
-
-    lr: the peak of their learning rate. algorithm: "muon" or "adamw".
-    """
-
-    pattern: str
-    lr: float | None = None
-    weight_decay: float | None = None
-    algorithm: str | None = None
-
-
-def layer_groups(lr: float, decay: float, num_layers: int) -> list[Group]:
-    """Learning rates that are multiplied by `decay` from each layer to the one before, and to the embedding, as for
-    fine-tuning (arXiv:2003.10555, section 3.3); those of the head and its norm stay."""
-    names = ["embed_tokens", *(f"layers.{index}" for index in range(num_layers))]
-    return [Group(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
-
-
-def parameter_places(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[str, nn.Module]]:
-    """The parameters that are trained, each once, with their names and the modules that own them."""
-    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-    for place, owner in (each for module in modules for each in module.named_modules()):
-        for own, parameter in owner.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                found.setdefault(parameter, (f"{place}.{own}".lstrip("."), owner))
-    return found
-
-
-def is_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Return True for a matrix that multiplies, or a stack of such: linear layers, experts, embeddings, convolutions.
-
-    Shapes alone do not tell: the experts' biases are stacked, (E, N), and a norm's scale may have several dimensions.
-    """
-    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] == "sinks"
-    return parameter.dim() >= 2 and not name.endswith("bias") and not is_scale
-
-
-def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps hidden values to others, or a stack of such: no embedding, head or router."""
-    is_of_hidden = "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
-    return is_of_hidden and parameter.dim() <= 3 and is_matrix(name, owner, parameter)
-
-
-def algorithm_of(
-    optimizer: str, groups: Iterable[Group | OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
-) -> str:
-    """What updates a parameter where `Optimizer` is given that name and these groups."""
-    found = "adamw" if optimizer == "muon" and not takes_muon(name, owner, parameter) else optimizer
-    for group in groups:
-        if group.algorithm and matches(group.pattern, name):
-            found = group.algorithm
-    return found
 
 
 class Optimizer:
@@ -143,17 +63,9 @@ class Optimizer:
             parameter: _master_of(parameter, (masters or {}).get(parameter)) for parameter in places}
         found: dict[str, dict[tuple[float, float], list[Tensor]]] = {}  # by algorithm, then share of the rate and decay
         for (place, owner), master in zip(places.values(), self._masters.values()):
-            algorithm = algorithm_of(name, groups, place, owner, master)
-            multiplies = is_matrix(place, owner, master)
-            share = 1.0
-            decay = weight_decay if multiplies else 0.0
-            for group in (each for each in groups if matches(each.pattern, place)):
-                share = share if group.lr is None else group.lr / lr
-                decay = decay if group.weight_decay is None else group.weight_decay
-            if algorithm == "muon" and not (multiplies and master.dim() <= 3):
-                raise ValueError(f"optimizer.groups: {place} {tuple(master.shape)} is no matrix, nor a stack of them, "
-                                 "which Muon is for; leave it to adamw")
-            found.setdefault(algorithm, {}).setdefault((share, decay), []).append(master)
+            update = update_of(place, owner, master, optimizer=name, lr=lr, weight_decay=weight_decay, groups=groups)
+            of_algorithm = found.setdefault(update.algorithm, {})
+            of_algorithm.setdefault((update.lr_share, update.weight_decay), []).append(master)
 
         def made(algorithm: str, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             given = options or {}

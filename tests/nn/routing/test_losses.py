@@ -86,7 +86,7 @@ def gradients(r, x_BSH, step, cuts=1, ranks=1):
     """Of the weight and of x, as after a step of `ranks` ranks, each with its share of the batch in `cuts` pieces."""
     total, dx = torch.zeros_like(r.weight), []
     for batch in x_BSH.chunk(ranks):
-        r.step = replace(step, num_chunks=cuts)
+        r.step = replace(step, num_microbatches=cuts)
         r.weight.grad = None
         for piece in batch.chunk(cuts):
             piece = piece.detach().requires_grad_()
@@ -262,7 +262,7 @@ def test_losses_leave_results_and_other_gradients_alone():
 
 def test_loads_and_losses_are_counted_in_the_backward():
     r, x, totals = router(), tokens(4, 9), make_totals(E)
-    step = r.step = step_of(r, x, "sequence", num_chunks=2, totals=totals)
+    step = r.step = step_of(r, x, "sequence", num_microbatches=2, totals=totals)
     with torch.no_grad():
         r(x)  # an evaluation
         r(x.flatten(0, 1))  # which needs no sequences
@@ -335,8 +335,8 @@ def test_on_cuda_as_on_cpu_without_waiting(options, any_cuda):
 
 
 def test_refuses_steps():
-    with pytest.raises(ValueError, match="num_chunks must be at least 1; got 0"):
-        RouterStep(num_chunks=0)
+    with pytest.raises(ValueError, match="num_microbatches must be at least 1; got 0"):
+        RouterStep(num_microbatches=0)
     with pytest.raises(ValueError, match=r"level must be .*; got 'layer'"):
         RouterStep(level="layer")
     with pytest.raises(ValueError, match=r"give torch.zeros\(num_experts\) in the first step"):

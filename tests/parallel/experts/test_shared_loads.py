@@ -19,7 +19,7 @@ from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
-from dualpipe.train.build import token_weight
+from dualpipe.train.step.loss import token_weight
 from ranks import run_ranks
 
 HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH, CHUNKS = 8, 4, 2, 2, 11, 3

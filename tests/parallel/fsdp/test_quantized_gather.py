@@ -25,9 +25,10 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_whole, plan_model
-from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from ranks import run_ranks
 from toys import relative_error
 
@@ -177,7 +178,7 @@ WAYS: dict[str, Callable[[str, str], Rule]] = {
 def made(shape: tuple[int, int], rules: list[Rule], dtype: torch.dtype = FP32) -> tuple[nn.Module, DeviceMesh]:
     mesh = build_mesh(1, *shape, torch.device("cpu"))
     plan = plan_model(CONFIG, dtype, replicas=Mesh.of(mesh).replicas, rules=rules)
-    common = {"seed": 3, "dtype": dtype, "device": torch.device("cpu"), "mesh": mesh, "plan": plan}
+    common = {"dtypes": plan, "device": torch.device("cpu"), "options": StageOptions(seed=3), "mesh": mesh}
     return build_model(CONFIG, build("1f1b", 1, 1), 0, **common).stages[0], mesh
 
 
@@ -186,7 +187,7 @@ def pattern_of(format: str) -> str:
 
 
 def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
-    whole = dict(build_whole(CONFIG, seed=3, dtype=FP32, device=torch.device("cpu")).named_parameters())
+    whole = dict(build_whole(CONFIG, seed=3, dtypes=FP32, device=torch.device("cpu")).named_parameters())
     compared = 0
     for format in formats:
         for way, rule in WAYS.items():
@@ -391,8 +392,8 @@ def refused_in_one_stage(rank: int) -> str:
     config = dataclasses.replace(CONFIG, mlp_only_layers=(1,), intermediate_size=192)
     plan = plan_model(config, dtype, replicas=2, rules=[Rule("*.mlp.up_proj", storage="fp8_block")])
     with pytest.raises(ValueError) as error:
-        build_model(config, build("1f1b", 2, 1), mesh["pp"].get_local_rank(), seed=0, dtype=dtype, device=device,
-                    mesh=mesh, plan=plan)
+        build_model(config, build("1f1b", 2, 1), mesh["pp"].get_local_rank(), dtypes=plan, device=device,
+                    mesh=mesh)
     return str(error.value)
 
 

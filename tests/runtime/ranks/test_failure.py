@@ -91,7 +91,7 @@ def lost(rank: int, size: int) -> tuple[str, bool, bool]:
     waiting = Recorder.current().wait("receive", "a word", (rank + 1,))
     with pytest.raises(PipelineError) as raised, failure.ending_step(str), waiting:
         work = dist.irecv(torch.empty(1), rank + 1)
-        work.wait(timedelta(seconds=1.0 + 0.3 * rank))  # the first to give up waits for one that is no cause
+        work.wait(timedelta(seconds=1.0 + 0.2 * rank))  # the first to give up waits for one that is no cause
     dist.distributed_c10d._get_default_store().set(f"told {rank}", "yes")
     error = raised.value
     return str(error), error.is_loss, isinstance(error.__cause__, RankLost)

@@ -63,9 +63,9 @@ def test_the_run_stops_naming_where_a_number_was_not_finite_first_and_the_step_i
 
 
 PARAMETER = """
-from dualpipe.train.anomaly.guard import Guard
+from dualpipe.train.anomaly.reruns import StepReruns
 
-keep = Guard.keep
+keep = StepReruns.keep
 
 def spoiled(self, batch):
     for stage in self.runner.model.stages:
@@ -74,7 +74,7 @@ def spoiled(self, batch):
                 parameter.data[0, 0] = float("inf")
     return keep(self, batch)
 
-Guard.keep = spoiled
+StepReruns.keep = spoiled
 """
 
 
@@ -155,7 +155,7 @@ def test_more_steps_in_a_row_than_the_limit_stop_the_run(run_folder, dualpipe):
 
 CONSTANT = (*ALONE, "--optimizer.schedule", "constant", "--checkpoint.interval", "2", "--train.eval_batches", "0")
 PASSED_OVER = """
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 
 resume = Saver.resume
 

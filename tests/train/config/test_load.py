@@ -11,12 +11,12 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
-from dualpipe.train.build import build_routers
 from dualpipe.train.config.command_line import OTHER_NAMES
 from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.metrics import StepMetrics
+from dualpipe.train.step.routers import build_routers
 
 GOOD = """
 [model]

@@ -11,9 +11,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from default_signals import set_default_signals
+from dualpipe.parallel import Rule
 from dualpipe.train.config import resolve
+from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
 from dualpipe.train.metrics import read_metrics
 
@@ -65,7 +68,7 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
 
 def fitted(config, world_size):
     """The configuration of a run that goes on with so many ranks, and what is said of it."""
-    known = resolve.Resolved(resolve.fit_world(config, world_size), None)
+    known = resolve.Resolved.of(resolve.fit_world(config, world_size), None)
     kept, said = resolve.keep_batch(known, resolve.saved_batch(config))
     return kept.config, said
 
@@ -191,3 +194,56 @@ def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, tra
     assert re.search(r"train.num_chunks = 8, so that a step has 16 sequences as before", said), said
     train_on(2, "straight-60", 60)
     assert losses(run_folder, "nodes") == pytest.approx(losses(run_folder, "straight-60"), rel=1e-3)
+
+
+# -- once
+
+
+def test_the_dtypes_and_the_model_are_resolved(run_folder):
+    options = ["--parallel.pp", "1", "--train.dtype", "bf16", "--optimizer.moments", "bf16",
+               "--dtypes.rules", "*.mlp.gate,compute=fp32"]
+    resolved = resolve.resolve(load_config(run_folder / "run.toml", options), 1)
+    assert resolved.config.parallel.dp == 1
+    assert resolved.dtypes == resolve.RunDTypes(
+        torch.bfloat16, torch.bfloat16, (Rule("*.mlp.gate", dtype=torch.float32),))
+    other = resolved.with_config(replace(resolved.config, train=replace(resolved.config.train, dtype="fp32")))
+    assert other.dtypes.compute is torch.float32 and other.model is resolved.model
+
+
+ONCE = """
+import pathlib
+from dualpipe.models import stages
+from dualpipe.train import trainer
+
+read, build, train = pathlib.Path.read_text, stages.build_stages, trainer.train
+counts = {"config.json": 0, "whole models": 0}
+
+def counted_read(path, *arguments, **options):
+    counts["config.json"] += path.name == "config.json"
+    return read(path, *arguments, **options)
+
+def counted_build(config, num_stages, *arguments):
+    counts["whole models"] += num_stages == 1
+    return build(config, num_stages, *arguments)
+
+def told(*arguments, **options):
+    status = train(*arguments, **options)
+    print(counts)
+    return status
+
+pathlib.Path.read_text, stages.build_stages, trainer.train = counted_read, counted_build, told
+"""
+
+
+def test_a_run_reads_its_model_once_and_builds_it_once_to_be_looked_at(run_folder, dualpipe):
+    folder = run_folder / "once"
+    save = ("train", "run.toml", "--parallel.pp", "1", "--train.steps", "1", "--train.eval_batches", "0")
+    plain = dualpipe(run_folder, *save, "--output.dir", "once/plain", before=ONCE)
+    assert "{'config.json': 1, 'whole models': 1}" in plain.stdout, plain.stderr
+    made = dualpipe(run_folder, *save, "--export.to_hf", str(folder / "hf"), "--output.dir", "once/first")
+    assert made.returncode == 0, made.stderr
+    done = dualpipe(
+        run_folder, *save, "--model.config", "", "--init.from_hf", str(folder / "hf"),
+        "--optimizer.groups", "*.mlp.gate,lr=1e-4", "--train.dtype", "bf16", "--parallel.schedule", "zbv",
+        "--output.dir", "once/second", before=ONCE)
+    assert "'whole models': 1}" in done.stdout, done.stderr

@@ -20,7 +20,7 @@ from dualpipe.runtime.recorder import KIND, Recorder
 from dualpipe.train.health import peer_store
 from dualpipe.train.health import watchdog as watchdog_module
 from dualpipe.train.health.diagnose import FOLDER
-from dualpipe.train.health.peer_store import ControlStore
+from dualpipe.train.health.peer_store import PeerStore
 from dualpipe.train.health.watchdog import Watchdog
 from run_files import MODEL, write_files
 from toys import make_stages
@@ -218,11 +218,11 @@ def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
     store = mock.Mock()
     store.clone.return_value, store.add.return_value, store.get.return_value = store, 0, '{"asked": 0}'
     store.check.side_effect = lambda keys: keys != ["state 2"]
-    there = ControlStore(store, 0)
+    there = PeerStore(store, 0)
     assert there.states(3) == {0: None, 1: {"asked": 0}, 2: None}
     there.stop()
     store.check.side_effect = [True, RuntimeError("the store is gone")]
-    assert ControlStore(store, 0).states(3) == {1: {"asked": 0}}
+    assert PeerStore(store, 0).states(3) == {1: {"asked": 0}}
 
 
 def test_an_action_has_few_entries():

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.launch import distributed, settings_check
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.launch.settings_check import agree, run_settings
@@ -204,7 +203,7 @@ def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
 
 
 def settings_of(config):
-    return dict(run_settings(config, read_model_config(config)))
+    return dict(run_settings(config))
 
 
 def test_directories_may_differ_where_nothing_is_saved(run_toml):

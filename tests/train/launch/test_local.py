@@ -23,11 +23,11 @@ from sockets import listening
 SLOW = """
 import os, time
 from dualpipe.train import loop
-good = loop.learning_rate
-def slow(step, **settings):
+good = loop.run_learning_rate
+def slow(step, *settings):
     time.sleep(0.3 * (step > 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"))
-    return good(step, **settings)
-loop.learning_rate = slow
+    return good(step, *settings)
+loop.run_learning_rate = slow
 """
 
 

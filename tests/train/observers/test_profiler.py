@@ -10,7 +10,7 @@ import torch
 from dualpipe import cli
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import garbage_collection
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
@@ -33,7 +33,7 @@ def profiled_run(rank, toml, folder):
         run = Trainer(resolved, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
-        patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.done))
+        patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.progress.done))
         assert run.train() == 0
     return collected, enabled, gc.isenabled()
 

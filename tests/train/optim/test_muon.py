@@ -16,12 +16,15 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.build import build_model, build_optimizer, plan_run
 from dualpipe.train.config.load import load_config
+from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
+from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.muon import Muon, orthogonal
 from dualpipe.train.optim.optimizer import Optimizer
+from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.stages import build_model
 from dualpipe.train.trainer import train
 from ranks import run_ranks
 from run_files import MODEL, write_files
@@ -104,8 +107,8 @@ def _model(rank, path, dp, ep):
     config = load_config(path, ["--parallel.pp", "1", "--parallel.dp", str(dp), "--parallel.ep", str(ep)])
     mesh = build_mesh(1, dp, ep, torch.device("cpu")) if dp * ep > 1 else None
     hub = read_config(config.model.config)
-    return build_model(hub, build("1f1b", 1, 1), 0, seed=0, dtype=torch.float32, device=torch.device("cpu"), mesh=mesh,
-                       plan=plan_run(config, hub, {}))
+    return build_model(hub, build("1f1b", 1, 1), 0, dtypes=plan_run(Resolved.of(config, hub), {}),
+                       device=torch.device("cpu"), mesh=mesh)
 
 
 def _whole(tensor):
@@ -182,9 +185,10 @@ def test_at_most_one_matrix_more_is_on_its_way():
 def _made(path, *options, steps=1):
     config = load_config(path, ["--parallel.pp", "1", *options])
     hub = read_config(config.model.config)
-    model = build_model(hub, build("1f1b", 1, 1), 0, seed=0, dtype=torch.float32, device=torch.device("cpu"),
-                        plan=plan_run(config, hub, {}))
-    return config, model, build_optimizer(config, model)
+    resolved = Resolved.of(config, hub)
+    model = build_model(hub, build("1f1b", 1, 1), 0, dtypes=plan_run(resolved, {}), device=torch.device("cpu"))
+    return config, model, build_optimizer(
+        config.optimizer, hub, model.stages, moments=resolved.dtypes.moments, masters=model.masters)
 
 
 def test_matrices_alone_are_muons(tmp_path):

@@ -14,13 +14,13 @@ from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.schedule.by_name.build import search_with_progress
-from dualpipe.train import build as of_run
-from dualpipe.train.config.schema import Config, ParallelConfig, TrainConfig
+from dualpipe.train.config.schema import ParallelConfig
+from dualpipe.train.step import pipeline_schedule
 from ranks import run_ranks
 
 
-def config(**parallel) -> Config:
-    return Config(parallel=ParallelConfig(schedule="auto", **parallel), train=TrainConfig(num_chunks=5))
+def auto(**parallel) -> ParallelConfig:
+    return ParallelConfig(schedule="auto", **parallel)
 
 
 def of_ranks(rank, world, cache, seconds, costs):
@@ -34,9 +34,9 @@ def of_ranks(rank, world, cache, seconds, costs):
         time.sleep(seconds)
         return search_with_progress(*args, effort=0, **options)
 
-    one_search = mock.patch.object(of_run, "search_with_progress", find)
+    one_search = mock.patch.object(pipeline_schedule, "search_with_progress", find)
     with one_search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.2):
-        return of_run.build_schedule(config(pp=2, schedule_costs=costs), RankSync(dist.group.WORLD))
+        return pipeline_schedule.build_schedule(auto(pp=2, schedule_costs=costs), 5, RankSync(dist.group.WORLD))
 
 
 @pytest.mark.slow
@@ -63,10 +63,10 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
         may_end.wait(60)
         has_ended.set()
 
-    search = mock.patch.object(of_run, "search_with_progress", search_long)
+    search = mock.patch.object(pipeline_schedule, "search_with_progress", search_long)
     with search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.1):
         with pytest.raises(RankLost):
-            of_run.build_schedule(config(pp=2), Lost())
+            pipeline_schedule.build_schedule(auto(pp=2), 5, Lost())
         assert not has_ended.is_set()
     may_end.set()
 
@@ -81,9 +81,9 @@ def test_an_error_of_rank_0_is_one_of_all(costs, message, tmp_path):
 
 def test_alone_and_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = of_run.build_schedule(config(pp=2, schedule_memory=3.0))
+    found = pipeline_schedule.build_schedule(auto(pp=2, schedule_memory=3.0), 5)
     assert found == build("auto", 2, 5, memory=3.0)
-    named = Config(parallel=ParallelConfig(pp=2, schedule="zbv"), train=TrainConfig(num_chunks=5))
-    assert of_run.build_schedule(named) == build("zbv", 2, 5)
+    named = ParallelConfig(pp=2, schedule="zbv")
+    assert pipeline_schedule.build_schedule(named, 5) == build("zbv", 2, 5)
     with pytest.raises(ValueError, match=r"memory is 1\.0; give stage activations, 2 or more"):
-        of_run.build_schedule(config(pp=2, schedule_memory=1.0))
+        pipeline_schedule.build_schedule(auto(pp=2, schedule_memory=1.0), 5)

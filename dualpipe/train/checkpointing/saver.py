@@ -8,45 +8,26 @@ the files it was started with.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-from torch import Tensor
-
-from dualpipe.checkpoint import CheckpointError, Checkpoints, load, training_state
+from dualpipe.checkpoint import CheckpointError, Checkpoints, load
 from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.checkpoint.state import ParameterState
 from dualpipe.models import HubConfig
-from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
-from dualpipe.train.build import Model
+from dualpipe.runtime.printing import say
+from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.schema import Config
 from dualpipe.train.config.source import find_source, saved_settings
-from dualpipe.train.data.loader import Loader
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.metrics import say
-from dualpipe.train.optim.optimizer import Optimizer
 
 # A checkpoint that `dualpipe hf import` made has step 0, and none of these yet.
 NOT_IMPORTED = ("optimizer/*", "routers/*")
 _NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not change what is computed
-
-
-class State(NamedTuple):
-    """What a checkpoint of a run is made of."""
-
-    model: Model
-    optimizer: Optimizer
-    routers: RouterSet
-    loader: Loader
-
-    def tensors(self) -> Mapping[str, Tensor | ParameterState]:
-        """All of them by name, sharing memory."""
-        return training_state(self.model.stages, self.optimizer) | self.routers.state_tensors()
 
 
 class Saver:
@@ -81,7 +62,7 @@ class Saver:
             raise
         self._say(*notes)
 
-    def resume(self, state: State) -> int:
+    def resume(self, state: TrainingState) -> int:
         """Go on from the source where there is one; the steps that are done.
 
         Raises ValueError, on all ranks, for a checkpoint that does not fit or is damaged, and for another order of the
@@ -132,7 +113,7 @@ class Saver:
         settings, is_last = self._settings, step == self._config.train.steps
         return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
 
-    def save(self, state: State, step: int, *, now: bool = False) -> Path | None:
+    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Path | None:
         """Save where it is due.
 
         One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
@@ -176,7 +157,7 @@ class Saver:
                 rest = "" if is_last else "; training goes on, but ends if the next one is not saved either"
                 self._say(f"WARNING: {error}{rest}")
 
-    def go_back(self, state: State) -> int | None:
+    def go_back(self, state: TrainingState) -> int | None:
         """Load the newest checkpoint of this run, or what it began with; the steps that are done then. None where there
         is none. Of the directory it need not be the newest: the run may go on from an older one."""
         if self._checkpoints is not None:
@@ -236,8 +217,3 @@ def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
             "it with `dualpipe hf import --mtp`")
     patterns, rest = ", ".join(f"*layers.{layer}.*" for layer in announced), "without" if there else "with new ones"
     return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on {rest}"
-
-
-def describe(config: Config, model: Model) -> dict[str, Any]:
-    """What a checkpoint says of where it comes from."""
-    return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}

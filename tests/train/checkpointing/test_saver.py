@@ -11,7 +11,7 @@ import torch
 from dualpipe import cli
 from dualpipe.checkpoint import latest, verify
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.checkpointing.saver import Saver
 
 TIMEOUT = 5  # s
 

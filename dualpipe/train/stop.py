@@ -1,16 +1,15 @@
-"""What every rank has to say of a step, which all ranks learn with the step's numbers: so all do the same about it.
+"""Stopping a run before its last step, after a signal or at a time limit: all ranks after the same step.
 
-One small all-reduce a step, on the device: no host waits for it but where it waits for the numbers anyway.
+Each rank votes on every step, and all learn the votes with the step's numbers: one small all-reduce, on the device. No
+host waits for it but where it waits for the numbers anyway.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dualpipe.runtime.rank_process import LAUNCHER
+from dualpipe.runtime.rank_process import LAUNCHER, process_age
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
@@ -38,7 +37,7 @@ class Vote(NamedTuple):
     load: float | Tensor = 0.0
 
 
-class Votes:
+class StopVotes:
     """The words of all ranks of a job, in which a rank asks for an end when its watchdog or `time_limit` says so."""
 
     def __init__(self, job: Job, time_limit: float) -> None:
@@ -90,45 +89,6 @@ class TimeLimit:
         self._ages.append(process_age(os.environ.get(LAUNCHER, "self")))
         longest = max((after - before for before, after in pairwise(self._ages)), default=0.0)
         return self._ages[-1] + self._queued * longest > self._limit
-
-
-class StartUp:
-    """The seconds that each part of a start takes, from the start of this process to the end of the first step."""
-
-    def __init__(self, recorder: Recorder | None = None) -> None:
-        """To be made when everything is imported. recorder: this thread's, unless given."""
-        self._recorder = recorder or Recorder.current()
-        self._seconds = {"imports": process_age()}
-        self._part, self._since = "", time.perf_counter()
-
-    def begin(self, part: str = "") -> None:
-        """End the part that is under way, and begin this one (or none)."""
-        now = time.perf_counter()
-        if self._part:
-            self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
-            self._recorder.end()
-        self._part, self._since = part, now
-        if part:
-            self._recorder.begin("start", part)
-
-    def end(self) -> str:
-        """End the last part; what is to be said of them all, nothing when called again."""
-        if not self._part:
-            return ""
-        self.begin()
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
-        return f"first step {process_age():.1f} s after the start: {parts}"
-
-
-_loaded = time.monotonic()
-
-
-def process_age(pid: int | str = "self") -> float:
-    """The seconds since a process was started; since this module was loaded where /proc does not tell."""
-    with suppress(OSError, IndexError, ValueError, AttributeError):
-        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])  # starttime of proc(5)
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - _loaded
 
 
 def farewell(config: Config, status: int, step: int, saved: Path | None) -> str:

@@ -18,46 +18,46 @@ from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
-from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.build import build_model, build_optimizer, build_routers, build_schedule, plan_run, token_weight
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.loader import Batch
+from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
+from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
+from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
+from dualpipe.train.step.pipeline_schedule import build_schedule
+from dualpipe.train.step.routers import build_routers
+from dualpipe.train.step.stages import StageOptions, build_model
 
 
 class PipelinedModel:
     """The stages of this rank in their pipeline, with routers: forward, loss and backward of a batch. Collective.
 
-    dtype, plan, from_hf: see `build_model`.
+    dtypes: see `build_model`. from_hf: a directory with a Hugging Face checkpoint to take the weights of.
 
     Raises ValueError, on all ranks, for a model, a schedule or routers that cannot be.
     """
 
     def __init__(
-        self, resolved: Resolved, job: Job, *, dtype: torch.dtype, plan: DTypePlan | None, from_hf: str = ""
+        self, resolved: Resolved, job: Job, *, dtypes: DTypePlan | torch.dtype, from_hf: str = ""
     ) -> None:
         config = resolved.config
-        train, parallel = config.train, config.parallel
+        self.resolved = resolved
         self.config = config
         self.job = job
         self.recorder = Recorder.current()
-        self.schedule = build_schedule(config, job.ranks)
-        self.context = ContextParallel(job.place.part("cp"), method=parallel.cp_method)
-        self.split = self.context.split
+        self.schedule = build_schedule(config.parallel, config.train.num_chunks, job.ranks)
+        context = ContextParallel(job.place.part("cp"), method=config.parallel.cp_method)
+        self.split = context.split
         self.model = build_model(
-            resolved.model, self.schedule, job.place.rank("pp"), seed=train.seed, dtype=dtype, device=job.device,
-            mesh=job.mesh, recompute=config.memory.recompute, compiled=train.compile,
-            layers_per_stage=parallel.layers_per_stage, from_hf=from_hf, plan=plan, products=config.dtypes.products,
-            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
-            context=self.context,
+            resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
+            options=StageOptions.of(config, from_hf), mesh=job.mesh, context=context,
         )
-        self.routers = build_routers(
-            config, self.model.stages, group=job.group, device=job.device, context=self.context)
+        self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(
-            self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule, overlap=parallel.overlap
+            self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule,
+            overlap=config.parallel.overlap,
         )
 
     @property
@@ -72,7 +72,7 @@ class PipelinedModel:
         return MicroBatchLoss(micro_batches, self.config.mtp.weight_of(step, train.steps))
 
     def forward_backward(
-        self, batch: Batch, criterion: MicroBatchLoss, num_microbatches: int | None = None
+        self, batch: TokenBatch, criterion: MicroBatchLoss, num_microbatches: int | None = None
     ) -> Tensor | None:
         """Run the pipeline once, on the micro-batches of a step unless another number is given.
 
@@ -103,6 +103,14 @@ class PipelinedModel:
         self.all_reduce("loss", "the loss of all pipelines", loss, self.job.place.group(*DENSE))
         return loss / self.config.parallel.replicas
 
+    def everywhere(self, loss: Tensor | None) -> Tensor:
+        """Return a step's loss on every rank, from the one that reports it. Collective."""
+        shared = torch.zeros(1, dtype=torch.float64, device=self.job.device)
+        if self.reports and loss is not None:
+            shared[0] = loss
+        self.all_reduce("loss", "the loss", shared, self.job.group)
+        return shared[0]
+
     def all_reduce(self, kind: str, what: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
         """Add the other ranks' values to `tensor`, recorded as a wait for them."""
         if group is not None:
@@ -119,15 +127,17 @@ class StepRunner(PipelinedModel):
     def __init__(self, resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
         config = resolved.config
         derive_random(config.train.seed, 0, job.rank)
-        plan = plan_run(config, resolved.model, recorded, job.mesh)
-        from_hf = config.init.from_hf if recorded is None else ""
-        super().__init__(resolved, job, dtype=dtype_of(config.train.dtype), plan=plan, from_hf=from_hf)
-        self.optimizer = build_optimizer(config, self.model)
+        plan = plan_run(resolved, recorded, job.mesh)
+        super().__init__(resolved, job, dtypes=plan, from_hf=config.init.from_hf if recorded is None else "")
+        self.optimizer = build_optimizer(
+            config.optimizer, resolved.model, self.model.stages, moments=resolved.dtypes.moments,
+            masters=self.model.masters,
+        )
         self.recorder.made("parameters", *self.optimizer.parameters)
         limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
         self.qk_clip = QKClip(self.model.stages, limit, group=dense, device=job.device) if limit else None
 
-    def run_step(self, batch: Batch, step: int) -> Tensor | None:
+    def run_step(self, batch: TokenBatch, step: int) -> Tensor | None:
         """Run forwards and backwards of a step, counted from 1, with the routers' losses and counts.
 
         Returns the `mean_losses`. A loss that is not finite leaves a gradient that is not: so every rank gets to know

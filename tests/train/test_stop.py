@@ -1,4 +1,4 @@
-"""Runs that are asked to stop do so after a step, saved, and go on bit for bit; a start is reported by its parts."""
+"""Runs that are asked to stop do so after a step, saved, and go on bit for bit."""
 
 import os
 import re
@@ -8,9 +8,10 @@ import pytest
 
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train import step_sync
+from dualpipe.runtime.rank_process import process_age
+from dualpipe.train import stop
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.step_sync import TimeLimit, process_age
+from dualpipe.train.stop import TimeLimit
 
 STEPS, AT = 6, 3  # of a run, and the step in which a signal is sent
 RUN = ("train", "run.toml", "--train.steps", str(STEPS), "--train.eval_batches", "1", "--train.eval_interval", "0")
@@ -131,10 +132,10 @@ def test_a_signal_while_it_evaluates_is_heard_after_that(run_folder, dualpipe):
 import os, signal
 from dualpipe.train import trainer
 real = vars(trainer).setdefault("real_evaluate", trainer.evaluate)
-def evaluate(runner, data, step, copying):
+def evaluate(runner, data, step):
     if step == 2 and runner.job.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
-    return real(runner, data, step, copying)
+    return real(runner, data, step)
 trainer.evaluate = evaluate
 """
     process = dualpipe(run_folder, *RUN[:-1], "2", "--output.dir", "evaluated", "--checkpoint.interval", "100",
@@ -164,7 +165,7 @@ def test_a_run_stops_before_its_time_is_over(run_folder, dualpipe, whole, option
 
 def test_the_longest_of_the_last_steps_counts(monkeypatch):
     def reached(ages, limit=100.0, queued=1):
-        monkeypatch.setattr(step_sync, "process_age", lambda pid: next(clock))
+        monkeypatch.setattr(stop, "process_age", lambda pid: next(clock))
         clock, time_limit = iter(ages), TimeLimit(limit, queued)
         return [time_limit.reached() for _ in ages]
 
@@ -185,31 +186,3 @@ def test_time_is_counted_from_the_start_of_the_launcher(monkeypatch):
     time.sleep(0.3)
     assert process_age() - age == pytest.approx(0.3, abs=0.2)
     assert process_age("none") >= 0, "where /proc says nothing"
-
-
-# -- how a start went
-
-
-SLOW_TO_LOAD = """
-import time
-from dualpipe.train import resume
-real = vars(resume).setdefault("real_load", resume.load)
-def load(*arguments, **options):
-    time.sleep(0.7)
-    return real(*arguments, **options)
-resume.load = load
-"""
-
-
-def test_a_start_is_reported_by_its_parts(run_folder, dualpipe):
-    command = (*RUN, "--output.dir", "started", "--checkpoint.interval", "4")
-    for resumed in (False, True):
-        process = dualpipe(run_folder, *command, "--train.steps", "8" if resumed else "4", before=SLOW_TO_LOAD)
-        lines = [line for line in process.stdout.splitlines() if line.startswith("first step ")]
-        assert process.returncode == 0 and len(lines) == 1, process.stdout
-        total, parts = re.fullmatch(r"first step ([\d.]+) s after the start: (.*)", lines[0]).groups()
-        parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(", "))}
-        assert list(parts) == ["imports", "meeting", "model", "data", "checkpoint", "step"]
-        assert sum(parts.values()) == pytest.approx(float(total), abs=0.5)
-        assert (parts["checkpoint"] >= 0.7) is resumed
-        assert process.stdout.index(lines[0]) < process.stdout.index(f"step {6 if resumed else 2}/")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.train.data.loader import NO_TARGET
 
 
@@ -28,8 +29,9 @@ class MicroBatchLoss:
         each depth, and the targets, both (B, C, 1 + D).
     """
 
-    def __init__(self, num_chunks: float, mtp_weight: float = 0.0) -> None:
-        self._num_chunks, self._mtp_weight = num_chunks, mtp_weight
+    def __init__(self, num_microbatches: float, mtp_weight: float = 0.0) -> None:
+        self._num_microbatches = num_microbatches
+        self._mtp_weight = mtp_weight
         self.noted: list[Tensor] = []
         self.greedy: list[tuple[Tensor, Tensor]] = []
 
@@ -37,10 +39,11 @@ class MicroBatchLoss:
         """Logits (B, C, V) and targets (B, C) of a model without MTP; else logits of each depth and (B, C, 1 + D)."""
         *logits, targets = tensors
         if len(logits) == 1:
-            return cross_entropy_loss(logits[0], targets) / self._num_chunks
+            return cross_entropy_loss(logits[0], targets) / self._num_microbatches
         # By all tokens, also those without a target: else the others would count more where there are many documents.
         of_depth = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=targets[..., 0].numel())
-        losses = torch.stack([of_depth(each, targets[..., k]) for k, each in enumerate(logits)]) / self._num_chunks
+        losses = torch.stack([of_depth(each, targets[..., k]) for k, each in enumerate(logits)])
+        losses = losses / self._num_microbatches
         self.noted.append(losses.detach())
         if not torch.is_grad_enabled():
             self.greedy.append((torch.stack([each.argmax(-1) for each in logits], -1), targets))
@@ -66,3 +69,11 @@ def accepted(greedy: Tensor, targets: Tensor, main: Tensor, columns: Tensor) -> 
     same = greedy[..., 1:] == main[:, behind.clamp(max=main.shape[1] - 1)]
     counts = (targets[..., -1] >= 0).double()
     return torch.stack([(same.cumprod(-1).sum(-1) * counts).sum(), counts.sum()])
+
+
+def token_weight(split: SequenceSplit, length: int) -> float:
+    """What a mean over this rank's tokens counts in the mean over ranks, for that to be the mean over all tokens: ranks
+    that share sequences of `length` tokens may have one or two of each more than others."""
+    if split.size == 1:
+        return 1.0
+    return split.counts(length)[split.rank] * split.size / length

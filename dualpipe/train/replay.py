@@ -1,7 +1,7 @@
 """`dualpipe replay BUNDLE`: run a recorded step again on the layout that it had, and compare all bit for bit.
 
 A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see
-`localize`. The data of the run need not exist any more.
+`checkpointing.bundle`. The data of the run need not exist any more.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from dualpipe.checkpoint import load, training_state
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import config_from_dict, read_config
 from dualpipe.runtime.device import deterministic
+from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.anomaly.localize import batch_tensors, run_again
-from dualpipe.train.checkpointing import Saver
+from dualpipe.train.anomaly.localize import run_again
+from dualpipe.train.checkpointing.bundle import batch_tensors
+from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
-from dualpipe.train.data.loader import Batch
+from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.launch.distributed import join
-from dualpipe.train.metrics import say
-from dualpipe.train.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner
 
 
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
@@ -58,13 +59,13 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         own = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0
         here = split.counts(train.sequence_length)[split.rank]
         depths = (1 + depth,) if (depth := model.config.mtp_depth) else ()
-        batch = Batch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
+        batch = TokenBatch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
                         for shape in ((here,), (here, *depths), (train.sequence_length,))))
         tensors = training_state(model.stages, runner.optimizer) | runner.routers.state_tensors()
         load(config.checkpoint.resume, tensors | batch_tensors(runner, batch), mesh=job.mesh)
         runner.optimizer.round_parameters()
         found = run_again(runner, batch, manifest.step)
-        now = {"loss": found.loss.hex(), "norm": found.norm.hex(), "sums": [f"{each:016x}" for each in found.sums]}
+        now = found.record()
         then, again = manifest.extra["then"], manifest.extra["again"]
         same = now == again and all(now[name] == value for name, value in then.items())
         if job.rank == 0:

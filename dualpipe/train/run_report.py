@@ -1,0 +1,51 @@
+"""What a run writes and says of its steps: metrics, remarks, pictures at its end. One rank reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dualpipe.schedule import Schedule
+from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw
+
+
+class RunReport:
+    """The metrics and remarks of a run; nothing on ranks without a writer.
+
+    throughput: says how fast a step was.
+    """
+
+    def __init__(self, throughput: Throughput) -> None:
+        self.throughput = throughput
+        self.writer: MetricsWriter | None = None
+        self.unigram: float | None = None  # the held-out loss of a unigram model
+        self._remarks: list[str] = []
+
+    def remark(self, text: str) -> None:
+        """Say `text`, if there is any, with the next step that is written."""
+        if self.writer is not None and text:
+            self._remarks.append(text)
+
+    def write(self, metrics: dict[str, Any], warnings: Iterable[str]) -> None:
+        """Write a step's metrics, and say what there is to say of it. warnings: taken only where there is a writer."""
+        if self.writer is None:
+            return
+        self.writer.write(StepMetrics(**metrics))
+        for text in (*self._remarks, *warnings):
+            self.writer.say(text)
+        self._remarks.clear()
+
+    def go_back(self, step: int) -> None:
+        """Keep what is written of the steps after this one apart."""
+        if self.writer is not None:
+            self.writer.go_back(step)
+
+    def say(self, text: str) -> None:
+        """Say `text` now."""
+        if self.writer is not None:
+            self.writer.say(text)
+
+    def draw(self, folder: Path, schedule: Schedule) -> None:
+        """Draw the loss and the schedule into `folder`."""
+        draw(folder, schedule, unigram=self.unigram)
