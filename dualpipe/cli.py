@@ -12,7 +12,7 @@ from typing import Any
 
 from dualpipe import __version__
 from dualpipe.runtime.errors import PLAIN, error_line, exit_status
-from dualpipe.schedule import command as schedule  # pure Python
+from dualpipe.schedule.by_name import command as schedule  # pure Python
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,9 +24,9 @@ from dualpipe.models.flops import last_flops, layer_flops
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Embedding, Linear, RMSNorm
 from dualpipe.nn.attention import Context
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks

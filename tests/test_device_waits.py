@@ -26,7 +26,7 @@ from dualpipe import Pipeline
 from dualpipe.pipeline import engine, executor
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.p2p import P2PMessages
-from dualpipe.runtime.device import waiting_blocks
+from dualpipe.runtime.nccl import waiting_blocks
 from pretend_cuda import pretend_cuda
 from ranks import run_ranks
 from schedules import SCHEDULES

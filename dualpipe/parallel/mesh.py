@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.device import CONTEXT, LINK, SHARDS, one_queue
-from dualpipe.runtime.device import EXPERTS as EXPERT_ROWS
+from dualpipe.runtime.device import one_queue
+from dualpipe.runtime.nccl import CONTEXT, LINK, SHARDS
+from dualpipe.runtime.nccl import EXPERTS as EXPERT_ROWS
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
 from dualpipe.runtime.recorder import Recorder
 

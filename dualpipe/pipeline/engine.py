@@ -45,10 +45,11 @@ from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
 from dualpipe.runtime.ranks.process_groups import gloo_beside
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
-from dualpipe.schedule.build import search_with_progress
 from dualpipe.schedule.builders import first_microbatches
+from dualpipe.schedule.by_name.build import search_with_progress
 from dualpipe.schedule.types import Step
-from dualpipe.trace.tracer import Place, Tracer
+from dualpipe.trace.tracer import PipelinePlace as Place
+from dualpipe.trace.tracer import Tracer
 
 
 class Pipeline(nn.Module):

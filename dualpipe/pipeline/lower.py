@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dualpipe.schedule import build
-from dualpipe.schedule.messages import Message, Stream, all_messages, completed, sent
+from dualpipe.schedule.messages import Message, all_messages, completed, sent
+from dualpipe.schedule.messages import MessageStream as Stream
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 

@@ -32,12 +32,14 @@ from torch.distributed import ProcessGroup, Work
 from dualpipe.pipeline.lower import Program
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.runtime.recorder import Recorder, Waiting
-from dualpipe.schedule.messages import Message, Stream
+from dualpipe.schedule.messages import Message
+from dualpipe.schedule.messages import MessageStream as Stream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
 _TAGS = {"F": 11, "B": 12, "header": 15}  # gloo's; any that differ
@@ -129,7 +131,7 @@ class P2PGroups:
         groups = [self._group] * len(mine)
         if own_groups and mine:
             ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
-            wanted = [([self.global_ranks[rank] for rank in ranks], devices.LINK) for ranks in ends]
+            wanted = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in ends]
             groups = create_groups(
                 wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
             )

@@ -14,28 +14,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain, groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
-from dualpipe.models.decoder import SparseMLP
-from dualpipe.models.flops import meta_layer
 from dualpipe.models.hub import HubConfig
-from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
-from dualpipe.nn import Router, cross_entropy_loss
+from dualpipe.models.stages import Stage
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
-from dualpipe.parallel.experts.dispatcher import Received
-from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
-from dualpipe.pipeline.stage_program import compile_segments
-from dualpipe.pipeline.stage_runner import StageRunner
+from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds, summed_loss
 
 # What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
 # torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
@@ -58,27 +51,6 @@ class ActivationBytes(NamedTuple):
     input_backward: int
     inside_forward: int = 0
     inside_backward: int = 0
-
-
-class LayerKind(NamedTuple):
-    """What layers that take the same have in common: the number of the first such layer in the model, and which parts
-    are computed again."""
-
-    first: int
-    again: tuple[str, ...]
-
-
-def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
-    """The kinds of some layers, in their order. recompute: the rules of `Recompute`."""
-    rules = Recompute(recompute, len(config.all_layers))
-    firsts = _first_alike(config)
-    return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
-
-
-@lru_cache(maxsize=64)
-def _first_alike(config: HubConfig) -> list[int]:
-    firsts: dict[str, int] = {}
-    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in config.all_layers]
 
 
 def activation_bytes(
@@ -109,32 +81,13 @@ def activation_bytes(
     return ActivationBytes(*(round(size * batch * sequence_length) for size in found))
 
 
-def meta_stage(
-    config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False
-) -> Stage:
-    """A stage of such layers without memory, on a rank of `ep` that get the same number of tokens, which has its part
-    of the experts."""
-    with torch.device("meta"):
-        stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
-        stage.layers = nn.ModuleDict({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
-    again = [kind.again for kind in kinds]
-    stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
-    for _, layer in stage.numbered():
-        if isinstance(layer.mlp, SparseMLP) and ep > 1:
-            layer.mlp.dispatcher = EvenDispatcher(layer.mlp.gate, ep)
-            for module in layer.mlp.experts.modules():
-                for name, param in list(module.named_parameters(recurse=False)):
-                    setattr(module, name, nn.Parameter(param.detach()[: len(param) // ep].clone()))
-    return stage.to(dtype)
-
-
 @lru_cache(maxsize=4096)
 def _per_token(
     config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype, last: bool, cpu: bool
 ) -> tuple[tuple[float, ...], float, tuple[float, ...]]:
     """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them; and the
     scores for each pair of tokens."""
-    stage, fused = meta_stage(config, kinds, ep, dtype, last), 0
+    stage, fused = stage_of_kinds(config, kinds, ep, dtype, last), 0
     for index, layer in stage.numbered():
         if "attention" not in kinds[index].again:
             # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them, and
@@ -144,42 +97,61 @@ def _per_token(
             fused += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
     few, many = _PROBE
-    short, long = (_run(stage, *shape, dtype, cpu) for shape in ((many, few), (few, many)))
+    short, long = (_activation_bytes(stage, *shape, dtype, cpu) for shape in ((many, few), (few, many)))
     plain = tuple((2 * one - other) / (few * many) for one, other in zip(short, long))
     return plain, fused, tuple((other - one) / (few * many * (many - few)) for one, other in zip(short, long))
 
 
-def _run(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -> ActivationBytes:
-    found, segments, result, depth = {}, stage.segments(), "x", 0
+def _activation_bytes(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -> ActivationBytes:
+    whole = _counted(stage, "B", batch, length, dtype, cpu)
+    split = _counted(stage, "I", batch, length, dtype, cpu)
+    return ActivationBytes(
+        kept=whole.kept, deferred=split.left, forward=whole.forward, backward=whole.backward,
+        input_backward=split.backward, inside_forward=whole.inside_forward, inside_backward=whole.inside_backward,
+    )
+
+
+class _Counted(NamedTuple):
+    """Bytes of a forward and one kind of backward: at most while each runs, of that inside of references, what there is
+    between them, and what is left in the end."""
+
+    forward: int
+    inside_forward: int
+    kept: int
+    backward: int
+    inside_backward: int
+    left: int
+
+
+def _counted(
+    stage: Stage, kind: Literal["B", "I"], batch: int, length: int, dtype: torch.dtype, cpu: bool
+) -> _Counted:
+    segments = stage.segments()
+    result = "x"
+    depth = 0
     if stage.last:
-        result, logits = "loss", output_names(segments)
+        logits = output_names(segments)
+        result = "loss"
         segments.append(Compute(summed_loss, (*logits, "labels"), result))
         depth = len(logits) - 1
-    for kind in "BI":
-        labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
-        store, live = _NoWeightGradients(), _Live([*stage.parameters(), *stage.buffers()], cpu)
-        runner = StageRunner(compile_segments(segments, (result,)), store)
-        state = MicrobatchState()
-        with live, store.activate():
-            x = torch.empty((batch, length, stage.config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
-            ahead = torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None
-            state.begin({"x": x, "positions": None, "ahead": ahead, "labels": labels}, ("x",))
-            del x, ahead
-            walk([runner.forward(state)])
-            forward, inside, live.peak, live.outside = live.peak, live.peak - live.outside, 0, 0
-            state.gradients = {result: torch.empty_like(state.carry.pop(result))}
-            kept = live.bytes - state.gradients[result].untyped_storage().nbytes()
-            walk([runner.backward(state, kind, kind)])
-            state.gradients = {}
-            found[kind] = kept, live.bytes, forward, live.peak, inside, live.peak - live.outside
-    (kept, _, forward, backward, *both), (_, deferred, _, input_backward, *_) = found["B"], found["I"]
-    return ActivationBytes(kept, deferred, forward, backward, input_backward, *both)
-
-
-def summed_loss(*logits_and_labels: Tensor) -> Tensor:
-    """That of the next token, and of those behind it."""
-    *logits, labels = logits_and_labels
-    return torch.stack([cross_entropy_loss(each, labels) for each in logits]).sum()
+    run = MetaRun(segments, result, _NoWeightGradients())
+    labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
+    live = _Live([*stage.parameters(), *stage.buffers()], cpu)
+    with live, run.store.activate():
+        run.begin({
+            "x": meta_hidden(stage.config, batch, length, dtype),
+            "positions": None,
+            "ahead": torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None,
+            "labels": labels,
+        }, ("x",))
+        walk([run.forward()])
+        forward, inside_forward = live.take_peaks()
+        gradient = run.begin_backward()
+        kept = live.bytes - gradient
+        walk([run.backward(kind)])
+        run.drop_gradients()
+        backward, inside_backward = live.take_peaks()
+        return _Counted(forward, inside_forward, kept, backward, inside_backward, live.bytes)
 
 
 class _NoWeightGradients(WeightGradStore):
@@ -199,6 +171,12 @@ class _Live(TorchDispatchMode):
         self.bytes = self.peak = self.outside = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._given = frozenset(self._known)
+
+    def take_peaks(self) -> tuple[int, int]:
+        """Return the most bytes so far, and how many of them are inside of references; begin to count anew."""
+        most, inside = self.peak, self.peak - self.outside
+        self.peak = self.outside = 0
+        return most, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
@@ -224,51 +202,3 @@ class _Live(TorchDispatchMode):
     def _freed(self, key: int, size: int) -> None:
         self._known.remove(key)
         self.bytes -= size
-
-
-class EvenDispatcher:
-    """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
-
-    def __init__(self, gate: Router, ep: int) -> None:
-        self._experts = gate.out_features // ep
-        self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
-        self.dispatch = self.combine = _Arriving()
-
-    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        rows = round(len(x_TH) * self._copies)
-        token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
-        received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
-        return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
-
-    def finish(self, rows: Tensor, plan: Received) -> Tensor:
-        tokens = plan.pairs // plan.ids.shape[1]
-        token_R = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-        return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
-
-
-class _Arriving:
-    """A communication whose rows arrive at once, in a memory of their own, and what is pending of it: nothing.
-
-    Weights and choices are kept also where the rows are not, to be there when these are sent again.
-    """
-
-    group = None
-
-    def __init__(self, results: tuple[Any, ...] = ()) -> None:
-        self._results = results
-
-    def forward(self, inputs: tuple[Any, ...]) -> _Arriving:
-        return _Arriving(tree_map_only(Tensor, torch.clone, inputs[: 3 if len(inputs) > 2 else 1]))
-
-    def again(self, context: Any, inputs: tuple[Any, ...]) -> _Arriving:
-        return self.forward(inputs)
-
-    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> _Arriving:
-        """What is sent beside tensors has no gradient."""
-        return _Arriving((*tree_map_only(Tensor, torch.clone, gradients[:2]), None))
-
-    def advance(self) -> None:
-        """All of it is there."""
-
-    def wait(self) -> tuple[tuple[Any, ...], Any]:
-        return self._results, self._results[1:]

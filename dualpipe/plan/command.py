@@ -14,7 +14,7 @@ from dualpipe.plan.draw import to_svg
 from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.memory import GB
-from dualpipe.plan.meshes import Wanted, plan
+from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.page import WholeStep, to_html
@@ -36,10 +36,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
     machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
-    wanted = Wanted(config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
-                    args.objective == "memory")
-    runs = plan(wanted, args.rows)
-    yield from table(runs, by_memory=wanted.by_memory)
+    request = PlanRequest(
+        config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
+        by_memory=args.objective == "memory",
+    )
+    runs = plan(request, args.rows)
+    yield from table(runs, by_memory=request.by_memory)
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then take parallel.schedule = \"auto\" for it"
     for row in filter(None, (args.explain, args.write and args.write[0])):
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     row, path = args.write or (1, "")
     yield from write_wanted(
         (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
-        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=wanted.by_memory)),
+        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=request.by_memory)),
     )
 
 
@@ -104,7 +106,8 @@ def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[st
     elif flat is best:
         yield "a pipeline does not pay here: row 1 has none"
     else:
-        yield f"without a pipeline a step takes {flat.step / best.step:.2f} times as long: row {runs.index(flat) + 1}"
+        longer = flat.step_seconds / best.step_seconds
+        yield f"without a pipeline a step takes {longer:.2f} times as long: row {runs.index(flat) + 1}"
 
 
 def _cells(number: int, run: Prediction) -> Iterator[str]:
@@ -112,10 +115,10 @@ def _cells(number: int, run: Prediction) -> Iterator[str]:
     dp = p.dp if p.dp_replicate == 1 else f"{p.dp_replicate}x{p.dp // p.dp_replicate}"
     yield from map(str, (number, p.pp, dp, p.cp, p.ep, p.schedule, f"{t.num_chunks}x{t.micro_batch_size}",
                          "+".join(rules) or "none"))
-    yield from (f"{run.step:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
+    yield from (f"{run.step_seconds:.4g}", f"{run.tokens_per_second:,.0f}", f"{100 * run.mfu:.1f}%")
     shards = parts["gather"] + parts["reduce"] + parts["optimizer"]
     for part in (parts["bubble"], parts["all-to-all"], parts["sends"], shards):
-        yield f"{max(0.0, 100 * part / run.step):.1f}%"
+        yield f"{max(0.0, 100 * part / run.step_seconds):.1f}%"
     yield f"{run.peak / GB:.1f}"
     yield run.limit
 

@@ -16,8 +16,8 @@ ROW, LEFT, WIDTH, TOP, RIGHT = 30, 290, 620, 92, 230  # pixels
 
 def to_svg(runs: Sequence[Prediction]) -> str:
     """Hovering over a part says what it is and how long it takes."""
-    longest, best = max(run.step for run in runs), runs[0]
-    used = [name for name in PARTS if any(run.parts[name] > 0.002 * run.step for run in runs)]
+    longest, best = max(run.step_seconds for run in runs), runs[0]
+    used = [name for name in PARTS if any(run.parts[name] > 0.002 * run.step_seconds for run in runs)]
     shapes = [text(20, 26, f"A step on {best.config.parallel.world_size} GPUs", "h"),
               text(20, 44, f"{best.tokens:,} tokens; predicted, by what an average rank spends it on", "m"),
               *legend(20, 60, ((name, COLOURS[name]) for name in used))]
@@ -32,7 +32,8 @@ def _row(run: Prediction, top: int, scale: float) -> Iterator[str]:
     x = float(LEFT)
     for name, seconds in run.parts.items():
         wide = max(0.0, seconds) * scale
-        yield titled(f"{name}: {seconds:.3g} s, {seconds / run.step:.1%}",
+        yield titled(f"{name}: {seconds:.3g} s, {seconds / run.step_seconds:.1%}",
                      [rect(x, top + 3, wide, ROW - 8, COLOURS[name])])
         x += wide
-    yield text(x + 8, top + 17, f"{run.step:.3g} s, {run.tokens_per_second:,.0f} tokens/s/GPU, {run.peak / GB:.0f} GB")
+    speed = f"{run.tokens_per_second:,.0f} tokens/s/GPU"
+    yield text(x + 8, top + 17, f"{run.step_seconds:.3g} s, {speed}, {run.peak / GB:.0f} GB")

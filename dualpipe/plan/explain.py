@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dualpipe.models.flops import flops_per_token
-from dualpipe.plan.costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.plan.memory import DECIMAL, GB, sent_bytes, table, unit_for
 from dualpipe.plan.predict import PRODUCTS, Prediction
-from dualpipe.runtime.device import EXPERTS
+from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
+from dualpipe.runtime.nccl import EXPERTS
 
 
 def explain(run: Prediction) -> Iterator[str]:
@@ -66,9 +66,9 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
         _ms(parts["optimizer"])
     yield "bubble", f"the schedule {p.schedule} of {p.pp} ranks, {chunks} micro-batches, less what a rank does", \
         _ms(parts["bubble"])
-    yield "step", "the sum of these", f"{run.step:.4g} s"
+    yield "step", "the sum of these", f"{run.step_seconds:.4g} s"
     speed = f"{run.tokens_per_second:,.0f}"
-    yield "tokens/s/GPU", f"{run.tokens:,} tokens / {run.step:.4g} s / {p.world_size} GPUs", speed
+    yield "tokens/s/GPU", f"{run.tokens:,} tokens / {run.step_seconds:.4g} s / {p.world_size} GPUs", speed
     flops = flops_per_token(run.model, t.sequence_length).both
     yield "MFU", f"{flops / 1e9:,.1f} GFLOP a token x {speed} / {m.tflops:g} TFLOP/s", f"{run.mfu:.1%}"
     unit = unit_for(run.peak, DECIMAL)

@@ -1,4 +1,7 @@
-"""What a GPU and its links can do, from machines.toml, with what was measured in place of what is assumed."""
+"""What a GPU and its links can do, from machines.toml, with what was measured in place of what is assumed.
+
+The seconds that bytes take over the links are in `dualpipe.plan.communication`.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dualpipe.runtime.device import EXPERTS
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.files import read_toml
+from dualpipe.runtime.nccl import EXPERTS
+from dualpipe.runtime.peak_tflops import peak_tflops
 
 TABLE = Path(__file__).with_name("machines.toml")
 # Fields that something is divided by; others may be 0, which leaves out what they stand for.
@@ -47,37 +51,6 @@ class Machine:
     beside: float = 0.0
     node: int = 8
 
-    def all_to_all(self, sent: float, ranks: int) -> float:
-        """Seconds in which each of `ranks` neighbours sends `sent` bytes to all of them, evenly but for the imbalance:
-        within a node and to other nodes at once."""
-        inside = min(ranks, self.node)
-        if ranks == 1:
-            return 0.0
-        there = sent * self.imbalance / ranks
-        near = there * (inside - 1) / (self.nvlink * self.links * 1e9)
-        far = there * (ranks - inside) / (self.network * self.networks * 1e9)
-        return max(near, far) + self._latency(ranks > inside)
-
-    def ring(self, size: float, ranks: int, stride: int = 1) -> float:
-        """Seconds to gather `size` bytes, or to reduce and scatter them, over ranks `stride` apart. Around a ring
-        through several nodes goes what the network cards of all its ranks in a node carry together."""
-        beside = max(1, min(ranks, self.node // stride))
-        rate = self.nvlink * self.links
-        if beside < ranks:
-            rate = min(rate, beside * self.network * self.networks)
-        return size * (ranks - 1) / ranks / (rate * 1e9) + self._latency(beside < ranks) if ranks > 1 else 0.0
-
-    def send(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds for `size` bytes to the next of `ranks` ranks, `stride` apart; between nodes where any pair is."""
-        if ranks == 1:
-            return 0.0
-        far = ranks * stride > self.node
-        rate = self.network * self.networks if far else self.nvlink * self.links
-        return size / (rate * 1e9) + self._latency(far)
-
-    def _latency(self, far: bool) -> float:
-        return (self.network_latency if far else self.latency) * 1e-6
-
 
 def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:
     """The GPU called so in machines.toml, or that of a file of the same fields. measured: JSON files with fields of
@@ -87,7 +60,8 @@ def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) ->
     if path.suffix == ".toml":
         given = tables["default"] | read_toml(path)
     elif name in tables and name != "default":
-        given = tables["default"] | tables[name]
+        peak = peak_tflops(name.upper())
+        given = tables["default"] | ({"tflops": peak} if peak else {}) | tables[name]
     else:
         known = [each for each in tables if each != "default"]
         raise ValueError(f"no GPU is called {name!r}; known are {', '.join(known)}, or a FILE.toml as {TABLE.name} has")

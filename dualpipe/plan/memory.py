@@ -30,13 +30,13 @@ from torch import nn
 from dualpipe.models import HubConfig, Stage
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
-from dualpipe.plan.context_traffic import context_numbers
-from dualpipe.runtime.device import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
+from dualpipe.plan.communication import context_numbers
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config.resolve import Resolved, fit_world
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -170,7 +170,8 @@ def _stage_bytes(
 ) -> StageBytes:
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
     sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
-    dense, experts, copied = _stage_sizes(model, len(stages), p.layers_per_stage, number, p.ep, sharing, ends_meet)
+    sizes = stage_sizes(model, len(stages), p.layers_per_stage, p.ep, ends_meet=ends_meet)[number]
+    dense, experts = sizes.dense, sizes.experts
     dense_shard, expert_shard = -(-dense // p.dense_shards), -(-experts // p.expert_shards)
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
     stored_less, masters, gathered_less = (0, 0, 0)
@@ -186,7 +187,7 @@ def _stage_bytes(
         gathered=(dtype.itemsize * (dense + experts) if shared else 0) - gathered_less,
         accumulators=fp32 * (dense + experts),
         reduced=fp32 * (dense_shard + (expert_shard if sharing > 1 else 0)) if shared else 0,
-        copied=fp32 * copied if shared else 0,
+        copied=fp32 * sizes.reduced_at_once(sharing) if shared else 0,
     )
 
 
@@ -246,18 +247,38 @@ def _unpaired(name: str, ranks: int, chunks: int) -> Schedule:
     return one_at_a_time(built(name, ranks, chunks))
 
 
-@lru_cache(maxsize=4096)
-def _stage_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], number: int, ep: int, sharing: int, ends_meet: bool
-) -> tuple[int, int, int]:
-    """Dense parameters of a stage, those of its experts, and the most that are reduced at once."""
-    stage = meta_stages(model, num_stages, layers_per_stage=layers)[number]
-    dense, experts = own_sizes(stage, ep, ends_meet=ends_meet)
-    inside = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
-    reduced = [dense - sum(dense for dense, _ in inside), *(dense for dense, _ in inside)]
-    if sharing > 1:  # else experts are nobody else's, and their accumulators become their gradients
-        reduced += [experts for _, experts in inside]
-    return dense, experts, max(reduced)
+class StageSizes(NamedTuple):
+    """Numbers of parameters of a stage: dense ones, those of a rank's experts, and the most of each that are reduced at
+    once: those of a layer, or of what is around the layers."""
+
+    dense: int
+    experts: int
+    dense_unit: int
+    expert_unit: int
+
+    def reduced_at_once(self, sharing: int) -> int:
+        """Return the most that are reduced at once where `sharing` ranks have the same experts."""
+        if sharing > 1:
+            return max(self.dense_unit, self.expert_unit)
+        return self.dense_unit  # the accumulators of experts that nobody else has become their gradients
+
+
+@lru_cache(maxsize=256)
+def stage_sizes(
+    model: HubConfig, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool
+) -> list[StageSizes]:
+    """Return the sizes of all stages on one of `ep` ranks; ends_meet: the first and the last are on one rank."""
+    return [_sizes_of(stage, ep, ends_meet) for stage in meta_stages(model, num_stages, layers_per_stage=layers)]
+
+
+def _sizes_of(stage: Stage, ep: int, ends_meet: bool) -> StageSizes:
+    dense, experts = parameter_sizes(stage, ep)
+    if stage.last and ends_meet:  # the embedding is the first stage's
+        dense -= sum(param.numel() for param in stage.tied_parameters())
+    layers = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+    around = dense - sum(of_layer for of_layer, _ in layers)
+    dense_unit = max([around, *(of_layer for of_layer, _ in layers)])
+    return StageSizes(dense, experts, dense_unit, max((of_layer for _, of_layer in layers), default=0))
 
 
 def layers_of(stage: Stage) -> range:
@@ -323,13 +344,6 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
     experts = sum(param.numel() for inner in grouped for param in inner.parameters())
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
-
-
-def own_sizes(stage: Stage, ep: int, *, ends_meet: bool) -> tuple[int, int]:
-    """As `parameter_sizes`, without what a last stage has of the first, on the same rank: the embedding."""
-    dense, experts = parameter_sizes(stage, ep)
-    shared = stage.tied_parameters() if stage.last and ends_meet else []
-    return dense - sum(param.numel() for param in shared), experts
 
 
 def unit_for(most: int, units: Sequence[Unit] = BINARY) -> Unit:

@@ -20,11 +20,8 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import Task
-from dualpipe.pipeline.stage_program import compile_segments
-from dualpipe.pipeline.stage_runner import StageRunner
-from dualpipe.plan.activations import LayerKind, meta_stage, summed_loss
+from dualpipe.plan.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other size of a tensor is the length of a sequence
@@ -47,7 +44,7 @@ class Operator(NamedTuple):
     launches: int = 1
 
 
-class Part(NamedTuple):
+class ActionPart(NamedTuple):
     """What an action computes until its next communication, the bytes that each token then sends to all ranks of "ep",
     and the weight gradients that can be computed beside it."""
 
@@ -59,8 +56,8 @@ class Part(NamedTuple):
 class LayerParts(NamedTuple):
     """The parts of a forward and of a backward; the last one of each ends without a communication."""
 
-    forward: tuple[Part, ...]
-    backward: tuple[Part, ...]
+    forward: tuple[ActionPart, ...]
+    backward: tuple[ActionPart, ...]
 
 
 class InFP8(NamedTuple):
@@ -92,19 +89,18 @@ def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
     """The operators of the last norm, the head and the loss; the last two once more for each layer for multi-token
     prediction, which has its own norm."""
 
-    def run(length: int) -> tuple[list[Part], list[Part]]:
+    def run(length: int) -> tuple[list[ActionPart], list[ActionPart]]:
         head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
         store, recorded = _prepared(nn.Sequential(norm, head)), _Recorded()
-        x, *more = (torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-                    for _ in range(1 + config.mtp_depth))
+        x, *more = (meta_hidden(config, 1, length, dtype) for _ in range(1 + config.mtp_depth))
         labels = torch.empty(1, length, dtype=torch.int64, device="meta")
         with recorded, store.activate():
             loss = summed_loss(*map(head, (norm(x), *more)), labels)
-            forward = [Part(recorded.take())]
-            with store.defer(0):
+            forward = [ActionPart(recorded.take())]
+            with store.defer(MICROBATCH):
                 loss.backward()
-            return forward, [Part(recorded.take(), deferred=_deferred(store, recorded))]
+            return forward, [ActionPart(recorded.take(), deferred=_deferred(store, recorded))]
 
     short, long = map(run, LENGTHS)
     return LayerParts(*(tuple(map(_per_token, *pair)) for pair in zip(short, long)))
@@ -112,23 +108,21 @@ def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
 
 def _run_layer(
     config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: InFP8
-) -> tuple[list[Part], list[Part]]:
-    stage = meta_stage(config, [kind], ep, dtype)
+) -> tuple[list[ActionPart], list[ActionPart]]:
+    stage = stage_of_kinds(config, [kind], ep, dtype)
     storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
                 for name, param in stage.named_parameters()}
     weights, turned = ({storages[name] for name in names & storages.keys()} for names in fp8[:2])
-    store, recorded, state = _prepared(stage), _Recorded(weights, turned, fp8.dispatch), MicrobatchState()
-    inputs, result = (("hidden0", "embedded"), "hidden1") if kind.first in config.mtp_layers else (("x",), "x")
-    runner = StageRunner(compile_segments(stage.segments(), (result,)), store)
-    with store.activate():
-        carry = {name: torch.empty(1, length, config.hidden_size, dtype=dtype, device="meta", requires_grad=True)
-                 for name in inputs}
-        state.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
-        with recorded:
-            forward = list(_parts(runner.forward(state), store, recorded))
-        state.gradients = {result: torch.empty_like(state.carry.pop(result))}
-        with recorded:
-            backward = list(_parts(runner.backward(state, "I", 0), store, recorded))
+    recorded = _Recorded(weights, turned, fp8.dispatch)
+    predicts = kind.first in config.mtp_layers
+    inputs, result = (("hidden0", "embedded"), "hidden1") if predicts else (("x",), "x")
+    run = MetaRun(stage.segments(), result, _prepared(stage))
+    with recorded, run.store.activate():
+        carry = {name: meta_hidden(config, 1, length, dtype) for name in inputs}
+        run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
+        forward = list(_parts(run.forward(), run.store, recorded))
+        run.begin_backward()
+        backward = list(_parts(run.backward("I"), run.store, recorded))
     return forward, backward
 
 
@@ -142,24 +136,24 @@ def _prepared(module: nn.Module) -> WeightGradStore:
     return store
 
 
-def _parts(task: Task, store: WeightGradStore, recorded: _Recorded) -> Iterator[Part]:
+def _parts(task: Task, store: WeightGradStore, recorded: _Recorded) -> Iterator[ActionPart]:
     """What an action does, up to each of its communications and after the last; as `walk` drives it."""
     for in_flight in task:
         operators = recorded.take()
         if in_flight is not None:
             in_flight.start()
-        yield Part(operators, recorded.sent(), _deferred(store, recorded))
-    yield Part(recorded.take(), 0.0, _deferred(store, recorded))
+        yield ActionPart(operators, recorded.sent(), _deferred(store, recorded))
+    yield ActionPart(recorded.take(), 0.0, _deferred(store, recorded))
 
 
 def _deferred(store: WeightGradStore, recorded: _Recorded) -> tuple[Operator, ...]:
     with torch.no_grad():
-        for piece in store.take(0):
+        for piece in store.take(MICROBATCH):
             piece()
     return recorded.take()
 
 
-def _per_token(short: Part, long: Part) -> Part:
+def _per_token(short: ActionPart, long: ActionPart) -> ActionPart:
     """A part for any number of tokens, from those of two numbers."""
     few, many = LENGTHS
 
@@ -172,7 +166,7 @@ def _per_token(short: Part, long: Part) -> Part:
         return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches)
                      for one, other in zip(operators, others))
 
-    return Part(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
+    return ActionPart(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
 
 
 class _Recorded(TorchDispatchMode):

@@ -18,7 +18,7 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig
 from dualpipe.models.flops import flops_per_token
 from dualpipe.models.stages import meta_stages, stage_layers
-from dualpipe.plan.costs import Setting, Spent, StageCosts, stage_costs, total
+from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import (
     RankMemory,
@@ -26,11 +26,12 @@ from dualpipe.plan.memory import (
     dtype_plan,
     estimate,
     muon_shapes,
-    own_sizes,
     sent_bytes,
+    stage_sizes,
     tokens_of_rank,
 )
 from dualpipe.plan.operators import IN_BF16, InFP8
+from dualpipe.plan.stage_costs import Setting, Spent, StageCosts, stage_costs, total
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
@@ -108,7 +109,7 @@ class Prediction:
     def send(self) -> float:
         """Seconds of a micro-batch's way from a stage to the next."""
         p, s = self.config.parallel, self.setting
-        return self.machine.send(s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
+        return send_seconds(self.machine, s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
@@ -117,18 +118,20 @@ class Prediction:
         p = self.config.parallel
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
         found = []
-        for dense, experts in _sizes_of_stages(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet):
-            gather = self._around(self.setting.dtype.itemsize * dense, self.setting.dtype.itemsize * experts)
-            of_rank = 4 * (dense / p.dense_shards + experts / p.expert_shards)
-            summed = 2 * self.machine.ring(of_rank, p.dp_replicate, p.dense_shards)  # reduced, and gathered again
-            found.append((gather, self._around(4 * dense, 4 * experts) + summed))
+        for sizes in stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet):
+            gathered_as = self.setting.dtype.itemsize
+            gather = self._around(gathered_as * sizes.dense, gathered_as * sizes.experts)
+            of_rank = 4 * (sizes.dense / p.dense_shards + sizes.experts / p.expert_shards)
+            reduced_and_gathered = 2 * ring_seconds(self.machine, of_rank, p.dp_replicate, p.dense_shards)
+            found.append((gather, self._around(4 * sizes.dense, 4 * sizes.experts) + reduced_and_gathered))
         return found
 
     def _around(self, dense: float, experts: float) -> float:
         """Seconds for so many bytes of dense parameters and of experts to go around the rings of those that share
         them."""
         p = self.config.parallel
-        return self.machine.ring(dense, p.dense_shards) + self.machine.ring(experts, p.expert_shards, p.ep)
+        return (ring_seconds(self.machine, dense, p.dense_shards)
+                + ring_seconds(self.machine, experts, p.expert_shards, p.ep))
 
     @cached_property
     def gather(self) -> float:
@@ -158,7 +161,7 @@ class Prediction:
         return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.dense_shards
 
     @cached_property
-    def step(self) -> float:
+    def step_seconds(self) -> float:
         """Seconds of a step."""
         return self.gather + self.optimizer + self._played().makespan
 
@@ -188,12 +191,14 @@ class Prediction:
     def limit(self) -> str:
         """The part that takes the most of a step besides products, or these where all others take less than a third."""
         others = {name: seconds for name, seconds in self.parts.items() if name != "products"}
-        return "products" if sum(others.values()) < self.step / 3 else max(others, key=lambda name: others[name])
+        if sum(others.values()) < self.step_seconds / 3:
+            return "products"
+        return max(others, key=lambda name: others[name])
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens that one GPU trains on in a second."""
-        return self.tokens / self.step / self.config.parallel.world_size
+        return self.tokens / self.step_seconds / self.config.parallel.world_size
 
     @property
     def mfu(self) -> float:
@@ -247,10 +252,3 @@ def _simulated(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
     timeline = simulate(built(name, ranks, chunks), costs)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
     return Played(timeline.makespan, busy / ranks)
-
-
-@lru_cache(maxsize=256)
-def _sizes_of_stages(
-    model: HubConfig, number: int, layers: tuple[int, ...], ep: int, ends_meet: bool
-) -> list[tuple[int, int]]:
-    return [own_sizes(stage, ep, ends_meet=ends_meet) for stage in meta_stages(model, number, layers_per_stage=layers)]

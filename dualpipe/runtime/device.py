@@ -12,47 +12,18 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
-# 10^12 operations per second in dense bf16 products, of NVIDIA's data sheets (half of what they give "with sparsity").
-# The first row whose words are all in the device's name counts.
-_PEAKS = {
-    ("GB300",): 2500, ("GB200",): 2500, ("B300",): 2250, ("B200",): 2250,
-    ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
-    ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
-    ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
-}
-
 _ALLOCATIONS = 200_000  # of a memory snapshot: the last ones, of which a step has some ten thousands
 _FLIGHT = 100  # entries of torch's flight recorder that are shown
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
-
-
-class Traffic(NamedTuple):
-    """What a communicator of NCCL is for. ctas: at most so many blocks in its kernels, of which each has a
-    multiprocessor for itself as long as it waits; urgent: they are given one before the blocks of other kernels."""
-
-    ctas: int
-    urgent: bool
-
-
-# A communicator runs one kernel at a time, and any may wait for its peer: all of them together must fit the device, and
-# leave most of it to computing. NCCL by itself takes a block for each 10 GB/s of NVLink, 32 on an H100.
-LINK = Traffic(4, urgent=True)  # between two stages, one direction; and what little all ranks of a pipeline exchange
-TOTALS = Traffic(4, urgent=False)  # what little all ranks exchange
-EXPERTS = Traffic(16, urgent=True)  # rows to experts and back
-CONTEXT = Traffic(8, urgent=True)  # keys and values, or heads, between the ranks that share a sequence
-SHARDS = Traffic(16, urgent=False)  # parameters and gradients of FSDP2
-MOST_LINKS = 8  # of a rank in the middle of a V: to and from both neighbours, activations and gradients
 
 
 def count() -> int:
@@ -211,13 +182,6 @@ def model_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
 
-def peak_tflops(model: str) -> float | None:
-    """10^12 operations per second in dense bf16 products by a GPU of this name; None for an unknown one, or a part."""
-    words = set(model.replace("-", " ").split())
-    whole = "MIG" not in words
-    return next((float(peak) for row, peak in _PEAKS.items() if whole and words.issuperset(row)), None)
-
-
 def properties(index: int) -> torch.cuda._CudaDeviceProperties:
     """Name, uuid, total_memory, major and minor of a CUDA device, as torch has them."""
     return torch.cuda.get_device_properties(index)
@@ -267,26 +231,6 @@ def one_queue() -> str | None:
         return None
     return (f"{_CONNECTIONS}=1: all streams share one queue, so that nothing overlaps, and a message that is waited "
             "for can hold up the work that it waits for; set it to 32")
-
-
-def nccl_options(traffic: Traffic, timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
-    """Options for one process group: torch writes the group's name and ranks into them."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
-    options.config.max_ctas, options._timeout = traffic.ctas, timeout
-    return options
-
-
-def waiting_blocks(links: int = MOST_LINKS) -> int:
-    """How many blocks of NCCL's kernels can wait at once on a rank with so many links.
-
-    There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks; where there is "cp"
-    those of CONTEXT are more. NCCL_MAX_CTAS replaces our limits, NCCL_MAX_NCHANNELS lowers them; what is no number
-    counts as not set.
-    """
-    given = (os.environ.get(f"NCCL_MAX_{name}", "") for name in ("CTAS", "NCHANNELS"))
-    instead, most = (int(value) if value.isdecimal() else 0 for value in given)
-    wanted = (instead or traffic.ctas for traffic in (*[LINK] * links, LINK, EXPERTS, SHARDS, SHARDS, TOTALS))
-    return sum(min(blocks, most or blocks) for blocks in wanted)
 
 
 def nccl_version() -> tuple[int, ...]:

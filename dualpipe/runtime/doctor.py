@@ -106,10 +106,11 @@ def _links(count: int) -> Iterator[Finding]:
     import torch
 
     from dualpipe.runtime import device as cuda
+    from dualpipe.runtime.nccl import waiting_blocks
 
     if torch.distributed.is_nccl_available():
         yield "ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}"
-        blocks, room = cuda.waiting_blocks(), cuda.properties(0).multi_processor_count
+        blocks, room = waiting_blocks(), cuda.properties(0).multi_processor_count
         text = f"NCCL's kernels, where all wait at once: up to {blocks} blocks on {room} multiprocessors"
         yield ("ok", text) if blocks < room else ("missing", f"{text}; they can wait for each other: set "
                                                   "NCCL_MAX_NCHANNELS=8 for all ranks")

@@ -1,9 +1,9 @@
-"""Pipeline schedules as data: built by name or by hand, proved, timed and drawn. Imports no torch.
+"""Pipeline schedules as data: types, the known families, proof, timing, pictures. Imports no torch.
 
-Imports `runtime`.
+search/ looks for better orders, and by_name/ is above both: schedules by name, and the command. Imports nothing.
 """
 
-from dualpipe.schedule.build import build
+from dualpipe.schedule.by_name.build import build
 from dualpipe.schedule.draw import to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate

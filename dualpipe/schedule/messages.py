@@ -23,7 +23,7 @@ from dualpipe.schedule.types import KINDS, Action, Schedule, Step
 
 RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
-Stream = tuple[int, int, str]  # source rank, destination rank, kind of message
+MessageStream = tuple[int, int, str]  # source rank, destination rank, kind of message
 Result = tuple[str, int, int]  # an activation "F" or a gradient "B" (or "W"), the stage that yields it, micro-batch
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ class Message(NamedTuple):
     dst: int
 
     @property
-    def stream(self) -> Stream:
+    def stream(self) -> MessageStream:
         """The stream that this message is part of."""
         return self.src, self.dst, self.kind
 
@@ -85,7 +85,7 @@ def sent(schedule: Schedule, action: Action) -> Message | None:
     return None if src == dst else Message(kind, target, action.microbatch, src, dst)
 
 
-def streams(schedule: Schedule) -> dict[tuple[str, int], Stream]:
+def streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
     """Which stream carries what a stage yields, an activation "F" or a gradient "B", where that leaves the rank."""
     first = (Action(kind, stage, 0) for kind in KINDS[:2] for stage in range(schedule.num_stages))
     return {result(each)[:2]: message.stream for each in first if (message := sent(schedule, each))}

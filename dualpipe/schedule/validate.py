@@ -13,8 +13,8 @@ from typing import NoReturn, cast
 from dualpipe.schedule.messages import (
     RECEIVE_AHEAD,
     Message,
+    MessageStream,
     Result,
-    Stream,
     all_messages,
     need,
     play,
@@ -133,7 +133,7 @@ def _check_order(schedule: Schedule) -> None:
 def _check_messages(schedule: Schedule) -> None:
     """Every stream is taken in its order, and all takes and sends can be played; computing takes no time here."""
     carrier = streams(schedule)
-    arriving: defaultdict[Stream, deque[Result]] = defaultdict(deque)
+    arriving: defaultdict[MessageStream, deque[Result]] = defaultdict(deque)
     for action in (action for steps in schedule.ranks for step in steps for action in step):
         yielded = result(action)
         if stream := carrier.get(yielded[:2]):
@@ -145,7 +145,7 @@ def _check_messages(schedule: Schedule) -> None:
         program = ((index, message) for index, step in enumerate(steps) for message in chain(*step))
         return next(islice(program, number, None))
 
-    programs: list[list[Stream]] = [[] for _ in schedule.ranks]  # of messages taken and sent
+    programs: list[list[MessageStream]] = [[] for _ in schedule.ranks]  # of messages taken and sent
     for rank, (steps, program) in enumerate(zip(schedule.ranks, programs)):
         for step in steps:
             taken = [found for action in step if action.kind != "W" and (found := need(schedule, action))]
@@ -157,9 +157,9 @@ def _check_messages(schedule: Schedule) -> None:
                         _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {arrives}")
                     program.append(stream)
             program += [stream for action in step if (stream := carrier.get(result(action)[:2]))]
-    in_flight: Counter[Stream] = Counter()  # sent and not yet taken
+    in_flight: Counter[MessageStream] = Counter()  # sent and not yet taken
 
-    def move(rank: int, stream: Stream) -> bool:
+    def move(rank: int, stream: MessageStream) -> bool:
         taking = stream[1] == rank
         if in_flight[stream] == (0 if taking else RECEIVE_AHEAD):
             return False

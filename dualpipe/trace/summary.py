@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from statistics import mean
 
 from dualpipe.runtime.files import write_wanted
-from dualpipe.schedule.command import costs_from
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
+from dualpipe.schedule.read_costs import costs_from
 from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate
 from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read

@@ -27,7 +27,7 @@ _TRIPS = 32  # of a message, there and back, to compare two clocks
 _TAG = 16  # gloo's, of these; any that nothing else uses
 
 
-class Place(NamedTuple):
+class PipelinePlace(NamedTuple):
     """Where a rank is in its pipeline, whose ranks are `members` (global numbers); the name of the schedule, and the
     ranks of its stages."""
 
@@ -60,7 +60,8 @@ class Tracer(Observer):
     """
 
     def __init__(
-        self, path: Path, group: ProcessGroup | None, device: torch.device, place: Place, running: Callable[[], int]
+        self, path: Path, group: ProcessGroup | None, device: torch.device, place: PipelinePlace,
+        running: Callable[[], int],
     ) -> None:
         self._path, self._device, self._place, self._running = path, device, place, running
         self._group: Any = group

@@ -36,10 +36,10 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn.attention import packed_positions
+from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
-from dualpipe.nn.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel import DTypePlan, Rule
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.runtime.device import deterministic

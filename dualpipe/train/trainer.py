@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from dualpipe.models.flops import flops_per_token
-from dualpipe.runtime.device import Event, deterministic, model_name, peak_tflops, record, to_host
+from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.peak_tflops import peak_tflops
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.parallel.mesh import DIMENSIONS, Mesh, build_mesh, mesh_sizes
 from dualpipe.pipeline.p2p import P2PGroups
-from dualpipe.runtime import device as devices
+from dualpipe.runtime import nccl
 from dualpipe.runtime.ranks.process_groups import gloo_beside
 from dualpipe.schedule.types import v_placement
 from lone_rank import lone_rank
@@ -323,11 +323,11 @@ def timeouts(rank, folder):
 
 
 def kind_of(options):
-    return devices.Traffic(options.config.max_ctas, options.is_high_priority_stream)
+    return nccl.Traffic(options.config.max_ctas, options.is_high_priority_stream)
 
 
 def test_options_of_every_group_and_a_timeout_in_both_of_its_backends(tmp_path):
-    kinds = {"pp": devices.LINK, "dp": devices.SHARDS, "ep": devices.EXPERTS, "dense": devices.SHARDS,
-             "link": {devices.LINK}}
+    kinds = {"pp": nccl.LINK, "dp": nccl.SHARDS, "ep": nccl.EXPERTS, "dense": nccl.SHARDS,
+             "link": {nccl.LINK}}
     assert run_ranks(timeouts, 4, str(tmp_path), fresh=True) == [({timedelta(seconds=77)}, kinds)] * 4
-    assert devices.LINK == (4, True) and devices.EXPERTS.urgent and not devices.SHARDS.urgent
+    assert nccl.LINK == (4, True) and nccl.EXPERTS.urgent and not nccl.SHARDS.urgent

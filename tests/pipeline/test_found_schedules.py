@@ -20,7 +20,7 @@ from dualpipe import DualPipeV, WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import engine
 from dualpipe.schedule import Costs, build, simulate, validate
-from dualpipe.schedule.build import search_with_progress
+from dualpipe.schedule.by_name.build import search_with_progress
 from ranks import run_ranks
 from toys import gradient_error, make_stages, reference, relative_error
 

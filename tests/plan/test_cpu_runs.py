@@ -179,14 +179,14 @@ def compared(folder: Path, name: str, rounds: int) -> dict[Layout, tuple[float, 
     launches = sum(one.launches for one in predict(small, ALONE, machine, SHORT).spent.values()) * ALONE[4]
     machine = replace(machine, launch=seconds["launches"] / launches * 1e6)
     plain = predict(path, ALONE, machine)
-    slower = (seconds["alone"] - plain.parts["host"]) / (plain.step - plain.parts["host"])
+    slower = (seconds["alone"] - plain.parts["host"]) / (plain.step_seconds - plain.parts["host"])
     machine = replace(machine, tflops=machine.tflops / slower, hbm=machine.hbm / slower)
     beside = seconds["both"] / seconds["alone"]  # by how much a core is slower while the other computes
     print(f"{name}: a launch {machine.launch:.0f} us, {slower:.2f} times slower than its operators, {beside:.2f} more "
           "beside the other core")
     assert all(prod(layout[:3]) == 2 for layout in LAYOUTS)
     predicted = {layout: predict(path, layout, machine) for layout in LAYOUTS}
-    return {layout: (seconds[layout], beside * (one.step - one.parts["bubble"]) + one.parts["bubble"])
+    return {layout: (seconds[layout], beside * (one.step_seconds - one.parts["bubble"]) + one.parts["bubble"])
             for layout, one in predicted.items()}
 
 

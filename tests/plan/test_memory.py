@@ -21,7 +21,7 @@ from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build

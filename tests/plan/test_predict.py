@@ -30,7 +30,7 @@ def test_products_in_fp8_take_their_rate_and_rows_their_bytes():
         assert of.flops + fp8.spent["grouped"].flops == pytest.approx(plain.spent["grouped"].flops)
         assert of.seconds == pytest.approx(of.flops / (1979e12 * 0.6), rel=0.1)
         assert fp8.spent["memory"].bytes > plain.spent["memory"].bytes, "rows are quantized"
-        assert sum(fp8.parts.values()) == pytest.approx(fp8.step)
+        assert sum(fp8.parts.values()) == pytest.approx(fp8.step_seconds)
     sent, less = (sum(stage.sent for stage in each.stages) for each in (plain, rows))
     assert less == pytest.approx(sent * (1 - 0.484 / 4), rel=0.02), "of four ways, that to the experts forward"
     assert run("a100", "--dtypes.rules", "*.experts,gather=fp8_block").spent.keys() == plain.spent.keys()
@@ -43,8 +43,8 @@ def test_deepseek_v3_has_room_for_its_layer_for_multi_token_prediction():
     config = fit_world(config, config.parallel.world_size)
     model, gpu = read_config(config.model.config), read_machine("h100")
     plain, trained = Prediction(config, model, gpu), Prediction(config, model.with_mtp(), gpu)
-    assert trained.step == pytest.approx(plain.step, rel=0.005) and trained.mfu > 1.03 * plain.mfu
-    assert sum(trained.parts.values()) == pytest.approx(trained.step)
+    assert trained.step_seconds == pytest.approx(plain.step_seconds, rel=0.005) and trained.mfu > 1.03 * plain.mfu
+    assert sum(trained.parts.values()) == pytest.approx(trained.step_seconds)
     experts = 256 * 3 * 7168 * 2048
     dense = parameter_counts(model.with_mtp()).total - parameter_counts(model).total - experts
     more = [after.parameters - before.parameters for before, after in zip(plain.memory, trained.memory)]
@@ -57,7 +57,7 @@ def test_deepseek_v3_has_room_for_its_layer_for_multi_token_prediction():
 def test_the_middle_of_a_long_step_need_not_be_played(schedule):
     run = prediction("--parallel.schedule", schedule, "--train.num_chunks", "43", "--parallel.ep", "2")
     played = simulate(build(schedule, 2, 43), run.costs()).makespan
-    assert run.step - run.gather - run.optimizer == pytest.approx(played, rel=1e-3)
+    assert run.step_seconds - run.gather - run.optimizer == pytest.approx(played, rel=1e-3)
 
 
 @pytest.mark.parametrize("schedule, too_short", [("interleaved_1f1b", 0.0139), ("zbv", 0.0019)])
@@ -72,9 +72,10 @@ def test_stages_that_differ_take_some_periods_until_the_middle_repeats_itself(sc
 
 def test_the_parts_of_a_step_add_up():
     run = prediction("--parallel.dp", "2", "--parallel.ep", "2", "--memory.recompute", "layer", "dispatch")
-    assert tuple(run.parts) == PARTS and sum(run.parts.values()) == pytest.approx(run.step)
-    assert min(run.parts.values()) > -1e-3 * run.step and run.parts["recomputation"] > 0 < run.parts["all-to-all"]
-    assert run.bound <= run.step and run.limit in PARTS
+    assert tuple(run.parts) == PARTS and sum(run.parts.values()) == pytest.approx(run.step_seconds)
+    assert min(run.parts.values()) > -1e-3 * run.step_seconds
+    assert run.parts["recomputation"] > 0 < run.parts["all-to-all"]
+    assert run.bound <= run.step_seconds and run.limit in PARTS
     assert prediction("--parallel.pp", "1", "--parallel.schedule", "1f1b").parts["bubble"] == pytest.approx(0, abs=1e-9)
 
 

@@ -59,18 +59,6 @@ def test_what_is_read_at_the_start_is_set_unless_the_user_has(monkeypatch, users
     assert (device.one_queue() is None) == (expected["CUDA_DEVICE_MAX_CONNECTIONS"] == "32")
 
 
-def test_blocks_that_can_wait_at_once(monkeypatch):
-    monkeypatch.setattr(os, "environ", {})
-    assert device.waiting_blocks() == 8 * 4 + 4 + 16 + 16 + 16 + 4 == 88 < 108, "multiprocessors of an A100"
-    assert device.waiting_blocks(links=4) == 72
-    monkeypatch.setitem(os.environ, "NCCL_MAX_NCHANNELS", "8")
-    assert device.waiting_blocks() == 8 * 4 + 4 + 8 + 8 + 8 + 4
-    monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "some", "NCCL_MAX_NCHANNELS": ""})
-    assert device.waiting_blocks() == 88
-    monkeypatch.setattr(os, "environ", {"NCCL_MAX_CTAS": "32"})
-    assert device.waiting_blocks() == 13 * 32
-
-
 def test_the_stream_beside_goes_first():
     with mock.patch.object(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(**options)):
         assert device.new_stream(torch.device("cuda", 0)).priority == -1

@@ -39,10 +39,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from dualpipe.runtime import device
+from dualpipe.runtime import nccl
 
 MULTIPROCESSORS = 132  # of an H100. A CTA of NCCL (640 threads, 82 KB) has one for itself beside a large GEMM
-LINK, COLLECTIVE = device.LINK.ctas, device.EXPERTS.ctas  # of NCCL's kernels of a link, and of others at most
+LINK, COLLECTIVE = nccl.LINK.ctas, nccl.EXPERTS.ctas  # of NCCL's kernels of a link, and of others at most
 Events = Mapping[Hashable, int]  # by stream: how many of the entries that it was given
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from dualpipe.schedule import build, simulate
-from dualpipe.schedule.command import parse_costs
+from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.trace import costs
 from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.measured import Measured

@@ -8,10 +8,10 @@ import time
 import pytest
 import torch
 
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing import router_set
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.communication import context_numbers
 from dualpipe.train import parity
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve

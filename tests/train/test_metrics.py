@@ -13,7 +13,6 @@ import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from dualpipe.runtime.device import peak_tflops
 from dualpipe.schedule import build
 from dualpipe.train.metrics import Console as RunConsole
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, json_line, memory_bytes, read_metrics, say
@@ -191,19 +190,6 @@ def test_weights_and_biases_offline(tmp_path, monkeypatch):
 
 
 # -- numbers
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H200", 989), ("NVIDIA H200 MIG 1g.18gb", None), ("NVIDIA GH200 480GB", 989), ("NVIDIA H20", 148),
-        ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA A100-SXM4-80GB", 312),
-        ("NVIDIA GB200", 2500), ("NVIDIA B200", 2250), ("NVIDIA A10", 125), ("NVIDIA GeForce RTX 3060", None),
-        ("", None),
-    ],
-)
-def test_peaks_of_devices(name, peak):
-    assert peak_tflops(name) == peak
 
 
 def test_a_number_that_is_not_finite_is_null():

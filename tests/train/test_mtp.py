@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo

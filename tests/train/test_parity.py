@@ -9,7 +9,7 @@ import torch
 
 from dualpipe import cli
 from dualpipe.nn import Router, linear
-from dualpipe.nn.sequence_split import WHOLE, SequenceSplit
+from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity

@@ -7,8 +7,8 @@ from dualpipe.nn.attention.causal_attention import attend, attend_part, attentio
 from dualpipe.nn.attention.context import Context
 from dualpipe.nn.attention.documents import document_numbers, packed_positions
 from dualpipe.nn.attention.rope import Rotary, Yarn, apply_rope, yarn_mscale
+from dualpipe.nn.attention.sequence_split import Ranges, SequenceSplit, cut
 from dualpipe.nn.attention.sinks import apply_sinks
-from dualpipe.nn.sequence_split import Ranges, SequenceSplit, cut
 
 __all__ = [
     "Context", "Ranges", "Rotary", "SequenceSplit", "Yarn", "apply_rope", "apply_sinks", "attend", "attend_part",

@@ -20,7 +20,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dualpipe.nn.attention.context import Context
-from dualpipe.nn.sequence_split import Ranges
+from dualpipe.nn.attention.sequence_split import Ranges
 
 
 def attend(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dualpipe.nn.attention.documents import document_numbers
 from dualpipe.nn.attention.rope import Rotary
-from dualpipe.nn.sequence_split import WHOLE, Ranges, SequenceSplit, cut
+from dualpipe.nn.attention.sequence_split import WHOLE, Ranges, SequenceSplit, cut
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

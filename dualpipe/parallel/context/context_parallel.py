@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.all_to_all import AsyncAllToAll
 from dualpipe.parallel.context.ring import Ring, Window, row_width
-from dualpipe.parallel.context.sequence_rows import SequenceRanks, SharedAttention
+from dualpipe.parallel.context.row_exchange import SequenceRanks, SharedAttention
 from dualpipe.parallel.context.ulysses import ByHeads, heads_width
 
 METHODS = ("auto", "ring", "all_to_all")

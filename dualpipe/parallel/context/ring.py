@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import Context, apply_sinks, attend_part
+from dualpipe.nn.attention.sequence_split import Ranges, cut
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
-from dualpipe.nn.sequence_split import Ranges, cut
-from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
+from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
 
 
 def row_width(attention: SharedAttention) -> int:
@@ -36,7 +36,7 @@ class _Merged:
     lse_BAS: Tensor | None = None
 
 
-class _Part(NamedTuple):
+class _AttendedRanges(NamedTuple):
     """Which queries attend to which keys, as parts of the sequence; `first` is the number of the first one here."""
 
     queries: Ranges
@@ -61,7 +61,7 @@ class _Blocks:
         rows = torch.cat([each.to(dtype).transpose(1, 2).flatten(2) for each in shared], -1)
         return q_BASD, rows.flatten(0, 1), _Merged()
 
-    def _part(self, number: int, length: int) -> _Part:
+    def _ranges(self, number: int, length: int) -> _AttendedRanges:
         raise NotImplementedError
 
     def _block(self, number: int, blocks: int) -> Compute:
@@ -71,25 +71,27 @@ class _Blocks:
         def run(
             q_BASD: Tensor, rows: Tensor, merged: _Merged, context: Context, *before: Tensor
         ) -> tuple[Tensor, Tensor]:
-            part = self._part(number, context.length)
+            ranges = self._ranges(number, context.length)
             if torch.is_grad_enabled() and not (q_BASD.requires_grad or rows.requires_grad) and self._is_trained:
                 q_BASD = q_BASD.detach().requires_grad_()  # so that there is one
-            attend_to = partial(self._attend, context, part)
+            attend_to = partial(self._attend, context, ranges)
             y, lse = before or (None, None)
             return _AttendBlock.apply(
-                q_BASD, rows.view(context.batch, -1, self._width), y, lse, attend_to, part.first, merged, last
+                q_BASD, rows.view(context.batch, -1, self._width), y, lse, attend_to, ranges.first, merged, last
             )
 
         return Compute(run, ("q", f"kv{number}", "merged", "context", *before), ("y", "lse"), True)
 
-    def _attend(self, context: Context, part: _Part, q_BASD: Tensor, rows_BTC: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of one block and their log-sum-exp, for the queries from `part.first` on."""
-        layer, tokens = self._attention, sum(stop - start for start, stop in part.keys)
+    def _attend(
+        self, context: Context, ranges: _AttendedRanges, q_BASD: Tensor, rows_BTC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of one block and their log-sum-exp, for the queries from `ranges.first` on."""
+        layer, tokens = self._attention, sum(stop - start for start, stop in ranges.keys)
         each = rows_BTC[:, :tokens].split([heads * dim for heads, dim in layer.shared], -1)
         k_BGTD, v_BGTV = layer.expand(*(
             rearrange(x, "B T (G D) -> B G T D", G=heads) for x, (heads, _) in zip(each, layer.shared)
         ))
-        return attend_part(q_BASD[:, :, part.first :], k_BGTD, v_BGTV, context, part.queries, part.keys,
+        return attend_part(q_BASD[:, :, ranges.first :], k_BGTD, v_BGTV, context, ranges.queries, ranges.keys,
                            scale=layer.scale, window=layer.window, peaks_A=layer.peaks_A)
 
     def _finish(self, y_BASV: Tensor, lse_BAS: Tensor) -> Tensor:
@@ -122,14 +124,16 @@ class Ring(_Blocks):
         received[self._rank - 1] = counts[self._rank - number - 1]
         return sent, received
 
-    def _part(self, number: int, length: int) -> _Part:
+    def _ranges(self, number: int, length: int) -> _AttendedRanges:
         """Chunks are numbered from both ends: an earlier rank's early chunk is before both chunks here, and its late
         one behind both; both chunks of a later rank are between those here."""
         source = (self._rank - number) % self._size
         queries, keys = (tuple(replace(self._ranks.split, rank=r).chunks(length)) for r in (self._rank, source))
         if source < self._rank:
-            return _Part(queries, keys[:1])
-        return _Part(queries[1:], keys, queries[0][1] - queries[0][0]) if number else _Part(queries, keys)
+            return _AttendedRanges(queries, keys[:1])
+        if number == 0:
+            return _AttendedRanges(queries, keys)
+        return _AttendedRanges(queries[1:], keys, queries[0][1] - queries[0][0])
 
 
 class Window(_Blocks):
@@ -178,12 +182,12 @@ class Window(_Blocks):
         each = [x.view(context.batch, -1, self._width) for x in rows.split(counts) if len(x)]
         return torch.cat(each, 1).flatten(0, 1)
 
-    def _part(self, number: int, length: int) -> _Part:
+    def _ranges(self, number: int, length: int) -> _AttendedRanges:
         own = tuple(self._ranks.split.chunks(length))
         if number == 0:
-            return _Part(own, own)
+            return _AttendedRanges(own, own)
         wanted = (part for other in range(self._size) for part in self._wanted(length, other, self._rank))
-        return _Part(own, tuple(wanted))
+        return _AttendedRanges(own, tuple(wanted))
 
 
 class _AttendBlock(torch.autograd.Function):

@@ -12,9 +12,9 @@ from einops import rearrange
 from torch import Tensor
 
 from dualpipe.nn.attention import Context, attend
+from dualpipe.nn.attention.sequence_split import cut
 from dualpipe.nn.segments import Communicate, Compute, Segment
-from dualpipe.nn.sequence_split import cut
-from dualpipe.parallel.context.sequence_rows import SequenceRanks, SequenceRows, SharedAttention
+from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
 
 
 def heads_width(attention: SharedAttention) -> int:

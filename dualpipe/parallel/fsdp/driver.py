@@ -31,7 +31,7 @@ from dualpipe.quantized.quantize_model import placed_as, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.recorder import Recorder, Waiting
 
-Place = tuple[nn.Module, str]  # a module that has a parameter, and its name there
+ParameterPlace = tuple[nn.Module, str]  # a module that has a parameter, and its name there
 
 
 class StageParameters:
@@ -91,7 +91,7 @@ class StageParameters:
                     "the stage by dualpipe.parallel.shard, which does; where the stage's forward casts by itself, give "
                     "fully_shard MixedPrecisionPolicy(..., cast_forward_inputs=False)")
 
-    def places(self) -> Iterator[Place]:
+    def places(self) -> Iterator[ParameterPlace]:
         """Where the parameters that FSDP2 has are, in other stages too that see them (`lend`)."""
         for fsdp_param in self._fsdp_params():
             yield from _places(private(fsdp_param, "_module_info"))
@@ -306,7 +306,7 @@ class ParametersStep:
         return self._recorder.collective(kind, title, self._stages[stage].ranks)
 
 
-def lend(stage: nn.Module, places: Sequence[Place]) -> None:
+def lend(stage: nn.Module, places: Sequence[ParameterPlace]) -> None:
     """Have the other places, in other stages, see a parameter that FSDP2 has at the first, in `stage`, as it is there:
     sharded or gathered."""
     own, *others = places
@@ -345,7 +345,7 @@ def _units(stage: nn.Module) -> list[Any]:
     return list({id(state_of(unit)): unit for unit in reversed(sharded)}.values())[::-1]
 
 
-def _places(info: Any) -> list[Place]:
+def _places(info: Any) -> list[ParameterPlace]:
     """Where FSDP2 puts a parameter, of which `info` says so."""
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
 

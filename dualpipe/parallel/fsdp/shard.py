@@ -1,6 +1,6 @@
 """Sharding a module as its dtype plan says: into FSDP2 units of one dtype each, with casts where dtypes meet.
 
-Units and casts are those of `parallel.precision.units`. The casts are forward hooks of ours and not those of
+Units and casts are those of `parallel.precision.fsdp_units`. The casts are forward hooks of ours and not those of
 `MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until torch 2.11 a unit of
 several modules casts the inputs of its first one only.
 """
@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.kernels.formats import Format, QuantizedRows
-from dualpipe.parallel.fsdp.driver import Place, keep_hook_on_reduce_stream, lend
+from dualpipe.parallel.fsdp.driver import ParameterPlace, keep_hook_on_reduce_stream, lend
 from dualpipe.parallel.fsdp.materialize import store
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach, gather_packed
+from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
 from dualpipe.parallel.precision.plan import DTypePlan, slots
-from dualpipe.parallel.precision.units import Key, ModuleUnits
 from dualpipe.runtime.dtypes import short_name
 
 
@@ -37,7 +37,8 @@ def shard_stages(
     them alone; the others see it as it is there, sharded or gathered, and it is reduced when all of them are done.
     """
     owners: dict[nn.Parameter, nn.Module] = {}
-    places: defaultdict[nn.Parameter, list[Place]] = defaultdict(list)  # the owner's first one, and those of others
+    # The owner's first place, and those of others.
+    places: defaultdict[nn.Parameter, list[ParameterPlace]] = defaultdict(list)
     for stage in stages:
         for module in stage.modules():
             for name, param in module.named_parameters(recurse=False):

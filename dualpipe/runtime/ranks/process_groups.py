@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.device import TOTALS, Traffic, current, nccl_options
+from dualpipe.runtime.device import current
+from dualpipe.runtime.nccl import TOTALS, Traffic, nccl_options
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:

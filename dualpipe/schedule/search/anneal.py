@@ -19,7 +19,7 @@ from itertools import accumulate, chain
 from math import inf, log
 from typing import NamedTuple
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, Stream, need, play, result, sent
+from dualpipe.schedule.messages import RECEIVE_AHEAD, MessageStream, need, play, result, sent
 from dualpipe.schedule.simulate import FREES, Costs
 from dualpipe.schedule.types import Action, Kind, Schedule, Step
 from dualpipe.schedule.validate import independent
@@ -44,7 +44,7 @@ class Timed:
     yields: tuple[int, ...]
     fills: float
     frees: float
-    traffic: tuple[tuple[bool, Stream, int], ...]
+    traffic: tuple[tuple[bool, MessageStream, int], ...]
 
 
 class Times(NamedTuple):
@@ -78,10 +78,10 @@ class Timing:
 
     def ranks(self, orders: Sequence[RankOrder]) -> list[list[Timed]] | None:
         """The steps of all ranks; None where those of one cannot be."""
-        ranks = [steps for order in orders if (steps := self.steps(order)) is not None]
+        ranks = [steps for order in orders if (steps := self.timed_steps(order)) is not None]
         return ranks if len(ranks) == len(orders) else None
 
-    def steps(self, order: RankOrder) -> list[Timed] | None:
+    def timed_steps(self, order: RankOrder) -> list[Timed] | None:
         """The steps of a rank with their micro-batches; None where they cannot be, or do not fit the memory."""
         forwards, backwards = [0] * self.schedule.num_stages, [0] * self.schedule.num_stages
         deferred: defaultdict[int, deque[int]] = defaultdict(deque)
@@ -101,14 +101,14 @@ class Timing:
                         deferred[stage].append(microbatch)
                 actions.append((kind, stage, microbatch))
             key = tuple(actions)
-            step = known[key] if key in known else self.step(key)
+            step = known[key] if key in known else self.timed_step(key)
             if step is None or held + step.fills > self.memory:
                 return None
             held += step.fills - step.frees
             steps.append(step)
         return steps
 
-    def step(self, key: tuple[Key, ...]) -> Timed | None:
+    def timed_step(self, key: tuple[Key, ...]) -> Timed | None:
         """The step of these actions; None where they depend on each other."""
         if key in self._known:
             return self._known[key]
@@ -171,9 +171,9 @@ def with_steps(schedule: Schedule, ranks: Sequence[Sequence[Timed]]) -> Schedule
 
 def plays(ranks: Sequence[Sequence[Timed]]) -> bool:
     """Whether every stream is taken in its order and no rank waits forever where sends block."""
-    in_flight: dict[Stream, int | None] = {}
+    in_flight: dict[MessageStream, int | None] = {}
 
-    def move(_: int, item: tuple[bool, Stream, int]) -> bool:
+    def move(_: int, item: tuple[bool, MessageStream, int]) -> bool:
         taking, stream, number = item
         if in_flight.get(stream) != (number if taking else None):
             return False
@@ -237,7 +237,7 @@ def anneal(
     for i in range(iterations):
         rank = chance.randrange(len(orders))
         order = _change(orders[rank], chance)
-        if order is None or (steps := timing.steps(order)) is None:
+        if order is None or (steps := timing.timed_steps(order)) is None:
             continue
         limit = score - temperature * cooling ** (-i / iterations) * log(1 - chance.random())
         changed = timing.changed(times, rank, steps, limit)

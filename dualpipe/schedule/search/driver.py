@@ -44,7 +44,7 @@ Progress = Callable[[float, float], None]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search returns. `bounds`: for each rank the time that no order of this placement and memory can beat;
     `best_known`: the best of the families that fit the memory, None where none does."""
 
@@ -56,7 +56,7 @@ class Found:
 def search(
     num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
     effort: int = EFFORT, progress: Progress | None = None,
-) -> Found:
+) -> SearchResult:
     """The best schedule found, with two stages a rank, whose every rank holds at most `memory` stage activations.
 
     costs: Costs() unless given; memory: that of DualPipeV, 2P + 1, unless given; see `Timeline.peak_memory`. effort:
@@ -86,7 +86,7 @@ def search(
         validate(found)
         cache.write(key, found)
     bounds = lower_bounds(found.placement, num_microbatches, costs, memory)
-    return Found(simulate(found, costs), bounds, known[0] if known else None)
+    return SearchResult(simulate(found, costs), bounds, known[0] if known else None)
 
 
 def _known(num_ranks: int, num_microbatches: int, costs: Costs, memory: float) -> Iterator[Timeline]:

@@ -10,7 +10,7 @@ from collections import Counter
 from heapq import heappop, heappush
 from math import inf
 
-from dualpipe.schedule.messages import Stream
+from dualpipe.schedule.messages import MessageStream
 from dualpipe.schedule.search.anneal import Key, Timed, Timing, Work, with_steps
 from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import Kind, Schedule
@@ -24,14 +24,14 @@ def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
     """
     timing, ranks = Timing(empty, costs, memory), [list[Timed]() for _ in empty.ranks]
     held, free = [0.0] * len(ranks), [0.0] * len(ranks)
-    turns, there, in_flight = Counter[Work](), dict[int, float](), set[Stream]()
+    turns, there, in_flight = Counter[Work](), dict[int, float](), set[MessageStream]()
 
     def ready(kind: Kind, rank: int, now: float) -> Key | None:
         """The next that can be done of this kind, of the latest stage that has one."""
         room = memory - held[rank]
         for stage in reversed(empty.rank_stages(rank)):
             key = kind, stage, turns[kind, stage]
-            step = timing.step((key,)) if key[2] < empty.num_microbatches else None
+            step = timing.timed_step((key,)) if key[2] < empty.num_microbatches else None
             if (
                 step and step.fills <= room and all(there.get(number, inf) + way <= now for number, way in step.takes)
                 and in_flight.isdisjoint(stream for taking, stream, _ in step.traffic if not taking)
@@ -42,7 +42,7 @@ def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
 
     def choose(rank: int, now: float) -> tuple[Key, ...]:
         back, forward, weights = (ready(kind, rank, now) for kind in ("I", "F", "W"))
-        both = timing.step((forward, back)) if back and forward else None
+        both = timing.timed_step((forward, back)) if back and forward else None
         if forward and back and both and both.duration < sum(costs.of((each,)) for each in both.step):
             return forward, back
         one = back or forward or weights
@@ -54,7 +54,7 @@ def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
         for rank, steps in enumerate(ranks):
             if free[rank] > now or not (keys := choose(rank, now)):
                 continue
-            step = timing.step(keys)
+            step = timing.timed_step(keys)
             assert step is not None, "it was chosen"
             free[rank] = now + step.duration
             heappush(events, free[rank])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.device import new_stream
 from dualpipe.runtime.ranks.rank_sync import RankSync

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.runtime import device as cuda
+from dualpipe.runtime.nccl import TOTALS, nccl_options
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
@@ -83,7 +84,7 @@ def join(
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
-        timeout=timeout, pg_options=cuda.nccl_options(cuda.TOTALS, timeout) if on_cuda else None,
+        timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
     )
     # A rank that fails before all have met would have the others log a broken store.
     with Recorder.current().collective("meet", "all ranks", range(info.world_size)):

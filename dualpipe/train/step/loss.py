@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.nn.sequence_split import SequenceSplit
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.train.data.loader import NO_TARGET
 
 

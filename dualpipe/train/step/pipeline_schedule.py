@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
-from dualpipe.schedule.build import search_with_progress
-from dualpipe.schedule.command import parse_costs
+from dualpipe.schedule.by_name.build import search_with_progress
+from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.train.config.schema import ParallelConfig
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing.router_set import RouterSet
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.train.config.schema import Config

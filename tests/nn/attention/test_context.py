@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dualpipe.nn.attention import Context, Rotary, SequenceSplit
-from dualpipe.nn.sequence_split import WHOLE
+from dualpipe.nn.attention.sequence_split import WHOLE
 
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 11), (11,), (3, 11, 1)], ids=str)

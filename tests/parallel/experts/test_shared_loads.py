@@ -10,10 +10,10 @@ from torch import nn
 
 from dualpipe import Pipeline
 from dualpipe.models.decoder import Experts, SparseMLP
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.nn.segments import Compute
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.all_to_all import GroupAllToAll
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.experts.shared_loads import share_loads

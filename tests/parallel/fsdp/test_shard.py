@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
-from dualpipe.parallel.precision.units import ModuleUnits
+from dualpipe.parallel.precision.fsdp_units import ModuleUnits
 from ranks import run_ranks
 from toys import param_groups, relative_error
 

@@ -20,7 +20,7 @@ def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: 
     for _ in range(500):
         rank = chance.randrange(num_ranks)
         order = _change(orders[rank], chance)
-        steps = order and timing.steps(order)
+        steps = order and timing.timed_steps(order)
         if steps:
             changed = timing.changed(times, rank, steps, float("inf"))
             ranks = [*times.ranks[:rank], steps, *times.ranks[rank + 1 :]]

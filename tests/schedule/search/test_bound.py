@@ -74,7 +74,7 @@ def test_the_bound_against_every_order(placement, num_microbatches, memory, best
         empty = Schedule("s", num_ranks, len(placement), num_microbatches, ((),) * num_ranks, placement)
         timing = Timing(empty, costs, memory)
         owned = [[s for s, owner in enumerate(placement) if owner == rank] for rank in range(num_ranks)]
-        ranks = [[steps for order in every_order(stages, num_microbatches) if (steps := timing.steps(order))]
+        ranks = [[steps for order in every_order(stages, num_microbatches) if (steps := timing.timed_steps(order))]
                  for stages in owned]
         times = (timing.times([*orders]) for orders in product(*ranks))
         assert min(max(each.ends()) for each in times if each) == pytest.approx(least)

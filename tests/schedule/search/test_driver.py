@@ -20,7 +20,7 @@ from searches import QUICK, held, overlapped, random_costs
 GAINS = Path(__file__).with_name("search_gains.json")
 
 
-def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> driver.Found:
+def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> driver.SearchResult:
     """What is found, having checked what holds of whatever is."""
     result = driver.search(num_ranks, num_microbatches, costs=costs, **options)
     timeline, memory = result.timeline, options.get("memory") or 2 * num_ranks + 1
@@ -34,7 +34,7 @@ def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **o
     return result
 
 
-def gain(result: driver.Found, costs: Costs | None) -> float:
+def gain(result: driver.SearchResult, costs: Costs | None) -> float:
     schedule = result.timeline.schedule
     other = simulate(build("dualpipev", schedule.num_ranks, schedule.num_microbatches), costs).makespan
     return 1 - result.timeline.makespan / other

@@ -8,7 +8,7 @@ import pytest
 
 from device_steps import as_training, write_run
 from dualpipe import cli
-from dualpipe.schedule.command import parse_costs
+from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary

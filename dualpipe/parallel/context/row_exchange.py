@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.nn.attention import Context
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.segments import Pending
-from dualpipe.nn.sequence_split import SequenceSplit
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows, gradient_rows
 
 

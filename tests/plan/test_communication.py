@@ -1,4 +1,4 @@
-"""What ranks that share sequences send."""
+"""Seconds of bytes from rank to rank, and what ranks that share sequences send."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import pytest
 import torch
 
 from dualpipe.models import read_config
-from dualpipe.plan.costs import Setting, context_seconds, stage_costs
+from dualpipe.plan.communication import all_to_all_seconds, ring_seconds, send_seconds
 from dualpipe.plan.machines import read_machine
+from dualpipe.plan.stage_costs import Setting, context_seconds, stage_costs
 from plans import EXAMPLES
+
+
+def test_bytes_go_over_the_links_that_there_are():
+    machine = replace(read_machine("h100"), links=1, networks=1, latency=0, network_latency=0, imbalance=1)
+    assert all_to_all_seconds(machine, 8e9, 8) == pytest.approx(7e9 / 450e9)
+    assert all_to_all_seconds(machine, 16e9, 16) == pytest.approx(8e9 / 50e9)
+    assert all_to_all_seconds(machine, 1e9, 1) == ring_seconds(machine, 1e9, 1) == send_seconds(machine, 1e9, 1, 8) == 0
+    assert ring_seconds(machine, 8e9, 8) == pytest.approx(7e9 / 450e9)
+    assert ring_seconds(machine, 16e9, 16) == pytest.approx(15e9 / 400e9)
+    assert ring_seconds(machine, 16e9, 16, 8) == pytest.approx(15e9 / 50e9)
+    assert send_seconds(machine, 1e9, 2, 4) == pytest.approx(1 / 450)
+    assert send_seconds(machine, 1e9, 2, 8) == pytest.approx(1 / 50)
 
 
 @pytest.mark.parametrize("name, method, layer, forward, backward", [

@@ -21,11 +21,11 @@ import torch
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
-from dualpipe.plan.activations import LayerKind, kinds_of
-from dualpipe.plan.context_traffic import context_numbers
+from dualpipe.plan.communication import all_to_all_seconds, context_numbers, send_seconds
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.operators import IN_BF16, InFP8, LayerParts, Operator, Part, head_parts, layer_parts
-from dualpipe.runtime.device import EXPERTS
+from dualpipe.plan.meta_run import LayerKind, kinds_of
+from dualpipe.plan.operators import IN_BF16, ActionPart, InFP8, LayerParts, Operator, head_parts, layer_parts
+from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped product's tile, of which an expert's last one is half empty
@@ -50,7 +50,7 @@ class Setting:
 
 
 class Seconds(NamedTuple):
-    """How long a `Part` computes, sends, and computes what it has deferred."""
+    """How long a `ActionPart` computes, sends, and computes what it has deferred."""
 
     compute: float
     sent: float = 0.0
@@ -120,8 +120,8 @@ def _timed(
         spent["host", 3] += (late := host if machine.host_waits else max(0.0, host - device))
         return device + late
 
-    def timed(part: Part, sharing: float) -> Iterator[Seconds]:
-        operators, sent = part.operators, machine.all_to_all(part.sent * setting.tokens, setting.ep)
+    def timed(part: ActionPart, sharing: float) -> Iterator[Seconds]:
+        operators, sent = part.operators, all_to_all_seconds(machine, part.sent * setting.tokens, setting.ep)
         attends = [i for i, each in enumerate(operators) if each.kind in ("attention", "attention backward")]
         if sharing and attends:  # as if none of it were attended to while the rest travels: the other action hides it
             yield Seconds(busy(operators[: attends[0]]), sharing)
@@ -163,8 +163,8 @@ def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
     machine = setting.machine
     slower = EXPERTS.ctas / machine.multiprocessors if machine.multiprocessors else 0.0
     slower = 1 - machine.beside if machine.beside else slower
-    f, b, i = (walk([parts], slower) for parts in (forward, backward, only_inputs))
-    fb, fi = (walk([forward, other], slower) if setting.overlap else f + alone
+    f, b, i = (walk_seconds([parts], slower) for parts in (forward, backward, only_inputs))
+    fb, fi = (walk_seconds([forward, other], slower) if setting.overlap else f + alone
               for other, alone in ((backward, b), (only_inputs, i)))
     spent = total(each.spent for each in found)
     again = 0.0
@@ -191,8 +191,8 @@ def context_seconds(setting: Setting, index: int) -> tuple[float, float]:
     if setting.cp == 1:
         return 0.0, 0.0
     numbers = context_numbers(setting.model, index, setting.length, setting.cp, setting.cp_method)
-    forward, backward = (setting.machine.send(each * setting.tokens * setting.dtype.itemsize, setting.cp, setting.ep)
-                         for each in (numbers.forward, numbers.backward))
+    forward, backward = (send_seconds(setting.machine, each * setting.tokens * setting.dtype.itemsize, setting.cp,
+                                      setting.ep) for each in (numbers.forward, numbers.backward))
     return forward, backward
 
 
@@ -214,7 +214,7 @@ def _joined(layers: Iterable[Times]) -> Times:
     return tuple(parts)
 
 
-def walk(actions: Iterable[Sequence[Seconds]], slower: float) -> float:
+def walk_seconds(actions: Iterable[Sequence[Seconds]], slower: float) -> float:
     """Seconds that actions take in turn, each until its next communication, as `dualpipe.pipeline.overlap.walk` runs
     them. One communicates at a time; what computes beside it is slower by the part `slower`."""
     clock = link = 0.0  # when the computing and the communicating stream are through

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe.schedule import Costs, Schedule, build
-from dualpipe.schedule.command import add_parser, parse_costs
+from dualpipe.schedule import Schedule, build
+from dualpipe.schedule.by_name.command import add_parser
 from dualpipe.schedule.search import driver
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def call(*arguments: str) -> int:
@@ -106,16 +106,6 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     assert message in captured.err
 
 
-def test_costs_in_text_and_json(tmp_path):
-    assert parse_costs("") == Costs()
-    assert parse_costs("F=1.5, FB=3,p2p=0.1,FI=2") == Costs(F=1.5, FB=3.0, p2p=0.1, pairs={("F", "I"): 2.0})
-    file = tmp_path / "costs.json"
-    file.write_text(json.dumps({"F": 2, "FB": 4, "pairs": {"FF": 3}, "per_stage": {"7": {"F": 2.5}}}))
-    base = Costs(F=2, FB=4, pairs={("F", "F"): 3})
-    own = Costs(F=2.5, FB=4, pairs={("F", "F"): 3})
-    assert parse_costs(str(file)) == Costs(F=2, FB=4, pairs=base.pairs, per_stage={7: own})
-
-
 @pytest.mark.parametrize(
     "content",
     ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"0": 3}}', '{"per_stage": {"a": {}}}', '{"F": [1]}'],
@@ -143,7 +133,7 @@ def test_needs_no_torch_and_loads_quickly():
         import dualpipe.schedule
         took = time.process_time() - start
         import argparse
-        from dualpipe.schedule.command import add_parser
+        from dualpipe.schedule.by_name.command import add_parser
         parser = argparse.ArgumentParser()
         add_parser(parser.add_subparsers())
         args = parser.parse_args("schedule --ranks 2 --microbatches 4 --compare 1f1b".split())
