@@ -87,7 +87,9 @@ class Attention(nn.Module):
         again = recompute("attention")
         if self.context_parallel is None:
             return [Compute(self, ("normed", "context"), "y", again)]
-        return with_forward_hooks(self, self.context_parallel.segments(self, again), ("normed", "context"), ("y",))
+        segments = self.context_parallel.segments(self, again)
+        # `Stage.compile_dense` compiles `turned`, which the segments call.
+        return with_forward_hooks(self, segments, ("normed", "context"), ("y",), are_compiled=True)
 
 
 class GroupedQueryAttention(Attention):

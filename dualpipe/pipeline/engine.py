@@ -194,7 +194,7 @@ class Pipeline(nn.Module):
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
         key = self._agreement.domain(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
-                  *self._stages.communication_groups()]
+                  *self._stages.known_groups]
         self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups)
 
     @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,8 @@ class RankStages:
     """The stages of a rank, by number, of `count` in the whole pipeline.
 
     borrowers: of each stage, the others that see parameters which FSDP2 has in it. batch_dim: along which batches are
-    cut. programs: what `compile_programs` has made of the modules.
+    cut. programs: what `compile_programs` has made of the modules. known_groups: over which the segments communicated
+    when the pipeline was built: those that a failure ends.
     """
 
     modules: Mapping[int, nn.Module]
@@ -30,6 +31,7 @@ class RankStages:
     device: torch.device
     batch_dim: int
     programs: dict[int, StageProgram] = field(default_factory=dict)
+    known_groups: list[ProcessGroup] = field(default_factory=list)
     _keys: dict[int, Hashable] = field(default_factory=dict)
 
     @property
@@ -52,25 +54,17 @@ class RankStages:
                 continue
             segments = OfferedSegments(module) if offered is None else offered[number]
             program = compile_stage(module, segments, self.specs[number], is_last=number == self.count - 1)
-            if offered is None:
-                self._check_groups(number, program)
+            groups = communication_groups(program)
+            if offered is not None:
+                self.known_groups.extend(groups)
+            elif not set(groups) <= set(self.known_groups):
+                raise ValueError(f"the segments of stage {number} communicate over another process group than when the "
+                                 "pipeline was built; build it anew")
             self.programs[number] = program
             self._keys[number] = key
 
-    def _check_groups(self, number: int, program: StageProgram) -> None:
-        """Raise ValueError for a group that a failure would not end."""
-        if not set(communication_groups([program])) <= set(self.communication_groups()):
-            raise ValueError(f"the segments of stage {number} communicate over another process group than when the "
-                             "pipeline was built; build it anew")
 
-    def communication_groups(self) -> list[ProcessGroup]:
-        """Return the groups over which the stages' segments communicate."""
-        return list(communication_groups(self.programs.values()))
-
-
-def communication_groups(programs: Iterable[StageProgram]) -> Iterable[ProcessGroup]:
-    """Return the groups of the programs' communications."""
-    for program in programs:
-        for segment in program.segments:
-            if segment.communication is not None and segment.communication.group is not None:
-                yield segment.communication.group
+def communication_groups(program: StageProgram) -> list[ProcessGroup]:
+    """Return the groups over which a stage's segments communicate."""
+    communications = [segment.communication for segment in program.segments if segment.communication is not None]
+    return [communication.group for communication in communications if communication.group is not None]

@@ -254,7 +254,7 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
     faults = f"raise rank={rank} step=2 action=exchange"
     done = dualpipe(run_folder, "train", "run.toml", *WEIGHT, *ENDS_APART, before=planting(faults))
     assert done.returncode == 1 and done.stderr.endswith(
-        f"error: rank {rank} (pp {rank}): PlantedFault: {faults}: planted\n"), done.stderr
+        f"error: rank {rank} (pp {rank}): at the ends of the step: PlantedFault: {faults}: planted\n"), done.stderr
 
 
 FLIP = """

@@ -22,19 +22,20 @@ from dualpipe.parallel.fsdp.private import private
 
 
 def with_forward_hooks(
-    module: nn.Module, segments: Sequence[Segment], inputs: Names, outputs: Names
+    module: nn.Module, segments: Sequence[Segment], inputs: Names, outputs: Names, *, are_compiled: bool = False
 ) -> list[Segment]:
     """Return the segments of `module` between its forward pre-hooks and its forward hooks.
 
     inputs: the names in the carry of the module's arguments, in order; outputs: the names of what it returns. Hooks
     that are attached later run too; forward hooks then get no arguments, which would have to be kept for them. Forward
-    hooks get no keyword arguments. A compiled module is called as a whole. Raises ValueError for backward hooks, which
-    would see a part of the gradients, and for a compiled module that communicates or is recomputed inside.
+    hooks get no keyword arguments. A compiled module is called as a whole, unless its segments are compiled themselves
+    (`are_compiled`). Raises ValueError for backward hooks, which would see a part of the gradients, and for a compiled
+    module that communicates or is recomputed inside.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
                          "its own; hook the tensors or the modules inside it instead")
-    if is_compiled(module):
+    if is_compiled(module) and not are_compiled:
         if any(isinstance(segment, Communicate) or segment.recompute for segment in segments):
             raise ValueError(f"a {type(module).__name__} is compiled as a whole and has segments that communicate or "
                              "are recomputed, which run one by one; compile the modules inside it instead")
