@@ -48,8 +48,7 @@ from dualpipe.schedule import Schedule
 from dualpipe.schedule.builders import first_microbatches
 from dualpipe.schedule.by_name.build import search_with_progress
 from dualpipe.schedule.types import Step
-from dualpipe.trace.tracer import PipelinePlace as Place
-from dualpipe.trace.tracer import Tracer
+from dualpipe.trace.tracer import PipelinePlace, Tracer
 
 
 class Pipeline(nn.Module):
@@ -341,7 +340,7 @@ class Pipeline(nn.Module):
         """
         schedule = self._programs.schedule()
         ranks = self._p2p.global_ranks
-        place = Place(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
+        place = PipelinePlace(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
         group = group or self._process_group
         if group is not None and group not in self._trace_groups:
             # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.

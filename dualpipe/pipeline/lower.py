@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dualpipe.schedule import build
-from dualpipe.schedule.messages import Message, all_messages, completed, sent
-from dualpipe.schedule.messages import MessageStream as Stream
+from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
@@ -37,8 +36,8 @@ class Program:
     """What one rank does in one step of the pipeline."""
 
     instructions: tuple[Instruction, ...]
-    incoming: dict[Stream, list[Message]]  # in the order in which they are taken
-    outgoing: tuple[Stream, ...]
+    incoming: dict[MessageStream, list[Message]]  # in the order in which they are taken
+    outgoing: tuple[MessageStream, ...]
 
 
 def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:

@@ -38,8 +38,7 @@ from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_record, unpack_record
 from dualpipe.runtime.recorder import Recorder, Waiting
-from dualpipe.schedule.messages import Message
-from dualpipe.schedule.messages import MessageStream as Stream
+from dualpipe.schedule.messages import Message, MessageStream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
 _TAGS = {"F": 11, "B": 12, "header": 15}  # gloo's; any that differ
@@ -78,7 +77,7 @@ class P2PGroups:
         self._rank, self._size = rank, len(members)
         self._group: Any = group
         self._control: Any = group  # carries host tensors
-        self._peers, self._links = [0], dict[Stream, Link]()
+        self._peers, self._links = [0], dict[MessageStream, Link]()
         if group is None:
             return
         self.global_ranks = tuple(dist.get_global_rank(group, member) for member in members)
@@ -148,7 +147,7 @@ class P2PGroups:
         if self._size > 1:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # that of norms, likewise
 
-    def link(self, stream: Stream, *, by_host: bool = False) -> Link:
+    def link(self, stream: MessageStream, *, by_host: bool = False) -> Link:
         """That of a stream that starts or ends at this rank. by_host: for tensors in host memory, of any device."""
         if not by_host:
             return self._links[stream]
@@ -172,9 +171,9 @@ class P2PGroups:
         return Link(self._control, self._peers[peer], _TAGS["header"])
 
 
-def in_rounds(streams: Iterable[Stream]) -> list[dict[int, Stream]]:
+def in_rounds(streams: Iterable[MessageStream]) -> list[dict[int, MessageStream]]:
     """Rounds of streams by the ranks at both ends, of which each has one in a round: 8 rounds for any length of a V."""
-    rounds: list[dict[int, Stream]] = []
+    rounds: list[dict[int, MessageStream]] = []
     for stream in streams:
         ends = dict.fromkeys(stream[:2], stream)
         free = next((others for others in rounds if not others.keys() & ends.keys()), None)
