@@ -8,6 +8,7 @@ import time
 import pytest
 
 from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, nearest, raise_for
+from processes import is_alive
 
 
 @pytest.mark.parametrize(("error", "status"), [
@@ -58,18 +59,9 @@ def test_a_process_dies_with_the_one_that_started_it():
     pid, said = done.stdout.split()
     assert said == "ready"
     begun = time.monotonic()
-    while alive(int(pid)):
+    while is_alive(pid):
         assert time.monotonic() - begun < 60, "the child outlives its parent"
         time.sleep(0.01)
-
-
-def alive(pid):
-    """Whether a process is there, and no zombie."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from command import COMMAND
 from dualpipe import Pipeline, cli
+from processes import is_alive
 
 ROOT = Path(cli.__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dualpipe")
@@ -404,13 +405,6 @@ def children(pid):
     return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 @pytest.mark.parametrize(
     ("victim", "number", "status", "message"),
@@ -437,9 +431,9 @@ def test_a_signal_ends_all_ranks(run_folder, start_dualpipe, victim, number, sta
     assert launcher.returncode == status
     assert message in out + err
     deadline = time.monotonic() + 60
-    while any(map(alive, ranks)) and time.monotonic() < deadline:
+    while any(map(is_alive, ranks)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(map(alive, ranks))
+    assert not any(map(is_alive, ranks))
 
 
 # -- the rest of the command

@@ -21,6 +21,7 @@ from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer
 from hub import read_all, rewrite, save_qwen
+from processes import is_alive
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
 ALONE = ["--parallel.pp", "1"]
@@ -68,13 +69,6 @@ def descendants(pid):
             for child in (task / "children").read_text().split():
                 found += [int(child), *descendants(child)]
     return found
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("delay", [0.1, *(pytest.param(delay, marks=pytest.mark.slow) for delay in (0, 0.4))])

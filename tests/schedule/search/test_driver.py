@@ -15,6 +15,7 @@ import pytest
 from default_signals import set_default_signals
 from dualpipe.schedule import Costs, build, simulate, validate
 from dualpipe.schedule.search import driver
+from processes import is_alive
 from searches import QUICK, held, overlapped, random_costs
 
 GAINS = Path(__file__).with_name("search_gains.json")
@@ -127,14 +128,6 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     assert build("auto", 4, 8, seed=1, **options) != first
 
 
-def runs(pid: int) -> bool:
-    """Whether a process is there, and no zombie."""
-    try:
-        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return False
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end after their round")
 def test_an_interrupted_search_ends_at_once_with_its_processes():
     """As by Ctrl-C, by which processes at work would write their own tracebacks."""
@@ -156,7 +149,7 @@ def test_an_interrupted_search_ends_at_once_with_its_processes():
             _, said = searching.communicate()
         assert time.monotonic() - begun < 30, "a chain's round takes hours"
         assert said.count("Traceback") == (how == signal.SIGINT)
-        while any(map(runs, pids)):
+        while any(map(is_alive, pids)):
             assert time.monotonic() - begun < 30, "a process still searches"
             time.sleep(0.05)
 
