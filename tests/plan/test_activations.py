@@ -1,5 +1,6 @@
 """What a stage keeps of a micro-batch, counted without memory, against what real tensors keep."""
 
+import gc
 
 import pytest
 import torch
@@ -91,6 +92,7 @@ def most(run, references: bool) -> tuple[int, int]:
     """The most bytes that torch has allocated during `run`, and those that are left, beyond what there was before. What
     the `references` of our kernels allocate inside of them, which kernels need not, counts when they are through, or
     as it comes."""
+    gc.collect()  # cycles of earlier tests: freed during `run`, their tensors would count as freed by it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())

@@ -36,6 +36,7 @@ from dualpipe.train.health.diagnose import FOLDER, HALTED, diagnose, letter_of, 
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for a rank that is killed to be gone; in disk sleep it may never be
 STATE_SECONDS = 3.0  # for ranks to write what they wait for, where one has failed
+LAST_SECONDS = 2.0  # for ranks to end by themselves then, with what they have traced: they await the cause for 0.5 s
 CRASH_LOOP = 3  # starts without progress, after which there is no other
 RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
 _USUAL_GPUS = 8  # of a node, where this machine has none
@@ -207,8 +208,7 @@ class _Ranks:
             with suppress(OSError):  # none where the disk hangs, either
                 states = limited(partial(self._ask, letters, since), 2 * STATE_SECONDS) or {}
         letters = {rank: letter for rank, letter in self._states_of_processes().items() if letters.get(rank) == letter}
-        words = {rank: json.loads(path.read_text()) for rank, path in enumerate(self._words) if path.exists()}
-        words = {rank: word for rank, word in words.items() if word["status"] not in _ENDED_WELL}
+        words = self._last_words()
         cause = self._cause(statuses, letters, words, states)
         if not all(word["lost"] for word in words.values()):  # an error says it all
             return Ending(*cause, failed=True)
@@ -218,9 +218,22 @@ class _Ranks:
                 others.setdefault(waited[0], f"  {rank_name(rank, self._sizes)}: {waited[0]}")
         hint = [f"what each rank was doing: dualpipe why {shlex.quote(str(self._output))}"] if states else []
         said = [line for text, line in others.items() if text not in "".join(cause[1])]
-        said += [line for word in words.values() for line in word["text"].splitlines()
+        self._await_ends()
+        said += [line for word in self._last_words().values() for line in word["text"].splitlines()
                  if line.startswith(TRACED) and line not in "".join(cause[1])]
         return Ending(cause[0], [*cause[1], *said, *hint], failed=True)
+
+    def _last_words(self) -> dict[int, Any]:
+        """What ranks that have failed, or lost another, have left of it, by rank."""
+        words = {rank: json.loads(path.read_text()) for rank, path in enumerate(self._words) if path.exists()}
+        return {rank: word for rank, word in words.items() if word["status"] not in _ENDED_WELL}
+
+    def _await_ends(self) -> None:
+        """Wait a moment for ranks that run: where one was lost, the others write what they have traced and end."""
+        running = [self._processes[rank] for rank, letter in self._states_of_processes().items() if letter not in "Tt"]
+        deadline = time.monotonic() + LAST_SECONDS
+        while any(each.poll() is None for each in running) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
 
     def _ask(self, letters: Mapping[int, str], since: float) -> dict[int, Any]:
         """What ranks have written of themselves: by now those that have ended, and in a moment those that run."""

@@ -38,7 +38,11 @@ def sleeping(self, slot):
     return run(self, slot)
 WeightGradStore.run = sleeping
 """
-HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", "import ctypes; ctypes.PyDLL(None).sleep(60)")
+# Locks a mutex twice, which never ends: a sleep in C would end with the first signal, and let the lock go.
+HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", """import ctypes
+        mutex = ctypes.create_string_buffer(256)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)""")
 DOES_NOT_MEET = """
 import os, time
 from dualpipe.train.launch import distributed
