@@ -21,6 +21,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -125,6 +126,7 @@ _is_boundary = re.compile(r"x\d*").fullmatch  # inputs and outputs of a stage
 _is_of_criterion = re.compile(r"loss|label\d+").fullmatch  # reserved for the pipeline
 
 
+@cache
 def input_names(count: int) -> Names:
     """The names of a stage's inputs in its carry."""
     return ("x",) if count == 1 else tuple(f"x{i}" for i in range(count))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from math import prod
 from typing import Any
@@ -112,12 +113,14 @@ def split_batch(
         batch_size=batch_size,
         side_size=side_size,
         label_size=label_size,
-        kind=_checksum(_kernel_classes(cut_inputs, cut_side, cut_labels), autocast, grad, sync, training, num_chunks),
+        kind=_checksum(
+            _kernel_classes(cut_inputs, cut_side, cut_labels), autocast, grad, sync, tuple(training), num_chunks),
     )
     return batch, arguments
 
 
-def kernel_class(shape: Sequence[int]) -> tuple[tuple[int, bool], ...]:
+@lru_cache(maxsize=1024)
+def kernel_class(shape: tuple[int, ...]) -> tuple[tuple[int, bool], ...]:
     """Return what kernels are chosen by: the power of two of each size, and whether 16 divides it.
 
     Triton compiles a kernel anew for arguments that are 1, or multiples of 16, and the tiles of a GEMM go by the
@@ -128,10 +131,10 @@ def kernel_class(shape: Sequence[int]) -> tuple[tuple[int, bool], ...]:
     return tuple((size.bit_length(), size % 16 == 0) for size in sizes)
 
 
-def _kernel_classes(*batches: Sequence[tuple[Tensor | None, ...]]) -> list[Any]:
+def _kernel_classes(*batches: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
     """Return the dtypes and classes of the largest and the smallest micro-batch."""
     tensors = chain.from_iterable((*batch[0], *batch[-1]) for batch in batches if batch)
-    return [(tensor.dtype, kernel_class(tensor.shape)) for tensor in tensors if tensor is not None]
+    return tuple([(tensor.dtype, kernel_class(tensor.shape)) for tensor in tensors if tensor is not None])
 
 
 def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, spec: SideSpec) -> StepAgreement:
@@ -162,7 +165,7 @@ def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, 
         if size not in (None, batch_size):
             raise ValueError(f"inputs have batch size {batch_size}, {what} {size}")
     num_chunks = ranks[first].num_chunks
-    return StepAgreement(num_chunks, batch_size % num_chunks, names, _checksum([r.kind for r in ranks]))
+    return StepAgreement(num_chunks, batch_size % num_chunks, names, _checksum(*[r.kind for r in ranks]))
 
 
 def require_same(what: str, values: Sequence[Any]) -> None:
@@ -193,7 +196,8 @@ def _by_number(labels: Sequence[Tensor | None] | Tensor | None) -> dict[int, Ten
     return dict(enumerate((labels,) if isinstance(labels, Tensor) else labels or ()))
 
 
-def _checksum(*values: Any) -> int:
+@lru_cache(maxsize=1024)
+def _checksum(*values: Hashable) -> int:
     return crc32(repr(values).encode())
 
 

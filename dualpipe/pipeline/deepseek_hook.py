@@ -40,7 +40,8 @@ class OverlappedPairs:
         behind = states[backward.stage, backward.microbatch]
         module: Any = self._stages.modules[forward.stage]
         runner = self._runners[forward.stage]
-        runner.wait_for_parameters()
+        if runner.wait_for_parameters is not None:
+            runner.wait_for_parameters()
         target = ahead.carry.pop(TARGET) or Target(None, (), False)
         del ahead.carry[SIDE]  # none: the hook has no argument for any
         inputs = dict(ahead.carry)

@@ -53,14 +53,15 @@ class Executor:
         is_profiled = torch.autograd._profiler_enabled()
         self._annotate = record_function if is_profiled else annotation(stages.device)
         autocast = stages.device.type if torch.is_autocast_enabled(stages.device.type) else None
+        is_hooked = stages.is_hooked
         self._runners = {
             stage: StageRunner(
-                stage_program, store, ready=partial(parameters.wait, stage), autocast=autocast,
-                keep_results=stages.is_hooked,
+                stage_program, store, autocast=autocast, keep_results=is_hooked,
+                wait_for_parameters=partial(parameters.wait, stage) if parameters.is_sharded(stage) else None,
             )
             for stage, stage_program in stages.programs.items()
         }
-        self._pairs = OverlappedPairs(stages, self._runners, store) if stages.is_hooked else None
+        self._pairs = OverlappedPairs(stages, self._runners, store) if is_hooked else None
         self._states = self._first_states()
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}

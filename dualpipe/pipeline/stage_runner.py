@@ -46,18 +46,18 @@ class Arriving:
 class StageRunner:
     """One stage during one step.
 
-    ready: called before a forward. autocast: the device type for which the caller enabled autocast, which is meant for
-    forwards, recomputed ones included. keep_results: keep results with their graphs in the records, for DeepSeek's
-    hook.
+    wait_for_parameters: called before a forward, where they are gathered. autocast: the device type for which the
+    caller enabled autocast, which is meant for forwards, recomputed ones included. keep_results: keep results with
+    their graphs in the records, for DeepSeek's hook.
     """
 
     def __init__(
-        self, program: StageProgram, store: WeightGradStore, *, ready: Callable[[], None] | None = None,
-        autocast: str | None = None, keep_results: bool = False,
+        self, program: StageProgram, store: WeightGradStore, *,
+        wait_for_parameters: Callable[[], None] | None = None, autocast: str | None = None, keep_results: bool = False,
     ) -> None:
         self.program = program
         self._store = store
-        self._ready = ready
+        self.wait_for_parameters = wait_for_parameters
         self._autocast = autocast
         self._keep_results = keep_results
         self._recorder = Recorder.current()
@@ -68,7 +68,8 @@ class StageRunner:
 
     def forward(self, state: MicrobatchState) -> Task:
         """Leave the results in `state.carry`, and in its records what the backward needs."""
-        self.wait_for_parameters()
+        if self.wait_for_parameters is not None:
+            self.wait_for_parameters()
         segments = self.program.segments
         needs_backward = torch.is_grad_enabled()
         if needs_backward:
@@ -92,14 +93,10 @@ class StageRunner:
                 self._compute_without_graph(segment, state, record)
             else:
                 state.carry = self._compute(segment, state, state.carry, record, "F")
-            _drop(state.carry, segment)
+            if segment.writes is not None:
+                _drop(state.carry, segment)
         if arriving is not None:
             self._arrive(arriving, state.carry)
-
-    def wait_for_parameters(self) -> None:
-        """Wait until the stage's parameters are gathered."""
-        if self._ready is not None:
-            self._ready()
 
     def _recompute(self, region: Sequence[int], state: MicrobatchState) -> Task:
         """Run segments forward again from what was kept of them, now with the graphs for their backward."""
@@ -130,7 +127,7 @@ class StageRunner:
     ) -> dict[str, Any]:
         """Run a compute segment; return the carry with its results. The ends of its graph are in the record then."""
         assert segment.fn is not None, "a compute segment has a function"
-        run = self._begin(kind, state, segment)
+        run = self._begin(kind, state, segment) if self._records_segments else None
         leaves = carry
         if segment.reads is None:  # the only segment: what is in the carry are leaves, and nobody else's
             results = segment.fn(*carry.values())
@@ -170,8 +167,7 @@ class StageRunner:
             results = segment.named(segment.fn(*values))
         # Whether they depend on a parameter or an input shows when they are computed again.
         results = {name: as_leaf(value, True) for name, value in results.items()}
-        if run is not None:
-            self._end(run, results.values())
+        self._end(run, results.values())
         state.carry.update(results)
 
     def _arrive(self, arriving: Arriving, carry: dict[str, Any], *, keep_context: bool = False) -> None:
@@ -228,7 +224,7 @@ class StageRunner:
                 yield in_flight
                 arriving = Arriving(in_flight, segment, record, _differentiable(segment, record))
             else:
-                run = self._begin(kind, state, segment)
+                run = self._begin(kind, state, segment) if self._records_segments else None
                 self._compute_backward(segment, record, state, collect)
                 if run is not None:
                     self._end(run, [leaf.grad for leaf in record.leaves.values() if leaf.grad is not None])
@@ -300,10 +296,8 @@ class StageRunner:
 
     # -- the record
 
-    def _begin(self, kind: str, state: MicrobatchState, segment: ProgramSegment) -> SegmentRun | None:
-        """Open a segment's entry in the record; None where the action's own entry says all."""
-        if not self._records_segments:
-            return None
+    def _begin(self, kind: str, state: MicrobatchState, segment: ProgramSegment) -> SegmentRun:
+        """Open a segment's entry in the record."""
         run = SegmentRun(kind, *state.slot, segment.number, segment.between_ranks)
         self._recorder.begin("segment", run)
         return run
@@ -335,9 +329,8 @@ def _reads(segment: ProgramSegment, carry: dict[str, Any]) -> Iterable[tuple[str
 
 def _drop(carry: dict[str, Any], segment: ProgramSegment) -> None:
     """Drop from the carry what no later segment needs."""
-    if segment.writes is not None:
-        for name in carry.keys() - segment.needed:
-            del carry[name]
+    for name in carry.keys() - segment.needed:
+        del carry[name]
 
 
 def _differentiable(segment: ProgramSegment, record: SegmentRecord) -> Names:

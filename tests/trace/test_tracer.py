@@ -189,7 +189,7 @@ def test_a_step_that_failed_is_not_the_schedule_and_a_trace_can_be_taken_again(t
                 step(pipe)
             trace = read(tmp_path / "trace.json")
             assert trace.schedule.num_microbatches == MICRO_BATCHES and len(Measured(trace).runs[0]) == 1
-    assert len(trace.memory) < len(trace.slices), "nothing is left of the one before"
+    assert len(trace.memory) <= len(trace.slices), "nothing is left of the one before"
 
 
 def test_a_step_of_another_pipeline_is_none_of_this_one(tmp_path):

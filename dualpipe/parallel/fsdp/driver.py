@@ -91,6 +91,11 @@ class StageParameters:
                     "the stage by dualpipe.parallel.shard, which does; where the stage's forward casts by itself, give "
                     "fully_shard MixedPrecisionPolicy(..., cast_forward_inputs=False)")
 
+    @property
+    def is_sharded(self) -> bool:
+        """Return True if FSDP2 has any parameters of the stage."""
+        return bool(self._roots)
+
     def places(self) -> Iterator[ParameterPlace]:
         """Where the parameters that FSDP2 has are, in other stages too that see them (`lend`)."""
         for fsdp_param in self._fsdp_params():
@@ -136,9 +141,11 @@ class StageParameters:
         """
         for module in self._stage.modules():
             if not getattr(module, "makes_accumulators", False):
-                for param in module.parameters(recurse=False):
+                for param in module._parameters.values():  # its own alone; `parameters()` takes five times as long
+                    if param is None or not param.requires_grad or param.grad is not None:
+                        continue
                     dtype = param.grad_dtype
-                    if param.requires_grad and param.grad is None and dtype not in (None, param.dtype):
+                    if dtype not in (None, param.dtype):
                         param.grad = torch.zeros_like(param, dtype=dtype)
 
     def set_idle(self) -> None:
@@ -242,30 +249,39 @@ class ParametersStep:
 
     borrowers: by stage, the stages that see its parameters. train: whether there are backwards; reduce: whether
     gradients are reduced at the end. Its collectives come in the order of the rank's program, which is that of every
-    data-parallel rank. A step ends by `finish`, or, where anything failed, by `abandon`.
+    data-parallel rank; stages that are not sharded have none. A step ends by `finish`, or, where anything failed, by
+    `abandon`.
     """
 
     def __init__(
         self, stages: Mapping[int, StageParameters], borrowers: Mapping[int, set[int]], *, train: bool, reduce: bool
     ) -> None:
         self._stages = stages
+        self._sharded = {stage: parameters for stage, parameters in stages.items() if parameters.is_sharded}
         self._borrowers = borrowers
         self._train = train
         self._reduce = reduce
-        self._waiting = set(stages)
-        self._open = set(stages)
+        self._waiting = set(self._sharded)
+        self._open = set(self._sharded)
         self._in_use = set(stages)
         self._recorder = Recorder.current()
 
     def gather(self) -> None:
-        """Start to gather all stages."""
+        """Start to gather all sharded stages; the parameters of others are there."""
         for stage, parameters in self._stages.items():
-            with self._collective("gather", stage):
-                parameters.gather()
+            if stage in self._sharded:
+                with self._collective("gather", stage):
+                    parameters.gather()
+            elif self._train:
+                parameters.prepare()
+
+    def is_sharded(self, stage: int) -> bool:
+        """Return True if `wait` must be called before a forward of this stage."""
+        return stage in self._sharded
 
     def wait(self, stage: int) -> None:
-        """Wait for the parameters of a stage that is about to run a forward."""
-        parameters = self._stages[stage]
+        """Wait for the parameters of a sharded stage that is about to run a forward."""
+        parameters = self._sharded[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
             with self._collective("gather", stage):
@@ -284,11 +300,11 @@ class ParametersStep:
         for stage in [s for s in self._open if self._in_use.isdisjoint({s, *self._borrowers[s]})]:
             self._open.remove(stage)
             with self._collective("reduce", stage):
-                self._stages[stage].complete(reduce=self._reduce)
+                self._sharded[stage].complete(reduce=self._reduce)
 
     def finish(self) -> None:
         """End the step; its results on the device come before work that follows."""
-        for stage, parameters in self._stages.items():
+        for stage, parameters in self._sharded.items():
             with self._collective("reduce", stage):
                 parameters.finish()
 
@@ -297,13 +313,13 @@ class ParametersStep:
 
         FSDP2 is then in the state before the step, so that a pipeline without other ranks can be used again.
         """
-        for parameters in self._stages.values():
+        for parameters in self._sharded.values():
             with suppress(Exception):  # the error that ended the step is the one to report
                 parameters.abandon()
 
     def _collective(self, kind: str, stage: int) -> Waiting:
         title = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
-        return self._recorder.collective(kind, title, self._stages[stage].ranks)
+        return self._recorder.collective(kind, title, self._sharded[stage].ranks)
 
 
 def lend(stage: nn.Module, places: Sequence[ParameterPlace]) -> None:
