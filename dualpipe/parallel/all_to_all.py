@@ -52,6 +52,7 @@ class GroupAllToAll:
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
+        """Start to send rows of `sent`, so many to each rank, and to fill `received` with those of each."""
         sizes = list(received_rows), list(sent_rows)
         return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
 

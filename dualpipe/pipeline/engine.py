@@ -191,7 +191,7 @@ class Pipeline(nn.Module):
             stage, other = (0, last) if self.rank == first else (self._stages.count - 1, first)
             exchange = partial(self._p2p.exchange, other, around=(last, first))
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
-        key = self._agreement.domain(secrets.randbits(63))
+        key = self._agreement.lowest(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
                   *self._stages.known_groups]
         self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups)
@@ -322,7 +322,7 @@ class Pipeline(nn.Module):
         result = self._executor.run()
         if self._tied is not None and train and sync:
             self._tied.add()
-        self._agreement.meet()  # so that a failure is raised on all ranks in the step in which it came up
+        self._agreement.wait_for_all()  # so that a failure is raised on all ranks in the step in which it came up
         self._loaded.add(agreed.kind)
         return result
 

@@ -36,7 +36,7 @@ from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_record, unpack_record
+from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder, Waiting
 from dualpipe.schedule.messages import Message, MessageStream
 
@@ -196,6 +196,7 @@ class TensorMeta(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
+        """Describe a tensor."""
         return TensorMeta(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
@@ -203,6 +204,21 @@ class TensorMeta(NamedTuple):
 
 
 Metas = tuple[TensorMeta, ...]
+
+
+def header_of(metas: Metas) -> dict[str, list[Any]]:
+    """Return what travels ahead of tensors, as a JSON value; by column, as it has little room."""
+    return {
+        "shapes": [list(meta.shape) for meta in metas],
+        "dtypes": [long_name(meta.dtype) for meta in metas],
+        "requires_grad": [meta.requires_grad for meta in metas],
+    }
+
+
+def metas_of(header: dict[str, list[Any]]) -> Metas:
+    """Return the inverse of `header_of`."""
+    columns = zip(header["shapes"], header["dtypes"], header["requires_grad"], strict=True)
+    return tuple(TensorMeta(torch.Size(shape), dtype_of(name), grad) for shape, name, grad in columns)
 
 
 class Crossing(NamedTuple):
@@ -213,6 +229,7 @@ class Crossing(NamedTuple):
 
     @staticmethod
     def of(metas: Metas) -> Crossing:
+        """Add up the bytes of tensors."""
         return Crossing(metas, sum(meta.shape.numel() * meta.dtype.itemsize for meta in metas))
 
 
@@ -333,8 +350,7 @@ class P2PMessages:
         channel.header = None
         with self._waiting("receive", message.title, message.src):
             work.wait()
-        metas = [TensorMeta(torch.Size(shape), dtype_of(name), grad) for shape, name, grad in unpack_record(header)]
-        self._agree(self._boundary(message), tuple(metas))
+        self._agree(self._boundary(message), metas_of(unpack_json(header)))
 
     def _send_header(self, message: Message, tensors: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
         """Start to send shapes and dtypes, where the receiver does not know them."""
@@ -342,7 +358,7 @@ class P2PMessages:
         if boundary in self._agreed:
             return []
         metas = tuple(map(TensorMeta.of, tensors))
-        header = pack_record([(meta.shape, long_name(meta.dtype), meta.requires_grad) for meta in metas])
+        header = pack_json(header_of(metas))
         self._agree(boundary, metas)
         work = self._started(self._groups.header(message.dst).send, header, message.title, message.dst)
         return [(work, header)]

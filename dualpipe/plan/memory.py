@@ -75,6 +75,7 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> int:
+        """Return the bytes of all of them."""
         return sum(self)
 
 

@@ -50,6 +50,7 @@ class MetaRun:
         self._state.begin(carry, inputs)
 
     def forward(self) -> Task:
+        """Return the forward, to be walked."""
         return self._runner.forward(self._state)
 
     def begin_backward(self) -> int:
@@ -59,6 +60,7 @@ class MetaRun:
         return gradient.untyped_storage().nbytes()
 
     def backward(self, kind: Literal["B", "I"]) -> Task:
+        """Return a backward, whole or of the inputs alone, to be walked."""
         return self._runner.backward(self._state, kind, MICROBATCH)
 
     def drop_gradients(self) -> None:

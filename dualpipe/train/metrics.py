@@ -334,4 +334,5 @@ class Console(rich.console.Console):
     """Rich's console, which would end the process where the reader of a pipe has gone."""
 
     def on_broken_pipe(self) -> None:
+        """Go on without the console."""
         go_on_without(BrokenPipeError())

@@ -110,6 +110,7 @@ class Ring(_Blocks):
     """In block i the rows are those of the i-th rank before this one."""
 
     def segments(self, recompute: bool) -> list[Segment]:
+        """Return the blocks in turn, each after the first behind the hop that brings its keys and values."""
         middle: list[Segment] = []
         for number in range(self._size):
             if number + 1 < self._size:
@@ -141,6 +142,7 @@ class Window(_Blocks):
     at most those of all tokens, each once."""
 
     def segments(self, recompute: bool) -> list[Segment]:
+        """Return the block of the own rows, that of the rows of others, and the exchange that brings these."""
         if self._attention.window == 1:  # a token sees itself
             return self._around([self._block(0, 1)], recompute)
         exchange = SequenceRows(self._ranks, self._width, self._tokens)

@@ -31,11 +31,14 @@ class SharedAttention(Protocol):
     peaks_A: Tensor | None
     shared: tuple[tuple[int, int], ...]
 
-    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]: ...
+    def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
+        """Return the queries, and what `expand` takes."""
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]: ...
+    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values, made of what ranks share of them."""
 
-    def output(self, y_BASV: Tensor) -> Tensor: ...
+    def output(self, y_BASV: Tensor) -> Tensor:
+        """Return the layer's result, made of the heads' values."""
 
 
 class SequenceRanks:
@@ -77,17 +80,20 @@ class SequenceRows:
         self.group = ranks.stream.group
 
     def forward(self, inputs: tuple[Tensor, Context]) -> Pending:
+        """Start to send rows."""
         rows, sequence = inputs
         context = _RowsContext(sequence.batch, sequence.length, rows.dtype)
         sent, received = self._counts(context)
         return PendingRows(self._stream, context=context).send(rows, sent, received)
 
     def backward(self, context: _RowsContext, gradients: tuple[Tensor | None, ...]) -> Pending:
+        """Start to send the gradients of received rows back."""
         received, sent = self._counts(context)
         d_rows = gradient_rows(gradients[0], (sum(sent), self._width), context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows, sent, received)
 
     def again(self, context: _RowsContext, inputs: tuple[Tensor, Context]) -> Pending:
+        """Start to send rows once more, for a recomputation."""
         return self.forward(inputs)
 
     def _counts(self, context: _RowsContext) -> tuple[list[int], list[int]]:

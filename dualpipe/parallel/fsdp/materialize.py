@@ -42,9 +42,13 @@ class Sliceable(Protocol):
     """
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Of the whole tensor."""
+
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Of its numbers."""
+
     def __getitem__(self, part: tuple[slice, ...], /) -> Tensor: ...
 
 

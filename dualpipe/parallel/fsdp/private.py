@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def state_of(unit: FSDPModule) -> Any:
+    """Return the state that FSDP2 keeps of a unit."""
     return private(unit, "_get_fsdp_state")()
 
 
@@ -21,6 +22,7 @@ def groups_of(unit: FSDPModule) -> list[Any]:
 
 
 def private(owner: Any, name: str) -> Any:
+    """Return a private attribute of torch's; RuntimeError, with the releases that have it, where there is none."""
     try:
         return getattr(owner, name)
     except AttributeError:

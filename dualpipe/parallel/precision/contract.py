@@ -28,6 +28,7 @@ class Differences:
         self._lines: dict[str, None] = {}
 
     def add(self, line: str) -> None:
+        """Add a difference, as a line of text."""
         self._lines[line] = None
 
     def check(self, name: str, what: str, actual: torch.dtype | Format | None, planned: torch.dtype | Format) -> None:

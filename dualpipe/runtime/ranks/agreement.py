@@ -15,12 +15,10 @@ from typing import Any, Generic, TypeVar
 
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.errors import RankLost, describe_error, names_ranks
+from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
-from dualpipe.runtime.ranks.records import KNOWN_BITS, HostMessages, Summary
+from dualpipe.runtime.ranks.records import KNOWN_BITS, LONGEST, Failure, HostMessages, Record, Summary
 from dualpipe.runtime.recorder import Recorder, rank_ranges
-
-_LONGEST = 1200  # characters of an error's text in a record
 
 R = TypeVar("R")  # a dataclass that ranks compare
 C = TypeVar("C")  # what follows from everybody's
@@ -54,7 +52,7 @@ class Agreement:
     def __init__(self, pipeline: HostMessages, replicas: Iterable[ProcessGroup] = ()) -> None:
         self.pipeline = pipeline
         self._replicas = [HostMessages(group if "cpu" in backends(group) else gloo_beside(group)) for group in replicas]
-        self._tells_back = True  # until `compare_replicas`
+        self._replicas_differ = True  # in number, from rank to rank; until `compare_replicas` knows better
         self._known: list[tuple[list[Any], Any]] = []  # records of all ranks, and what followed
 
     @property
@@ -66,13 +64,13 @@ class Agreement:
         """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
         because a stage is not sharded, one tells the others here."""
         sizes = [replica.size for replica in self._replicas]
-        self._tells_back = any(record != sizes for record in self._exchange(sizes))
+        self._replicas_differ = any(record.value != sizes for record in self._exchange(Record(value=sizes)))
 
-    def domain(self, number: int) -> int:
+    def lowest(self, number: int) -> int:
         """Return the lowest of the numbers of all ranks and their replicas."""
-        return self._everywhere(Summary(domain=number)).domain
+        return self._everywhere(Summary(key=number)).key
 
-    def meet(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all ranks and their replicas are here."""
         self._everywhere(Summary())
 
@@ -108,16 +106,16 @@ class Agreement:
         if together.known and not together.has_error:
             number = together.known.bit_length() - 1
             return self._known[number][1], None
-        text = None if error is None else (describe_error(error)[:_LONGEST], names_ranks(error))
+        failure = None if error is None else Failure.of(error)
         try:
             fields = None if own is None else asdict(own)  # type: ignore[call-overload]
-            answers = self._exchange([text, fields])
+            answers = self._exchange(Record(failure, fields))
         except (TypeError, ValueError) as unfit:  # no JSON, or too long, on this rank alone: the others hear of that
-            answers = self._exchange([(describe_error(unfit)[:_LONGEST], False), None])
-        texts = [answer[0] for answer in answers]
-        if any(text is not None for text in texts):
-            return None, said_by(self.pipeline, texts)
-        records = [kind(**answer[1]) for answer in answers]
+            answers = self._exchange(Record(Failure.of(unfit)))
+        failures = [answer.failure for answer in answers]
+        if any(failures):
+            return None, said_by(self.pipeline, failures)
+        records = [kind(**answer.value) for answer in answers]
         try:
             conclusion = conclude(records)
         except ValueError as disagreement:  # the same on every rank
@@ -133,13 +131,12 @@ class Agreement:
         for replica in self._replicas:
             together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
             if together.has_error or together.lowest != together.highest:
-                answers = _raise_lost(replica.exchange([problem and problem[:_LONGEST], same_everywhere]))
+                answers = _raise_lost(replica.exchange(Record(_failure(problem), same_everywhere)))
                 problem = problem or _problem_of_replicas(answers)
-        if self._tells_back:
+        if self._replicas_differ:
             together = self.pipeline.combine(Summary(has_error=problem is not None))
             if together.has_error:
-                problems = [answer[0] for answer in self._exchange([problem and problem[:_LONGEST]])]
-                problem = next(filter(None, problems))
+                problem = _first_failure(self._exchange(Record(_failure(problem))))
         return problem
 
     def _everywhere(self, own: Summary) -> Summary:
@@ -147,25 +144,24 @@ class Agreement:
         together = self.pipeline.combine(own)
         for replica in self._replicas:
             together = replica.combine(together)
-        return self.pipeline.combine(together) if self._tells_back else together
+        return self.pipeline.combine(together) if self._replicas_differ else together
 
-    def _exchange(self, record: Any) -> list[Any]:
+    def _exchange(self, record: Record) -> list[Record]:
         if self.pipeline.size == 1:
             return [record]
         return _raise_lost(self.pipeline.exchange(record))
 
 
-def said_by(messages: HostMessages, texts: Sequence[Any]) -> str:
-    """Join the errors of ranks, in their order, each text once, with the ranks that it comes from.
-
-    texts: by rank, pairs of a text and whether it names the ranks itself (see `naming_ranks`); None: no error.
-    """
-    ranks_of: dict[tuple[str, bool], list[int]] = {}
-    for rank, text in enumerate(texts):
-        if text is not None:
-            ranks_of.setdefault(tuple(text), []).append(rank)
+def said_by(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
+    """Join the failures of ranks, in their order, each once, with the ranks that it comes from unless it names them."""
+    ranks_of: dict[Failure, list[int]] = {}
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            ranks_of.setdefault(failure, []).append(rank)
     return "; ".join(
-        text if is_named else f"{_name(messages, ranks)}: {text}" for (text, is_named), ranks in ranks_of.items())
+        failure.text if failure.is_named else f"{_name(messages, ranks)}: {failure.text}"
+        for failure, ranks in ranks_of.items()
+    )
 
 
 def _name(messages: HostMessages, ranks: Sequence[int]) -> str:
@@ -174,15 +170,27 @@ def _name(messages: HostMessages, ranks: Sequence[int]) -> str:
     return rank_ranges(numbers) if len(numbers) > 1 else Recorder.current().name(numbers[0])
 
 
-def _problem_of_replicas(answers: Sequence[Any]) -> str:
+def _failure(problem: str | None) -> Failure | None:
+    """Return a problem, which names its ranks, as other ranks are told of it."""
+    return None if problem is None else Failure(problem[:LONGEST], is_named=True)
+
+
+def _first_failure(answers: Sequence[Record]) -> str | None:
+    """Return what the first rank with a problem says."""
+    return next((answer.failure.text for answer in answers if answer.failure is not None), None)
+
+
+def _problem_of_replicas(answers: Sequence[Record]) -> str:
     """Return what the first replica with a problem says, or how they differ."""
-    problem = next((problem for problem, _ in answers if problem is not None), None)
-    return problem or f"data-parallel ranks disagree: by rank {[value for _, value in answers]}"
+    differing = f"data-parallel ranks disagree: by rank {[answer.value for answer in answers]}"
+    return _first_failure(answers) or differing
 
 
-def _raise_lost(answers: list[Any]) -> list[Any]:
+def _raise_lost(answers: Sequence[Record | RankLost]) -> list[Record]:
     """Return the answers; raise RankLost where one is missing."""
+    found = []
     for answer in answers:
         if isinstance(answer, RankLost):
             raise answer
-    return answers
+        found.append(answer)
+    return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -20,17 +21,25 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime.background import in_background
-from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks, naming_ranks
+from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
 from dualpipe.runtime.ranks.agreement import said_by
-from dualpipe.runtime.ranks.records import HostMessages
+from dualpipe.runtime.ranks.records import Failure, HostMessages, Record
 from dualpipe.runtime.recorder import Recorder
 
 TURN = 2.0  # seconds for which ranks wait at a time for what takes long: less than any timeout of theirs
 _LONGEST = 20_000  # characters of an error's text that travel to the other ranks
-_LONGEST_IN_RECORD = 1200
 _LAST_WORD = timedelta(seconds=1)  # for the others, where this rank has lost one
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What a rank's work gave, or how it failed. is_refusal: by a ValueError."""
+
+    value: Any
+    failure: Failure | None
+    is_refusal: bool
 
 
 class RankSync:
@@ -116,24 +125,26 @@ class RankSync:
                 value = work()
         except BaseException as raised:  # told to the other ranks before it is raised here
             error = raised
-            failure = isinstance(raised, ValueError), describe_error(raised)[:_LONGEST], names_ranks(raised)
-        outcomes: list[Any] = [(failure, value)]
+            failure = Failure.of(raised, _LONGEST)
+        own = _Outcome(value, failure, isinstance(error, ValueError))
+        outcomes = [own]
         if everywhere:
             outcomes *= self.size
-            self._collective(dist.all_gather_object, outcomes, (failure, value))
+            self._collective(dist.all_gather_object, outcomes, own)
         else:
             source, cpu = self._members[0], torch.device("cpu")
             self._collective(dist.broadcast_object_list, outcomes, group_src=source, device=cpu)
         if error is not None and not isinstance(error, Exception):
             raise error
-        texts = [failure and failure[1:] for failure, _ in outcomes]
-        if any(text is not None for text in texts):
-            refused = all(failure[0] for failure, _ in outcomes if failure is not None)
-            alone = refused and not everywhere  # rank 0's own, which need not be named
-            text = texts[0][0] if alone else said_by(self._messages, texts)
-            failed: Exception = (ValueError if refused else RuntimeError)(text)
-            raise (failed if alone else naming_ranks(failed)) from error
-        return [value for _, value in outcomes]
+        failures = [outcome.failure for outcome in outcomes]
+        first = next(filter(None, failures), None)
+        if first is not None:
+            is_refusal = all(outcome.is_refusal for outcome in outcomes if outcome.failure is not None)
+            kind = ValueError if is_refusal else RuntimeError
+            if is_refusal and not everywhere:  # rank 0's own, which need not be named
+                raise kind(first.text) from error
+            raise naming_ranks(kind(said_by(self._messages, failures))) from error
+        return [outcome.value for outcome in outcomes]
 
     def collect(self, value: T) -> list[T] | None:
         """The (picklable) values of all ranks, on rank 0 alone: for what would be too much to hold on each."""
@@ -171,28 +182,30 @@ class RankSync:
         """
         told = SimpleNamespace(value=None, values=None)
         error: BaseException | None = None
-        text: tuple[str, bool] | None = None
         try:
             yield told
         except BaseException as raised:  # told to the other ranks before it is raised here
             error = raised
-            text = describe_error(raised)[:_LONGEST_IN_RECORD], names_ranks(raised)
         try:
+            own = Record(None if error is None else Failure.of(error), told.value)
             timeout = _LAST_WORD if isinstance(error, RankLost) else None
-            answers = [[text, told.value]]
+            answers: list[Record | RankLost] = [own]
             if self.size > 1:
                 try:
-                    answers = self._messages.exchange([text, told.value], timeout)
+                    answers = self._messages.exchange(own, timeout)
                 except (TypeError, ValueError) as unfit:  # no JSON, or too long: the others hear of that
                     error = error or unfit
-                    text = describe_error(unfit)[:_LONGEST_IN_RECORD], False
-                    answers = self._messages.exchange([text, None], timeout)
-            lost = [answer for answer in answers if isinstance(answer, RankLost)]
-            texts = [(f"cannot be reached: {a}", False) if isinstance(a, RankLost) else a[0] for a in answers]
+                    answers = self._messages.exchange(Record(Failure.of(unfit)), timeout)
             if error is not None and not isinstance(error, Exception):
                 raise error
-            if any(text is not None for text in texts):
-                raise naming_ranks((PipelineError if lost else kind)(said_by(self._messages, texts))) from error
-            told.values = [value for _, value in answers]
+            found = [answer for answer in answers if isinstance(answer, Record)]
+            failures = [
+                answer.failure if isinstance(answer, Record) else Failure(f"cannot be reached: {answer}")
+                for answer in answers
+            ]
+            if any(failures):
+                failed = kind if len(found) == len(answers) else PipelineError
+                raise naming_ranks(failed(said_by(self._messages, failures))) from error
+            told.values = [answer.value for answer in found]
         finally:
             error = None  # this frame is in the error's traceback: the cycle would keep all its tensors

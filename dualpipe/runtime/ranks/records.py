@@ -11,7 +11,8 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any
@@ -21,28 +22,61 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.errors import RankLost, describe_error, names_ranks
 from dualpipe.runtime.recorder import Recorder
 
 RECORD_BYTES = 8192
+LONGEST = 1200  # characters of an error's text in a record
 KNOWN_BITS = 256  # of a summary
 _RECORD_TAG = 14  # gloo's; any that nothing else uses
 _SUMMARY_TAG = 17
 _LAYOUT = struct.Struct("<?QQQ32s")
 
 
+@dataclass(frozen=True)
+class Failure:
+    """An error as other ranks are told of it. is_named: whether its text names the ranks that it came up on."""
+
+    text: str
+    is_named: bool = False
+
+    @staticmethod
+    def of(error: BaseException, longest: int = LONGEST) -> Failure:
+        """Describe an error in at most `longest` characters."""
+        return Failure(describe_error(error)[:longest], names_ranks(error))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank tells each other one: what has failed on it, if anything, and a JSON value."""
+
+    failure: Failure | None = None
+    value: Any = None
+
+    def pack(self) -> Tensor:
+        """Return it as a (RECORD_BYTES,) uint8 tensor; TypeError or ValueError where it is no JSON or too long."""
+        return pack_json({"failure": self.failure and asdict(self.failure), "value": self.value})
+
+    @staticmethod
+    def unpack(buffer: Tensor) -> Record:
+        """Return the inverse of `pack`; its value is not to be changed, as equal records share it."""
+        fields = unpack_json(buffer)
+        failure = fields["failure"]
+        return Record(None if failure is None else Failure(**failure), fields["value"])
+
+
 @dataclass(frozen=True, slots=True)
 class Summary:
     """What ranks say of themselves, and what all of them have said once it is combined.
 
-    has_error: whether any has failed. lowest, highest: of numbers below 2^64 that must be equal. domain: the lowest of
+    has_error: whether any has failed. lowest, highest: of numbers below 2^64 that must be equal. key: the lowest of
     numbers. known: of KNOWN_BITS bits those that all have set.
     """
 
     has_error: bool = False
     lowest: int = 0
     highest: int = 0
-    domain: int = 0
+    key: int = 0
     known: int = (1 << KNOWN_BITS) - 1
 
     def combine(self, other: Summary) -> Summary:
@@ -51,21 +85,21 @@ class Summary:
             self.has_error or other.has_error,
             min(self.lowest, other.lowest),
             max(self.highest, other.highest),
-            min(self.domain, other.domain),
+            min(self.key, other.key),
             self.known & other.known,
         )
 
     def pack(self) -> Tensor:
         """Return it as a uint8 tensor of a fixed size."""
         known = self.known.to_bytes(KNOWN_BITS // 8, "little")
-        data = _LAYOUT.pack(self.has_error, self.lowest, self.highest, self.domain, known)
+        data = _LAYOUT.pack(self.has_error, self.lowest, self.highest, self.key, known)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @staticmethod
     def unpack(buffer: Tensor) -> Summary:
         """Return the inverse of `pack`."""
-        has_error, lowest, highest, domain, known = _LAYOUT.unpack(buffer.numpy().tobytes())
-        return Summary(has_error, lowest, highest, domain, int.from_bytes(known, "little"))
+        has_error, lowest, highest, key, known = _LAYOUT.unpack(buffer.numpy().tobytes())
+        return Summary(has_error, lowest, highest, key, int.from_bytes(known, "little"))
 
 
 class HostMessages:
@@ -104,13 +138,13 @@ class HostMessages:
             distance *= 2
         return combined
 
-    def exchange(self, record: Any, timeout: Any = None) -> list[Any]:
-        """Return everybody's record, a JSON value, by rank; in place of one that cannot be reached the RankLost.
+    def exchange(self, record: Record, timeout: timedelta | None = None) -> list[Record | RankLost]:
+        """Return everybody's record, by rank; in place of one that cannot be reached the RankLost.
 
-        timeout: for each rank, a timedelta; default: the group's.
+        timeout: for each rank; default: the group's. TypeError or ValueError where this rank's is no JSON or too long.
         """
-        packed = pack_record(record)
-        records: list[Any] = [unpack_record(packed)] * self.size
+        packed = record.pack()
+        records: list[Record | RankLost] = [Record.unpack(packed)] * self.size
         peers = [peer for peer in range(self.size) if peer != self.rank]
         buffers = {peer: empty_record() for peer in peers}
         began = perf_counter_ns()
@@ -125,7 +159,7 @@ class HostMessages:
                         if isinstance(work, RuntimeError):
                             raise work
                         work.wait(*waited)
-                records[peer] = unpack_record(buffers[peer])
+                records[peer] = Record.unpack(buffers[peer])
             except RankLost as lost:
                 records[peer] = lost
         return records
@@ -138,16 +172,16 @@ class HostMessages:
             return error
 
 
-def pack_record(record: Any) -> Tensor:
+def pack_json(value: Any) -> Tensor:
     """Return a JSON value as a (RECORD_BYTES,) uint8 tensor; ValueError where it is too long."""
-    data = json.dumps(record, ensure_ascii=False).encode("utf-8", "backslashreplace")
+    data = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
     if len(data) > RECORD_BYTES:
         raise ValueError(f"a record of {len(data)} bytes exceeds the {RECORD_BYTES} that travel: {data[:200]!r}...")
     return torch.frombuffer(bytearray(data.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
-def unpack_record(buffer: Tensor) -> Any:
-    """Return the inverse of `pack_record`; not to be changed, as equal records share it."""
+def unpack_json(buffer: Tensor) -> Any:
+    """Return the inverse of `pack_json`; not to be changed, as equal values share it."""
     return _parsed(buffer.numpy().tobytes().rstrip())
 
 

@@ -76,7 +76,7 @@ def in_lockstep(size: int) -> Counter[int]:
     # A rank's `combine` runs to the end only when its messages are there: the last rank to send is the first to end.
     results: dict[int, Summary] = {}
     threads = [threading.Thread(target=lambda rank=rank: results.update({rank: ranks[rank].combine(
-        Summary(has_error=rank == 1, lowest=rank, highest=rank, domain=rank + 5, known=7 - (rank == size - 1))
+        Summary(has_error=rank == 1, lowest=rank, highest=rank, key=rank + 5, known=7 - (rank == size - 1))
     )})) for rank in range(size)]
     for thread in threads:
         thread.start()
@@ -212,7 +212,7 @@ def with_replicas(rank: int) -> list[str | None]:
                 return Numbers(1, [])
 
             problems.append(agreement.compare(Numbers, record, add_up, same_everywhere=same).problem)
-        problems.append(str(agreement.domain(rank + 3)))
+        problems.append(str(agreement.lowest(rank + 3)))
     return problems
 
 
@@ -227,7 +227,7 @@ def one_leaves(rank: int) -> str:
     if rank == 1:
         return ""
     with pytest.raises(RankLost) as raised:
-        agreement.meet()
+        agreement.wait_for_all()
     return str(raised.value)
 
 
