@@ -42,7 +42,7 @@ class WeightGradStore:
 
     @property
     def deferring(self) -> bool:
-        """Whether `put` queues."""
+        """Return True while `put` queues."""
         return self._queue is not None
 
     def put(self, fn: Callable[[], None]) -> None:
@@ -102,11 +102,11 @@ class WeightGradStore:
                 fn()
 
     def take(self, key: Hashable) -> list[Callable[[], None]]:
-        """What `run` would call, dropped from the queue."""
+        """Remove from the queue what `run` would call, and return it."""
         return self._queues.pop(key, [])
 
     def pending(self) -> dict[Hashable, int]:
-        """How many weight gradients wait, by key."""
+        """Return the number of queued weight gradients, by key."""
         return {key: len(queue) for key, queue in self._queues.items()}
 
     def clear(self) -> None:
@@ -169,7 +169,7 @@ def weight_grads(
 
 
 def _has_hooks(param: Tensor | None) -> bool:
-    """Whether somebody has hooks on it, which only a gradient that goes through autograd passes."""
+    """Return True if a parameter has hooks, which only a gradient from autograd passes through."""
     return param is not None and bool(param._backward_hooks or param._post_accumulate_grad_hooks)
 
 

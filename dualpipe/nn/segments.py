@@ -1,4 +1,4 @@
-"""What a stage is made of: compute segments and communication segments in turn, over a carry of named tensors.
+"""Segments, which a stage is made of: compute and communication in turn, over a carry of named tensors.
 
 A stage with `segments()` returns them as a list; the engine runs them one after the other, or those of two
 micro-batches in turn, so that one's communication is hidden behind the other's computing (`overlap`). The carry starts
@@ -73,7 +73,7 @@ class Communication(Protocol):
 
 
 class _Named:
-    """What a segment reads and writes; one name stands for a tuple of one."""
+    """The names that a segment reads and writes; one name stands for a tuple of one."""
 
     reads: Names | str
     writes: Names | str

@@ -32,7 +32,7 @@ def clip_grad_norm_(
     copies: Iterable[Tensor] = (), group: ProcessGroup | None = None, device: torch.device,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """As `torch.nn.utils.clip_grad_norm_`, with the norm over all ranks of `group` and of the parameters' meshes.
+    """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm over all ranks of `group` and of the parameters' meshes.
 
     A parameter that is given twice counts once, and so do the copies of a DTensor that is replicated. A plain parameter
     counts once for each rank of `group` (None: this rank alone) that has it, unless it is one of `copies`, which are

@@ -60,7 +60,7 @@ class StepArguments:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What follows from the arguments of all ranks.
+    """The conclusion from the arguments of all ranks.
 
     num_larger: the first micro-batches that are larger than the others. kind: a number for the kind of step; of steps
     of one kind the first loads the kernels of all.

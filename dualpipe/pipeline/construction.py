@@ -1,4 +1,4 @@
-"""What is checked when a pipeline is built: a rank's stages on their own, and what the ranks must agree on."""
+"""The checks when a pipeline is built: a rank's stages on their own, and what the ranks must agree on."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TiedEnds:
 
 @dataclass(frozen=True)
 class PipelineArguments(TiedEnds):
-    """What a rank says of its pipeline when it builds it.
+    """A rank's description of its pipeline when it builds it.
 
     overlap: whether pairs may overlap; None where nothing here could. side_specs: the fields of the stages'
     `SideSpec`s. reduces, unreduced: see `check_stages`.
@@ -61,7 +61,7 @@ class PipelineArguments(TiedEnds):
 
 @dataclass(frozen=True)
 class PipelineAgreement:
-    """What follows from what all ranks say.
+    """The conclusion from the descriptions of all ranks.
 
     overlap: whether pairs overlap. has_copies: whether the ends have copies of tied parameters on two ranks.
     """
@@ -178,12 +178,14 @@ def _shapes(tensors: Iterable[Tensor]) -> list[list[int]]:
 def check_stages(
     stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
 ) -> tuple[bool, list[str]]:
-    """Whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameters of those stages that
-    it has nothing of, for `check_ranks`. unreduced: names in their stage, of parameters or modules, with wildcards,
-    whose gradients are the caller's to reduce. Raises ValueError for a stage that is sharded together with another one,
-    or in part and does not name the rest, or that reduces in another way: DistributedDataParallel and the first FSDP do
-    in hooks of one backward, which would see a part of a gradient, or nothing, as weight gradients are computed outside
-    of backwards.
+    """Return whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameter of each stage
+    that it has nothing of.
+
+    unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients the caller reduces.
+
+    Raises ValueError for a stage that is sharded together with another one, or in part and does not name the rest, or
+    that reduces in another way: DistributedDataParallel and the first FSDP reduce in hooks of one backward, which would
+    see a part of a gradient, or nothing, as weight gradients are computed outside of backwards.
     """
     unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
     patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]

@@ -350,7 +350,7 @@ class Pipeline(nn.Module):
 
     @property
     def copied_parameters(self) -> list[nn.Parameter]:
-        """Those of this rank that the first stage has as well, on another rank: they count there."""
+        """The parameters of this rank that the first stage has as well, on another rank: they count there."""
         return [] if self._tied is None else tied_parameters(self._stages.modules.get(self._stages.count - 1))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -374,7 +374,7 @@ class Pipeline(nn.Module):
                 raise lost
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As of any module; gradients that steps with `sync=False` keep are dropped too."""
+        """Like `nn.Module.zero_grad`; also drops gradients that steps with `sync=False` keep."""
         super().zero_grad(set_to_none)
         self._discard()
 

@@ -33,7 +33,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Program:
-    """What one rank does in one step of the pipeline."""
+    """The instructions of one rank in one step of the pipeline."""
 
     instructions: tuple[Instruction, ...]
     incoming: dict[MessageStream, list[Message]]  # in the order in which they are taken
@@ -83,7 +83,7 @@ class Programs:
         self._lowered: dict[int, dict[bool, Program]] = {}  # and by whether they are for training
 
     def is_to_search(self, num_microbatches: int) -> bool:
-        """Whether the schedule for a number of micro-batches is still to be searched for."""
+        """Return True if the schedule for a number of micro-batches is still to be searched for."""
         return self._schedule == "auto" and num_microbatches not in self._found
 
     def add(self, found: Schedule) -> None:

@@ -42,7 +42,7 @@ class RandomStates(NamedTuple):
 
 
 class SegmentRecord:
-    """What the backward of a segment needs.
+    """The record of a segment's forward that its backward needs.
 
     leaves: what a compute segment read and needs a gradient; roots: where its autograd graph ends; kept: what it needs
     to run again; context: of a communication; differentiable: which of a communication's inputs have a gradient;

@@ -1,4 +1,4 @@
-"""What crosses from one rank of a pipeline to another: who talks to whom, and the messages of one step.
+"""The messages between the ranks of a pipeline: the connections, and the messages of one step.
 
 Boundary tensors go over a `Link` for each stream of messages, (source, destination, activations or gradients), so that
 a receive which is posted ahead never stands in front of anything else: with gloo a link is a tag, with NCCL, which has
@@ -148,15 +148,18 @@ class P2PGroups:
             dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # that of norms, likewise
 
     def link(self, stream: MessageStream, *, by_host: bool = False) -> Link:
-        """That of a stream that starts or ends at this rank. by_host: for tensors in host memory, of any device."""
+        """Return the link of a stream that starts or ends at this rank. by_host: for tensors in host memory."""
         if not by_host:
             return self._links[stream]
         src, dst, kind = stream
         return Link(self._control, self._peers[dst if self._rank == src else src], _TAGS[kind])
 
     def exchange(self, peer: int, tensor: Tensor, *, around: tuple[int, int]) -> Tensor:
-        """What `peer` gives for a contiguous tensor, which gets this one. Both call it with tensors of one shape and
-        dtype, between steps; around: the two, as neighbours in the placement that was connected."""
+        """Send a contiguous tensor to `peer`, and return the tensor that it sends here.
+
+        Both call it between steps, with tensors of one shape and dtype. around: the two ranks, as neighbours in the
+        placement that was connected.
+        """
         found, (src, dst) = torch.empty_like(tensor), around
         there, back = self.link((src, dst, "F")), self.link((dst, src, "B"))
         incoming, outgoing = (there, back) if peer == src else (back, there)
@@ -188,7 +191,7 @@ def in_rounds(streams: Iterable[MessageStream]) -> list[dict[int, MessageStream]
 
 
 class TensorMeta(NamedTuple):
-    """What a receiver must know of a tensor."""
+    """The description of a tensor that its receiver needs."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -222,7 +225,7 @@ def metas_of(header: dict[str, list[Any]]) -> Metas:
 
 
 class Crossing(NamedTuple):
-    """What crosses a boundary between two stages, forward or back: of each tensor what a receiver must know."""
+    """The tensors of a message between two stages, forward or back, and their bytes in all."""
 
     metas: Metas
     nbytes: int

@@ -41,7 +41,7 @@ TARGET = "(target)"  # a `Target`, or None
 
 
 class Target(NamedTuple):
-    """What the outputs of the last stage are compared with, for one micro-batch."""
+    """The labels and the criterion of the last stage, for one micro-batch."""
 
     criterion: Callable[..., Tensor] | None
     labels: tuple[Any, ...]

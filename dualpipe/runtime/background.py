@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
-    """What `work` will have given, on a thread that no end of this process waits for."""
+    """Run `work` on a thread that the end of this process does not wait for; return its future."""
     found: Future[T] = Future()
 
     def run() -> None:
@@ -25,7 +25,7 @@ def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
 
 
 def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
-    """What `work` gives, which may hang; None where it has not come after so many seconds."""
+    """Return the result of `work`, which may hang; None where it has not come after so many seconds."""
     found = in_background(work, name)
     wait([found], seconds)
     return found.result() if found.done() else None

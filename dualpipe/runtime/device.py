@@ -188,7 +188,7 @@ def properties(index: int) -> torch.cuda._CudaDeviceProperties:
 
 
 def reaches(first: int, second: int) -> bool:
-    """Whether a device can read another one's memory."""
+    """Return True if a device can read another one's memory."""
     return torch.cuda.can_device_access_peer(first, second)
 
 
@@ -226,7 +226,7 @@ def flight_recorder() -> list[dict[str, Any]]:
 
 
 def one_queue() -> str | None:
-    """What is wrong where all streams share one hardware queue; None where they do not."""
+    """Return the problem where all streams share one hardware queue; None where they do not."""
     if os.environ.get(_CONNECTIONS) != "1":
         return None
     return (f"{_CONNECTIONS}=1: all streams share one queue, so that nothing overlaps, and a message that is waited "
@@ -239,5 +239,5 @@ def nccl_version() -> tuple[int, ...]:
 
 
 def annotation(device: torch.device) -> Callable[[str], AbstractContextManager] | None:
-    """What names a range of work in a profile of a CUDA device; None on the CPU."""
+    """Return the function that names a range of work in a profile of a CUDA device; None on the CPU."""
     return torch.cuda.nvtx.range if device.type == "cuda" else None

@@ -102,7 +102,7 @@ def _gloo() -> Finding:
 
 
 def _links(count: int) -> Iterator[Finding]:
-    """What several devices need to train together: NCCL, links between them, a fabric between nodes."""
+    """Check what several devices need to train together: NCCL, links between them, a fabric between nodes."""
     import torch
 
     from dualpipe.runtime import device as cuda

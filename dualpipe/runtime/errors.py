@@ -45,7 +45,7 @@ def exit_status(error: BaseException) -> int:
 
 
 def error_line(error: BaseException) -> str:
-    """What is said of an error, with a line more for each of its notes."""
+    """Return the line that is printed for an error, with one more for each of its notes."""
     return "\n".join([f"error: {error}", *getattr(error, "__notes__", ())])
 
 

@@ -27,14 +27,14 @@ _FLUSHED = 2**30  # bytes that the system may hold back: the flush at the end te
 
 
 class Written(NamedTuple):
-    """What there is to know of a file that was written."""
+    """The size and checksum of a file that was written."""
 
     size: int  # bytes
     checksum: str  # "" where none was wanted
 
 
 def node_of(path: Path) -> int | None:
-    """What tells a file from one that has its name later; None where there is none."""
+    """Return the number that tells a file from a later one of its name; None where there is none."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -137,7 +137,10 @@ def write_wanted(*wanted: tuple[str | Path | None, Callable[[], str]]) -> Iterat
 
 
 def read_toml(path: Path, what: str = "") -> dict[str, Any]:
-    """What a TOML file holds, such as "the config "; ValueError where it cannot be read."""
+    """Return the content of a TOML file; ValueError where it cannot be read.
+
+    what: the name of the file in errors, such as "the config ".
+    """
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:

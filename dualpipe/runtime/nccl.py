@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 
 class Traffic(NamedTuple):
-    """What a communicator of NCCL is for. ctas: at most so many blocks in its kernels, of which each has a
-    multiprocessor for itself as long as it waits; urgent: they are given one before the blocks of other kernels."""
+    """The limits of an NCCL communicator, by its use.
+
+    ctas: the most blocks in its kernels, of which each has a multiprocessor for itself as long as it waits. urgent:
+    they are given one before the blocks of other kernels.
+    """
 
     ctas: int
     urgent: bool
@@ -35,7 +38,7 @@ def nccl_options(traffic: Traffic, timeout: timedelta) -> dist.ProcessGroupNCCL.
 
 
 def waiting_blocks(links: int = MOST_LINKS) -> int:
-    """How many blocks of NCCL's kernels can wait at once on a rank with so many links.
+    """Return the number of blocks of NCCL's kernels that can wait at once on a rank with so many links.
 
     There is a communicator for each, and one for "pp", "ep", "dp", "dp" with "ep", and all ranks; where there is "cp"
     those of CONTEXT are more. NCCL_MAX_CTAS replaces our limits, NCCL_MAX_NCHANNELS lowers them; what is no number

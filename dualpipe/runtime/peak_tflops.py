@@ -1,4 +1,4 @@
-"""How fast GPUs compute at most, by name: what MFU is a share of, here and in `dualpipe plan`."""
+"""Peak TFLOP/s of GPUs by name, which MFU is a share of, here and in `dualpipe plan`."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class RankInfo(NamedTuple):
 
 
 def starts_before() -> int:
-    """How often what has started this rank has started the job before, after failures; by torchrun's variable."""
+    """Return the number of earlier starts of the job, after failures, by torchrun's variable."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -90,7 +90,7 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
 
 
 def is_victim(error: BaseException) -> bool:
-    """Whether it came from another rank, which was lost, or says itself what has failed there."""
+    """Return True if an error comes from another rank: one that was lost, or one that says what failed there."""
     cause = error.__cause__
     return isinstance(error, RankLost) or isinstance(cause, RankLost) or (
         isinstance(error, PipelineError) and cause is None)

@@ -1,4 +1,4 @@
-"""What a rank does and what it waits for: a ring of its last entries, and those that are open.
+"""The record of a rank's work and waits: a ring of its last entries, and those that are open.
 
 Always on: an entry costs the host less than a microsecond. Everything that takes time on a rank, or may wait for
 another one, is between `begin` and `end`; so whoever looks from outside, as a watchdog does, can tell what a rank is at
@@ -37,7 +37,7 @@ Entry = list[Any]
 
 
 class Observer:
-    """What a recorder tells of its entries and results, to one that subscribes. Every method does nothing here."""
+    """Interface of a subscriber to a recorder's entries and results. Every method does nothing here."""
 
     lanes = False  # whether it observes the recorders of threads that work beside this one, too
 
@@ -140,7 +140,7 @@ class Recorder:
 
     @property
     def depth(self) -> int:
-        """How many entries are open."""
+        """The number of open entries."""
         return len(self._open)
 
     def unwind(self, depth: int) -> None:
@@ -150,7 +150,7 @@ class Recorder:
 
     @contextmanager
     def doing(self, kind: str, what: object = "") -> Iterator[None]:
-        """What is done inside is an entry."""
+        """Record the work inside of a `with` as an entry."""
         depth = len(self._open)
         self.begin(kind, what)
         try:
@@ -169,7 +169,7 @@ class Recorder:
         return Waiting(self, self.begin(kind, what, ranks, nbytes), since)
 
     def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
-        """As `wait`, for all ranks of a group, counted."""
+        """Like `wait`, for all ranks of a group, counted."""
         entry = self.begin(kind, what, ranks, nbytes)
         entry[NUMBER] = self.count(kind, ranks)
         return Waiting(self, entry)
@@ -191,7 +191,7 @@ class Recorder:
         return self._members[name]
 
     def entries(self) -> list[Entry]:
-        """Those of the step that is under way, in the order of their beginnings, as far as they are kept."""
+        """Return the entries of the current step, in the order of their beginnings, as far as they are kept."""
         found = list(takewhile(lambda entry: entry[STEP] == self.step, reversed(self._ring)))
         return found[::-1]
 
@@ -201,7 +201,7 @@ class Recorder:
             each.whole, each._ring = whole, deque(each._ring, maxlen=None if whole else ENTRIES)
 
     def since(self, began: int) -> dict[str, list[Entry]]:
-        """What began at `began` (ns) or later: of this thread by the name "", of its lanes by theirs."""
+        """Return the entries since `began` (ns): of this thread by the name "", of its lanes by theirs."""
         threads = {"": self, **self._lanes}
         return {name: [entry for entry in list(each._ring) if entry[BEGAN] >= began] for name, each in threads.items()}
 
@@ -216,13 +216,13 @@ class Recorder:
         return [self, *(each for lane in list(self._lanes.values()) for each in lane.threads())]
 
     def progress(self) -> tuple[int, ...]:
-        """What differs from that of a moment before, unless nothing was begun or ended since."""
+        """Return a value that differs from an earlier one if an entry was begun or ended since."""
         last = self._ring[-1] if self._ring else [0, 0]
         lanes = [number for lane in list(self._lanes.values()) for number in lane.progress()]
         return last[BEGAN], last[ENDED], len(self._open), *lanes
 
     def state(self) -> dict[str, Any]:
-        """What there is to know from outside, as JSON; of open entries the outermost comes first."""
+        """Return the state for a reader outside, as JSON; of open entries the outermost comes first."""
         now = perf_counter_ns()
         last, numbers = self._before or (list(self._ring)[-_SHOWN:], self._numbers)
         return {
@@ -295,13 +295,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _of_backend(error: BaseException) -> bool:
-    """Whether a communication failed: gloo raises plain RuntimeErrors, which name a place in its source."""
+    """Return True if a communication failed: gloo raises plain RuntimeErrors, which name a place in its source."""
     of_torch = isinstance(error, RuntimeError) and type(error).__name__.startswith("Dist")  # of torch.distributed
     return of_torch or (type(error) is RuntimeError and "gloo" in str(error))
 
 
 def _to_dict(entry: Entry, now: int) -> dict[str, Any]:
-    """As JSON: the seconds that it took, or has taken until `now`, and how many ago it began."""
+    """Return an entry as JSON: the seconds that it took, or has taken until `now`, and how many ago it began."""
     began, ended, step, kind, what, ranks, nbytes, number = entry
     found = {"kind": kind, "what": str(what), "step": step, "bytes": nbytes, "done": bool(ended),
              "seconds": ((ended or now) - began) / 1e9, "ago": (now - began) / 1e9}

@@ -97,7 +97,7 @@ class StageParameters:
         return bool(self._roots)
 
     def places(self) -> Iterator[ParameterPlace]:
-        """Where the parameters that FSDP2 has are, in other stages too that see them (`lend`)."""
+        """Return the places of the parameters that FSDP2 has, in other stages too that see them (`lend`)."""
         for fsdp_param in self._fsdp_params():
             yield from _places(private(fsdp_param, "_module_info"))
 
@@ -362,7 +362,7 @@ def _units(stage: nn.Module) -> list[Any]:
 
 
 def _places(info: Any) -> list[ParameterPlace]:
-    """Where FSDP2 puts a parameter, of which `info` says so."""
+    """Return the places where FSDP2 puts a parameter, by its `info`."""
     return [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names)]
 
 
@@ -413,7 +413,7 @@ def _hand_over(group: Any) -> None:
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:
-    """What the units below `root` do in a backward: reduce with `sync`; reshard, and end it, unless `by_hand`."""
+    """Set what the units below `root` do in a backward: reduce with `sync`; reshard, and end it, unless `by_hand`."""
     root.set_requires_gradient_sync(sync)
     root.set_reshard_after_backward(not by_hand)
     context = private(state_of(root), "_state_ctx")

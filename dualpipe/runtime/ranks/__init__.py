@@ -1,4 +1,4 @@
-"""How ranks agree, and how a failure on one ends a step on all: records, summaries, objects, the cause of a failure.
+"""Agreement of ranks, and the end of a step on all where one fails: records, summaries, objects, the cause.
 
 Imports the rest of `runtime`.
 """

@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline, and the data-parallel replicas of each, agree on before they go on.
+"""Agreement of the ranks of a pipeline, and of the data-parallel replicas of each, before they go on.
 
 In a step that is like an earlier one, each rank sends ceil(log2 N) small messages in the pipeline and as many among the
 replicas (`HostMessages.combine`). Where anything is new, wrong or different, the ranks of the pipeline exchange their
@@ -188,9 +188,9 @@ def _problem_of_replicas(answers: Sequence[Record]) -> str:
 
 def _raise_lost(answers: Sequence[Record | RankLost]) -> list[Record]:
     """Return the answers; raise RankLost where one is missing."""
-    found = []
+    records = []
     for answer in answers:
         if isinstance(answer, RankLost):
             raise answer
-        found.append(answer)
-    return found
+        records.append(answer)
+    return records

@@ -1,4 +1,4 @@
-"""How a failure on one rank ends a step on all: the cause is published, then the process groups are ended.
+"""A failure on one rank ends a step on all: the cause is published, then the process groups are ended.
 
 A rank that fails publishes the cause in the job's store and hangs up: it ends the process groups that its peers may
 wait in. With gloo its connections close, with NCCL its communicators are aborted; the peers' waits end with an error.

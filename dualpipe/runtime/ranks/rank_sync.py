@@ -1,4 +1,4 @@
-"""What fails on one rank raises on all, so that nobody waits for a rank that has given up.
+"""Work whose failure on one rank raises on all, so that nobody waits for a rank that has given up.
 
 Objects of any size go through a collective (`gather`, `first`, ...). Small records go from each rank to each, so that a
 rank that is gone is known by its number (`together`).
@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank's work gave, or how it failed. is_refusal: by a ValueError."""
+    """The result of a rank's work, or its failure. is_refusal: whether that was a ValueError."""
 
     value: Any
     failure: Failure | None
@@ -96,8 +96,11 @@ class RankSync:
         return self._outcomes(work, everywhere=False)[0]
 
     def first_in_turns(self, work: Callable[[], T]) -> T:
-        """As `first`, for what may take longer than the group's timeout: rank 0 does it in a thread, and the ranks meet
-        every `TURN` seconds until it is done. A rank that fails meanwhile does not wait for it."""
+        """Like `first`, for work that may take longer than the group's timeout.
+
+        Rank 0 does it in a thread, and the ranks meet every `TURN` seconds until it is done. A rank that fails
+        meanwhile does not wait for it.
+        """
         if self.size == 1:
             return work()
         doing = in_background(work) if self.rank == 0 else Future[T]()
@@ -116,7 +119,7 @@ class RankSync:
         return found[0]
 
     def _outcomes(self, work: Callable[[], T], *, everywhere: bool) -> list[T]:
-        """What `work` gave on all ranks, or on rank 0 alone."""
+        """Return the results of `work` on all ranks, or on rank 0 alone."""
         if self.size == 1:
             return [work()]
         value = error = failure = None
@@ -198,14 +201,14 @@ class RankSync:
                     answers = self._messages.exchange(Record(Failure.of(unfit)), timeout)
             if error is not None and not isinstance(error, Exception):
                 raise error
-            found = [answer for answer in answers if isinstance(answer, Record)]
+            records = [answer for answer in answers if isinstance(answer, Record)]
             failures = [
                 answer.failure if isinstance(answer, Record) else Failure(f"cannot be reached: {answer}")
                 for answer in answers
             ]
             if any(failures):
-                failed = kind if len(found) == len(answers) else PipelineError
+                failed = kind if len(records) == len(answers) else PipelineError
                 raise naming_ranks(failed(said_by(self._messages, failures))) from error
-            told.values = [answer.value for answer in found]
+            told.values = [answer.value for answer in records]
         finally:
             error = None  # this frame is in the error's traceback: the cycle would keep all its tensors

@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Record:
-    """What a rank tells each other one: what has failed on it, if anything, and a JSON value."""
+    """A rank's message to each other one: its failure, if any, and a JSON value."""
 
     failure: Failure | None = None
     value: Any = None
@@ -67,7 +67,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What ranks say of themselves, and what all of them have said once it is combined.
+    """A rank's word on itself, or, combined, that of all ranks.
 
     has_error: whether any has failed. lowest, highest: of numbers below 2^64 that must be equal. key: the lowest of
     numbers. known: of KNOWN_BITS bits those that all have set.
