@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ordinary, here = warnings.formatwarning, os.path.dirname(__file__) + os.sep
 
     def plain(message: Warning | str, category: type[Warning], filename: str, *place: Any) -> str:
-        """What this library warns about is for who runs it, without the line of code."""
+        """Format a warning of this library without the line of code: it is meant for the user."""
         ours = category is UserWarning and filename.startswith(here)
         return f"warning: {message}\n" if ours else ordinary(message, category, filename, *place)
 

@@ -82,7 +82,7 @@ def _kinds(step: Step) -> str:
 
 
 def _alone(costs: Mapping[str, float], every: Mapping[str, float]) -> dict[str, float]:
-    """What F, B, I and W cost a stage: measured there, or made of what was, or as on the other stages."""
+    """Return the costs of F, B, I and W on a stage: measured, derived from measured ones, or those of other stages."""
     parts = costs["I"] + costs["W"] if {"I", "W"} <= costs.keys() else every.get("I", 0.0) + every.get("W", 0.0)
     backward = costs.get("B", parts if {"I", "W"} <= costs.keys() else every.get("B", parts))
     weights = costs.get("W", every.get("W", backward / 2))

@@ -26,7 +26,7 @@ COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device"
 
 
 class Slice(NamedTuple):
-    """What a thread of a rank did from `start` to `end`, in nanoseconds.
+    """One piece of work of a thread of a rank, from `start` to `end`, in nanoseconds.
 
     args: of an action `actions`, such as ["0F1", "3B0"], and, unless another pipeline's, the number of the `run` of the
     pipeline that it is part of; of one alone, and of a segment, `stage` and `microbatch`; of a communication `bytes`,
@@ -59,7 +59,7 @@ class Trace:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """That of the steps. Raises ValueError where there is none, or no valid one."""
+        """Return the schedule of the steps. Raises ValueError where there is none, or no valid one."""
         if not (given := self.info["schedule"]):
             raise ValueError("the trace holds no step of training by a whole pipeline; trace one, on all of its ranks")
         ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in given["ranks"])

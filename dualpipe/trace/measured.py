@@ -1,4 +1,4 @@
-"""What a trace says of each rank's time: what it computed, what it waited for and why. In nanoseconds.
+"""Each rank's time by a trace: what it computed, what it waited for and why. In nanoseconds.
 
 A wait has two parts. Until the last of those that it waits for has begun, it is somebody's lateness (in a pipeline, the
 bubble); from then on it is communication that nothing hides.
@@ -21,7 +21,7 @@ _ASIDE = ("evaluate", "save", "export", "check")  # beside the steps of training
 
 
 def label(each: Slice) -> str:
-    """What a kind of communication is called."""
+    """Return the name of a kind of communication."""
     if each.kind in ("send", "receive"):
         return "gradients" if each.name.startswith("the gradient") else "activations"
     return _LABELS.get(each.kind, each.kind)
@@ -43,7 +43,7 @@ class Activity:
 
     @property
     def cost(self) -> int:
-        """What an action takes when nobody is late and its parameters are there."""
+        """Return the time of an action when nobody is late and its parameters are there."""
         return self.own + self.exposed[ALL_TO_ALL]
 
 
@@ -107,7 +107,7 @@ class Measured:
         return (wait.end, wait.args["ranks"][0]) if wait.kind == "agree" else (wait.start, wait.rank)
 
     def _beside(self, wait: Slice) -> int:
-        """How long what is waited for was under way before."""
+        """Return how long the awaited communication was under way before."""
         if wait.thread == DEVICE and wait.kind == "all_to_all":  # all of it is seen, on another stream
             return wait.start - wait.end
         if (send := self._sends.get(wait.args.get("flow", ""))) is not None:
@@ -130,7 +130,7 @@ class Measured:
         return spans
 
     def _whole_runs(self, rank: int) -> Iterator[tuple[int, list[Activity]]]:
-        """Those of the trace's schedule, with their numbers."""
+        """Return the runs of the trace's schedule, with their numbers."""
         place, spans = self.trace.info["ranks"][str(rank)]["place"], {id(span.slice): span for span in self.spans[rank]}
         for number, run in training_runs(each for each in self.trace.rows[rank] if id(each) in spans).items():
             if {each.step for each in run} == set(self.trace.schedule.ranks[place]):

@@ -42,7 +42,7 @@ class Summary:
     # -- where the time went
 
     def totals(self, rank: int) -> dict[str, float]:
-        """What the time of a rank was spent on; all together are the `window`."""
+        """Return the time of a rank by its use; all together are the `window`."""
         found = Counter[str]()
         for span in self.measured.spans[rank]:
             of_host = span.late or span.exposed or span.slice.kind in ("gather", "reduce")  # these of one rank alone

@@ -121,7 +121,7 @@ class Tracer(Observer):
                 error.add_note(f"{TRACED}{path}")
 
     def _own(self, entries: dict[str, list[Entry]], until: int) -> Trace:
-        """What this rank has, on the first rank's clock."""
+        """Return this rank's part of the trace, on the first rank's clock."""
         rank, offset, error = self._recorder.rank, self._clocks[-1].offset, max(clock.error for clock in self._clocks)
         told = {"name": self._recorder.name(rank), "clock_offset_us": round(offset / 1e3, 3),
                 "clock_error_us": round(error / 1e3, 3), **self._place._asdict()}

@@ -1,4 +1,4 @@
-"""What a run reports: a JSON line, TensorBoard scalars and a live line for every step, and pictures at its end.
+"""The reports of a run: a JSON line, TensorBoard scalars and a live line for every step, and pictures at its end.
 
 Only the rank that knows the loss has a `MetricsWriter`.
 """
@@ -65,7 +65,7 @@ class StepMetrics:
 
 
 class Throughput(NamedTuple):
-    """What a step's duration says of its speed."""
+    """The speed of a step, by its duration."""
 
     tokens: int  # of a step, on all ranks
     ranks: int
@@ -178,7 +178,7 @@ class MetricsWriter:
 
     @contextmanager
     def _optional(self, name: str) -> Iterator[None]:
-        """Where what is done inside fails, that is said, and this output is left alone from then on."""
+        """Say where the work inside fails, and leave this output alone from then on."""
         try:
             yield
         except Exception as error:  # whatever these packages raise

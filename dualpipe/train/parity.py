@@ -64,7 +64,10 @@ T = TypeVar("T")
 
 
 class Difference(NamedTuple):
-    """How far one tensor is from its reference: the largest element, and ||x - ref|| over ||ref|| or a larger floor."""
+    """The distance of a tensor from its reference.
+
+    max_abs: the largest element. relative: ||x - ref|| over ||ref|| or a larger floor.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +76,7 @@ class Difference(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """How far a tensor is from float64: errors and the norm of what they are errors of."""
+    """The distance of a tensor from float64: errors and the norm of what they are errors of."""
 
     name: str
     shape: tuple[int, ...]

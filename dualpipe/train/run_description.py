@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: the model, the ranks, the data, and what to be warned of."""
+"""The description of a run before its first step: the model, the ranks, the data, and warnings."""
 
 from __future__ import annotations
 

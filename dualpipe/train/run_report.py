@@ -1,4 +1,4 @@
-"""What a run writes and says of its steps: metrics, remarks, pictures at its end. One rank reports."""
+"""The report of a run's steps: metrics, remarks, pictures at its end. One rank reports."""
 
 from __future__ import annotations
 

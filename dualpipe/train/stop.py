@@ -66,13 +66,13 @@ class StopVotes:
 
     @staticmethod
     def read(numbers: Sequence[float]) -> list[Vote]:
-        """Those that were cast, by rank."""
+        """Return the votes that were cast, by rank."""
         fields = len(Vote._fields)
         return [Vote(*numbers[first : first + fields]) for first in range(0, len(numbers), fields)]
 
 
 class TimeLimit:
-    """Whether a run must stop in order to end within `limit` seconds; 0: never. To be asked once a step.
+    """The time limit of a run, of `limit` seconds; 0: none. To be asked once a step.
 
     A step takes as long as the longest of the last ones, with what came between them, an evaluation or a checkpoint.
     queued: steps that begin before anybody can stop, with the next one.
@@ -83,7 +83,7 @@ class TimeLimit:
         self._ages: deque[float] = deque(maxlen=_STEPS + 1)
 
     def reached(self) -> bool:
-        """Whether the job, counted from when its launcher started, would be older than that after the next step."""
+        """Return True if the job, counted from its launcher's start, would be older than that after the next step."""
         if not self._limit:
             return False
         self._ages.append(process_age(os.environ.get(LAUNCHER, "self")))
@@ -92,7 +92,7 @@ class TimeLimit:
 
 
 def farewell(config: Config, status: int, step: int, saved: Path | None) -> str:
-    """What is said where a vote has ended a run after `step`, with the checkpoint that was saved for it."""
+    """Return the text for a run that a vote has ended after `step`, with the checkpoint that was saved for it."""
     limit = f"train.time_limit = {config.train.time_limit:g}"
     stopped = f"stopped by {limit if status == os.EX_TEMPFAIL else signal.Signals(status - 128).name} after step {step}"
     if saved is None:

@@ -108,7 +108,7 @@ class QueuedStep(NamedTuple):
 
 @dataclass
 class Progress:
-    """How far a run is. done: steps; status: what ended them before the last one, as an exit status."""
+    """The progress of a run. done: steps; status: what ended them before the last one, as an exit status."""
 
     done: int = 0
     status: int = 0
@@ -230,7 +230,7 @@ class Trainer:
         return writer
 
     def _stop_early(self) -> None:
-        """Where a rank has asked for an end, save, and say how to go on."""
+        """Save where a rank has asked for an end, and say how to go on."""
         done, status = self.progress.done, self.progress.status
         if status:
             saved = self.saver.save(self.state, done, now=True)

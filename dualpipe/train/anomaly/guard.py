@@ -1,4 +1,4 @@
-"""What is done about steps whose loss or gradient is not finite or leaps.
+"""The answer to steps whose loss or gradient is not finite or leaps.
 
 A step whose loss or gradient norm is infinite or NaN changes nothing: the device sees to that, also for the step that
 is queued behind it, before the host knows. Then all ranks run its batch again to find where it begins, keep what it
@@ -35,7 +35,10 @@ class BadStep(Exception):
 
 
 class Resolution(NamedTuple):
-    """How a run goes on after a bad step. done: the steps that count; went_back: to a checkpoint; text: to be said."""
+    """The way a run goes on after a bad step.
+
+    done: the steps that count. went_back: whether to a checkpoint. text: to be said.
+    """
 
     done: int
     went_back: bool
@@ -91,7 +94,7 @@ class Guard:
             raise BadStep(step, values, kept, self._spiked)
 
     def warnings(self, metrics: Mapping[str, Any]) -> Iterator[str]:
-        """What there is to say of the step that was checked last."""
+        """Yield the warnings about the step that was checked last."""
         if self._spiked:
             yield f"WARNING: {self._spiked}"
         load, limit = metrics.get("load_max_over_mean", 0.0), self._load_limit

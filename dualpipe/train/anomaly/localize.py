@@ -32,7 +32,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # 
 
 
 class Spot(NamedTuple):
-    """Where a result was made; the least one is the first in the chain."""
+    """The place where a result was made; the least one is the first in the chain."""
 
     order: tuple[int, ...]
     microbatch: int
@@ -107,7 +107,7 @@ def on_host(measured: dict[K, Tensor]) -> dict[K, Any]:
 
 @torch.no_grad()
 def nonfinite(tensor: Tensor) -> Tensor:
-    """How many of its numbers are infinite or NaN, an int64 scalar."""
+    """Count the numbers that are infinite or NaN, as an int64 scalar."""
     return (~tensor.isfinite()).sum()
 
 
@@ -127,7 +127,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 class Again(NamedTuple):
-    """What running a step again has given, the same on every rank."""
+    """The result of running a step again, the same on every rank."""
 
     loss: float
     norm: float
@@ -141,7 +141,10 @@ class Again(NamedTuple):
         return {"loss": self.loss.hex(), "norm": self.norm.hex(), "sums": [f"{each:016x}" for each in self.sums]}
 
     def text(self, then: str = "") -> str:
-        """What was found. then: where the first result was made that was not finite in the step itself, if known."""
+        """Return the finding as text.
+
+        then: where the first result that was not finite was made in the step itself, if known.
+        """
         if not any((self.first, self.parameters, self.gradients)) and math.isfinite(self.loss + self.norm):
             where = then.partition(",")[0] or "a rank"
             return (f"not repeatable: {f'first in {then}, but ' if then else ''}run again, all of the step is finite; "
@@ -166,7 +169,7 @@ def run_again(runner: StepRunner, batch: TokenBatch, step: int) -> Again:
     norm = float(runner.pipeline.clip_grad_norm_(math.inf))
 
     def look() -> tuple[Spot | None, float | None, int, *tuple[list[str], ...]]:
-        """What there is to tell of this rank."""
+        """Return this rank's findings."""
         bad = [spot for spot, count in on_host(watch.results).items() if count]
         if losses is not None and not bool(losses.isfinite().all()):
             bad.append(Spot((0, _END), 0, runner.recorder.rank, "the loss"))  # behind all forwards

@@ -19,7 +19,7 @@ from dualpipe.train.step.step_runner import StepRunner
 
 
 class Kept(NamedTuple):
-    """What it takes to run a step again besides parameters, which it has not changed if it is to be."""
+    """The state that running a step again needs, besides parameters, which a bad step has not changed."""
 
     batch: TokenBatch
     random: RandomState

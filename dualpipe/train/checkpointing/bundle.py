@@ -21,7 +21,7 @@ BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it
 
 
 def batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
-    """What this rank reads of a batch, by names that no other rank has."""
+    """Return the tensors of a batch that this rank reads, by names that no other rank has."""
     first, last = runner.model.has_first, runner.model.has_last
     read = {"tokens": (batch.tokens, first), "positions": (batch.positions, first), "targets": (batch.targets, last),
             "ahead": (batch.targets, first and not last and runner.model.config.mtp_depth > 0)}

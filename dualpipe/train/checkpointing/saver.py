@@ -109,7 +109,7 @@ class Saver:
         return manifest.step
 
     def is_due(self, step: int) -> bool:
-        """Whether `save` saves after this step."""
+        """Return True if `save` saves after this step."""
         settings, is_last = self._settings, step == self._config.train.steps
         return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
 
@@ -176,7 +176,7 @@ class Saver:
             self._checkpoints.anomaly(self._anomaly)
 
     def advice(self, step: int) -> str:
-        """What to do where the numbers of this step are not finite; "" unless it is the first after a resume."""
+        """Return the advice where the numbers of this step are not finite; "" unless it is the first after a resume."""
         if self._loaded is None or step != self._loaded.manifest.step + 1:
             return ""
         path, sequence = self._loaded.path, self._loaded.manifest.sequence

@@ -18,7 +18,7 @@ from dualpipe.train.step.stages import Model
 
 
 class TrainingState(NamedTuple):
-    """What a checkpoint of a run is made of."""
+    """The parts of a run's checkpoint."""
 
     model: Model
     optimizer: Optimizer
@@ -31,5 +31,5 @@ class TrainingState(NamedTuple):
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
-    """What a checkpoint says of where it comes from."""
+    """Return a checkpoint's description of its origin."""
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}

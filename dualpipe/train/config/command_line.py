@@ -139,7 +139,7 @@ class _AsTuple(argparse.Action):
 
 
 class _Reader(NamedTuple):
-    """How the text of a field is read: one of its values, their number as argparse has it, and what they are called."""
+    """The reader of a field's text: of one value, with argparse's number of values, and their name."""
 
     read: Callable[[str], Any]
     number: int | str | None

@@ -25,7 +25,7 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # [optimizer] name, but for a
 
 
 def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
-    """What makes a field of a default: `Config` refuses other values than those for which `holds`, with the remedy."""
+    """Return a function from defaults to fields; `Config` refuses values that do not hold, with the remedy."""
     return lambda default: field(default=default, metadata={"holds": holds, "remedy": remedy})
 
 
@@ -228,7 +228,7 @@ class ByPattern:
     """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
 
     def __str__(self) -> str:
-        """As `parse` of the rule takes it."""
+        """Return the text that the rule's `parse` takes."""
         given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
         return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
 
@@ -548,12 +548,12 @@ class Config:
 
     @property
     def checkpoint_directory(self) -> Path:
-        """Where the run's checkpoints are."""
+        """The folder of the run's checkpoints."""
         return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
 
     @property
     def export_directory(self) -> Path | None:
-        """Where the model goes at the end; None: nowhere."""
+        """The folder for the model at the end; None: nowhere."""
         if self.export.to_hf == AUTO:
             return Path(self.output.dir) / "hf"
         return Path(self.export.to_hf) if self.export.to_hf else None

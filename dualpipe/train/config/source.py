@@ -22,7 +22,7 @@ def saved_settings(found: Any, table: str) -> Mapping[str, Any]:
 
 
 def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
-    """What to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
+    """Find what to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
 
     A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
     started again with the same command goes on. One that is to begin anew, or goes back to an earlier checkpoint of its

@@ -38,7 +38,7 @@ class Diagnosis(NamedTuple):
 
 
 class _Moment(NamedTuple):
-    """What a rank was in at a moment: its innermost entry, for so many seconds; no entry between two of them."""
+    """The innermost entry of a rank at a moment, for so many seconds; no entry between two of them."""
 
     entry: _State | None
     seconds: float
@@ -64,7 +64,7 @@ def diagnose(states: Mapping[int, _State | None], processes: Mapping[int, str] |
 
 
 class _Graph:
-    """Who waits for whom at one moment."""
+    """The waits of ranks for one another at one moment."""
 
     def __init__(self, states: Mapping[int, _State | None], processes: Mapping[int, str]) -> None:
         self.states = {rank: state for rank, state in sorted(states.items()) if state}
@@ -120,7 +120,7 @@ class _Graph:
         return _Moment(None, at - _end(last, state) if last else 0.0, last)
 
     def _waited_for(self, rank: int) -> list[int]:
-        """Those that the rank waits for; of a collective those that have not come, nor been in it and left."""
+        """Return the ranks that a rank waits for; of a collective those that have not come, nor been in it and left."""
         moment = self.moments[rank]
         entry = moment.entry or {}
         others = [other for other in entry.get("ranks", ()) if other != rank]
@@ -130,7 +130,7 @@ class _Graph:
             other in self.moments and (self.moments[other].key == moment.key or self._left(other, entry)))]
 
     def _left(self, rank: int, entry: _State) -> bool:
-        """Whether the rank has been in this collective at the moment."""
+        """Return True if a rank has been in this collective at the moment."""
         state = self.states[rank]
         seen = [e for e in (*state["open"], *state["last"]) if _same(e, entry)]
         if seen and self.at is not None:
@@ -139,7 +139,7 @@ class _Graph:
                    for kind, ranks, number in state.get("counts", ()))
 
     def _reached(self, start: int) -> set[int]:
-        """Those that `start` waits for, directly or by others."""
+        """Return the ranks that `start` waits for, directly or by others."""
         seen: set[int] = set()
         todo = list(self.edges.get(start, ()))
         while todo:
@@ -217,7 +217,7 @@ class _Graph:
 
 
 def _unlike(states: Mapping[int, _State]) -> Iterator[str]:
-    """Where torch's flight recorder has other collectives on one rank than on another, by group and number."""
+    """Yield the differences between ranks' collectives in torch's flight recorder, by group and number."""
     ranks_of: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, state in states.items():
         for each in state.get("flight", ()):
@@ -242,7 +242,7 @@ def _end(entry: _State, state: _State) -> float:
 
 
 def _same(entry: _State, other: _State) -> bool:
-    """Whether these are of the same collective."""
+    """Return True if entries are of the same collective."""
     return all(entry.get(name) == other.get(name) for name in ("kind", "ranks", "number"))
 
 
@@ -282,7 +282,7 @@ def report(folder: Path, *, as_json: bool = False) -> list[str]:
 
 
 def read_stuck(folder: Path) -> dict[int, str]:
-    """What is to be said of ranks, by their number, that have left no more than a stack in this folder."""
+    """Return the text for ranks, by number, that have left no more than a stack in this folder."""
     found = {}
     for file in folder.glob("rank-*.stack"):
         stack = file.read_text().partition("Current thread")[2].splitlines()
@@ -292,12 +292,12 @@ def read_stuck(folder: Path) -> dict[int, str]:
 
 
 def state_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes its state."""
+    """Return the file of a rank's state."""
     return folder / f"rank-{rank:05}.json"
 
 
 def stack_file(folder: Path, rank: int) -> Path:
-    """Where its Python stacks are written while it cannot do so itself."""
+    """Return the file of a rank's Python stacks, written while it cannot do so itself."""
     return folder / f"rank-{rank:05}.stack"
 
 
@@ -309,7 +309,7 @@ def letter_of(process: int) -> str:
 
 
 def halted(processes: Mapping[int, int]) -> dict[int, str]:
-    """What is to be said of those of the processes, by rank, that do nothing and do not wait for anybody."""
+    """Return the text for processes, by rank, that do nothing and wait for nobody."""
     letters = {rank: letter_of(process) for rank, process in processes.items()}
     if "D" in letters.values():  # which is mostly short
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other beside their collectives, by the job's store.
+"""Messages between the ranks of a job beside their collectives, by the job's store.
 
 Over a connection of its own, on a thread of its own: a call may hang with the host of the store.
 """
@@ -27,7 +27,7 @@ _COLLECT = 3.0  # for other ranks to write their states
 
 
 class PeerStore:
-    """What a rank tells the others, and hears from them. store: the job's, None where the rank is the only one. No
+    """A rank's messages to the others, and theirs. store: the job's, None where the rank is the only one. No
     method waits for long, or raises for a store that is gone.
 
     asked: how often states were asked for, as far as this rank has heard, and `FAULT` more where a rank is lost;
@@ -61,7 +61,7 @@ class PeerStore:
         self._call(lambda: self._store.set(f"state {self._rank}", state))
 
     def is_first(self, what: str) -> bool:
-        """Whether no other rank has asked so before; where the store says nothing, whether none on this host is."""
+        """Return True if no other rank has asked so before; where the store is silent, if none of this host has."""
         number = self._answer(lambda: self._store.add(what, 1), 0)
         if number or self.gone:
             return number == 1
@@ -153,7 +153,7 @@ class PeerStore:
         self._silent = True
 
     def _closed(self) -> bool:
-        """Whether the store's process has ended: torch would log a stack for a call."""
+        """Return True if the store's process has ended: torch would log a stack for a call."""
         try:
             return self._socket is not None and not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:

@@ -171,7 +171,7 @@ class Watchdog:
     # -- a rank is lost
 
     def _lost(self) -> str:
-        """What is said of the first rank that did not come here."""
+        """Return the text about the first rank that did not come here; "" where all came."""
         return next((each.lost for each in self.recorder.threads() if each.lost), "")
 
     def _tell(self, lost: str) -> None:
@@ -247,4 +247,4 @@ def _frames(frame: Any) -> list[str]:
 
 
 def _noted(number: int, frame: object) -> None:
-    """What a handler does: the thread hears of the signal through the pipe."""
+    """Handle a signal by nothing: the thread hears of it through the pipe."""

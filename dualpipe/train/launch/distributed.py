@@ -28,7 +28,7 @@ from dualpipe.train.launch.store import confine, connect
 
 @dataclass(eq=False)
 class Job:
-    """Where this rank runs: its device, and the mesh of all ranks; None where it is the only one."""
+    """The place of this rank: its device, and the mesh of all ranks; None where it is the only one."""
 
     device: torch.device
     mesh: DeviceMesh | None = None

@@ -45,7 +45,7 @@ _ENDED_WELL = (None, 0, os.EX_TEMPFAIL, *(128 + number for number in _STOPPING))
 
 
 class Ending(NamedTuple):
-    """How a start of all ranks has ended. The first line is the cause, with a failure."""
+    """The end of a start of all ranks. The first line is the cause, with a failure."""
 
     status: int
     lines: Sequence[str] = ()
@@ -224,7 +224,7 @@ class _Ranks:
         return Ending(cause[0], [*cause[1], *said, *hint], failed=True)
 
     def _last_words(self) -> dict[int, Any]:
-        """What ranks that have failed, or lost another, have left of it, by rank."""
+        """Return the errors that ranks have left, by rank: of those that failed, or lost another."""
         words = {rank: json.loads(path.read_text()) for rank, path in enumerate(self._words) if path.exists()}
         return {rank: word for rank, word in words.items() if word["status"] not in _ENDED_WELL}
 
@@ -236,7 +236,7 @@ class _Ranks:
             time.sleep(POLL_SECONDS)
 
     def _ask(self, letters: Mapping[int, str], since: float) -> dict[int, Any]:
-        """What ranks have written of themselves: by now those that have ended, and in a moment those that run."""
+        """Return the states that ranks have written: by now those that have ended, and in a moment those that run."""
         asked = [rank for rank, letter in letters.items() if letter not in "TtZX"]
         for rank in asked:
             self._processes[rank].send_signal(signal.SIGUSR2)
@@ -308,7 +308,7 @@ def _read(path: str | Path) -> str:
 
 
 def _oom_kills() -> list[int]:
-    """How many processes were killed for lack of memory: on this machine, and in the control groups of this process."""
+    """Count the processes that were killed for lack of memory: on this machine, and in its control groups."""
     files = ["/proc/vmstat"]
     for line in _read("/proc/self/cgroup").splitlines():
         _, kinds, group = line.split(":", 2)

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
-    """What makes two ranks part of the same run, by name, besides the model: their configuration, and the code.
+    """Yield what two ranks of one run have in common, by name, besides the model: their configuration, and the code.
 
     What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
     output.dir, unless checkpoints, which all ranks write, are in it.
@@ -95,8 +95,10 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
 
 
 def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeout: timedelta) -> str:
-    """What is wrong with the records of all ranks, the same text on each; "" where nothing is. failed: whether this
-    one tells of an error."""
+    """Return the problem in the records of all ranks, the same text on each; "" where there is none.
+
+    failed: whether this rank's record tells of an error.
+    """
     # Longer than rank 0 waits, which names the rank that does not come: its word is the one to be read.
     answered = timeout if info.rank == 0 else timeout + ANSWER
     try:

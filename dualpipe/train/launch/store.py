@@ -1,4 +1,4 @@
-"""Where the ranks of a job meet: the store on rank 0's machine, and the network interfaces that they talk through.
+"""The meeting of a job's ranks: the store on rank 0's machine, and the network interfaces that they talk through.
 
 The store has no passwords: who reaches its port can read and write it, and stop the job. So on one machine it listens
 on the loopback interface alone.
@@ -77,7 +77,7 @@ def confine(info: RankInfo, interface: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host as it is written, without asking for names, is this machine for itself alone."""
+    """Return True if a host, as written, without asking for names, is this machine for itself alone."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"

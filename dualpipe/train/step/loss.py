@@ -57,7 +57,7 @@ def tokens_ahead(targets: Tensor) -> Tensor | None:
 
 
 def accepted(greedy: Tensor, targets: Tensor, main: Tensor, columns: Tensor) -> Tensor:
-    """How many drafts a greedy verification would accept, and of how many tokens they were made, float64 (2,).
+    """Count the drafts that a greedy verification would accept, and the tokens that they were made of, float64 (2,).
 
     greedy, targets: (B, C, 1 + D) of the tokens with the numbers `columns` (C,); main: the likeliest next token behind
     each of all tokens (B, T). At token i the draft of depth k, made with the text's tokens up to i + k, is accepted if

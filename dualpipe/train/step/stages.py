@@ -33,7 +33,7 @@ from dualpipe.train.step.dtype_plan import plan_model
 
 @dataclass(frozen=True)
 class StageOptions:
-    """How stages are built, besides the model and the dtypes.
+    """Options of how stages are built, besides the model and the dtypes.
 
     seed: what initial weights are drawn by, not by how the model is cut. from_hf: a directory with a Hugging Face
     checkpoint, whose weights are taken instead.
