@@ -26,7 +26,7 @@ class _RunningStore:
 
     @property
     def enabled(self) -> bool:
-        """Whether the backward that runs defers weight gradients."""
+        """Return True if the backward that runs defers weight gradients."""
         return _Store.current().deferring
 
     def put(self, func: Callable[[], None]) -> None:

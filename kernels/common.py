@@ -33,7 +33,7 @@ else:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Whether the kernel for `tensor` is the Triton one."""
+    """Return True if the kernel for `tensor` is the Triton one."""
     return tl is not None and (INTERPRET or tensor.is_cuda)
 
 

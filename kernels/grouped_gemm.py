@@ -267,18 +267,18 @@ def _weight_kernel(
 
 
 def rows_aligned(tensor: Tensor) -> bool:
-    """Whether rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
+    """Return True if rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
     starts, step = tensor.stride()[:-1], max(8, 16 // tensor.element_size())
     return tensor.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in starts) and tensor.data_ptr() % 16 == 0
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    """Whether all can be read and written 16 bytes at a time, up to their last column."""
+    """Return True if all can be read and written 16 bytes at a time, up to their last column."""
     return all(rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
 
 
 def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-    """Whether the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
+    """Return True if the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
     fits = tensor.dtype in dtypes and rows_aligned(tensor) and 0 not in tensor.shape[1:]
     return fits and architecture(tensor.device) >= 90
 

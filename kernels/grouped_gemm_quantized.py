@@ -264,7 +264,7 @@ def dequantize_constants(
 
 
 def _fits(tensor: Tensor) -> bool:
-    """Whether there is a kernel: the device must know e4m3, and Triton 3.7.1 does not compile it for float64."""
+    """Return True if there is a kernel: the device must know e4m3, and Triton 3.7.1 does not compile it for float64."""
     return use_triton(tensor) and tensor.dtype != torch.float64 and (INTERPRET or architecture(tensor.device) >= 89)
 
 

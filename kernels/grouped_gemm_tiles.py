@@ -138,7 +138,7 @@ def _shape_class(dtype: torch.dtype, aligned: bool, by_shape: str) -> str:
 
 
 def fuses_swiglu(arch: int, shape: str, clamped: bool) -> bool:
-    """Whether the product computes its SwiGLU too."""
+    """Return True if the product computes its SwiGLU too."""
     return (80 if arch < 90 else 90 if arch < 100 else 100, shape, clamped) not in _APART
 
 

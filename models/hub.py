@@ -219,7 +219,7 @@ class HubConfig:
         return int(found[1]) if found is not None and int(found[1]) in self.carried_layers else None
 
     def ignored_on_hub(self, name: str) -> bool:
-        """Whether a checkpoint may have this tensor although the model does not."""
+        """Return True if a checkpoint may have this tensor although the model does not."""
         again = name in self.hub_copies or (self.tie_word_embeddings and name == "lm_head.weight")
         return again or name.endswith("rotary_emb.inv_freq") or self.carried_layer(name) is not None
 

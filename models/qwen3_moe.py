@@ -43,7 +43,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
         return values
 
     def has_experts(self, layer: int) -> bool:
-        """Whether the layer has experts instead of a dense MLP."""
+        """Return True if the layer has experts instead of a dense MLP."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def layer(self, index: int) -> Layer:

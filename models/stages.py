@@ -63,7 +63,7 @@ class Recompute:
             self._rules.append((found[1], range(first, last + 1)))
 
     def __call__(self, part: str, layer: int) -> bool:
-        """Whether a part of a layer is computed again."""
+        """Return True if a part of a layer is computed again."""
         kinds = (part,) if part == "dispatch" else (part, "layer")
         return any(kind in kinds and layer in layers for kind, layers in self._rules)
 

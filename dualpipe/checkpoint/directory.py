@@ -78,7 +78,7 @@ def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether `path` is, or was, one checkpoint and not a directory of them."""
+    """Return True if `path` is, or was, one checkpoint and not a directory of them."""
     return bool(_NAME.fullmatch(path.name)) or os.path.lexists(path / MANIFEST)
 
 

@@ -122,7 +122,7 @@ class Checkpoint(NamedTuple):
         return cls(path, manifest)
 
     def is_there(self) -> bool:
-        """Whether it was neither deleted nor replaced by another of its step since it was read."""
+        """Return True if it was neither deleted nor replaced by another of its step since it was read."""
         node = node_of(self.path)
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence

@@ -182,7 +182,7 @@ class Checkpoints:
             self._is_open = False
 
     def _is_idle(self, patience: float) -> bool:
-        """Whether nothing of an earlier save goes on here, or has come to its end within so many seconds."""
+        """Return True if nothing of an earlier save goes on here, or has come to its end within so many seconds."""
         return not wait([self._executor.submit(int)], patience).not_done
 
     def anomaly(self, step: int) -> None:

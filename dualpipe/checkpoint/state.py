@@ -145,7 +145,7 @@ class ParameterState:
 
 
 def is_allowed(name: str, allow: Iterable[str]) -> bool:
-    """Whether one of the globs matches."""
+    """Return True if one of the globs matches."""
     return any(fnmatchcase(name, pattern) for pattern in allow)
 
 

@@ -96,7 +96,7 @@ def _best(request: PlanRequest, runs: list[Prediction]) -> Prediction | None:
 
 
 def _smallest(run: Prediction) -> bool:
-    """Whether it takes less than its neighbours, which differ in the micro-batch, as a rule."""
+    """Return True if it takes less than its neighbours, which differ in the micro-batch, as a rule."""
     return run.config.train.micro_batch_size == 1 and bool(run.config.memory.recompute)
 
 
@@ -115,7 +115,7 @@ def _meshes(request: PlanRequest) -> Iterator[list[Prediction]]:
 
 
 def _divides_heads(request: PlanRequest, cp: int) -> bool:
-    """Whether so many ranks can share sequences by parallel.cp_method."""
+    """Return True if so many ranks can share sequences by parallel.cp_method."""
     try:
         for index in request.model.all_layers:
             method_for(meta_layer(request.model, index).self_attn, cp, request.config.parallel.cp_method)

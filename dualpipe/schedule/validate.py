@@ -54,7 +54,7 @@ def validate(schedule: Schedule) -> None:
 
 
 def independent(a: Action, b: Action) -> bool:
-    """Whether neither action needs the other's result, directly or through other actions.
+    """Return True if neither action needs the other's result, directly or through other actions.
 
     Micro-batches never need each other. Within one, the forwards and the backwards form a single chain; a "W" hangs on
     the "I" of its stage, hence on all that comes before it in the chain.

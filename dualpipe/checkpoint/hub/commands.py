@@ -162,7 +162,7 @@ def _model_of(checkpoint: Checkpoint) -> HubConfig:
 
 
 def is_of_a_run(path: StrPath) -> bool:
-    """Whether it is a checkpoint of this library, or a directory of them."""
+    """Return True if it is a checkpoint of this library, or a directory of them."""
     path = Path(path)
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
 

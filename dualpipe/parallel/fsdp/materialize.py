@@ -153,7 +153,7 @@ def materialize(
 
 
 def _take_bytes(param: Tensor, source: Sliceable, part: tuple[slice, ...]) -> bool:
-    """Whether a source has blocks in the format of a parameter, which takes them as they are."""
+    """Return True if a source has blocks in the format of a parameter, which takes them as they are."""
     held, read = quantized_part(param), getattr(source, "quantized", None)
     block_rows = None if held is None or read is None else read(part, held.format)
     if held is None or block_rows is None:
@@ -223,7 +223,7 @@ def _value_problems(module: nn.Module, plan: DTypePlan, source: Mapping[str, Sli
 
 
 def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
-    """Whether a cast may change values: of floats by precision and range, else unless the dtypes are one."""
+    """Return True if a cast may change values: of floats by precision and range, else unless the dtypes are one."""
     if not (dtype.is_floating_point and storage.is_floating_point):
         return dtype != storage
     old, new = torch.finfo(dtype), torch.finfo(storage)

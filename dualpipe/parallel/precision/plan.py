@@ -86,7 +86,7 @@ class Rule:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern as of `Rule` matches a name, or that of a module around it."""
+    """Return True if a pattern as of `Rule` matches a name, or that of a module around it."""
 
     def match(pattern: Sequence[str], name: Sequence[str]) -> bool:
         if not pattern:

@@ -170,7 +170,7 @@ def with_steps(schedule: Schedule, ranks: Sequence[Sequence[Timed]]) -> Schedule
 
 
 def plays(ranks: Sequence[Sequence[Timed]]) -> bool:
-    """Whether every stream is taken in its order and no rank waits forever where sends block."""
+    """Return True if every stream is taken in its order and no rank waits forever where sends block."""
     in_flight: dict[MessageStream, int | None] = {}
 
     def move(_: int, item: tuple[bool, MessageStream, int]) -> bool:
