@@ -57,7 +57,7 @@ class Executor:
         self._runners = {
             stage: StageRunner(
                 stage_program, store, autocast=autocast, keep_results=is_hooked,
-                wait_for_parameters=partial(parameters.wait, stage) if parameters.is_sharded(stage) else None,
+                wait_for_parameters=partial(parameters.wait, stage) if parameters.must_wait(stage) else None,
             )
             for stage, stage_program in stages.programs.items()
         }

@@ -261,7 +261,7 @@ class ParametersStep:
         self._borrowers = borrowers
         self._train = train
         self._reduce = reduce
-        self._waiting = set(self._sharded)
+        self._waiting = set(self._sharded).union(*borrowers.values())
         self._open = set(self._sharded)
         self._in_use = set(stages)
         self._recorder = Recorder.current()
@@ -272,20 +272,24 @@ class ParametersStep:
             if stage in self._sharded:
                 with self._collective("gather", stage):
                     parameters.gather()
-            elif self._train:
+            elif self._train and stage not in self._waiting:
                 parameters.prepare()
 
-    def is_sharded(self, stage: int) -> bool:
-        """Return True if `wait` must be called before a forward of this stage."""
-        return stage in self._sharded
+    def must_wait(self, stage: int) -> bool:
+        """Return True if `wait` must be called before the forwards of this stage; to be asked before the first one.
+
+        The stage is sharded, or sees a parameter of a sharded stage, whose accumulator is known once it is gathered.
+        """
+        return stage in self._waiting
 
     def wait(self, stage: int) -> None:
-        """Wait for the parameters of a sharded stage that is about to run a forward."""
-        parameters = self._sharded[stage]
+        """Wait for the parameters of a stage that is about to run a forward."""
+        parameters = self._stages[stage]
         if stage in self._waiting:
             self._waiting.remove(stage)
-            with self._collective("gather", stage):
-                parameters.wait()
+            if stage in self._sharded:
+                with self._collective("gather", stage):
+                    parameters.wait()
             if self._train:
                 parameters.prepare()
         if not parameters.several_groups:  # until torch 2.12, whose FSDP2 does not cast for a recomputation

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import time
+from types import SimpleNamespace
 from unittest.mock import PropertyMock, patch
 
 import pytest
@@ -1012,3 +1013,23 @@ def test_what_cannot_work_is_refused_with_the_remedy():
     assert "CPU offload" in offload and "leave offload_policy out" in offload
     assert "call fully_shard on the stage itself as well" in pair
     assert "FSDPState._lazy_init" in moved and torch.__version__ in moved
+
+
+def test_a_plain_stage_that_sees_a_sharded_parameter_is_prepared_once_that_is_gathered():
+    calls = []
+
+    def stage(number, is_sharded):
+        def note(what):
+            return lambda: calls.append((what, number))
+
+        return SimpleNamespace(is_sharded=is_sharded, several_groups=True, ranks=(), gather=note("gather"),
+                               wait=note("wait"), prepare=note("prepare"))
+
+    stages = {0: stage(0, True), 1: stage(1, False), 2: stage(2, False)}
+    step = driver.ParametersStep(stages, {0: {2}, 1: set(), 2: set()}, train=True, reduce=True)
+    assert [step.must_wait(number) for number in stages] == [True, False, True]
+    step.gather()
+    assert calls == [("gather", 0), ("prepare", 1)]
+    step.wait(0)
+    step.wait(2)
+    assert calls[2:] == [("wait", 0), ("prepare", 0), ("prepare", 2)]
