@@ -37,7 +37,7 @@ from dualpipe.runtime.ranks.failure import default_store
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_json, unpack_json
-from dualpipe.runtime.recorder import Recorder, Waiting
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.messages import Message, MessageStream
 
 SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
@@ -238,9 +238,10 @@ class Crossing(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """A stream of messages to or from this rank."""
+    """A stream of messages to or from this rank. peer: the global number of the other end, alone in a tuple."""
 
     link: Link
+    peer: tuple[int, ...]
     incoming: Iterator[Message]  # those whose receives are not posted
     ahead: Message | None = None  # the one whose receive is posted, or that of its header, which says what to post
     header: tuple[Work, Tensor] | None = None
@@ -260,9 +261,13 @@ class P2PMessages:
     ) -> None:
         self._groups, self._num_larger, self._device = groups, num_larger, device
         self._memory = torch.device("cpu") if by_host else device  # what is sent and received
-        streams = (*program.incoming, *program.outgoing)
-        links = {s: groups.link(s, by_host=by_host) for s in streams}
-        self._channels = {s: Channel(links[s], iter(program.incoming.get(s, ()))) for s in streams}
+        self._channels: dict[MessageStream, Channel] = {}
+        for stream in (*program.incoming, *program.outgoing):
+            peer = stream[0] if stream in program.incoming else stream[1]
+            self._channels[stream] = Channel(
+                groups.link(stream, by_host=by_host), groups.global_ranks[peer : peer + 1],
+                iter(program.incoming.get(stream, ())),
+            )
         # What crosses forward and back between two stages, agreed once a step for the micro-batches of one size: by the
         # second stage and whether they are larger.
         self._agreed: dict[tuple[int, bool], tuple[Crossing, Crossing]] = {}
@@ -280,14 +285,14 @@ class P2PMessages:
         if channel.tensors is None:  # the shapes were not known when it could have been posted ahead
             if channel.header is not None:
                 self._take_header(channel, message)
-            self._post(channel, message)
+            self._post(channel, message, self._known_crossing(message))
         tensors = channel.tensors or ()
         works = channel.works
         channel.tensors = None
         channel.works = ()
-        crossing = self._crossing(message)
+        crossing = self._known_crossing(message)
         if works:
-            with self._waiting("receive", message.title, message.src, crossing.nbytes):
+            with self._recorder.wait("receive", message.title, channel.peer, crossing.nbytes):
                 for work in works:
                     work.wait()
         self._post_next(channel)
@@ -312,18 +317,18 @@ class P2PMessages:
                                  f"dense tensors on {self._device} go between ranks")
         works: list[tuple[Work, Tensor]] = []
         if message.kind == "F":
-            works = self._send_header(message, tensors)
+            works = self._send_header(channel, message, tensors)
             self._check(message.stage, message.microbatch, tensors)
         if len(channel.in_flight) == SENDS_IN_FLIGHT:
-            self._wait(message.dst, channel.in_flight.popleft())
+            self._wait_for_oldest_send(channel)
         channel.in_flight.append(works)
-        self._recorder.begin("send", message.title, self._ranks_of(message.dst), self._crossing(message).nbytes)
+        self._recorder.begin("send", message.title, channel.peer, self._known_crossing(message).nbytes)
         for tensor in tensors:
             if tensor.numel():
                 buffer = _sendable(tensor)
                 if self._memory is not self._device:
                     buffer = buffer.to(self._memory)
-                works.append((self._started(channel.link.send, buffer, message.title, message.dst), buffer))
+                works.append((self._started(channel.link.send, buffer, message, channel), buffer))
         self._recorder.end()
 
     def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
@@ -336,26 +341,38 @@ class P2PMessages:
 
     def finish(self) -> None:
         """Wait for all sends."""
-        for (_, dst, _), channel in self._channels.items():
+        for channel in self._channels.values():
             while channel.in_flight:
-                self._wait(dst, channel.in_flight.popleft())
+                self._wait_for_oldest_send(channel)
 
     # -- what crosses
 
     def _boundary(self, message: Message) -> tuple[int, bool]:
-        """A gradient has the shapes of the activation that crossed there."""
+        """Return where a message crosses, and whether it is a larger one: the key of what was agreed for it."""
+        # A gradient has the shapes of the activation that crossed there.
         return message.stage + (message.kind == "B"), message.microbatch < self._num_larger
+
+    def _crossing(self, message: Message) -> Crossing | None:
+        """Return the shapes and dtypes of a message; None where they are not known yet."""
+        both = self._agreed.get(self._boundary(message))
+        return None if both is None else both[message.kind == "B"]
+
+    def _known_crossing(self, message: Message) -> Crossing:
+        """Return the shapes and dtypes of a message that is sent, or whose header has come."""
+        return self._agreed[self._boundary(message)][message.kind == "B"]
 
     def _take_header(self, channel: Channel, message: Message) -> None:
         """Wait for the shapes and dtypes of the first activation of its size."""
         assert channel.header is not None, "its receive was posted"
         work, header = channel.header
         channel.header = None
-        with self._waiting("receive", message.title, message.src):
+        with self._recorder.wait("receive", message.title, channel.peer):
             work.wait()
         self._agree(self._boundary(message), metas_of(unpack_json(header)))
 
-    def _send_header(self, message: Message, tensors: Sequence[Tensor]) -> list[tuple[Work, Tensor]]:
+    def _send_header(
+        self, channel: Channel, message: Message, tensors: Sequence[Tensor]
+    ) -> list[tuple[Work, Tensor]]:
         """Start to send shapes and dtypes, where the receiver does not know them."""
         boundary = self._boundary(message)
         if boundary in self._agreed:
@@ -363,16 +380,13 @@ class P2PMessages:
         metas = tuple(map(TensorMeta.of, tensors))
         header = pack_json(header_of(metas))
         self._agree(boundary, metas)
-        work = self._started(self._groups.header(message.dst).send, header, message.title, message.dst)
+        work = self._started(self._groups.header(message.dst).send, header, message, channel)
         return [(work, header)]
 
     def _agree(self, boundary: tuple[int, bool], metas: Metas) -> None:
         """Fix what crosses forward, and so what comes back."""
         back = tuple(meta for meta in metas if meta.requires_grad)
         self._agreed[boundary] = Crossing.of(metas), Crossing.of(back)
-
-    def _crossing(self, message: Message) -> Crossing:
-        return self._agreed[self._boundary(message)][message.kind == "B"]
 
     def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         metas = self._agreed[stage, microbatch < self._num_larger][0].metas
@@ -390,38 +404,41 @@ class P2PMessages:
 
     def _post_next(self, channel: Channel) -> None:
         message = channel.ahead = next(channel.incoming, None)
-        if message is not None and self._boundary(message) in self._agreed:
-            self._post(channel, message)
-        elif message is not None and message.kind == "F":
+        if message is None:
+            return
+        crossing = self._crossing(message)
+        if crossing is not None:
+            self._post(channel, message, crossing)
+        elif message.kind == "F":
             header = empty_record()
             receive = self._groups.header(message.src).receive
-            channel.header = self._started(receive, header, message.title, message.src), header
+            channel.header = self._started(receive, header, message, channel), header
 
-    def _post(self, channel: Channel, message: Message) -> None:
+    def _post(self, channel: Channel, message: Message, crossing: Crossing) -> None:
         """Post the receive of a message whose shapes are known."""
-        metas = self._crossing(message).metas
-        tensors = tuple([torch.empty(m.shape, dtype=m.dtype, device=self._memory) for m in metas])
-        channel.tensors = tensors
         receive = channel.link.receive
-        channel.works = [self._started(receive, t, message.title, message.src) for t in tensors if t.numel()]
+        tensors = []
+        works = []
+        for shape, dtype, _ in crossing.metas:
+            tensor = torch.empty(shape, dtype=dtype, device=self._memory)
+            tensors.append(tensor)
+            if tensor.numel():
+                works.append(self._started(receive, tensor, message, channel))
+        channel.tensors = tuple(tensors)
+        channel.works = works
 
-    def _started(self, start: Callable[[Tensor], Work], tensor: Tensor, title: str, peer: int) -> Work:
+    def _started(self, start: Callable[[Tensor], Work], tensor: Tensor, message: Message, channel: Channel) -> Work:
         """Start to send or receive a tensor; RankLost where the connection has closed."""
         try:
             return start(tensor)
         except RuntimeError as error:
-            with self._waiting("start", title, peer):
+            with self._recorder.wait("start", message.title, channel.peer):
                 raise error
 
-    def _ranks_of(self, peer: int) -> tuple[int, ...]:
-        """Return the global number of a pipeline rank; none without a process group."""
-        return self._groups.global_ranks[peer : peer + 1]
-
-    def _waiting(self, kind: str, what: object, peer: int, nbytes: int = 0) -> Waiting:
-        return self._recorder.wait(kind, what, self._ranks_of(peer), nbytes)
-
-    def _wait(self, peer: int, works: list[tuple[Work, Tensor]]) -> None:
-        with self._waiting("send", "what was sent to be taken", peer):
+    def _wait_for_oldest_send(self, channel: Channel) -> None:
+        """Wait until the oldest message of a channel that is on its way has been taken."""
+        works = channel.in_flight.popleft()
+        with self._recorder.wait("send", "what was sent to be taken", channel.peer):
             for work, _ in works:
                 work.wait()
 
