@@ -88,7 +88,7 @@ class GroupedLinear(nn.Module):
             x = x.to(dtype)
         blocks = row_block(self, x.dtype), None if then is None else row_block(then, x.dtype)
         y, *y_rows = _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale, *blocks, quantized,
-                                    self.fp8_weight_grad)
+                                    self.fp8_weight_grad, False)
         return y, QuantizedRows(*y_rows) if y_rows else None
 
     def extra_repr(self) -> str:
@@ -123,12 +123,36 @@ class GroupedSwiGLU(GroupedLinear):
         return f"{super().extra_repr()}, clamped={self.form is not None and self.form[0]}"
 
 
+def grouped_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens, *, is_transposed: bool = False,
+    form: tuple[bool, float, float] | None = None, scale: Tensor | None = None,
+) -> Tensor:
+    """`GroupedLinear`, or with `form` `GroupedSwiGLU`, of parameters that a module of another class owns.
+
+    weight: (E, N, H), or (E, H, N) where `is_transposed`; bias: (E, N); rows, and scale (M,) for a `form`: see
+    `GroupedLinear.forward` and `GroupedSwiGLU.forward`; form: see `dualpipe.kernels.swiglu.swiglu_form`. Weight
+    gradients have the layout of the parameters, and are deferred while the running `WeightGradStore` does.
+    Returns (M, N), or (M, N / 2) with a `form`. Raises ValueError for operands that do not fit.
+    """
+    if torch.compiler.is_compiling():
+        from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it brings the compiler
+
+        run = partial(grouped_linear, is_transposed=is_transposed, form=form, scale=scale)
+        return cast(Tensor, run_uncompiled(run, x, weight, bias, rows))
+    dtype = None
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = x.to(dtype)
+    y, *_ = _Grouped.apply(x, weight, bias, rows, dtype, form, scale, None, None, None, False, is_transposed)
+    return y
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
         dtype: torch.dtype | None, form: tuple[bool, float, float] | None, scale: Tensor | None, block: int | None,
-        next_block: int | None, x_rows: QuantizedRows | None, fp8_weight_grad: bool,
+        next_block: int | None, x_rows: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
     ) -> tuple[Tensor, ...]:
         ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
         ctx.tokens, ctx.ends, ctx.gather = None, rows, None
@@ -139,7 +163,10 @@ class _Grouped(torch.autograd.Function):
             if x.shape[0] * ctx.top_k != choices:
                 raise ValueError(f"x must have one row for each token, and the {choices} sorted rows be a multiple of "
                                  f"them; got {x.shape[0]}")
+        ctx.is_transposed = is_transposed
         weight, bias = local(weight), None if bias is None else local(bias)  # this rank's experts
+        if is_transposed:
+            weight = weight.transpose(1, 2)
         if dtype is not None:
             weight = weight if isinstance(weight, QuantizedTensor) else weight.to(dtype)
             bias = None if bias is None else bias.to(dtype)
@@ -181,12 +208,13 @@ class _Grouped(torch.autograd.Function):
                 dx, dy_rows = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
-        weight_grad: Callable[..., Tensor] = partial(_grouped_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        weight_grad: Callable[..., Tensor] = partial(
+            _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
         if x_rows[0] is not None:
             weight_grad = weight_grad_of_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
             dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
         dw, db = weight_grads(ctx, dy, x, weight_grad, partial(grouped_bias_grad, ends=ctx.ends), in_place=True)
-        return dx, dw, db, None, None, None, d_scale, None, None, None, None
+        return dx, dw, db, None, None, None, d_scale, None, None, None, None, None
 
 
 def _activated(
@@ -199,13 +227,16 @@ def _activated(
 
 
 def _grouped_weight_grad(
-    weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None
+    weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None,
+    is_transposed: bool,
 ) -> Tensor:
-    """The gradient of this rank's experts (E, N, H), in the dtype of the accumulator; added to `out` if it is given."""
+    """Return the gradient of this rank's experts, in the layout of `weight` and the dtype of its accumulator; added to
+    `out` if that is given."""
     dw = out
     if dw is None:
         dw = dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
-    grouped_gemm_wgrad(dy, x, ends, out=dw, accumulate=out is not None, gather=gather)
+    dw_ENH = dw.transpose(1, 2) if is_transposed else dw
+    grouped_gemm_wgrad(dy, x, ends, out=dw_ENH, accumulate=out is not None, gather=gather)
     return dw
 
 

@@ -16,6 +16,12 @@ _BLOCK = 2**20  # elements drawn at a time: 4 MB, little beside any layer, and e
 _GROUP = 16  # torch draws normal values in groups of this many, and fewer than one group by another method
 
 
+def name_seed(seed: int, name: str) -> int:
+    """Return the seed of the values of one name, below 2**63."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
 @torch.no_grad()
 def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
     """Fill `param` from N(0, std^2) with a generator seeded by (seed, name); a shard with its part of the same values.
@@ -24,8 +30,7 @@ def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
     those of the float32 one, rounded or widened. Every rank draws, in blocks of rows, what comes before the end of its
     part; it never holds more than a block, and nothing is communicated.
     """
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    generator = torch.Generator().manual_seed(name_seed(seed, name))
     local, part = local_part(param)
     if local.numel() == 0:
         return

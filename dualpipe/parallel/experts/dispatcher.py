@@ -103,20 +103,19 @@ def run_experts(
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Make the stacked parameters of every `GroupedLinear` DTensors, Shard(0) over `mesh` ("ep"), in place; returns it.
+    """Make the stacked parameters of all experts DTensors, Shard(0) over `mesh` ("ep"), in place; returns the module.
 
-    A rank keeps its part, on meta too; one rank alone changes nothing. Raises ValueError for experts that cannot be
-    divided evenly, and for parameters that are sharded already.
+    Experts are every `GroupedLinear`, and modules that transformers calls through its experts interface. A rank keeps
+    its part, on meta too; one rank alone changes nothing. Raises ValueError for experts that cannot be divided evenly,
+    and for parameters that are sharded already.
     """
     places: list[tuple[nn.Module, str, nn.Parameter, int]] = []
     for path, layer in module.named_modules() if mesh.size() > 1 else ():
-        if isinstance(layer, GroupedLinear):
-            for name, param in layer.named_parameters(recurse=False):
-                full = f"{path}.{name}".lstrip(".")
-                if isinstance(param, DTensor):
-                    raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before "
-                                     "FSDP2")
-                places.append((layer, name, param, _share(f"the experts of {full}", param.shape[0], mesh.size())))
+        for name, param in stacked_parameters(layer).items():
+            full = f"{path}.{name}".lstrip(".")
+            if isinstance(param, DTensor):
+                raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before FSDP2")
+            places.append((layer, name, param, _share(f"the experts of {full}", param.shape[0], mesh.size())))
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for layer, name, param, each in places:
         if param not in sharded:
@@ -128,6 +127,21 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
                 sharded[param].grad_dtype = param.grad_dtype
         setattr(layer, name, sharded[param])
     return module
+
+
+def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module that have a slice for each expert along their first dimension; {} where it is
+    no module of experts.
+
+    Modules of transformers' experts interface are known by its attributes, so that transformers is not needed.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if isinstance(module, GroupedLinear):
+        return own
+    if not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+        return {}
+    products = ("gate_up_proj", "up_proj", "down_proj")
+    return {name: param for name, param in own.items() if name.removesuffix("_bias") in products}
 
 
 def _share(what: str, experts: int, ranks: int) -> int:

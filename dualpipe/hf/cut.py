@@ -1,0 +1,112 @@
+"""Cut a causal language model of transformers to the layers of a stage, and those to stages that cost about the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from dualpipe.hf.layers import is_experts
+from dualpipe.models.stages import split_layers
+
+_TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_experts")  # of configurations
+
+
+class NumberedLayers(nn.ModuleList):
+    """Layers under the numbers that they have in the whole model, so that their names are those of its checkpoints."""
+
+    def __init__(self, layers: dict[int, nn.Module]) -> None:
+        super().__init__()
+        for number, layer in layers.items():
+            self.add_module(str(number), layer)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the layer at a place of this list, or a list of those in a slice."""
+        return list(self._modules.values())[index]
+
+    def numbered(self) -> Iterator[tuple[int, nn.Module]]:
+        """Yield the layers with their numbers in the whole model."""
+        for name, layer in self._modules.items():
+            assert layer is not None, "a layer is a module"
+            yield int(name), layer
+
+
+def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -> None:
+    """Take out of a model what a stage does not run: other layers, and the embedding, norm and head at other ends.
+
+    layers: the numbers of the stage's layers. A last stage with a tied head keeps the embedding, which the head is
+    loaded from, until `drop_embedding`. Raises ValueError as `base_of` does.
+    """
+    base = base_of(causal_lm)
+    all_layers = base.layers
+    base.layers = NumberedLayers({number: all_layers[number] for number in layers})
+    base.config = stage_config(base.config, layers)
+    has_head = is_last or getattr(causal_lm, "lm_head", None) is None
+    if not is_last:
+        base.norm = nn.Identity()
+        causal_lm.lm_head = None
+    if not (is_first or (is_last and is_tied(causal_lm.config))):
+        base.embed_tokens = None
+    if not (has_head and base.embed_tokens is not None):
+        causal_lm.all_tied_weights_keys = {}
+
+
+def drop_embedding(causal_lm: Any) -> None:
+    """Take the embedding out of a last stage, whose head has its weight."""
+    base_of(causal_lm).embed_tokens = None
+    causal_lm.all_tied_weights_keys = {}
+
+
+def is_tied(config: Any) -> bool:
+    """Return True if the head has the weight of the embedding."""
+    return bool(config.get_text_config().tie_word_embeddings)
+
+
+def base_of(causal_lm: Any) -> Any:
+    """Return the model inside of a causal LM; ValueError where it has not the parts that a stage is made of."""
+    base = getattr(causal_lm, causal_lm.base_model_prefix, None)
+    missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(base, name)]
+    if base is None or missing:
+        what = f"a {type(causal_lm).__name__}"
+        raise ValueError(f"{what} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, the parts that stages "
+                         "are cut from; cut it yourself, as docs/your-own-loop.md shows")
+    return base
+
+
+def stage_config(config: Any, layers: Sequence[int]) -> Any:
+    """Return the configuration that the forward of a stage's model reads: of the stage's layers alone.
+
+    A forward looks up what it gives each layer, such as a mask, by the layer's place in lists of the configuration.
+    """
+    own = copy.copy(config)
+    count = config.num_hidden_layers
+    for name, value in vars(config).items():
+        if isinstance(value, list | tuple) and len(value) == count and name.endswith(("_types", "_layers")):
+            setattr(own, name, [value[number] for number in layers])
+    own.num_hidden_layers = len(layers)
+    return own
+
+
+def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
+    """Return the numbers of the layers of each stage, so that all compute about as much.
+
+    causal_lm: the whole model, on any device. A layer costs what its matrices cost for a token: experts K of E times.
+    layers_per_stage: numbers to take instead. Raises ValueError as `models.stages.split_layers` does.
+    """
+    base = base_of(causal_lm)
+    costs = [_cost_of(layer, causal_lm.config) for layer in base.layers]
+    head = float(base.embed_tokens.weight.numel())
+    return split_layers(costs, num_stages, tuple(layers_per_stage), head=head)
+
+
+def _cost_of(layer: nn.Module, config: Any) -> float:
+    """Return the multiplications of a layer for one token, without those of attention scores."""
+    text_config = config.get_text_config()
+    top_k = next((getattr(text_config, name) for name in _TOP_K if hasattr(text_config, name)), 1)
+    cost = 0.0
+    for module in layer.modules():
+        share = min(1.0, top_k / module.num_experts) if is_experts(module) else 1.0
+        cost += share * sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+    return cost

@@ -1,0 +1,137 @@
+"""A stage of a pipeline: some layers of a causal language model of transformers, run by the model's own forward.
+
+The model keeps its classes, its names and its state-dict keys; what another stage has is taken out of it. Masks and
+rotary tables are made on every stage, by the model itself, from the shape of the hidden states and `position_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from dualpipe.hf.cut import NumberedLayers, base_of, is_tied
+from dualpipe.hf.experts import dispatcher_of
+from dualpipe.hf.layers import LayerArguments, SplitLayer, is_experts
+from dualpipe.hf.stand_ins import Recorder, standing_in
+from dualpipe.nn.segments import Compute, Segment
+from dualpipe.parallel.experts.dispatcher import ExpertParallel
+
+
+class CausalLMStage(nn.Module):
+    """Consecutive layers of a causal LM; the embedding where `is_first`, the norm and the head where `is_last`.
+
+    causal_lm: a model that `cut_model` has cut to these.
+    """
+
+    def __init__(self, causal_lm: Any, *, is_first: bool, is_last: bool) -> None:
+        super().__init__()
+        self.is_first = is_first
+        self.is_last = is_last
+        self.splits: dict[int, SplitLayer] = {}  # by the number of the layer: those that run in parts
+        self._num_changes = 0
+        self.config = causal_lm.config
+        self.is_tied = is_tied(causal_lm.config)
+        # Its modules are this one's, under their own names, so that a state dict has the keys of the whole model's.
+        for name, child in causal_lm.named_children():
+            self.add_module(name, child)
+        self._causal_lm = [causal_lm]
+
+    @property
+    def causal_lm(self) -> Any:
+        """The model, without what other stages have."""
+        return self._causal_lm[0]
+
+    @property
+    def base(self) -> Any:
+        """The model without its head."""
+        return base_of(self.causal_lm)
+
+    def train(self, mode: bool = True) -> CausalLMStage:
+        """Set the mode of all modules, the model itself among them."""
+        super().train(mode)
+        self.causal_lm.train(mode)
+        return self
+
+    @property
+    def layers(self) -> NumberedLayers:
+        """The layers of this stage."""
+        return self.base.layers
+
+    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Tokens (B, S) on the first stage, else hidden states (B, S, H) -> logits (B, S, V) on the last, else hidden
+        states.
+
+        position_ids: (B, S), of each token in its document, where a row holds several.
+        """
+        return self._call(x, position_ids)
+
+    def segments(self) -> list[Segment]:
+        """Return the forward in parts, where layers send tokens to experts on other ranks; see docs/overlap.md."""
+        parts: list[Segment] = [Compute(self._begin, ("x", "position_ids"), ("x", "arguments"))]
+        for place, (number, layer) in enumerate(self.layers.numbered()):
+            name = f"arguments{number}"
+            parts.append(Compute(partial(_take, place), "arguments", name))
+            split = self.splits.get(number)
+            if split is None or dispatcher_of(split.experts).dispatch is None:
+                parts.append(Compute(partial(_call_layer, layer), ("x", name), "x"))
+            else:
+                parts += split.hooked_segments(name)
+        parts.append(Compute(self._end, "x", "x"))
+        return parts
+
+    def segments_key(self) -> Hashable:
+        """Return what the segments depend on: see docs/overlap.md."""
+        return self._num_changes
+
+    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
+        """Have the layers' experts on all ranks of `experts`; for their parameters see `shard_experts`."""
+        self._num_changes += 1
+        for module in self.modules():
+            if is_experts(module):
+                module.dispatcher = experts.dispatcher()
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        """Return what the other end of the pipeline has as well: the embedding, where it is the head too."""
+        if not self.is_tied or self.is_first is self.is_last:
+            return []
+        owner = self.base.embed_tokens if self.is_first else self.causal_lm.lm_head
+        return [owner.weight]
+
+    def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
+        """Return the hidden states (B, S, H) that the first layer gets, and what each layer is called with besides."""
+        recorders = [Recorder() for _ in self.layers]
+        with standing_in(self.base, {"layers": nn.ModuleList(recorders), "norm": nn.Identity()}):
+            hidden_states = self._call_base(x, position_ids)
+        return hidden_states, [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
+
+    def _begin(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, list[LayerArguments]]:
+        return self.layer_arguments(x, position_ids)
+
+    def _end(self, x: Tensor) -> Tensor:
+        """Run what is behind the layers: nothing, or the norm and the head."""
+        if not self.is_last:
+            return x
+        with standing_in(self.base, {"layers": nn.ModuleList()}):
+            return self.causal_lm(inputs_embeds=x, use_cache=False).logits
+
+    def _call(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
+        if not self.is_last:
+            return self._call_base(x, position_ids)
+        key = "input_ids" if self.is_first else "inputs_embeds"
+        return self.causal_lm(**{key: x}, position_ids=position_ids, use_cache=False).logits
+
+    def _call_base(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
+        key = "input_ids" if self.is_first else "inputs_embeds"
+        return self.base(**{key: x}, position_ids=position_ids, use_cache=False).last_hidden_state
+
+
+def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:
+    return arguments[place]
+
+
+def _call_layer(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Tensor:
+    result = layer(x, *arguments.args, **arguments.kwargs)
+    return result[0] if isinstance(result, tuple) else result
