@@ -6,6 +6,7 @@ need. Importing this package registers the experts implementation "dualpipe" wit
 
 from dualpipe.hf.experts import NAME, compute_experts
 from dualpipe.hf.load import load_stages
+from dualpipe.hf.save import save_stages
 from dualpipe.hf.stage import CausalLMStage
 
-__all__ = ["NAME", "CausalLMStage", "compute_experts", "load_stages"]
+__all__ = ["NAME", "CausalLMStage", "compute_experts", "load_stages", "save_stages"]

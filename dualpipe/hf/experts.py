@@ -87,7 +87,8 @@ def _compute_sorted(experts: Any, x_TH: Tensor, tokens: SortedTokens, weights_M:
     first = "gate_up_proj" if experts.has_gate else "up_proj"
     is_transposed = experts.is_transposed
     # Without what follows the last product, weighting before it is the same, and its result need not be kept.
-    weighs_first = not experts.has_bias and not experts.has_post_expert_norm
+    has_post_norm = getattr(experts, "has_post_expert_norm", False)  # newer than transformers 5.17
+    weighs_first = not experts.has_bias and not has_post_norm
     form = swiglu_form_of(experts)
     scale_M = weights_M if weighs_first and form is not None else None
     h_MI = grouped_linear(
@@ -100,7 +101,7 @@ def _compute_sorted(experts: Any, x_TH: Tensor, tokens: SortedTokens, weights_M:
         h_MI = (h_MI * weights_M.unsqueeze(1)).to(h_MI.dtype)
     y_MH = grouped_linear(
         h_MI, experts.down_proj, _bias(experts, "down_proj"), tokens.offs, is_transposed=is_transposed)
-    if experts.has_post_expert_norm:
+    if has_post_norm:
         y_MH = experts.post_expert_norm(y_MH)
     return y_MH if weighs_first else (y_MH * weights_M.unsqueeze(1)).to(y_MH.dtype)
 

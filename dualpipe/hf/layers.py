@@ -200,7 +200,12 @@ def check_split(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Split
         return run_segments(split.segments("arguments"), {"x": own, "arguments": arguments})["x"]
 
     expected, expected_gradients = run(lambda own: layer.forward(own, *arguments.args, **arguments.kwargs))
-    found, found_gradients = run(in_parts)
+    try:
+        found, found_gradients = run(in_parts)
+    except CannotSplit:
+        raise
+    except Exception as error:  # whatever a layer that is no such function may raise
+        raise CannotSplit(f"fails in two parts: {str(error).partition('. ')[0]}") from error
     names = ["the output", "the gradient of the hidden states",
              *(f"the gradient of {name}" for name, p in layer.named_parameters() if p.requires_grad)]
     pairs = zip(names, [expected, *expected_gradients], [found, *found_gradients])

@@ -28,6 +28,7 @@ from dualpipe.nn.init import name_seed
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 _CHECKED_TOKENS = 8
@@ -53,16 +54,40 @@ def load_stages(
     overlap: whether layers whose tokens travel are cut at their experts, so that the way is hidden.
     layers_per_stage: the numbers of layers, instead of stages that cost about the same.
 
-    Returns the stages, in the order of `mine`. Raises ValueError for a model without the usual parts, for a checkpoint
-    that lacks some of a stage's weights, and for numbers that do not fit.
+    Returns the stages, in the order of `mine`. Collective over the mesh. Raises, on every rank, ValueError for a model
+    without the usual parts, for a checkpoint that lacks some of a stage's weights, and for numbers that do not fit.
     """
     place = Mesh.of(mesh)
+
+    def build() -> list[CausalLMStage]:
+        _check(num_stages, mine, experts, place)
+        stages = _build(source, num_stages, mine, dtype, experts, layers_per_stage, seed)
+        for stage in stages:
+            if overlap and experts == NAME:
+                split_stage(stage)
+            defer_weight_grads(stage)
+        return stages
+
+    stages = RankSync.of_mesh(mesh).agree(build)
+    _place(stages, place, policy)
+    return stages
+
+
+def _check(num_stages: int, mine: Sequence[int], experts: str, place: Mesh) -> None:
+    """Raise ValueError for numbers of stages, or an implementation of experts, that do not fit."""
     if experts != NAME and place.size("ep") > 1:
         raise ValueError(f"experts={experts!r} cannot be sharded over {place.size('ep')} expert-parallel ranks; use "
                          f"experts={NAME!r}, or a mesh with ep 1")
     outside = [number for number in mine if not 0 <= number < num_stages]
     if outside:
         raise ValueError(f"mine must name stages from 0 to {num_stages - 1}; got {outside}")
+
+
+def _build(
+    source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], dtype: torch.dtype | None,
+    experts: str, layers_per_stage: Sequence[int], seed: int,
+) -> list[CausalLMStage]:
+    """Return the stages with their weights, as transformers has them."""
     config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
     config._experts_implementation = experts
     whole = _on_meta(config)
@@ -80,11 +105,6 @@ def load_stages(
             drop_embedding(causal_lm)
         stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last).train())
     _tie_ends(stages)
-    for stage in stages:
-        if overlap and experts == NAME:
-            split_stage(stage)
-        defer_weight_grads(stage)
-    _place(stages, place, policy)
     return stages
 
 
@@ -147,8 +167,18 @@ def _cut_class(model_class: type[Any], layers: range, *, is_first: bool, is_last
         model_class.__init__(self, config, *args, **kwargs)
         cut_model(self, layers, is_first=is_first, is_last=is_last)
 
-    ignored = {"_keys_to_ignore_on_load_unexpected": [".*"]}  # what other stages have
-    return type(model_class.__name__, (model_class,), {"__init__": build, "__module__": model_class.__module__, **ignored})
+    members = {
+        "__init__": build,
+        "__module__": model_class.__module__,
+        "_keys_to_ignore_on_load_unexpected": [".*"],  # what other stages have
+        "should_save_on_this_rank": _saves_where_it_is_told,
+    }
+    return type(model_class.__name__, (model_class,), members)
+
+
+def _saves_where_it_is_told(causal_lm: Any, is_main_process: bool) -> bool:
+    """Stand for the method of transformers that saves on the first rank alone: every rank has a part of the model."""
+    return is_main_process
 
 
 def _read(cut: type[Any], source: str | Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> Any:

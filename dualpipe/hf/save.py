@@ -1,0 +1,91 @@
+"""Save the stages of a pipeline as one checkpoint that transformers loads as any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from dualpipe.hf.stage import CausalLMStage
+from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.ranks.rank_sync import RankSync
+
+_INDEX = "model.safetensors.index.json"
+
+
+def save_stages(
+    stages: Sequence[CausalLMStage], folder: str | Path, *, mesh: DeviceMesh | None = None,
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write the model of all ranks to `folder`, with the tensors of the hub's files. Collective over the mesh.
+
+    stages: those of this rank; mesh: as `load_stages` got it. The folder must be the same on all ranks, and without a
+    model; what a stage holds is gathered in the memory of one rank. Until everything is written the model lies in
+    folders beside the place that it takes at the end.
+
+    Raises ValueError, on every rank, where the folder has a model already, and RuntimeError where one cannot write.
+    """
+    folder = Path(folder)
+    place = Mesh.of(mesh)
+    ranks = RankSync.of_mesh(mesh)
+    part = folder / f".rank-{place.rank('pp'):05}"
+    ranks.first(lambda: _make(folder))
+    tensors = [_gathered(stage) for stage in stages]
+
+    def write() -> None:
+        if place.replica:
+            return
+        for number, (stage, own) in enumerate(zip(stages, tensors)):
+            stage.causal_lm.save_pretrained(part / f"{number:05}", state_dict=own, max_shard_size=max_shard_size)
+
+    ranks.agree(write)
+    ranks.first(lambda: _join(folder))
+
+
+def _make(folder: Path) -> None:
+    """Make a folder for a model; ValueError where there is one."""
+    if (folder / "config.json").exists():
+        raise ValueError(f"{str(folder)!r} has a model already; choose another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(".rank-*"):  # of a save that failed
+        shutil.rmtree(left)
+
+
+def _gathered(stage: CausalLMStage) -> dict[str, Tensor]:
+    """Return the whole tensors of a stage on the CPU, by name. Collective over the ranks that share them."""
+    is_copy = stage.is_tied and stage.is_last and not stage.is_first  # the first stage has the head's weight
+    tensors = {}
+    for name, tensor in stage.state_dict().items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if not (is_copy and name == "lm_head.weight"):
+            tensors[name] = whole.detach().to(torch.device("cpu"))
+    return tensors
+
+
+def _join(folder: Path) -> None:
+    """Make one checkpoint of those of all stages."""
+    parts = sorted(folder.glob(".rank-*/*/*.safetensors"))
+    weight_map: dict[str, str] = {}
+    total_size = 0
+    for number, file in enumerate(parts, 1):
+        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        with safe_open(file, framework="pt") as tensors:
+            weight_map |= dict.fromkeys(tensors.keys(), name)
+        total_size += file.stat().st_size
+        file.rename(folder / name)
+    index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    described = min(folder.glob(".rank-*/*/config.json"))
+    for extra in sorted(described.parent.glob("*.json")):
+        if extra.name not in (_INDEX, "config.json"):
+            extra.rename(folder / extra.name)
+    described.rename(folder / "config.json")  # last: a folder with it is whole
+    for part in folder.glob(".rank-*"):
+        shutil.rmtree(part)

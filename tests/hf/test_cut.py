@@ -1,0 +1,66 @@
+"""Causal LMs cut to the layers of a stage, and stages that cost about the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from dualpipe.hf.cut import base_of, cut_model, stage_config, stage_layers
+from hf_families import config_of, tiny_model
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "gpt_oss"])
+def test_all_stages_have_together_what_the_model_has_under_the_same_names(family):
+    expected = set(tiny_model(family).state_dict())
+    names: list[str] = []
+    for number, layers in enumerate([range(0, 1), range(1, 3), range(3, 4)]):
+        model = tiny_model(family)
+        cut_model(model, layers, is_first=number == 0, is_last=number == 2)
+        names += model.state_dict()
+    assert sorted(names) == sorted(expected)
+
+
+def test_a_last_stage_keeps_the_embedding_that_its_head_is_loaded_from():
+    model = tiny_model("qwen3_moe", tie_word_embeddings=True)
+    cut_model(model, range(3, 4), is_first=False, is_last=True)
+    assert base_of(model).embed_tokens is not None and model.all_tied_weights_keys
+
+
+def test_lists_of_the_configuration_are_those_of_the_stages_layers():
+    config = config_of("qwen3_next")
+    own = stage_config(config, range(1, 3))
+    assert own.layer_types == ["full_attention", "linear_attention"] and own.num_hidden_layers == 2
+    assert len(config.layer_types) == config.num_hidden_layers == 4, "the model's own is as it was"
+
+
+def test_stages_cost_about_the_same():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("qwen3_moe", num_hidden_layers=12, layer_types=None))
+        large_head = AutoModelForCausalLM.from_config(config_of("qwen3_moe", num_hidden_layers=12, vocab_size=4096))
+    assert [len(layers) for layers in stage_layers(model, 4)] in ([3, 3, 3, 3], [3, 3, 4, 2])
+    counts = [len(layers) for layers in stage_layers(large_head, 4)]
+    assert sum(counts) == 12 and counts[-1] == 0, "the head costs more than all layers"
+    assert [len(layers) for layers in stage_layers(model, 4, (1, 5, 5, 1))] == [1, 5, 5, 1]
+
+
+def test_a_layer_costs_as_many_experts_as_a_token_goes_to():
+    with torch.device("meta"):
+        few = AutoModelForCausalLM.from_config(config_of("glm4_moe", num_hidden_layers=8, intermediate_size=4096))
+    assert len(stage_layers(few, 2)[0]) == 1, "the dense layer in front costs more than seven with experts"
+
+
+def test_numbers_that_do_not_fit_are_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of("llama"))
+    with pytest.raises(ValueError, match="cannot cut 4 layers into 8 stages"):
+        stage_layers(model, 8)
+    with pytest.raises(ValueError, match="layers_per_stage must be 2 numbers that add up to 4"):
+        stage_layers(model, 2, (1, 1))
+
+
+def test_a_model_without_the_usual_parts_is_refused_with_what_it_lacks():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=16, n_head=2))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel has no embed_tokens, layers, norm in 'transformer'"):
+        cut_model(model, range(2), is_first=True, is_last=True)

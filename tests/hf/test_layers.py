@@ -1,0 +1,137 @@
+"""Decoder layers of transformers' models, cut at their experts: two runs that compute what one does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dualpipe.hf.cut import cut_model
+from dualpipe.hf.experts import NAME
+from dualpipe.hf.layers import CannotSplit, SplitLayer, check_split, is_experts
+from dualpipe.hf.stage import CausalLMStage
+from dualpipe.nn.segments import run_segments
+from hf_families import MOE, error_of, tiny_model
+
+
+def layers_of(family, **changes):
+    """The layers of a tiny model, with what each is called with, and hidden states to call them with."""
+    model = tiny_model(family, **changes)
+    model.set_experts_implementation(NAME)
+    cut_model(model, range(4), is_first=False, is_last=True)
+    stage = CausalLMStage(model, is_first=False, is_last=True)
+    x = torch.randn(2, 5, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    _, arguments = stage.layer_arguments(x)
+    return [layer for _, layer in stage.layers.numbered()], arguments, x
+
+
+def run(forward, layer, x):
+    own = x.clone().requires_grad_()
+    y = forward(own)
+    wanted = [own, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+    return [y, *gradients]
+
+
+@pytest.mark.parametrize("family", MOE)
+def test_two_parts_compute_what_the_layer_does(family):
+    layers, arguments, x = layers_of(family)
+    split_layers = 0
+    for layer, given in zip(layers, arguments):
+        if not any(is_experts(module) for module in layer.modules()):
+            with pytest.raises(CannotSplit, match="has no experts"):
+                check_split(layer, x, given)
+            continue
+        split = check_split(layer, x, given)
+        whole = run(lambda own: layer(own, **given.kwargs), layer, x)
+        parts = run(lambda own: run_segments(split.hooked_segments("a"), {"x": own, "a": given})["x"], layer, x)
+        assert max(map(error_of, parts, whole)) < 1e-10
+        split_layers += 1
+    assert split_layers >= 2
+
+
+def test_what_is_called_before_the_experts_is_called_once():
+    layers, arguments, x = layers_of("qwen3_moe")
+    split = check_split(layers[0], x, arguments[0])
+    calls = []
+    for name, module in layers[0].named_modules():
+        if name in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp.gate", "mlp.experts"):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    run_segments(split.segments("a"), {"x": x, "a": arguments[0]})
+    assert calls == ["input_layernorm", "self_attn", "post_attention_layernorm", "mlp.gate", "mlp.experts"]
+
+
+def test_a_layer_of_the_same_form_needs_no_check():
+    layers, arguments, x = layers_of("gpt_oss")
+    first = check_split(layers[0], x, arguments[0])
+    second = first.like(layers[1])
+    found = run_segments(second.segments("a"), {"x": x, "a": arguments[1]})["x"]
+    assert error_of(found, layers[1](x, **arguments[1].kwargs)) < 1e-12
+
+
+def test_forward_hooks_of_the_layer_run_once_around_both_parts():
+    layers, arguments, x = layers_of("qwen3_moe")
+    split = check_split(layers[0], x, arguments[0])
+    layers[0].register_forward_hook(lambda module, args, y: 2 * y)
+    found = run_segments(split.hooked_segments("a"), {"x": x, "a": arguments[0]})["x"]
+    assert error_of(found, layers[0](x, **arguments[0].kwargs)) < 1e-12
+
+
+def test_a_layer_with_random_numbers_runs_as_a_whole():
+    layers, arguments, x = layers_of("mixtral", router_jitter_noise=0.3)
+    with pytest.raises(CannotSplit, match="in two parts: .*(differs|modified by an inplace operation)"):
+        check_split(layers[0], x, arguments[0])
+
+
+def test_a_layer_that_computes_something_else_in_two_parts_runs_as_a_whole():
+    layers, arguments, x = layers_of("qwen3_moe")
+    layers[0].self_attn.attention_dropout = 0.5
+    with pytest.raises(CannotSplit, match="computes something else in two parts: the output differs"):
+        check_split(layers[0], x, arguments[0])
+
+
+def test_a_part_with_a_hook_that_would_run_twice_runs_as_a_whole():
+    layers, _, _ = layers_of("qwen3_moe")
+    layers[0].mlp.register_forward_hook(lambda *_: None)
+    with pytest.raises(CannotSplit, match="has hooks on mlp, which would run twice"):
+        SplitLayer(layers[0])
+
+
+def test_a_layer_with_two_modules_of_experts_runs_as_a_whole():
+    layers, _, _ = layers_of("qwen3_moe")
+    layers[0].more = copy.deepcopy(layers[0].mlp)
+    with pytest.raises(CannotSplit, match="several modules of experts: mlp.experts, more.experts"):
+        SplitLayer(layers[0])
+
+
+def test_experts_that_are_not_called_are_noticed():
+    class Idle(nn.Module):
+        def __init__(self, experts):
+            super().__init__()
+            self.experts = experts
+            self.proj = nn.Linear(32, 32, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.proj(x)
+
+    layers, arguments, x = layers_of("qwen3_moe")
+    with pytest.raises(CannotSplit, match="does not call its experts"):
+        check_split(Idle(layers[0].mlp.experts), x, arguments[0]._replace(kwargs={}))
+
+
+def test_a_layer_that_changes_its_mind_is_an_error_and_not_a_wrong_result():
+    layers, arguments, x = layers_of("qwen3_moe")
+    split = check_split(layers[0], x, arguments[0])
+    layers[0].mlp.gate = nn.Sequential(layers[0].mlp.gate, nn.Identity())
+    split._noted["mlp.gate"].results = [(x, x)]  # as if it had been called once more
+    with pytest.raises(RuntimeError, match="it cannot run in two parts"):
+        split.first(x, arguments[0])
+
+
+def test_gradient_checkpointing_by_transformers_runs_as_a_whole():
+    layers, arguments, x = layers_of("qwen3_moe")
+    layers[0].gradient_checkpointing = True
+    with pytest.raises(CannotSplit, match="is checkpointed by transformers"):
+        check_split(layers[0], x, arguments[0])

@@ -1,0 +1,253 @@
+"""transformers' models in a pipeline of real ranks: loaded by stages, sharded, trained, and saved again."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from dualpipe import DualPipeV
+from dualpipe.hf import load_stages, save_stages
+from dualpipe.nn import Linear
+from dualpipe.parallel.mesh import Mesh, build_mesh
+from hf_families import (
+    FAMILIES,
+    MOE,
+    ROUNDING_ROUTERS,
+    batch_of,
+    config_of,
+    error_of,
+    loss_fn,
+    save_tiny,
+    tiny_model,
+    whole_losses,
+)
+from ranks import run_ranks
+
+MICROBATCHES = 4
+PP2, PP2_EP2, PP2_DP2 = (2, 1, 1), (2, 1, 2), (2, 2, 1)  # pp, dp, ep
+FAST = {("qwen3_moe", PP2_EP2), ("gpt_oss", PP2_EP2), ("qwen3_next", PP2), ("deepseek_v3", PP2_DP2), ("llama", PP2)}
+CASES = [
+    pytest.param(family, layout, marks=[] if (family, layout) in FAST else pytest.mark.slow)
+    for family in FAMILIES for layout in (PP2, PP2_EP2, PP2_DP2)
+    if family in MOE or layout != PP2_EP2
+]
+
+
+def pipeline(rank, folder, layout, **options):
+    """The mesh, this rank's stages of a V, and their pipeline."""
+    pp, dp, ep = layout
+    mesh = build_mesh(pp, dp, ep, torch.device("cpu"))
+    place = Mesh.of(mesh)
+    number = place.rank("pp")
+    mine = (number, 2 * pp - 1 - number)
+    stages = load_stages(folder, 2 * pp, mine, mesh=mesh, dtype=torch.float64, **options)
+    return mesh, stages, DualPipeV(stages, process_group=place.group("pp"))
+
+
+def train_step(mesh, pipe):
+    """One step on this replica's batch; returns the losses on the rank of the last stage."""
+    place = Mesh.of(mesh)
+    tokens, labels = batch_of(place.replica)
+    is_end = place.rank("pp") == 0
+    losses, _ = pipe.step(
+        *((tokens,) if is_end else ()), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if is_end else ())
+    return losses
+
+
+def errors_of(rank, folder, layout):
+    """The largest errors of losses and gradients of a step against the whole model, and the layers that were cut."""
+    mesh, stages, pipe = pipeline(rank, folder, layout)
+    losses = train_step(mesh, pipe)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
+    expected_losses = whole_losses(whole, layout[1] * layout[2], MICROBATCHES)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters(remove_duplicate=False)}
+    errors = {}
+    for stage in stages:
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            grad = parameter.grad
+            whole_grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+            errors[name] = error_of(whole_grad, expected[name])
+    if losses is not None:
+        own = torch.tensor(expected_losses[Mesh.of(mesh).replica], dtype=torch.float64)
+        errors["losses"] = error_of(losses, own)
+    return errors, sum(len(stage.splits) for stage in stages)
+
+
+@pytest.mark.parametrize("family, layout", CASES)
+def test_losses_and_gradients_are_those_of_the_whole_model(family, layout, tmp_path):
+    save_tiny(tmp_path, family)
+    results = run_ranks(errors_of, layout[0] * layout[1] * layout[2], tmp_path, layout, timeout=120)
+    tolerance = 1e-5 if family in ROUNDING_ROUTERS else 1e-10
+    for errors, num_splits in results:
+        assert max(errors.values()) < tolerance, {n: e for n, e in errors.items() if e >= tolerance}
+        assert (num_splits > 0) is (family in MOE)
+    assert "losses" in results[0][0]
+
+
+@pytest.mark.parametrize("layout", [PP2, pytest.param(PP2_EP2, marks=pytest.mark.slow)])
+def test_tied_embeddings_at_both_ends(layout, tmp_path):
+    save_tiny(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    for errors, _ in run_ranks(errors_of, layout[0] * layout[2], tmp_path, layout, timeout=120):
+        assert max(errors.values()) < 1e-10, errors
+
+
+def tied_over_two_ranks(rank, folder):
+    """The gradients of both copies of a tied embedding, in a pipeline that is no V."""
+    from dualpipe import Pipeline
+
+    mesh = build_mesh(2, 1, 1, torch.device("cpu"))
+    (stage,) = load_stages(folder, 2, (rank,), mesh=mesh, dtype=torch.float64)
+    pipe = Pipeline([stage], process_group=mesh["pp"].get_group())
+    tokens, labels = batch_of(0)
+    pipe.step(*(() if rank else (tokens,)), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if rank else ())
+    return stage.tied_parameters()[0].grad
+
+
+def test_a_tied_embedding_on_two_ranks_gets_the_sum_on_both(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe", tie_word_embeddings=True)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager").train()
+    whole_losses(whole, 1, MICROBATCHES)
+    for grad in run_ranks(tied_over_two_ranks, 2, tmp_path):
+        assert error_of(grad, whole.get_input_embeddings().weight.grad) < 1e-10
+
+
+def saved(rank, folder, target, layout):
+    mesh, stages, _ = pipeline(rank, folder, layout)
+    save_stages(stages, target, mesh=mesh, max_shard_size="20KB")
+
+
+@pytest.mark.parametrize("family, tied", [
+    ("qwen3_moe", True), ("gpt_oss", False), pytest.param("deepseek_v3", False, marks=pytest.mark.slow),
+    pytest.param("qwen3_next", False, marks=pytest.mark.slow), pytest.param("mixtral", True, marks=pytest.mark.slow)])
+def test_what_four_ranks_save_transformers_loads_with_the_same_bits(family, tied, tmp_path):
+    source, target = tmp_path / "source", tmp_path / "target"
+    save_tiny(source, family, tie_word_embeddings=tied)
+    run_ranks(saved, 4, source, target, PP2_EP2, timeout=120)
+    found, report = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    expected = tiny_model(family, tie_word_embeddings=tied).state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+    names = {name for file in source.glob("*.safetensors") for name in load_file(file)}
+    index = json.loads((target / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == names, "the names of the hub's files"
+    assert not list(target.glob(".rank-*"))
+
+
+def refused_save(rank, folder, target):
+    mesh, stages, _ = pipeline(rank, folder, PP2)
+    with pytest.raises(ValueError, match="has a model already; choose another folder"):
+        save_stages(stages, target, mesh=mesh)
+
+
+def test_a_model_is_not_overwritten(tmp_path):
+    save_tiny(tmp_path, "llama")
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    run_ranks(refused_save, 2, tmp_path, tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_weights_from_a_configuration_do_not_depend_on_the_cut():
+    config = config_of("qwen3_moe")
+    (whole,) = load_stages(config, 1, (0,), seed=3)
+    stages = load_stages(config_of("qwen3_moe"), 3, (0, 1, 2), seed=3)
+    expected = whole.state_dict()
+    found = {name: tensor for stage in stages for name, tensor in stage.state_dict().items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    (other,) = load_stages(config_of("qwen3_moe"), 1, (0,), seed=4)
+    assert not torch.equal(other.state_dict()["lm_head.weight"], expected["lm_head.weight"])
+    assert 0 < expected["model.layers.1.mlp.experts.down_proj"].std() < 0.05
+    x = torch.arange(6).view(1, 6)
+    assert torch.isfinite(whole(x)).all(), "rotary tables and all buffers are there"
+
+
+def test_linear_layers_defer_and_stages_train(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    (stage,) = load_stages(str(tmp_path), 1, [0], dtype=torch.bfloat16)
+    linear = [module for module in stage.modules() if isinstance(module, torch.nn.Linear)]
+    assert linear and all(type(module) is Linear for module in linear) and stage.training
+    assert next(stage.parameters()).dtype is torch.bfloat16
+
+
+def failing(rank, folder, match, options):
+    with pytest.raises(ValueError, match=match):
+        pipeline(rank, folder, options.pop("layout", PP2), **options)
+
+
+def remove_a_weight(folder: Path, name: str) -> None:
+    (file,) = folder.glob("*.safetensors")
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused_on_all_ranks(tmp_path):
+    """Of one stage alone: the other rank would wait for the first one for ever."""
+    save_tiny(tmp_path, "llama")
+    remove_a_weight(tmp_path, "model.layers.1.self_attn.q_proj.weight")
+    run_ranks(failing, 2, tmp_path, "lacks 1 of a stage's weights, such as 'model.layers.1.self_attn.q_proj.weight'", {})
+
+
+@pytest.mark.parametrize("options, match", [
+    ({"layers_per_stage": (1, 1)}, "layers_per_stage must be 4 numbers"),
+    ({"experts": "grouped_mm", "layout": PP2_EP2}, "cannot be sharded over 2 expert-parallel ranks"),
+])
+def test_wrong_arguments_are_refused_on_all_ranks(options, match, tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    pp, dp, ep = options.get("layout", PP2)
+    run_ranks(failing, pp * dp * ep, tmp_path, match, options)
+
+
+def test_a_stage_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"mine must name stages from 0 to 1; got \[2\]"):
+        load_stages(config_of("llama"), 2, (0, 2))
+
+
+def test_other_implementations_of_experts_run_whole(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    (stage,) = load_stages(tmp_path, 1, [0], dtype=torch.float64, experts="eager")
+    tokens, _ = batch_of(0, rows=2)
+    assert not stage.splits
+    assert torch.equal(stage(tokens), tiny_model("qwen3_moe")(tokens, use_cache=False).logits)
+
+
+def test_a_layer_that_cannot_be_cut_is_named_with_the_reason(tmp_path, caplog):
+    tiny_model("mixtral", router_jitter_noise=0.3).save_pretrained(tmp_path)
+    with caplog.at_level(logging.WARNING, "dualpipe.hf.load"):
+        (stage,) = load_stages(tmp_path, 1, [0])
+    assert not stage.splits
+    assert "layer 0, a MixtralDecoderLayer, runs as a whole, its all-to-all inside: it " in caplog.text
+
+
+def whole_with_jitter(rank, folder):
+    """A step with layers that run as a whole, their all-to-all inside."""
+    mesh, stages, pipe = pipeline(rank, folder, PP2_EP2)
+    losses = train_step(mesh, pipe)
+    grads = [p.grad for stage in stages for p in stage.parameters()]
+    assert not any(stage.splits for stage in stages) and all(grad is not None for grad in grads)
+    return None if losses is None else losses.isfinite().all().item()
+
+
+def test_layers_that_cannot_be_cut_train_over_ranks_of_experts(tmp_path):
+    tiny_model("mixtral", router_jitter_noise=0.01).save_pretrained(tmp_path)
+    assert [found for found in run_ranks(whole_with_jitter, 4, tmp_path, timeout=120) if found is not None] == [True] * 2
+
+
+def uncut_errors(rank, folder):
+    mesh, stages, pipe = pipeline(rank, folder, PP2_EP2, overlap=False)
+    train_step(mesh, pipe)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
+    whole_losses(whole, 2, MICROBATCHES)
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    found = {name: p.grad.full_tensor() for stage in stages for name, p in stage.named_parameters()}
+    return max(error_of(grad, expected[name]) for name, grad in found.items())
+
+
+def test_layers_run_as_a_whole_where_that_is_wanted(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    assert max(run_ranks(uncut_errors, 4, tmp_path, timeout=120)) < 1e-10
