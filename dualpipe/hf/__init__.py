@@ -1,7 +1,8 @@
 """transformers' own models in the pipeline: their experts by this library's kernels, their layers cut into stages.
 
-Imports `models`, `pipeline`, `parallel`, `nn` and `kernels`, and transformers, which the rest of the library does not
-need. Importing this package registers the experts implementation "dualpipe" with transformers.
+Needs transformers, with which it registers the experts implementation "dualpipe".
+Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime.dtypes`
+and `runtime.ranks`.
 """
 
 from dualpipe.hf.experts import NAME, compute_experts

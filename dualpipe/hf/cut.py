@@ -1,4 +1,4 @@
-"""Cut a causal language model of transformers to the layers of a stage, and those to stages that cost about the same."""
+"""Cut a causal language model of transformers to the layers of a stage, and balance the stages' costs."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def base_of(causal_lm: Any) -> Any:
     base = getattr(causal_lm, causal_lm.base_model_prefix, None)
     missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(base, name)]
     if base is None or missing:
-        what = f"a {type(causal_lm).__name__}"
-        raise ValueError(f"{what} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, the parts that stages "
-                         "are cut from; cut it yourself, as docs/your-own-loop.md shows")
+        raise ValueError(
+            f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, of which "
+            "stages are made; cut it yourself, as docs/your-own-loop.md shows")
     return base
 
 
@@ -104,9 +104,10 @@ def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int
 def _cost_of(layer: nn.Module, config: Any) -> float:
     """Return the multiplications of a layer for one token, without those of attention scores."""
     text_config = config.get_text_config()
-    top_k = next((getattr(text_config, name) for name in _TOP_K if hasattr(text_config, name)), 1)
+    top_k: int = next((getattr(text_config, name) for name in _TOP_K if hasattr(text_config, name)), 1)
     cost = 0.0
     for module in layer.modules():
-        share = min(1.0, top_k / module.num_experts) if is_experts(module) else 1.0
-        cost += share * sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        num_experts: Any = module.num_experts if is_experts(module) else top_k
+        numel = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+        cost += min(1.0, top_k / num_experts) * numel
     return cost

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from dualpipe.kernels import SortedTokens
@@ -58,7 +58,7 @@ def compute_experts(
     return results["y"].view_as(hidden_states)
 
 
-def dispatcher_of(experts: nn.Module) -> Dispatcher:
+def dispatcher_of(experts: Any) -> Dispatcher:
     """Return the dispatcher of a layer's experts: by default that of a rank which has all of them."""
     dispatcher = getattr(experts, "dispatcher", None)
     if dispatcher is None:
@@ -66,7 +66,7 @@ def dispatcher_of(experts: nn.Module) -> Dispatcher:
     return dispatcher
 
 
-def exchange_segments(experts: nn.Module) -> list[Segment]:
+def exchange_segments(experts: Any) -> list[Segment]:
     """Return the segments from "rows", "weights" and "plan" to "rows": to the experts, through them and back."""
     dispatcher = dispatcher_of(experts)
 

@@ -8,8 +8,10 @@ checkpoint, and converts it as it does for a whole model.
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,14 @@ from transformers.configuration_utils import PreTrainedConfig
 from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.layers import CannotSplit, SplitLayer, check_split, is_experts
+from dualpipe.hf.quantized_source import is_quantized, read_dequantized
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.init import name_seed
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
@@ -100,7 +104,9 @@ def _build(
         if isinstance(source, PreTrainedConfig):
             causal_lm = _initialised(cut, config, dtype, seed)
         else:
-            causal_lm = _read(cut, source, config, dtype)
+            has_ends = is_first or is_last
+            causal_lm = _read(cut, source, config, dtype, partial(
+                read_dequantized, source, config, cuts[number], has_ends=has_ends, dtype=dtype or torch.bfloat16))
         if is_last and not is_first and is_tied(config):
             drop_embedding(causal_lm)
         stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last).train())
@@ -181,12 +187,21 @@ def _saves_where_it_is_told(causal_lm: Any, is_main_process: bool) -> bool:
     return is_main_process
 
 
-def _read(cut: type[Any], source: str | Path, config: PreTrainedConfig, dtype: torch.dtype | None) -> Any:
+def _read(
+    cut: type[Any], source: str | Path, config: PreTrainedConfig, dtype: torch.dtype | None,
+    dequantize: Callable[[], dict[str, torch.Tensor]],
+) -> Any:
     """Return a cut model with its weights of a checkpoint; ValueError where it lacks some."""
+    options: dict[str, Any] = {"dtype": dtype or "auto"}
+    path: str | Path | None = source
+    if is_quantized(config):
+        options["dtype"] = dtype or torch.bfloat16
+        options["state_dict"] = dequantize()
+        path = None
+        config = copy.deepcopy(config)
+        del config.quantization_config
     causal_lm, report = cut.from_pretrained(
-        source, config=config, dtype=dtype or "auto", output_loading_info=True,
-        experts_implementation=config._experts_implementation,
-    )
+        path, config=config, output_loading_info=True, experts_implementation=config._experts_implementation, **options)
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"the checkpoint {str(source)!r} lacks {len(missing)} of a stage's weights, such as "
@@ -196,7 +211,8 @@ def _read(cut: type[Any], source: str | Path, config: PreTrainedConfig, dtype: t
 
 def _initialised(cut: type[Any], config: PreTrainedConfig, dtype: torch.dtype | None, seed: int) -> Any:
     """Return a cut model with weights as transformers initialises them, each module by the seed and its name."""
-    dtype = dtype or config.get_text_config().dtype or torch.get_default_dtype()
+    described = config.get_text_config().dtype
+    dtype = dtype or (dtype_of(described) if isinstance(described, str) else described) or torch.get_default_dtype()
     with torch.device("meta"):
         causal_lm = cut(config)
     causal_lm.to_empty(device="cpu")
@@ -231,10 +247,9 @@ def _place(stages: Sequence[CausalLMStage], place: Mesh, policy: DTypePolicy | N
     plan = resolve_dtypes(stages, policy, group=place.group("pp"))
     ranks = place.part("ep")
     if ranks is not None and ranks.size() > 1:
+        modules: list[Any] = [module for stage in stages for module in stage.modules() if is_experts(module)]
+        by_count = {count: ExpertParallel(count, ranks) for count in {module.num_experts for module in modules}}
         for stage in stages:
             shard_experts(stage, ranks)
-            counts = {module.num_experts for module in stage.modules() if is_experts(module)}
-            if counts:
-                (num_experts,) = counts
-                stage.use_expert_parallelism(ExpertParallel(num_experts, ranks))
+            stage.use_expert_parallelism(by_count)
     shard_stages(stages, place.dense, plan, expert_mesh=place.experts)

@@ -6,7 +6,7 @@ rotary tables are made on every stage, by the model itself, from the shape of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from functools import partial
 from typing import Any
 
@@ -86,12 +86,15 @@ class CausalLMStage(nn.Module):
         """Return what the segments depend on: see docs/overlap.md."""
         return self._num_changes
 
-    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
-        """Have the layers' experts on all ranks of `experts`; for their parameters see `shard_experts`."""
+    def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
+        """Have the layers' experts on the ranks of `experts`, which are given by the number of experts of a layer.
+
+        For their parameters see `shard_experts`.
+        """
         self._num_changes += 1
-        for module in self.modules():
-            if is_experts(module):
-                module.dispatcher = experts.dispatcher()
+        modules: list[Any] = [module for module in self.modules() if is_experts(module)]
+        for module in modules:
+            module.dispatcher = experts[module.num_experts].dispatcher()
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Return what the other end of the pipeline has as well: the embedding, where it is the head too."""

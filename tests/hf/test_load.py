@@ -105,7 +105,8 @@ def tied_over_two_ranks(rank, folder):
     (stage,) = load_stages(folder, 2, (rank,), mesh=mesh, dtype=torch.float64)
     pipe = Pipeline([stage], process_group=mesh["pp"].get_group())
     tokens, labels = batch_of(0)
-    pipe.step(*(() if rank else (tokens,)), num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if rank else ())
+    inputs = () if rank else (tokens,)
+    pipe.step(*inputs, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,) if rank else ())
     return stage.tied_parameters()[0].grad
 
 
@@ -189,8 +190,9 @@ def remove_a_weight(folder: Path, name: str) -> None:
 def test_a_checkpoint_that_lacks_a_weight_is_refused_on_all_ranks(tmp_path):
     """Of one stage alone: the other rank would wait for the first one for ever."""
     save_tiny(tmp_path, "llama")
-    remove_a_weight(tmp_path, "model.layers.1.self_attn.q_proj.weight")
-    run_ranks(failing, 2, tmp_path, "lacks 1 of a stage's weights, such as 'model.layers.1.self_attn.q_proj.weight'", {})
+    name = "model.layers.1.self_attn.q_proj.weight"
+    remove_a_weight(tmp_path, name)
+    run_ranks(failing, 2, tmp_path, f"lacks 1 of a stage's weights, such as '{name}'", {})
 
 
 @pytest.mark.parametrize("options, match", [
@@ -235,7 +237,8 @@ def whole_with_jitter(rank, folder):
 
 def test_layers_that_cannot_be_cut_train_over_ranks_of_experts(tmp_path):
     tiny_model("mixtral", router_jitter_noise=0.01).save_pretrained(tmp_path)
-    assert [found for found in run_ranks(whole_with_jitter, 4, tmp_path, timeout=120) if found is not None] == [True] * 2
+    results = run_ranks(whole_with_jitter, 4, tmp_path, timeout=120)
+    assert [found for found in results if found is not None] == [True] * 2
 
 
 def uncut_errors(rank, folder):

@@ -13,7 +13,7 @@ from dualpipe.hf.stage import CausalLMStage
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from hf_families import FAMILIES, VOCAB, batch_of, error_of, loss_fn, tiny_model
 
-CUTS = [range(0, 0), range(0, 1), range(1, 3), range(3, 4)]
+CUTS = [range(0), range(1), range(1, 3), range(3, 4)]
 
 
 def stages_of(whole):
@@ -68,7 +68,7 @@ def test_segments_are_offered_where_tokens_travel():
     whole.set_experts_implementation(NAME)
     stage = stages_of(whole)[2]
     key = stage.segments_key()
-    stage.use_expert_parallelism(ExpertParallel(8))
+    stage.use_expert_parallelism({8: ExpertParallel(8)})
     assert stage.segments_key() != key
     tokens, _ = batch_of(0, rows=2)
     hidden = torch.randn(*tokens.shape, 32, dtype=torch.float64)
