@@ -182,10 +182,12 @@ class _Grouped(torch.autograd.Function):
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         weight_grad: Callable[..., Tensor] = partial(_grouped_weight_grad, ends=ctx.ends, gather=ctx.gather)
+        num_rows = dy.shape[0]
         if x_rows[0] is not None:
             weight_grad = weight_grad_of_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
             dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
-        dw, db = weight_grads(ctx, dy, x, weight_grad, partial(grouped_bias_grad, ends=ctx.ends), in_place=True)
+        of_bias = partial(grouped_bias_grad, ends=ctx.ends)
+        dw, db = weight_grads(ctx, dy, x, weight_grad, of_bias, in_place=True, rows=num_rows)
         return dx, dw, db, None, None, None, d_scale, None, None, None, None
 
 

@@ -108,10 +108,11 @@ class _Quantized(torch.autograd.Function):
             dx, dy_rows = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         weight_grad: Callable[..., Tensor] = _weight_grad
+        rows = dy.shape[:-1].numel()
         if x_rows[0] is not None:
             weight_grad = weight_grad_of_rows(weight_grad, flatten_rows(dy), dy_rows, QuantizedRows(*x_rows), ctx.block)
             dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
-        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True), None, None
+        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=rows), None, None
 
 
 class TransposedLinear(nn.Module):
