@@ -10,21 +10,30 @@ from typing import TYPE_CHECKING
 from dualpipe import _moved
 
 if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
-    from dualpipe.pipeline import Communicate, Compute, DualPipeV, Pipeline, PipelineError, WeightGradStore
+    from dualpipe.pipeline import (
+        Communicate,
+        Compute,
+        DeferralReport,
+        DualPipeV,
+        Pipeline,
+        PipelineError,
+        WeightGradStore,
+    )
     from dualpipe.schedule import Action, Schedule, ScheduleError
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
     **dict.fromkeys(
-        ("Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "WeightGradStore"), "dualpipe.pipeline"
+        ("Communicate", "Compute", "DeferralReport", "DualPipeV", "Pipeline", "PipelineError", "WeightGradStore"),
+        "dualpipe.pipeline",
     ),
     **dict.fromkeys(("Action", "Schedule", "ScheduleError"), "dualpipe.schedule"),
     **dict.fromkeys(("set_p2p_tensor_dtype", "set_p2p_tensor_shapes"), "dualpipe.utils"),
 }
 __all__ = [
-    "Action", "Communicate", "Compute", "DualPipeV", "Pipeline", "PipelineError", "Schedule", "ScheduleError",
-    "WeightGradStore", "__version__",
+    "Action", "Communicate", "Compute", "DeferralReport", "DualPipeV", "Pipeline", "PipelineError", "Schedule",
+    "ScheduleError", "WeightGradStore", "__version__",
 ]
 
 _moved.install()

@@ -3,9 +3,10 @@
 Imports `quantized` and `kernels`.
 """
 
+from dualpipe.nn.conversion import defer_weight_grads
 from dualpipe.nn.embedding import Embedding
 from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
-from dualpipe.nn.linear import Linear, defer_weight_grads
+from dualpipe.nn.linear import Linear
 from dualpipe.nn.loss import cross_entropy_loss
 from dualpipe.nn.norm import RMSNorm
 from dualpipe.nn.routing.router import ExpertGroups, Router, Scoring

@@ -13,16 +13,33 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
 
 _running: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_store", default=None)
+
+
+class WeightGradObserver(Protocol):
+    """Sees where the weight gradients of a step come from, while it is a store's `observer`."""
+
+    def saw_graph(self, roots: Iterable[GradientEdge]) -> None:
+        """Take the results of a forward, whose graph is complete and not yet freed."""
+
+    def saw_layer(self, weight: Tensor, rows: int, *, has_hooks: bool) -> None:
+        """Take the weight of a layer that hands its gradient, a GEMM over `rows` rows, to the store.
+
+        rows: 0 where the gradient is no GEMM. has_hooks: the gradient goes through autograd instead.
+        """
+
+    def saw_put(self, node: Node | None) -> None:
+        """Take the autograd node whose backward calls `put`; None outside of a backward."""
 
 
 class WeightGradStore:
@@ -33,6 +50,7 @@ class WeightGradStore:
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run at once
         self.accumulating = False  # whether layers add to accumulators that are wider than their parameters themselves
         self.recomputing = False  # whether a forward is run again, whose statistics have been counted
+        self.observer: WeightGradObserver | None = None  # asked for in every call, so that None costs nothing
         self._accumulation = _Accumulation(self)
 
     @staticmethod
@@ -47,6 +65,8 @@ class WeightGradStore:
 
     def put(self, fn: Callable[[], None]) -> None:
         """Run `fn` (it adds a weight gradient into `.grad`) at once, or queue it while an "I" is running."""
+        if self.observer is not None:
+            self.observer.saw_put(torch._C._current_autograd_node())
         if self._queue is None:
             fn()
         else:
@@ -129,12 +149,13 @@ class _Accumulation(AbstractContextManager[None]):
 
 def weight_grads(
     ctx: Any, dy: Tensor, x: Tensor | None, weight_grad: Callable[..., Tensor], bias_grad: Callable[..., Tensor],
-    *, in_place: bool = False,
+    *, in_place: bool = False, rows: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of `ctx.weight` and `ctx.bias`, inputs 1 and 2; None for what needs none, or what the store adds.
 
     Made by `weight_grad(weight, dy, x)` and `bias_grad(bias, dy)`; x is None where only the latter is needed. in_place:
-    the former can add to one more operand, and to an accumulator of another dtype it does so without autograd.
+    the former can add to one more operand, and to an accumulator of another dtype it does so without autograd. rows: of
+    the GEMM that makes the weight gradient, where `dy` does not say.
     """
     # On the host's critical path: a small layer's whole backward takes about 20 us.
     _, need_weight, need_bias, *_ = ctx.needs_input_grad
@@ -142,6 +163,11 @@ def weight_grads(
     if weight is None and bias is None:
         return None, None
     store = WeightGradStore.current()
+    if store.observer is not None and weight is not None and weight.dim() > 1:
+        is_gemm = x is None or x.is_floating_point()  # not an embedding's tokens
+        num_rows = dy.shape[:-1].numel() if rows is None else rows
+        has_hooks = _has_hooks(ctx.weight) or _has_hooks(ctx.bias)
+        store.observer.saw_layer(weight, num_rows if is_gemm else 0, has_hooks=has_hooks)
     straight = in_place and store.accumulating and not torch.is_grad_enabled() and any(
         param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
     )

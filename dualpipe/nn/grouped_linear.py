@@ -210,10 +210,12 @@ class _Grouped(torch.autograd.Function):
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         weight_grad: Callable[..., Tensor] = partial(
             _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
+        num_rows = dy.shape[0]
         if x_rows[0] is not None:
             weight_grad = weight_grad_of_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
             dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
-        dw, db = weight_grads(ctx, dy, x, weight_grad, partial(grouped_bias_grad, ends=ctx.ends), in_place=True)
+        of_bias = partial(grouped_bias_grad, ends=ctx.ends)
+        dw, db = weight_grads(ctx, dy, x, weight_grad, of_bias, in_place=True, rows=num_rows)
         return dx, dw, db, None, None, None, d_scale, None, None, None, None, None
 
 

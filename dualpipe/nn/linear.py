@@ -1,4 +1,4 @@
-"""A linear layer whose weight gradient can be deferred, and is added to its accumulator in place.
+"""Linear layers whose weight gradient can be deferred, and is added to its accumulator in place.
 
 The backward of y = x W^T + b computes dx = dy W at once, and dW = dy^T x and db = sum(dy) when the running
 `WeightGradStore` says.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,6 @@ from dualpipe.nn.deferral import accumulation_dtype, weight_grads
 from dualpipe.nn.quantized_matmul import Products, input_grad, product, row_block, weight_grad_of_rows
 from dualpipe.quantized import QuantizedTensor
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _CHUNK = 2**24  # elements of a weight's gradient that are made at a time to be added to its accumulator: 64 MB of fp32
 
 
@@ -109,10 +108,57 @@ class _Quantized(torch.autograd.Function):
             dx, dy_rows = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         weight_grad: Callable[..., Tensor] = _weight_grad
+        rows = dy.shape[:-1].numel()
         if x_rows[0] is not None:
             weight_grad = weight_grad_of_rows(weight_grad, flatten_rows(dy), dy_rows, QuantizedRows(*x_rows), ctx.block)
             dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
-        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True), None, None
+        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=rows), None, None
+
+
+class TransposedLinear(nn.Module):
+    """`forward` of a module that computes y = x W + b, with `weight` (H, N) and `bias` (N,), such as GPT-2's `Conv1D`.
+
+    For a class that derives from this one first, and then from the module's own.
+    """
+
+    makes_accumulators = True  # of the dtype that `grad_dtype` says
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., H) -> (..., N), with gradients that are deferred as those of `Linear`."""
+        if torch.compiler.is_compiling():
+            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it brings the compiler
+
+            return run_uncompiled(TransposedLinear.forward, self, x)
+        weight, bias = self.weight, self.bias
+        is_plain = weight.is_leaf and bias.is_leaf and not isinstance(weight, QuantizedTensor)
+        if not is_plain or torch._C._are_functorch_transforms_active():
+            return super().forward(x)
+        dtype = None
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x = x.to(dtype)
+        return _TransposedLinear.apply(x, weight, bias, dtype)
+
+
+class _TransposedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype | None) -> Tensor:
+        ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
+        if dtype is not None:
+            weight, bias = weight.to(dtype), bias.to(dtype)
+        need_x, need_weight, _, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
+        return torch.addmm(bias, flatten_rows(x), weight).view(*x.shape[:-1], weight.shape[1])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = flatten_rows(dy).mm(weight.t()).view(*dy.shape[:-1], weight.shape[0])
+        return dx, *weight_grads(ctx, dy, x, _transposed_weight_grad, bias_grad, in_place=True), None
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype | None) -> Tensor:
@@ -142,6 +188,11 @@ def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = Non
     return out
 
 
+def _transposed_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    """(H, N), as `_weight_grad`, with the operands in each other's place."""
+    return _weight_grad(weight, x, dy, out)
+
+
 def bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of a bias (N,), in the dtype of its accumulator."""
     return flatten_rows(dy).sum(0, dtype=accumulation_dtype(bias, dy.dtype))
@@ -150,17 +201,3 @@ def bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
 def flatten_rows(x: Tensor) -> Tensor:
     """Flatten all leading dimensions into one: (..., H) -> (M, H)."""
     return x if x.dim() == 2 else torch.atleast_2d(x).flatten(0, -2)
-
-
-def defer_weight_grads(module: ModuleT) -> ModuleT:
-    """Make every plain `nn.Linear` in `module`, itself included, a `dualpipe.nn.Linear`, in place; returns `module`.
-
-    Only the class of these modules changes: parameters, state-dict keys and hooks stay. Subclasses of `nn.Linear`
-    (parametrized, quantized, already deferring) and weights computed from others (pruning) are left alone, so call this
-    before wrappers that change the class, such as FSDP2's `fully_shard`. A weight that is used several times, or shared
-    with another module, gets every contribution.
-    """
-    for child in module.modules():
-        if type(child) is nn.Linear and isinstance(child._parameters.get("weight"), nn.Parameter):
-            child.__class__ = Linear
-    return module

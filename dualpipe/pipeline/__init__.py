@@ -5,6 +5,7 @@ Imports `parallel`, `nn`, `trace`, `schedule` and `runtime`.
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending
+from dualpipe.pipeline.deferral_report import DeferralReport
 from dualpipe.pipeline.engine import DualPipeV, Pipeline
 from dualpipe.runtime.errors import PipelineError
 
@@ -12,6 +13,7 @@ __all__ = [
     "Communicate",
     "Communication",
     "Compute",
+    "DeferralReport",
     "DualPipeV",
     "Pending",
     "Pipeline",

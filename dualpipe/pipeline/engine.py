@@ -7,9 +7,10 @@ and they report whether it went well.
 from __future__ import annotations
 
 import secrets
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from dualpipe.pipeline.construction import (
     compare_pipelines,
     tied_ends,
 )
+from dualpipe.pipeline.deferral_report import DeferralReport, StepProbe, shortfall
+from dualpipe.pipeline.deferral_report.probe import ParameterWork
 from dualpipe.pipeline.executor import Executor, Outputs
 from dualpipe.pipeline.lower import Programs
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
@@ -49,6 +52,21 @@ from dualpipe.schedule.builders import first_microbatches
 from dualpipe.schedule.by_name.build import search_with_progress
 from dualpipe.schedule.types import Step
 from dualpipe.trace.tracer import PipelinePlace, Tracer
+
+
+@dataclass(frozen=True)
+class _ObservedStep:
+    """The weight-gradient work of a step; defers: whether its schedule has a "W"."""
+
+    work: tuple[ParameterWork, ...]
+    num_chunks: int
+    defers: bool
+
+    def warn_of_little_deferred(self) -> None:
+        """Warn the caller of `step` where a "W" has little to do."""
+        text = shortfall(self.work) if self.defers else None
+        if text is not None:
+            warnings.warn(text, UserWarning, stacklevel=3)
 
 
 class Pipeline(nn.Module):
@@ -92,6 +110,8 @@ class Pipeline(nn.Module):
         self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
         self._runs = 0  # steps that were begun, on all ranks alike
         self._executor: Executor | None = None  # of the step that is running
+        self._is_reordered = False  # whether steps run in another order, of one micro-batch
+        self._observed: _ObservedStep | None = None  # the first training step in the schedule's order
         self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # by those whose ranks are traced
         mapping, members = _mapping(rank_mapping, self.num_ranks)
         self.rank = members.index(process_group.rank()) if process_group else 0
@@ -207,10 +227,12 @@ class Pipeline(nn.Module):
         other = replace(schedule, num_microbatches=1, ranks=ranks)
         self._programs = Programs(other, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.pairs = kept.pairs
+        self._is_reordered = True
         try:
             yield
         finally:
             self._programs = kept
+            self._is_reordered = False
 
     # -- a step
 
@@ -257,6 +279,7 @@ class Pipeline(nn.Module):
         self._failure.check()
         self._runs += 1
         train = torch.is_grad_enabled()
+        observed = self._observed
         split: list[Batch] = []
 
         def own_arguments() -> StepArguments:
@@ -280,6 +303,8 @@ class Pipeline(nn.Module):
             self._executor = None
         try:
             agreed.raise_problem()
+            if observed is None and self._observed is not None:
+                self._observed.warn_of_little_deferred()
             return result
         finally:
             del agreed  # this frame is in the traceback of its cause: the cycle would keep the inputs
@@ -319,16 +344,37 @@ class Pipeline(nn.Module):
         self._executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
         if self._tied is not None and train:
             self._tied.begin()
-        result = self._executor.run()
+        probe = None
+        if train and self._observed is None and not self._is_reordered:
+            probe = StepProbe(self._stages.modules)
+        self.weight_grad_store.observer = probe
+        try:
+            result = self._executor.run()
+        finally:
+            self.weight_grad_store.observer = None
         if self._tied is not None and train and sync:
             self._tied.add()
         self._agreement.wait_for_all()  # so that a failure is raised on all ranks in the step in which it came up
         self._loaded.add(agreed.kind)
+        if probe is not None:
+            kinds = {action.kind for instruction in program.instructions for action in instruction.actions}
+            self._observed = _ObservedStep(probe.work(), num_chunks, defers="W" in kinds)
         return result
 
     def _running(self) -> str:
         """Return the error prefix that names the running action."""
         return "" if self._executor is None else self._executor.running()
+
+    def deferral_report(self) -> DeferralReport:
+        """Return how much of this rank's weight-gradient work can wait for a "W", which parameters' cannot, and why.
+
+        It is of the pipeline's first training step, which alone is watched; build the pipeline anew to see what a
+        change does. Only this rank is asked. Raises ValueError before that step.
+        """
+        if self._observed is None:
+            raise ValueError("deferral_report has no training step to report on; call it after a step(...) with "
+                             "gradients, outside of torch.no_grad()")
+        return DeferralReport.of(self.rank, self._observed.work, self._programs.schedule(self._observed.num_chunks))
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
         """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto

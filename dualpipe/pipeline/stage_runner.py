@@ -155,6 +155,8 @@ class StageRunner:
                 record.roots[name] = get_gradient_edge(value)
         if self._keep_results:
             record.results = dict(results)
+        if self._store.observer is not None:
+            self._store.observer.saw_graph(record.roots.values())
 
     def _compute_without_graph(self, segment: ProgramSegment, state: MicrobatchState, record: SegmentRecord) -> None:
         """Run a compute segment that is recomputed before its backward."""

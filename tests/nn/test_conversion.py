@@ -1,0 +1,224 @@
+"""What `defer_weight_grads` turns, besides `nn.Linear` itself: same bits, same class for others, copies and pickles."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from dualpipe.nn import Linear, defer_weight_grads
+from dualpipe.nn.conversion import deferring_class, is_conv1d
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.linear import TransposedLinear
+from linears import assert_same_grads, backward
+
+
+class Named(nn.Linear):
+    """A subclass that changes nothing of the product."""
+
+    products = "mine"
+
+    def __init__(self, size, scale=1.0):
+        super().__init__(size, size)
+        self.scale = scale
+
+    def extra_repr(self):
+        return f"scale={self.scale}"
+
+
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class NamesItsForward(nn.Linear):
+    forward = nn.Linear.forward
+
+
+class Conv1D(nn.Module):
+    """transformers' of that name."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.nx = nx
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005 - as it is there
+        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        x = x.view(size_out)
+        return x
+
+
+def other_conv1d(**changes):
+    """A module of that name whose form is another."""
+
+    class Conv1D(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.nf, self.nx = 4, 6
+            self.weight = nn.Parameter(torch.randn(changes.get("shape", (6, 4))))
+            self.bias = nn.Parameter(torch.randn(4))
+
+        def forward(self, x):
+            return torch.addmm(self.bias, x, self.weight).relu()
+
+    return Conv1D()
+
+
+def converted(plain):
+    torch.manual_seed(1)
+    return defer_weight_grads(copy.deepcopy(plain))
+
+
+def assert_defers_the_same_bits(plain, ours, shape=(2, 5, 6)):
+    store = WeightGradStore()
+    for _ in range(3):
+        x = torch.randn(shape, dtype=plain.weight.dtype, requires_grad=True)
+        x_ours = x.detach().clone().requires_grad_()
+        y = plain(x)
+        assert torch.equal(ours(x_ours), y)
+        dy = torch.randn_like(y)
+        backward(plain, x, dy)
+        backward(ours, x_ours, dy, store)
+        assert torch.equal(x_ours.grad, x.grad) and store.pending() == {"I": 1}
+        store.run("I")
+    assert_same_grads(ours, plain)
+
+
+def test_a_subclass_with_the_forward_of_nn_linear_defers_and_stays_what_it_is():
+    plain = Named(6, scale=3.0)
+    ours = converted(plain)
+    assert isinstance(ours, Named) and isinstance(ours, Linear) and type(ours) is not Named
+    assert repr(ours) == repr(plain) and type(ours).__name__ == "Named" and ours.products == "mine"
+    assert type(converted(Named(3))) is type(ours), "one class for each that there was"
+    assert type(defer_weight_grads(ours)) is type(ours)
+    assert_defers_the_same_bits(plain, ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", [(1, 6), (5, 6), (2, 5, 6), (0, 6)], ids=str)
+def test_conv1d_defers(dtype, shape):
+    plain = Conv1D(4, 6).to(dtype)
+    ours = converted(plain)
+    assert isinstance(ours, Conv1D) and isinstance(ours, TransposedLinear) and repr(ours) == repr(plain)
+    assert is_conv1d(ours) and type(defer_weight_grads(ours)) is type(ours)
+    assert_defers_the_same_bits(plain, ours, shape)
+
+
+def test_conv1d_outside_of_a_deferring_backward_and_with_frozen_parameters():
+    plain = Conv1D(4, 6)
+    ours = converted(plain)
+    for frozen in ((), ("weight",), ("weight", "bias")):
+        for module in (plain, ours):
+            module.zero_grad()
+            for name in frozen:
+                getattr(module, name).requires_grad_(False)
+        x = torch.randn(5, 6, requires_grad=True)
+        x_ours = x.detach().clone().requires_grad_()
+        backward(plain, x, torch.ones(5, 4))
+        backward(ours, x_ours, torch.ones(5, 4))
+        assert torch.equal(x.grad, x_ours.grad)
+        assert_same_grads(ours, plain)
+
+
+def test_conv1d_under_autocast_casts_as_the_original():
+    plain = Conv1D(4, 6)
+    ours, x, store = converted(plain), torch.randn(5, 6), WeightGradStore()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, y_ours = plain(x), ours(x)
+    assert y_ours.dtype is torch.bfloat16 and torch.equal(y, y_ours)
+    y.backward(torch.ones_like(y))
+    with store.activate(), store.defer("I"):
+        y_ours.backward(torch.ones_like(y))
+    store.run("I")
+    assert_same_grads(ours, plain)
+
+
+def test_conv1d_adds_to_a_wider_accumulator():
+    plain = Conv1D(4, 6)
+    ours, store = converted(plain.bfloat16()), WeightGradStore()
+    for param in ours.parameters():
+        param.grad_dtype = torch.float32
+    exact = copy.deepcopy(plain).float()
+    for _ in range(2):
+        x, dy = torch.randn(5, 6).bfloat16(), torch.randn(5, 4).bfloat16()
+        backward(exact, x.float(), dy.float())
+        backward(ours, x, dy, store)
+        store.run("I")
+    assert_same_grads(ours, exact)
+
+
+def test_conv1d_under_torch_func_and_the_compiler():
+    plain = Conv1D(4, 6)
+    ours, x = converted(plain), torch.randn(3, 5, 6)
+    assert torch.equal(torch.func.vmap(ours)(x), torch.func.vmap(plain)(x))
+    compiled, store = torch.compile(ours, backend="eager"), WeightGradStore()
+    y = compiled(x)
+    assert torch.equal(y, plain(x))
+    with store.activate(), store.defer("I"):
+        y.sum().backward()
+    assert store.pending() == {"I": 1}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Scaled(6, 6),
+    lambda: parametrizations.weight_norm(nn.Linear(6, 6)),
+    lambda: parametrizations.weight_norm(nn.Linear(6, 6), "bias", dim=None),
+    lambda: nn.LazyLinear(6),
+    lambda: NamesItsForward(6, 6),
+    lambda: nn.Conv1d(6, 6, 3, groups=6),
+    lambda: other_conv1d(),
+    lambda: other_conv1d(shape=(4, 6)),
+    lambda: nn.Bilinear(6, 6, 6),
+], ids=["own forward", "parametrized", "parametrized bias", "lazy", "named forward", "conv", "conv1d with more",
+        "conv1d turned", "bilinear"])
+def test_others_are_left_alone(make):
+    module = make()
+    kind = type(module)
+    assert type(defer_weight_grads(module)) is kind and deferring_class(module) is None
+
+
+@pytest.mark.parametrize("make", [lambda: Named(6), lambda: Conv1D(4, 6), lambda: nn.Linear(6, 4)])
+def test_copies_and_pickles_are_the_same_layers(make):
+    ours = converted(make())
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    others = [copy.deepcopy(ours), copy.copy(ours), pickle.loads(pickle.dumps(ours)),
+              pickle.loads(pickle.dumps(ours, protocol=1)), torch.load(file, weights_only=False)]
+    x = torch.randn(5, 6)
+    for other in others:
+        assert type(other) is type(ours) and torch.equal(other(x), ours(x))
+
+
+def test_a_parametrization_after_conversion_can_be_removed():
+    ours, x = converted(Named(6)), torch.randn(5, 6)
+    kind, expected = type(ours), ours(x)
+    parametrizations.orthogonal(ours)
+    assert not torch.equal(ours(x), expected)
+    nn.utils.parametrize.remove_parametrizations(ours, "weight")
+    assert type(ours) is kind
+
+
+def test_gpt2_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    plain = transformers.GPT2LMHeadModel(config).double()
+    ours, store = defer_weight_grads(copy.deepcopy(plain)), WeightGradStore()
+    tokens = torch.randint(17, (3, 8))
+    for _ in range(2):
+        plain(tokens, labels=tokens).loss.backward()
+        with store.activate(), store.defer("I"):
+            ours(tokens, labels=tokens).loss.backward()
+        assert store.pending() == {"I": 4 * config.n_layer + 1}, "attention's two, the MLP's two, and the head"
+        store.run("I")
+    for actual, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-12)
