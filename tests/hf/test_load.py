@@ -254,3 +254,15 @@ def uncut_errors(rank, folder):
 def test_layers_run_as_a_whole_where_that_is_wanted(tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
     assert max(run_ranks(uncut_errors, 4, tmp_path, timeout=120)) < 1e-10
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_least_95_percent_of_the_weight_gradients_are_deferred(family):
+    """Their FLOPs. The rest are routers, which are bare parameters, and convolutions of linear attention."""
+    pipe = DualPipeV(load_stages(config_of(family), 2, (0, 1), dtype=torch.float64))
+    tokens, labels = batch_of(0)
+    pipe.step(tokens, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,))
+    report = pipe.deferral_report()
+    names = " ".join(parameter.name for parameter in report.parameters if parameter.flops_share)
+    assert report.share >= (0.95 if family in MOE else 1.0), report
+    assert "experts.gate_up_proj" not in names and "experts.down_proj" not in names and "q_proj" not in names

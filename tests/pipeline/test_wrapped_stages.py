@@ -1,0 +1,91 @@
+"""Stages that users compile or checkpoint themselves: the gradients of the plain ones, and weight gradients deferred."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dualpipe import DualPipeV
+from dualpipe.nn import defer_weight_grads
+from ranks import run_ranks
+
+WIDTH, CHUNKS = 8, 4
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Checkpointed(nn.Module):
+    """Computes a module again in the backward, as users do."""
+
+    def __init__(self, module: nn.Module, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.module, x, use_reentrant=self.use_reentrant)
+
+
+WRAPPERS = {
+    "plain": lambda module: module,
+    "aot_eager": partial(torch.compile, backend="aot_eager"),
+    "inductor": torch.compile,
+    "reentrant": partial(Checkpointed, use_reentrant=True),
+    "not_reentrant": partial(Checkpointed, use_reentrant=False),
+    "compiled_and_checkpointed": lambda module: Checkpointed(
+        torch.compile(module, backend="aot_eager"), use_reentrant=False),
+}
+
+
+def whole_model():
+    torch.manual_seed(0)
+    return [nn.Sequential(MLP(), MLP()).double() for _ in range(4)]
+
+
+def step(rank, world, name):
+    """A step of stages that are wrapped; the gradients of this rank's, and the share that is deferred."""
+    numbers = (rank, 2 * world - 1 - rank)
+    own = [defer_weight_grads(copy.deepcopy(whole_model()[number])) for number in numbers]
+    pipe = DualPipeV([WRAPPERS[name](stage) for stage in own])
+    x = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    if name == "reentrant":  # torch's own condition: without, nothing behind the first checkpoint gets a gradient
+        x.requires_grad_()
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(*((x,) if rank == 0 else ()), num_chunks=CHUNKS, criterion=F.mse_loss, labels=(2 * x,))
+    grads = [[parameter.grad.tolist() for parameter in stage.parameters()] for stage in own]
+    return dict(zip(numbers, grads)), pipe.deferral_report().share
+
+
+@pytest.mark.parametrize("name", [
+    "aot_eager", "reentrant", "not_reentrant", "compiled_and_checkpointed",
+    pytest.param("inductor", marks=pytest.mark.slow)])  # compiles C++
+def test_gradients_are_those_of_the_plain_model_and_their_work_is_deferred(name):
+    results = run_ranks(step, 2, 2, name, timeout=200)
+    stages = whole_model()
+    x = torch.randn(8, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for part in x.chunk(CHUNKS):
+        y = part
+        for stage in stages:
+            y = stage(y)
+        F.mse_loss(y, 2 * part).backward()
+    for grads, share in results:
+        assert share == 1.0
+        for number, found in grads.items():
+            for grad, parameter in zip(found, stages[number].parameters(), strict=True):
+                assert torch.allclose(torch.tensor(grad, dtype=torch.float64), parameter.grad, rtol=1e-10)
