@@ -1,4 +1,4 @@
-"""The programs in docs/: one's own loop goes on from its checkpoints bit for bit, a model of transformers is trained."""
+"""The programs in docs/: a loop of one's own, which goes on from its checkpoints, and a model of transformers."""
 
 import os
 import re
@@ -81,6 +81,6 @@ def test_your_model(tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
     differences = {name: (p - q).abs().max().item()
                    for (name, p), q in zip(saved.named_parameters(), model.parameters(), strict=True)}
-    # Of changes up to 5e-3. Losses are computed in float32, and AdamW divides by the size of a gradient: a rounding counts
-    # where that is all but zero.
+    # Of changes up to 5e-3. Losses are computed in float32, and AdamW divides by the size of a gradient: a rounding
+    # counts where that is all but zero.
     assert max(differences.values()) < 1e-5, differences

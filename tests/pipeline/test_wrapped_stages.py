@@ -1,4 +1,4 @@
-"""Stages that users compile or checkpoint themselves: the gradients of the plain ones, and weight gradients deferred."""
+"""Stages that users compile or checkpoint: the gradients of the plain ones, and weight gradients deferred."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def step(rank, world, name):
         x.requires_grad_()
     for _ in range(2):
         pipe.zero_grad()
-        pipe.step(*((x,) if rank == 0 else ()), num_chunks=CHUNKS, criterion=F.mse_loss, labels=(2 * x,))
+        pipe.step(*((x,) if rank == 0 else ()), num_chunks=CHUNKS, criterion=F.mse_loss, labels=(2 * x.detach(),))
     grads = [[parameter.grad.tolist() for parameter in stage.parameters()] for stage in own]
     return dict(zip(numbers, grads)), pipe.deferral_report().share
 
