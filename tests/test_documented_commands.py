@@ -27,7 +27,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
-    "F  attend", "B combine", "[", "dualpipe/runtime/ ",
+    "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
 )
 
 # What is added to a command, and what of it is replaced, to make it small.
@@ -111,7 +111,7 @@ def torchrun_takes_it(command):
         assert args.training_script == "dualpipe"
         takes(args.training_script_args)
     else:
-        assert args.training_script == "loop.py" or Path(args.training_script).exists()
+        assert args.training_script in ("loop.py", "finetune.py") or Path(args.training_script).exists()
 
 
 def make_would_run_it(command):
@@ -137,6 +137,7 @@ CHECKED = {  # what is checked of a command in place of running it
     "torchrun --nproc-per-node 2 examples/wrap_your_model.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 examples/wrap_your_moe.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,
+    "torchrun --nproc-per-node 4 finetune.py": torchrun_takes_it,
     "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
     "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=3 -m dualpipe train CONFIG --checkpoint.interval 100":
         torchrun_takes_it,

@@ -92,7 +92,8 @@ def _build(
     experts: str, layers_per_stage: Sequence[int], seed: int,
 ) -> list[CausalLMStage]:
     """Return the stages with their weights, as transformers has them."""
-    config = source if isinstance(source, PreTrainedConfig) else AutoConfig.from_pretrained(source)
+    is_config = isinstance(source, PreTrainedConfig)
+    config = copy.deepcopy(source) if is_config else AutoConfig.from_pretrained(source)
     config._experts_implementation = experts
     whole = _on_meta(config)
     cuts = stage_layers(whole, num_stages, layers_per_stage)
@@ -101,7 +102,7 @@ def _build(
         is_first = number == 0
         is_last = number == num_stages - 1
         cut = _cut_class(type(whole), cuts[number], is_first=is_first, is_last=is_last)
-        if isinstance(source, PreTrainedConfig):
+        if is_config:
             causal_lm = _initialised(cut, config, dtype, seed)
         else:
             has_ends = is_first or is_last

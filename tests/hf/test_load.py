@@ -241,6 +241,35 @@ def test_layers_that_cannot_be_cut_train_over_ranks_of_experts(tmp_path):
     assert [found for found in results if found is not None] == [True] * 2
 
 
+def bfloat16_grads(rank, folder):
+    """The gradients of this rank's stages, in bfloat16."""
+    mesh = build_mesh(2, 1, 2, torch.device("cpu"))
+    place = Mesh.of(mesh)
+    number = place.rank("pp")
+    stages = load_stages(folder, 4, (number, 3 - number), mesh=mesh, dtype=torch.bfloat16)
+    train_step(mesh, DualPipeV(stages, process_group=place.group("pp")))
+    return {name: p.grad.full_tensor() for stage in stages for name, p in stage.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_bfloat16_is_as_near_to_float64_as_transformers_is(family, tmp_path):
+    """In the mean over all gradients: routers choose by rounded numbers, so single ones differ by their own size."""
+    save_tiny(tmp_path, family)
+    grads = []
+    for dtype in (torch.float64, torch.bfloat16):
+        whole = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, experts_implementation="eager").train()
+        whole_losses(whole, 2, MICROBATCHES)
+        grads.append({name: p.grad.double() for name, p in whole.named_parameters() if p.grad is not None})
+    exact, rounded = grads
+    found = {name: grad.double() for of_rank in run_ranks(bfloat16_grads, 4, tmp_path, timeout=120)
+             for name, grad in of_rank.items()}
+    assert found.keys() == exact.keys()
+    errors = [sum(((grads[name] - grad).norm() / grad.norm()).item() for name, grad in exact.items()) / len(exact)
+              for grads in (found, rounded)]
+    assert errors[0] < 1.1 * errors[1], errors
+
+
 def uncut_errors(rank, folder):
     mesh, stages, pipe = pipeline(rank, folder, PP2_EP2, overlap=False)
     train_step(mesh, pipe)
