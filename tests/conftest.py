@@ -11,6 +11,7 @@ import pytest
 
 from dualpipe.runtime.recorder import Recorder
 from matrix_parts import PARTS, part_of
+from pictures import write_stand_in
 from run_files import write_files
 
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -53,6 +54,16 @@ def _heap_stays_frozen():
                            freeze=leave_as_it_is, unfreeze=leave_as_it_is)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(garbage_collection, "gc", kept)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _stand_in_for_pictures():
+    """Runs of this process do not have matplotlib draw their losses, and neither do forked ones (preloaded.py)."""
+    from dualpipe.train import metrics
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "_draw_loss", write_stand_in)
         yield
 
 

@@ -96,7 +96,8 @@ def trained(rank: int, shape: tuple[int, int, int], elsewhere: bool, folder: str
     return [*found, step(), torch.zeros(1).device.type]
 
 
-@pytest.mark.parametrize("shape", [(2, 1, 1), pytest.param((2, 1, 2), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1, 2)], ids=str)
 def test_pipeline_sharding_and_checkpoints(tmp_path, shape):
     plain, other = (run_ranks(trained, math.prod(shape), shape, elsewhere, str(tmp_path / str(elsewhere)), fresh=True)
                     for elsewhere in (False, True))

@@ -57,7 +57,7 @@ IN_PROCESS = {  # what is replaced, by what
     "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare zbv,1f1b "
     "--svg dualpipev.svg": {},
     "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8 --svg plan.svg":
-        {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 4", "4194304": "4096"},
+        {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 1", "4194304": "1024"},
     "dualpipe data pack PATH... --tokenizer bytes --out DIR": {"PATH...": "text"},
     "dualpipe hf import CHECKPOINT out/checkpoints": {},
     "dualpipe checkpoint ls out/checkpoints": {},

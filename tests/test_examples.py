@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from scripts import fork_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL, MOE = EXAMPLES / "wrap_your_model.py", EXAMPLES / "wrap_your_moe.py"
@@ -44,8 +45,8 @@ def test_by_torchrun(example, ranks, checks, tmp_path):
 
 
 @pytest.mark.parametrize("example", [MODEL, MOE], ids=lambda example: example.stem)
-def test_without_torchrun_it_says_how_to_run_it(example, tmp_path):
-    environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
-    done = subprocess.run([sys.executable, example], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def test_without_torchrun_it_says_how_to_run_it(example, tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    done = fork_script(example, folder=tmp_path)
     assert done.returncode != 0 and "run me with: torchrun" in done.stderr
     assert example.name in done.stderr

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
+
+from scripts import fork_script
 
 
-def test_old_paths_give_the_modules_at_their_new_ones() -> None:
+def test_old_paths_give_the_modules_at_their_new_ones(tmp_path: Path) -> None:
     code = ("import importlib, warnings\n"
             "from dualpipe._moved import MOVED\n"
             "for old, new in MOVED.items():\n"
@@ -18,4 +19,6 @@ def test_old_paths_give_the_modules_at_their_new_ones() -> None:
             "    assert any(f'{old} has moved to {new}' in str(each.message) for each in caught), old\n"
             "from dualpipe.parallel import materialize, shard\n"
             "assert callable(materialize) and callable(shard)\n")
-    subprocess.run([sys.executable, "-P", "-c", code], check=True)
+    (script := tmp_path / "old_paths.py").write_text(code)
+    done = fork_script(script)
+    assert done.returncode == 0, done.stderr

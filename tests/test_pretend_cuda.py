@@ -82,16 +82,15 @@ def trained(rank, shape, dtype, fails):
 
 
 @pytest.mark.parametrize("shape, dtype", [
-    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow)
-      for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1), (1, 2, 1))),
-    ((2, 1, 2), torch.bfloat16),
+    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1))),
+    ((1, 2, 1), torch.float32), pytest.param((2, 1, 2), torch.bfloat16, marks=pytest.mark.slow),
 ], ids=str)
 def test_ranks_as_processes(shape, dtype):
     assert run_ranks(trained, math.prod(shape), shape, dtype, False) == [[]] * math.prod(shape)
 
 
 @pytest.mark.parametrize("shape", [
-    *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 2, 1))), (2, 1, 2),
+    (2, 1, 1), *(pytest.param(shape, marks=pytest.mark.slow) for shape in ((1, 2, 1), (2, 1, 2))),
 ], ids=str)
 def test_a_step_that_fails(shape):
     assert run_ranks(trained, math.prod(shape), shape, torch.float32, True, fresh=True) == [[]] * math.prod(shape)

@@ -71,7 +71,7 @@ def check(saved, sources, target, how="sync"):
             assert len(set(numbers)) == len(numbers), "each rank derives its own"
 
 
-@pytest.mark.parametrize("target", FAST[:2], ids=str)
+@pytest.mark.parametrize("target", [pytest.param(FAST[0], marks=pytest.mark.slow), FAST[1]], ids=str)
 def test_some_pairs(saved, target):
     check(saved, FAST, target)
 
@@ -146,6 +146,7 @@ def replicated(rank, folder):
     return sizes
 
 
+@pytest.mark.slow
 def test_replicas_are_written_once_and_loaded_into_other_layouts(tmp_path):
     for hybrid, sharded in run_ranks(replicated, 4, str(tmp_path)):
         assert hybrid == sharded

@@ -4,6 +4,7 @@ import errno
 import importlib
 import os
 import resource
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.runtime import files
 from native import is_gone, writer_of, writers_of
-from ranks import run_ranks
+from ranks import run_ranks, server
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
 
@@ -172,16 +173,34 @@ def test_an_interrupt_of_a_save_is_one(tmp_path, monkeypatch):
 
 
 UNCLOSED = """
-import sys, torch
+import time, torch
 from dualpipe.checkpoint import Checkpoints
-checkpoints = Checkpoints(sys.argv[1], kind=sys.argv[2])
-checkpoints.save_async({"weight": torch.ones(20_000_000)}, step=1)
+checkpoints = Checkpoints({folder!r}, kind={kind!r})
+checkpoints.save_async({{"weight": torch.ones(20_000_000)}}, step=1)
+{then}
 """
+
+
+def unclosed(folder, kind, then=""):
+    """A script that leaves a save in flight at its end."""
+    script = folder / "unclosed.py"
+    script.write_text(UNCLOSED.format(folder=str(folder), kind=kind, then=then))
+    return script
 
 
 @pytest.mark.parametrize("kind", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
-    subprocess.run([sys.executable, "-P", "-c", UNCLOSED, str(tmp_path), kind], check=True, timeout=60)
+    process = server().Process(target=runpy.run_path, args=(str(unclosed(tmp_path, kind)),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert not verify(tmp_path / "step-00000001")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_end_of_an_interpreter_waits_for_a_save(tmp_path, kind):
+    subprocess.run([sys.executable, "-P", unclosed(tmp_path, kind)], check=True, timeout=60)
     assert not verify(tmp_path / "step-00000001")
 
 
@@ -255,13 +274,13 @@ def test_a_writer_that_hangs_is_given_up(tmp_path):
 
 
 def test_a_writer_dies_with_its_rank(tmp_path):
-    code = UNCLOSED + "import os, time; time.sleep(60)"
-    rank = subprocess.Popen([sys.executable, "-P", "-c", code, str(tmp_path), "process"])
+    rank = server().Process(target=runpy.run_path, args=(str(unclosed(tmp_path, "process", "time.sleep(60)")),))
+    rank.start()
     try:
         writer = writer_of(rank.pid)
     finally:
         rank.kill()
-        rank.wait()
+        rank.join()
     deadline = time.monotonic() + 30
     while not is_gone(writer):
         assert time.monotonic() < deadline

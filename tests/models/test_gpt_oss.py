@@ -349,7 +349,7 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     ("shape", "schedule", "packed"),
     [*(pytest.param(*layout, "dualpipev", packed, marks=pytest.mark.slow)
        for *layout, packed in (((2, 1, 1), False), ((2, 1, 2), False), ((2, 1, 1), True))),
-     ((2, 1, 2), "1f1b", False), ((2, 1, 2), "dualpipev", True)], ids=str,
+     pytest.param((2, 1, 2), "1f1b", False, marks=pytest.mark.slow), ((2, 1, 2), "dualpipev", True)], ids=str,
 )
 def test_pipelined_equals_the_whole_model(shape, schedule, packed):
     pp, dp, ep = shape

@@ -227,7 +227,7 @@ def test_a_v_whose_ends_share_the_embedding_is_the_formulas(schedule, pp, depth)
 
 
 @pytest.mark.parametrize("recompute", [("layer",), ("attention", "norms"), ("experts:3", "dispatch")], ids=str)
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_what_is_computed_again_is_the_same(recompute, ep):
     check(pp=2, ep=ep, depth=2, recompute=recompute)
 

@@ -401,7 +401,8 @@ def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
 
 
 @pytest.mark.parametrize("overlap, recompute", [
-    (False, ()), (True, ("before",)), (False, ("before", "after")), (True, ALL), (False, ALL),
+    (False, ()), (True, ("before",)), (False, ALL),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, ("before", "after")), (True, ALL))),
 ])
 def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(overlap, recompute):
     plain = run_ranks(training, 2, True, (), 0.0)

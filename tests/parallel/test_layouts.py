@@ -130,15 +130,15 @@ def check(shape, schedule="dualpipev", overlap=True, recompute=(), skewed=False,
         assert gradients < allowed and losses < allowed
 
 
-@pytest.mark.parametrize("shape, dtype", [
-    *((shape, torch.float64) for shape in LAYOUTS), (LAYOUTS[0], torch.float32),
-    *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in LAYOUTS[1:]),
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("shape", [
+    pytest.param(shape, marks=[] if shape in ((2, 1, 2), (2, 2, 1)) else pytest.mark.slow) for shape in LAYOUTS
 ], ids=str)
 def test_overlapped(shape, dtype):
     check(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize("recompute", [("layer",), ("dispatch",)], ids=str)
+@pytest.mark.parametrize("recompute", [pytest.param(("layer",), marks=pytest.mark.slow), ("dispatch",)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_one_after_the_other_recomputed_and_skewed(shape, recompute):
     check(shape, overlap=False, recompute=recompute, skewed=True)
@@ -148,7 +148,7 @@ def test_overlapped_with_everything_computed_and_sent_again():
     check((2, 1, 2), recompute=("layer", "dispatch"))
 
 
-@pytest.mark.parametrize("schedule", ["zbv", "1f1b", "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow), "interleaved_1f1b"])
 def test_other_schedules_in_float32(schedule):
     check((2, 1, 2), schedule, recompute=("experts", "norms"), dtype=torch.float32)
 
@@ -166,10 +166,6 @@ def test_matrix(shape, schedule, overlap, recompute, skewed):
 
 
 # -- bfloat16
-
-
-def some_of_layouts(count: int) -> list:
-    return [*LAYOUTS[:count], *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[count:])]
 
 
 def with_two_experts(rank: int, shape: tuple[int, int, int]) -> tuple[float, float]:
@@ -193,7 +189,8 @@ def with_three_experts(rank: int, shape: tuple[int, int, int]) -> dict[str, tupl
 
 # Routes are fixed, because a choice that rounding changes would change everything behind it: tokens 0, 1, ... have
 # experts (0, 3), (6, 1), ... or (0, 3, 6), (1, 4, 7), ..., on all ranks of the layouts.
-@pytest.mark.parametrize("shape", some_of_layouts(2), ids=str)
+@pytest.mark.parametrize("shape", [LAYOUTS[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[1:])],
+                         ids=str)
 def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
     """Two experts of a token are on one rank, which rounds their sum as the whole model does, or each is alone on its
     rank, with nothing to sum. So activations have the same bits, and gradients differ by the order of float32 sums:
@@ -203,7 +200,8 @@ def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
         assert gradients < 1e-5 and losses == 0
 
 
-@pytest.mark.parametrize("shape", some_of_layouts(1), ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
 def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is(shape):
     """A rank that has two of a token's three experts rounds their sum before it is sent: one rounding more of some 20
     in a layer, after which all others fall differently. So the errors are not the same, but must be as large as those
@@ -268,9 +266,10 @@ def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
     return forward + backward + again * sent * row
 
 
-@pytest.mark.parametrize(
-    ("shape", "recompute"), [((2, 1, 2), ("layer",)), ((1, 1, 4), ()), ((2, 1, 2), ("dispatch",))], ids=str
-)
+@pytest.mark.parametrize(("shape", "recompute"), [
+    ((2, 1, 2), ("dispatch",)),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 1, 2), ("layer",)), ((1, 1, 4), ()))),
+], ids=str)
 def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute):
     for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute):
         assert sent == expected > 0

@@ -96,7 +96,7 @@ def bitwise(rank, world, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
     for worst in run_ranks(bitwise, world, world, dtype):
         assert {k: v for k, v in worst.items() if v != 0.0} == {}

@@ -590,8 +590,10 @@ def dying_rank(rank, world, culprit, how, half):
     return caught(lambda: pipe.step(*args, **kwargs))
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
-@pytest.mark.parametrize("culprit", [0, 1, 2])
+@pytest.mark.parametrize("culprit, how", [
+    (0, "kill"), (1, "exit"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, "exit"), (1, "kill"), (2, "exit"), (2, "kill"))),
+])
 def test_a_rank_that_dies_raises_on_the_others(culprit, how):
     results = run_ranks(dying_rank, 3, 3, culprit, how, culprit % 2, check=False, group_timeout=10, fresh=True)
     assert isinstance(results[culprit], ChildProcessError)

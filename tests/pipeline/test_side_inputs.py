@@ -178,8 +178,8 @@ def compare(rank, world, name, num_chunks, size, kinds=MIXED, dim=0, overlap=Tru
     return max(errors)
 
 
-def matrix(rank, world):
-    sizes, kinds = [(1, 2), (2 * world + 1, 5 * world + 4)], (MIXED, "Everything", "Positioned Nothing")
+def matrix(rank, world, kinds):
+    sizes = [(1, 2), (2 * world + 1, 5 * world + 4)]
     cases = [(name, *both, kind) for name, both, kind in itertools.product(SCHEDULES, sizes, kinds)]
     worst = {case: compare(rank, world, *case) for case in cases}
     for overlap, recompute in itertools.product((True, False), ("", "compute", "all")):
@@ -190,9 +190,13 @@ def matrix(rank, world):
     return worst
 
 
-@pytest.mark.parametrize("world", [1, 2, *(pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))])
-def test_gradients_losses_and_outputs(world):
-    for worst in run_ranks(matrix, world, world, timeout=120):
+@pytest.mark.parametrize("world, kinds", [
+    (1, [MIXED]), (2, [MIXED]),
+    *(pytest.param(world, [MIXED, "Everything", "Positioned Nothing"], marks=pytest.mark.slow)
+      for world in (1, 2, 3, 4)),
+])
+def test_gradients_losses_and_outputs(world, kinds):
+    for worst in run_ranks(matrix, world, world, kinds, timeout=120):
         assert {case: error for case, error in worst.items() if not error < 1e-10} == {}
 
 
@@ -457,7 +461,10 @@ def failing(rank, world, kinds):
     return found
 
 
-@pytest.mark.parametrize("world, kinds", [(2, "Greedy"), (2, "Positioned Everything"), (3, "Greedy Positioned")])
+@pytest.mark.parametrize("world, kinds", [
+    (2, "Greedy"),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "Positioned Everything"), (3, "Greedy Positioned"))),
+])
 def test_a_stage_that_fails_leaves_no_rank_waiting(world, kinds):
     for found in run_ranks(failing, world, world, kinds, timeout=100, group_timeout=20, fresh=True):
         for stage, what, kind, text, seconds, error in found:

@@ -90,7 +90,7 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--memory.capacity", "6.001"], "nothing fits into 0 GB of a GPU; the nearest is pp"),
+    (["--memory.capacity", "6.001", "--gpus", "1"], "nothing fits into 0 GB of a GPU; the nearest is pp"),
     (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
     (["--explain", "7", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),

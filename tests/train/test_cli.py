@@ -410,8 +410,8 @@ def children(pid):
     ("victim", "number", "status", "message"),
     [
         ("rank", signal.SIGKILL, 137, "error: rank 1 (pp 1) was killed by SIGKILL\n"),
-        ("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1 after step "),
-        ("launcher", signal.SIGHUP, 129, "stopped by SIGHUP after step "),
+        pytest.param("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1 after step ", marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGHUP, 129, "stopped by SIGHUP after step ", marks=pytest.mark.slow),
         ("launcher", signal.SIGINT, 130, "stopped by SIGINT after step "),
         ("launcher", signal.SIGKILL, -9, ""),
     ],

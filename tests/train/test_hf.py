@@ -19,6 +19,7 @@ from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.stages import build_whole
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
+pytestmark = pytest.mark.usefixtures("without_evaluation")
 SIZES = {"vocab_size": 257, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 

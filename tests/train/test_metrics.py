@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from dualpipe.schedule import build
+from dualpipe.train import metrics as metrics_module
 from dualpipe.train.metrics import Console as RunConsole
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, draw, json_line, memory_bytes, read_metrics, say
 
@@ -233,8 +234,20 @@ def test_a_damaged_file_costs_the_next_run_nothing(tmp_path):
     assert (tmp_path / "metrics.1.jsonl").read_bytes() == damaged
 
 
+DRAW_LOSS = metrics_module._draw_loss  # in whose place runs of tests have a stand-in (conftest.py)
+
+
+def test_the_picture_is_a_png(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics_module, "_draw_loss", DRAW_LOSS)
+    write(tmp_path, [metrics(1), metrics(2)])
+    draw(tmp_path, build("1f1b", 1, 1), unigram=3.5)
+    picture = (tmp_path / "loss.png").read_bytes()
+    assert picture.startswith(b"\x89PNG\r\n") and len(picture) > 5000
+
+
 @pytest.mark.parametrize("depths", [0, 2])
 def test_the_picture_has_a_curve_of_each_loss(tmp_path, monkeypatch, depths):
+    monkeypatch.setattr(metrics_module, "_draw_loss", DRAW_LOSS)
     write(tmp_path, [metrics(step, 4.0 - step, mtp_loss=[5.0 - step, 6.0 - step][:depths] or None) for step in (1, 2)])
     drawn = {}
     monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.update(

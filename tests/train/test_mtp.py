@@ -185,6 +185,7 @@ def test_a_loss_of_any_depth_that_is_not_finite_ends_the_run(run_folder, dualpip
     assert len(read_metrics(run_folder / f"infinite{pp}{depth}" / "metrics.jsonl")) == 1
 
 
+@pytest.mark.slow
 def test_computing_twice_counts_no_scores_for_qk_clip(toml, tmp_path):
     options = [*WEIGHT, "--optimizer.qk_clip", "1e-5", "--optimizer.lr", "0.03", "--optimizer.schedule", "constant",
                "--train.steps", "5", "--train.eval_batches", "0", "--parallel.schedule", "1f1b"]
@@ -230,9 +231,10 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
                  r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
-    ("0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
-                 r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
-                 r"\(\*layers\.2\.\*\) to go on with new ones$")])
+    pytest.param(
+        "0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
+                    r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
+                    r"\(\*layers\.2\.\*\) to go on with new ones$", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
         toml, tmp_path, before, after, told):
     first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,

@@ -30,7 +30,7 @@ def run(run_toml, *overrides, dtype="float64", tolerance=None):
     return parity.check_parity(config, ALONE, dtype=dtype, tolerance=tolerance, worst=3)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
 def test_quantized_weights_are_compared_with_what_they_dequantize_to(run_toml, monkeypatch, dtype):
     options = ["--dtypes.rules", "*.experts,storage=nvfp4", "*.self_attn,gather=mxfp8"]
     assert run(run_toml, *options, dtype=dtype) == 0
@@ -168,7 +168,7 @@ def one_expert(run_toml):
     return run_toml.parent
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
 def test_zero_gradients_that_are_rounded_differently_pass(one_expert, dualpipe, dtype):
     done = dualpipe(one_expert, "parity", "run.toml", "--pp", "1", "--ep", "2", "--dtype", dtype)
     assert "parity passed" in done.stdout, done.stdout + done.stderr

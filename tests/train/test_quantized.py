@@ -45,7 +45,7 @@ def step_options(folder, family, layout, *rules):
     return ["--model.config", str(path), *LAYOUTS[layout], "--dtypes.rules", *rules]
 
 
-STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8"), ("deepseek_v3", "pp2 x dp2", "*,storage=nvfp4")]
+STEPS = [("gpt_oss", "pp2 x ep2", "*,gather=mxfp8")]
 MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn,gather=nvfp4"),
         ("gpt_oss", "pp2 x dp2", "*.experts,storage=mxfp4", "*.self_attn,storage=mxfp8"),
         *((family, layout, f"*,{way}={format}") for family in FAMILIES for layout in LAYOUTS
@@ -82,7 +82,7 @@ def losses(toml, folder, runs, *options, timeout):
 def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
     """Both have the bytes of the same float32 values, so they are the same training, bit for bit."""
     runs = {way: (f"*,{way}={format}",) for way in ("storage", "gather")}
-    found = losses(run_toml, tmp_path, runs, "--train.steps", "3", timeout=120)
+    found = losses(run_toml, tmp_path, runs, "--train.steps", "3", "--train.num_chunks", "2", timeout=120)
     assert found["storage"] == found["gather"]
     assert found["gather"][-1] < found["gather"][0]
 

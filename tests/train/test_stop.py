@@ -81,7 +81,7 @@ CASES = [
       for rank, mode in enumerate(("async", "sync", "async", "sync"))),
     *(pytest.param((), name, TO_ONE, (rank,), "async", marks=slow)
       for rank, name in ((0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGHUP"), (0, "SIGUSR1"))),
-    (ALONE, "SIGINT", TO_ONE, (0,), "async"),  # nobody has started it as a rank
+    pytest.param(ALONE, "SIGINT", TO_ONE, (0,), "async", marks=slow),  # nobody has started it as a rank
     pytest.param(ALONE, "SIGTERM", TO_ONE, (0,), "sync", marks=slow),
 ]
 

@@ -322,10 +322,15 @@ def spread(rank, folder):
         save(folder, {"embed_tokens.weight": training["embed_tokens.weight"]}, step=1, mesh=trainee.mesh)
 
 
-def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path):
+@pytest.mark.parametrize("layouts", [
+    [("1f1b", 2, 1, 1), ("dualpipev", 1, 2, 1)],
+    pytest.param([("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1), ("dualpipev", 1, 2, 1)],
+                 marks=pytest.mark.slow),
+], ids=["some", "all"])
+def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path, layouts):
     """The first and the last stage have it: in a V on one rank, else on two; with its master and moments."""
     folders = []
-    for layout in (("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1), ("dualpipev", 1, 2, 1)):
+    for layout in layouts:
         folders.append(str(tmp_path / "-".join(map(str, layout))))
         holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout)
         assert sum(holds) == (len(holds) if layout[0] == "1f1b" else layout[2])

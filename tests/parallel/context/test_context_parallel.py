@@ -448,14 +448,16 @@ def on_device(rank: Rank, config, method: str, recompute) -> None:
         step(pipe, context.split.own(16), 16, device=rank.device)
 
 
-@pytest.mark.parametrize("method, recompute", [("ring", ()), slow("ring", ("layer",)), slow("all_to_all", ())])
-def test_streams_are_in_order_and_the_host_waits_for_nothing(method, recompute):
-    for config in (DEEPSEEK, GPT_OSS):
-        with watched_steps() as device, booked_transfers():
-            run_threads(on_device, 2, config, method, recompute, device="cuda")
-        device.traces = [trace for trace in device.traces if trace.ends]
-        assert device.report(waits={}) == []
-        assert device.launches > 1000
+@pytest.mark.parametrize("config, method, recompute", [
+    (DEEPSEEK, "ring", ()), slow(GPT_OSS, "ring", ()),
+    *(slow(config, *how) for config in (DEEPSEEK, GPT_OSS) for how in (("ring", ("layer",)), ("all_to_all", ()))),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)
+def test_streams_are_in_order_and_the_host_waits_for_nothing(config, method, recompute):
+    with watched_steps() as device, booked_transfers():
+        run_threads(on_device, 2, config, method, recompute, device="cuda")
+    device.traces = [trace for trace in device.traces if trace.ends]
+    assert device.report(waits={}) == []
+    assert device.launches > 1000
 
 
 # -- parts

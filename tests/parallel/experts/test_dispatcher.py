@@ -150,8 +150,10 @@ def parity(rank, names, cases):
     return errors
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks, dtype", [
+    (4, "float64"), (2, "bfloat16"), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (2, "float64"), (4, "bfloat16"), (2, "float32"), (4, "float32"))),
+])
 def test_results_and_all_gradients_equal_those_of_one_process(ranks, dtype):
     for errors in run_ranks(parity, ranks, [dtype], list(CASES)):
         wrong = {key: value for key, value in errors.items() if not value <= TOLERANCE[dtype]}

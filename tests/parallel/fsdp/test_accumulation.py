@@ -104,7 +104,8 @@ def test_bf16_compute_with_fp32_accumulation(pp, record_property):
     assert in_fp32 < in_bf16 / 1000
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pp", [2, 1])
 def test_float64_throughout(pp):
     expected = accumulated(torch.float64, torch.float64)
     assert error(joined(run_ranks(pipelined, pp * REPLICAS, pp, torch.float64)), expected) < 1e-10

@@ -579,7 +579,7 @@ def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
 
 
 @pytest.mark.parametrize("where", ["gather", "forward", "backward", "reduce"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_an_abandoned_step_leaves_nothing_behind_and_needs_no_other_rank(ranks, where):
     for left, error in run_ranks(abandoned, ranks, ranks, where, fresh=True):
         assert left and all(left)

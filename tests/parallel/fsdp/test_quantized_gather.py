@@ -148,17 +148,17 @@ def bytes_held(rank: int) -> list[int]:
     for layer in model:
         fully_shard(layer, mesh=mesh_of(2))
     fully_shard(model, mesh=mesh_of(2))
-    for step in range(200):
+    for step in range(100):
         model(torch.randn(3, COLUMNS, dtype=BF16)).sum().backward()
         model.zero_grad()
-        if step in (20, 199):
+        if step in (20, 99):
             gc.collect()
             tensors = [each for each in gc.get_objects() if type(each) in (Tensor, QuantizedTensor)]
             held += [len(tensors), sum(each.numel() for each in tensors)]
     return held
 
 
-def test_given_200_steps_then_no_tensor_is_left():
+def test_given_100_steps_then_no_tensor_is_left():
     for number, elements, later, more in run_ranks(bytes_held, 2):
         assert (later, more) == (number, elements)
 
@@ -212,7 +212,7 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (2, 1), slow((1, 2)), slow((1, 1))])
+@pytest.mark.parametrize("shape", [(2, 1), slow((2, 2)), slow((1, 2)), slow((1, 1))])
 def test_given_a_seed_then_every_layout_gathers_the_bytes_of_the_quantized_whole(shape):
     formats = ["mxfp8", "nvfp4", "fp8_block"]
     compared = run_ranks(seeded, shape[0] * shape[1], shape, formats)
@@ -300,7 +300,7 @@ def both_ways(rank: int, shape: tuple[int, int], format: str, dtype: torch.dtype
 
 
 @pytest.mark.parametrize(("shape", "format", "dtype"), [
-    slow((2, 2), "mxfp8", BF16), ((2, 1), "fp8_block", BF16), ((2, 2), "nvfp4", FP32),
+    ((2, 1), "nvfp4", FP32), slow((2, 1), "fp8_block", BF16), slow((2, 2), "mxfp8", BF16), slow((2, 2), "nvfp4", FP32),
 ])
 def test_stored_and_gathered_weights_are_trained_alike_and_as_on_one_rank(shape, format, dtype):
     """Bit for bit alike: the same bytes are computed with, and the same float32 values updated. The sums of another

@@ -117,7 +117,7 @@ def hung_up(rank: int, size: int, wait: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("wait", WAITS)
 def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
     results = run_ranks(hung_up, size, size, wait, fresh=True, group_timeout=60)

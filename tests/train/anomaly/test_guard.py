@@ -9,6 +9,8 @@ from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.anomaly.spikes import SpikeDetector
 from dualpipe.train.metrics import read_metrics
 
+pytestmark = pytest.mark.usefixtures("without_evaluation")
+
 # A NaN in a result of one rank: of the first `times` results of that name in a step (it is made again to be found).
 NAN = """
 import os

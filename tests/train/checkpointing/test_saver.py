@@ -13,6 +13,7 @@ from dualpipe.checkpoint import latest, verify
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.checkpointing.saver import Saver
 
+pytestmark = pytest.mark.usefixtures("without_evaluation")
 TIMEOUT = 5  # s
 
 

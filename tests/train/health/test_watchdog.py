@@ -118,17 +118,21 @@ def test_a_stopped_rank_is_named_and_all_is_over_in_time(start, layout, rank):
     assert not any(Path(f"/proc/{each}").exists() for each in ranks)
 
 
-@pytest.mark.parametrize("stage", ["", pytest.param("lock", marks=pytest.mark.slow)])
-def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe, stage):
+@pytest.mark.parametrize("layout, names, locks", [
+    ((1, 2, 1), ("rank 0 (dp 0)", "rank 1 (dp 1)"), False),
+    *(pytest.param((2, 2, 1), ("rank 0 (pp 0, dp 0)", "rank 1 (pp 0, dp 1)"), locks, marks=pytest.mark.slow)
+      for locks in (False, True)),
+])
+def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe, layout, names, locks):
     """It is named from the states of all, with its stack; or, where it keeps its thread from writing one, without."""
-    process, _ = start((2, 2, 1), steps=0, before=HOLDS_THE_LOCK if stage else SLEEPS)
+    process, _ = start(layout, steps=0, before=HOLDS_THE_LOCK if locks else SLEEPS)
     _, err = over(process)
     error = next(line for line in err.splitlines() if line.startswith("error: "))
-    assert process.returncode == 1 and error.startswith("error: everything waits for rank 1 (pp 0, dp 1): it "), err
-    assert ("holds Python's lock" if stage else "has been in W(stage 0, micro-batch ") in error, err
+    assert process.returncode == 1 and error.startswith(f"error: everything waits for {names[1]}: it "), err
+    assert ("holds Python's lock" if locks else "has been in W(stage 0, micro-batch ") in error, err
     assert "in sleeping" in err and "Traceback" not in err
     again = dualpipe(tmp_path, "why", "out")
-    assert "waits for rank 1 (pp 0, dp 1): it " in again.stdout and "rank 0 (pp 0, dp 0), process" in again.stdout
+    assert f"waits for {names[1]}: it " in again.stdout and f"{names[0]}, process" in again.stdout
 
 
 @pytest.mark.slow

@@ -117,8 +117,8 @@ LOST = ("leave('waited 10 s for the activation of stage 2 from rank 2 (pp 1, dp 
         (f"rank and time.sleep(60) or kill(2, 9) or kill(1, 6) or {LOST}", 137,
          ["error: rank 2 (pp 1, dp 0) was killed by SIGKILL", "  rank 0 (pp 0, dp 0): waited 10 s for the activation "
           "of stage 2 from rank 2 (pp 1, dp 0) (timed out)"]),
-        ("rank and time.sleep(60) or kill(2, 11) or kill(1, 6) or time.sleep(60)", 139,
-         ["error: rank 2 (pp 1, dp 0) was killed by SIGSEGV"]),
+        pytest.param("rank and time.sleep(60) or kill(2, 11) or kill(1, 6) or time.sleep(60)", 139,
+                     ["error: rank 2 (pp 1, dp 0) was killed by SIGSEGV"], marks=pytest.mark.slow),
         (f"leave('mine', 5) if rank == 3 else after(3) or {LOST}", 5,
          ["error: mine"]),
         (f"os._exit(7) if rank == 3 else after(3) or {LOST}", 7,
@@ -219,8 +219,10 @@ while True:
 
 @pytest.mark.parametrize(
     ("watched", "willing", "signals", "status"),
-    [(True, True, [signal.SIGTERM], 143), (True, True, [signal.SIGHUP], 129), (True, True, [signal.SIGUSR1], 138),
-     (True, True, [signal.SIGINT], 130), (True, False, [signal.SIGINT, signal.SIGINT], 130),
+    [(True, True, [signal.SIGTERM], 143), (True, True, [signal.SIGINT], 130),
+     pytest.param(True, True, [signal.SIGHUP], 129, marks=pytest.mark.slow),
+     pytest.param(True, True, [signal.SIGUSR1], 138, marks=pytest.mark.slow),
+     (True, False, [signal.SIGINT, signal.SIGINT], 130),
      (True, False, [signal.SIGTERM, signal.SIGHUP, signal.SIGHUP], 143), (False, True, [signal.SIGHUP], 129)],
 )
 def test_a_signal_is_passed_on_and_a_second_one_ends_all(
