@@ -32,7 +32,7 @@ NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a
 
 # What is added to a command, and what of it is replaced, to make it small.
 SHORT = "--data.path text --train.steps 1 --train.sequence_length 16 --train.micro_batch_size 1 --train.eval_interval 0"
-ONE_RANK = f"{SHORT} --parallel.pp 1"
+ONE_RANK = f"{SHORT} --parallel.pp 1 --train.num_chunks 1"
 FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu --train.compile False "
             "--train.dtype fp32 --train.num_chunks 2 --data.tokenizer bytes --output.dir out/hub")
 TRAINED = {

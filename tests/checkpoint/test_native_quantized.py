@@ -24,7 +24,6 @@ from ranks import run_ranks
 
 SHAPES = {"dense.weight": (512, 64), "experts.weight": (4, 512, 32), "partial.weight": (300, 32)}
 LAYOUTS = [(1, 1, 1), (1, 2, 1), (1, 1, 2), (1, 2, 2)]
-FAST = [((1, 2, 2), (1, 2, 1))]
 SOME = ("mxfp8", "nvfp4", "fp8_block")
 
 
@@ -97,10 +96,9 @@ def read(rank, folder, shape, forms):
         assert all(same(state[name], expected[name]) for name in SHAPES), form
 
 
-@pytest.mark.parametrize("saved, loaded", [
-    pytest.param(saved, loaded, marks=() if (saved, loaded) in FAST else pytest.mark.slow)
-    for saved in LAYOUTS for loaded in LAYOUTS
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("saved", LAYOUTS)
+@pytest.mark.parametrize("loaded", LAYOUTS)
 def test_layouts(tmp_path, saved, loaded):
     forms = tuple(FORMATS) if saved == loaded else SOME
     run_ranks(write, prod(saved), str(tmp_path), saved, forms)

@@ -687,6 +687,7 @@ def failing_between_pipelines(rank: int) -> list[tuple[str, str, float]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
     results = run_ranks(failing_between_pipelines, 4, timeout=90, group_timeout=20, fresh=True)
     for found in results:

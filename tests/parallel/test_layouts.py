@@ -148,7 +148,9 @@ def test_overlapped_with_everything_computed_and_sent_again():
     check((2, 1, 2), recompute=("layer", "dispatch"))
 
 
-@pytest.mark.parametrize("schedule", ["zbv", pytest.param("1f1b", marks=pytest.mark.slow), "interleaved_1f1b"])
+@pytest.mark.parametrize("schedule", [
+    "zbv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("1f1b", "interleaved_1f1b")),
+])
 def test_other_schedules_in_float32(schedule):
     check((2, 1, 2), schedule, recompute=("experts", "norms"), dtype=torch.float32)
 

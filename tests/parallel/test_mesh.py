@@ -69,6 +69,7 @@ def groups(rank, pp, dp, ep):
     return tuple(mesh.shape), members, made, again
 
 
+@pytest.mark.slow
 def test_ranks_of_an_expert_parallel_group_are_neighbours():
     results = run_ranks(groups, 8, 2, None, 2, fresh=True)
     assert all(shape == (2, 2, 2) and same for shape, _, _, same in results)

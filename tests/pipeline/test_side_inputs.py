@@ -461,10 +461,8 @@ def failing(rank, world, kinds):
     return found
 
 
-@pytest.mark.parametrize("world, kinds", [
-    (2, "Greedy"),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, "Positioned Everything"), (3, "Greedy Positioned"))),
-])
+@pytest.mark.slow
+@pytest.mark.parametrize("world, kinds", [(2, "Greedy"), (2, "Positioned Everything"), (3, "Greedy Positioned")])
 def test_a_stage_that_fails_leaves_no_rank_waiting(world, kinds):
     for found in run_ranks(failing, world, world, kinds, timeout=100, group_timeout=20, fresh=True):
         for stage, what, kind, text, seconds, error in found:

@@ -33,7 +33,7 @@ def column(folder, out, name):
 
 @pytest.fixture(scope="module")
 def trained(run_folder, dualpipe):
-    return dualpipe(run_folder, "train", "run.toml", command=COMMAND)
+    return dualpipe(run_folder, "train", "run.toml")
 
 
 def test_train_starts_its_ranks_and_reports(trained, run_folder):
@@ -45,8 +45,16 @@ def test_train_starts_its_ranks_and_reports(trained, run_folder):
     for name in ("metrics.jsonl", "loss.png", "schedule.svg"):
         assert f"out/{name}" in out.splitlines()[-3] + out.splitlines()[-2] + out.splitlines()[-1]
         assert (run_folder / "out" / name).stat().st_size > 0
-    assert (run_folder / "out/loss.png").read_bytes().startswith(b"\x89PNG")
     assert "<svg" in (run_folder / "out/schedule.svg").read_text()[:300]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_train_in_interpreters_of_its_own(trained, run_folder, dualpipe, ranks):
+    out = f"interpreters{ranks}"
+    done = dualpipe(run_folder, "train", "run.toml", "--parallel.pp", str(ranks), "--output.dir", out, command=COMMAND)
+    assert done.returncode == 0, done.stderr
+    assert losses(run_folder, out) == pytest.approx(losses(run_folder, "out"), rel=1e-6)
+    assert (run_folder / out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
 
 def test_metrics_have_a_line_per_step(trained, run_folder):
