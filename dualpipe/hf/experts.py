@@ -140,9 +140,9 @@ class _Gate:
 @lru_cache(maxsize=256)
 def _recognised_form(gate: _Gate) -> SwiGLUForm | None:
     experts = gate.experts
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.no_grad():
         # Beyond the limit of any clamp, and an even number of columns.
-        gate_up = torch.linspace(-20, 20, 8 * 32, dtype=torch.float64).view(32, 8).t().contiguous()
+        gate_up = torch.linspace(-20, 20, 8 * 32, dtype=torch.float64, device="cpu").view(32, 8).t().contiguous()
         found = experts._apply_gate(gate_up)
         if torch.allclose(found, swiglu(gate_up), rtol=1e-12, atol=1e-12):
             return swiglu_form(False, 0.0, 0.0)

@@ -73,6 +73,8 @@ class SplitLayer:
     def first(self, x: Tensor, arguments: LayerArguments) -> tuple[Any, ...]:
         """Run the layer up to its experts; return rows, weights and plan to dispatch, and what was noted."""
         stand_ins: dict[str, nn.Module] = {**self._noted, self._experts_path: self._reached}
+        for noted in self._noted.values():
+            noted.results = []  # of a step that failed
         inputs: tuple[Any, ...] | None = None
         try:
             with standing_in(self.layer, stand_ins):
@@ -82,9 +84,9 @@ class SplitLayer:
         if inputs is None or len(inputs) != 3:
             raise CannotSplit("does not call its experts with hidden states, indices and weights")
         hidden_states, top_k_index, top_k_weights = inputs
-        noted = self._take_noted()
+        results = self._take_noted()
         plan = dispatcher_of(self.experts).plan(hidden_states.flatten(0, -2), top_k_weights, top_k_index)
-        return (*plan, *noted)
+        return (*plan, *results)
 
     def second(self, x: Tensor, arguments: LayerArguments, rows: Tensor, plan: Any, *noted: Any) -> Tensor:
         """Run the layer from its experts on; return its hidden states."""

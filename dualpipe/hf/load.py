@@ -126,7 +126,8 @@ def split_stage(stage: CausalLMStage) -> None:
     device = next(stage.parameters()).device
     hidden_size = stage.config.get_text_config().hidden_size
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _CHECKED_TOKENS, hidden_size, generator=generator).to(device, _compute_dtype(stage))
+    x = torch.randn(1, _CHECKED_TOKENS, hidden_size, generator=generator, device="cpu")
+    x = x.to(device, _compute_dtype(stage))
     tokens = torch.zeros(1, _CHECKED_TOKENS, dtype=torch.long, device=device)
     with torch.no_grad():
         _, arguments = stage.layer_arguments(tokens if stage.is_first else x)

@@ -78,7 +78,7 @@ def _read(reader: Reader, name: str, dtype: torch.dtype) -> Tensor:
     raw = [reader(part, inside) for part, inside in stored.raw(box)]
     if stored.format is None:
         return raw[0].clone()
-    out = torch.empty(stored.shape, dtype=dtype)
+    out = torch.empty(stored.shape, dtype=dtype, device="cpu")
     stored.decode(raw, box, out)
     # gpt-oss multiplies rows by its matrices from the right, and stores those in MXFP4 the other way.
     return out.transpose(-1, -2).contiguous() if isinstance(stored, Mxfp4) else out
