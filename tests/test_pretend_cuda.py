@@ -65,7 +65,8 @@ def test_qwen3_moe(overlap, recompute):
     assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
 
 
-@pytest.mark.parametrize("recompute", [(), pytest.param(("layer", "dispatch"), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), ("layer", "dispatch")], ids=str)
 def test_quantized_weights(recompute):
     device = by_threads(quantized_qwen, 2, 2, recompute=recompute)
     counts = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS

@@ -187,7 +187,7 @@ WHY = {
 
 
 @pytest.mark.parametrize("setting, run", [
-    ("raises", fork_script),
+    pytest.param("raises", fork_script, marks=pytest.mark.slow),
     pytest.param("dies", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
     pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
 ])

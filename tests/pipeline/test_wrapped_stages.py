@@ -73,7 +73,7 @@ def step(rank, world, name):
 
 
 @pytest.mark.parametrize("name", [
-    "aot_eager", "reentrant", "not_reentrant", "compiled_and_checkpointed",
+    "reentrant", "not_reentrant", "compiled_and_checkpointed", pytest.param("aot_eager", marks=pytest.mark.slow),
     pytest.param("inductor", marks=pytest.mark.slow)])  # compiles C++
 def test_gradients_are_those_of_the_plain_model_and_their_work_is_deferred(name):
     results = run_ranks(step, 2, 2, name, timeout=200)

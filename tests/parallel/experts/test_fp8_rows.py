@@ -51,8 +51,10 @@ def dispatched(rank, block, dtype):
     return equal, plain[1], plain[5] - fp8[5] - saved, plain[6] - fp8[6]
 
 
-@pytest.mark.parametrize("block", [128, 32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block, dtype", [
+    (128, torch.bfloat16), (32, torch.float32),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in ((32, torch.bfloat16), (128, torch.float32))),
+], ids=str)
 def test_experts_get_quantized_rows_and_gradients_stay_as_they_are(block, dtype):
     for equal, plain, forward, backward in run_ranks(dispatched, 2, block, dtype):
         assert equal == [True] * 6
