@@ -92,8 +92,12 @@ def _build(
     experts: str, layers_per_stage: Sequence[int], seed: int,
 ) -> list[CausalLMStage]:
     """Return the stages with their weights, as transformers has them."""
-    is_config = isinstance(source, PreTrainedConfig)
-    config = copy.deepcopy(source) if is_config else AutoConfig.from_pretrained(source)
+    path: str | Path | None = None
+    if isinstance(source, PreTrainedConfig):
+        config = copy.deepcopy(source)
+    else:
+        path = source
+        config = AutoConfig.from_pretrained(path)
     config._experts_implementation = experts
     whole = _on_meta(config)
     cuts = stage_layers(whole, num_stages, layers_per_stage)
@@ -102,12 +106,12 @@ def _build(
         is_first = number == 0
         is_last = number == num_stages - 1
         cut = _cut_class(type(whole), cuts[number], is_first=is_first, is_last=is_last)
-        if is_config:
+        if path is None:
             causal_lm = _initialised(cut, config, dtype, seed)
         else:
             has_ends = is_first or is_last
-            causal_lm = _read(cut, source, config, dtype, partial(
-                read_dequantized, source, config, cuts[number], has_ends=has_ends, dtype=dtype or torch.bfloat16))
+            causal_lm = _read(cut, path, config, dtype, partial(
+                read_dequantized, path, config, cuts[number], has_ends=has_ends, dtype=dtype or torch.bfloat16))
         if is_last and not is_first and is_tied(config):
             drop_embedding(causal_lm)
         stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last).train())
