@@ -11,6 +11,7 @@ from torch import nn
 from dualpipe.hf.layers import is_experts
 from dualpipe.models.stages import split_layers
 
+_NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm")  # names of the norm behind the layers
 _TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_experts")  # of configurations
 
 
@@ -45,7 +46,7 @@ def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -
     base.config = stage_config(base.config, layers)
     has_head = is_last or getattr(causal_lm, "lm_head", None) is None
     if not is_last:
-        base.norm = nn.Identity()
+        setattr(base, norm_name(base), nn.Identity())
         causal_lm.lm_head = None
     if not (is_first or (is_last and is_tied(causal_lm.config))):
         base.embed_tokens = None
@@ -67,7 +68,9 @@ def is_tied(config: Any) -> bool:
 def base_of(causal_lm: Any) -> Any:
     """Return the model inside of a causal LM; ValueError where it has not the parts that a stage is made of."""
     base = getattr(causal_lm, causal_lm.base_model_prefix, None)
-    missing = [name for name in ("embed_tokens", "layers", "norm") if not hasattr(base, name)]
+    missing = [name for name in ("embed_tokens", "layers") if not hasattr(base, name)]
+    if not norm_name(base):
+        missing.append("norm")
     if base is None or missing:
         raise ValueError(
             f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, of which "
@@ -75,17 +78,24 @@ def base_of(causal_lm: Any) -> Any:
     return base
 
 
+def norm_name(base: Any) -> str:
+    """Return the name of the norm behind the layers; "" where there is none of a known name."""
+    return next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), "")
+
+
 def stage_config(config: Any, layers: Sequence[int]) -> Any:
     """Return the configuration that the forward of a stage's model reads: of the stage's layers alone.
 
-    A forward looks up what it gives each layer, such as a mask, by the layer's place in lists of the configuration.
+    A forward looks up what it gives each layer, such as a mask, by the layer's place in lists of the configuration. A
+    stage without layers has a place for one, the last: what stands for the layers of other stages.
     """
     own = copy.copy(config)
     count = config.num_hidden_layers
+    numbers = list(layers) or [count - 1]
     for name, value in vars(config).items():
         if isinstance(value, list | tuple) and len(value) == count and name.endswith(("_types", "_layers")):
-            setattr(own, name, [value[number] for number in layers])
-    own.num_hidden_layers = len(layers)
+            setattr(own, name, [value[number] for number in numbers])
+    own.num_hidden_layers = len(numbers)
     return own
 
 

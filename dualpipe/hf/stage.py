@@ -12,10 +12,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dualpipe.hf.cut import NumberedLayers, base_of, is_tied
+from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
 from dualpipe.hf.layers import LayerArguments, SplitLayer, is_experts
-from dualpipe.hf.stand_ins import Recorder, standing_in
+from dualpipe.hf.stand_ins import Entry, Recorder, standing_in
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 
@@ -106,9 +106,10 @@ class CausalLMStage(nn.Module):
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
         """Return the hidden states (B, S, H) that the first layer gets, and what each layer is called with besides."""
         recorders = [Recorder() for _ in self.layers]
-        with standing_in(self.base, {"layers": nn.ModuleList(recorders), "norm": nn.Identity()}):
-            hidden_states = self._call_base(x, position_ids)
-        return hidden_states, [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
+        with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): nn.Identity()}):
+            hidden_states = self.base(**self._inputs(x), position_ids=position_ids, use_cache=False).last_hidden_state
+        arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
+        return hidden_states if self.is_first else x, arguments
 
     def _begin(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, list[LayerArguments]]:
         return self.layer_arguments(x, position_ids)
@@ -117,18 +118,29 @@ class CausalLMStage(nn.Module):
         """Run what is behind the layers: nothing, or the norm and the head."""
         if not self.is_last:
             return x
-        with standing_in(self.base, {"layers": nn.ModuleList()}):
+        with standing_in(self.base, {"layers": nn.ModuleList([Entry(x)])}):
             return self.causal_lm(inputs_embeds=x, use_cache=False).logits
 
     def _call(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        if not self.is_last:
-            return self._call_base(x, position_ids)
-        key = "input_ids" if self.is_first else "inputs_embeds"
-        return self.causal_lm(**{key: x}, position_ids=position_ids, use_cache=False).logits
+        options = {"position_ids": position_ids, "use_cache": False}
+        with standing_in(self.base, self._entry(x)):
+            if self.is_last:
+                return self.causal_lm(**self._inputs(x), **options).logits
+            return self.base(**self._inputs(x), **options).last_hidden_state
 
-    def _call_base(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        key = "input_ids" if self.is_first else "inputs_embeds"
-        return self.base(**{key: x}, position_ids=position_ids, use_cache=False).last_hidden_state
+    def _inputs(self, x: Tensor) -> dict[str, Tensor]:
+        return {"input_ids" if self.is_first else "inputs_embeds": x}
+
+    def _entry(self, x: Tensor) -> dict[str, nn.Module]:
+        """Return what gives the first layer of a later stage its hidden states.
+
+        The model takes them for embeddings, and may multiply them by what it multiplies embeddings by.
+        """
+        if self.is_first:
+            return {}
+        for number, layer in self.layers.numbered():
+            return {f"layers.{number}": Entry(x, layer)}
+        return {"layers": nn.ModuleList([Entry(x)])}
 
 
 def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:

@@ -79,6 +79,20 @@ class Known(nn.Module):
         return module(*args, **kwargs)
 
 
+class Entry(nn.Module):
+    """Stands for a layer: gives it hidden states that are known, whatever it is called with; without a layer, these."""
+
+    def __init__(self, hidden_states: Any, layer: nn.Module | None = None) -> None:
+        super().__init__()
+        self._hidden_states = hidden_states
+        self._stands_for = [layer]
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the layer makes of the known hidden states."""
+        (layer,) = self._stands_for
+        return self._hidden_states if layer is None else layer(self._hidden_states, *args, **kwargs)
+
+
 class Recorder(nn.Module):
     """Stands for a layer: keeps what it is called with, and returns its first argument."""
 

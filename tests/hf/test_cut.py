@@ -32,6 +32,8 @@ def test_lists_of_the_configuration_are_those_of_the_stages_layers():
     own = stage_config(config, range(1, 3))
     assert own.layer_types == ["full_attention", "linear_attention"] and own.num_hidden_layers == 2
     assert len(config.layer_types) == config.num_hidden_layers == 4, "the model's own is as it was"
+    without_layers = stage_config(config, range(4, 4))
+    assert without_layers.layer_types == ["full_attention"] and without_layers.num_hidden_layers == 1
 
 
 def test_stages_cost_about_the_same():

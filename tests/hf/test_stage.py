@@ -11,7 +11,7 @@ from dualpipe.hf.cut import cut_model
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from hf_families import FAMILIES, VOCAB, batch_of, error_of, loss_fn, tiny_model
+from hf_families import FAMILIES, OTHERS, VOCAB, batch_of, error_of, loss_fn, tiny_model
 
 CUTS = [range(0), range(1), range(1, 3), range(3, 4)]
 
@@ -25,7 +25,7 @@ def stages_of(whole):
     return stages
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_stages_one_after_the_other_are_the_model(family):
     whole = tiny_model(family, tie_word_embeddings=False)
     tokens, labels = batch_of(0, rows=2)

@@ -44,13 +44,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": _DENSE,
 }
 MOE = [family for family in FAMILIES if family not in ("llama", "qwen3")]
+# Of other forms: factors of embeddings, residuals and logits, a norm of another name, convolutions and Mamba.
+OTHERS: dict[str, dict[str, Any]] = {
+    "granite": _DENSE | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granitemoe": _DENSE | _LOCAL | {"embedding_multiplier": 3.0},
+    "gemma2": _DENSE | {"pad_token_id": 0},
+    "cohere": _DENSE | {"pad_token_id": 0},
+    "lfm2_moe": _DENSE | _QWEN | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "jamba": _DENSE | {"num_experts": 4, "pad_token_id": 0},
+}
 # Their routers compute in float32 whatever the model does: a rounding of 1e-16 before it becomes one of 6e-8 behind it.
 ROUNDING_ROUTERS = ("ernie4_5_moe",)
 
 
 def config_of(family: str, **changes: Any) -> Any:
     """Return the configuration of a tiny model."""
-    return AutoConfig.for_model(family, **FAMILIES[family] | changes)
+    return AutoConfig.for_model(family, **(FAMILIES | OTHERS)[family] | changes)
 
 
 def tiny_model(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
