@@ -99,6 +99,7 @@ def _build(
         path = source
         config = AutoConfig.from_pretrained(path)
     config._experts_implementation = experts
+    log.info("experts run by %r", experts)
     whole = _on_meta(config)
     cuts = stage_layers(whole, num_stages, layers_per_stage)
     stages = []

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dualpipe import DualPipeV
+from dualpipe.checkpoint import load_hf
 from dualpipe.hf import load_stages, save_stages
 from dualpipe.nn import Linear
 from dualpipe.parallel.mesh import Mesh, build_mesh
@@ -27,6 +28,7 @@ from hf_families import (
     tiny_model,
     whole_losses,
 )
+from hub import save_qwen, stages_on_meta
 from ranks import run_ranks
 
 MICROBATCHES = 4
@@ -283,6 +285,31 @@ def uncut_errors(rank, folder):
 def test_layers_run_as_a_whole_where_that_is_wanted(tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
     assert max(run_ranks(uncut_errors, 4, tmp_path, timeout=120)) < 1e-10
+
+
+def twenty_losses(stages):
+    """The losses of 20 steps of AdamW on one batch."""
+    pipe = DualPipeV(stages)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
+    tokens, labels = batch_of(0)
+    losses = []
+    for _ in range(20):
+        loss, _ = pipe.step(tokens, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.mean().item())
+    return losses
+
+
+def test_our_own_qwen3_moe_and_that_of_transformers_train_alike(tmp_path):
+    save_qwen(tmp_path, vocab_size=64)
+    own, mesh, plan = stages_on_meta(tmp_path)
+    for stage in own:
+        stage.to_empty(device="cpu")
+    load_hf(own, tmp_path, mesh, plan)
+    expected = twenty_losses(own)
+    found = twenty_losses(load_stages(tmp_path, 2, (0, 1), dtype=torch.float32))
+    assert found == pytest.approx(expected, rel=1e-5) and found[-1] < 0.8 * found[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
