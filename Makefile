@@ -9,9 +9,9 @@ READY  := $(VENV)/.ready
 SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
-# tool that comes with an interpreter's own packages has no script in $(BIN). A worker more than there are cores, as tests
-# wait a lot. Bytecode is kept: without, each worker compiles all tests, and each rank those that it runs.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
+# tool that comes with an interpreter's own packages has no script in $(BIN). Two workers more than there are cores, as
+# tests wait a lot. Bytecode is kept: without, each worker compiles all tests, and each rank those that it runs.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
 PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest --numprocesses $(WORKERS) \
                --maxprocesses 8 --dist worksteal
 

@@ -14,8 +14,8 @@ Dimension letters: T tokens, K experts per token, M routed rows, E experts, H hi
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run
 NAME = "dualpipe"  # of this implementation, in `config._experts_implementation`
 
 SwiGLUForm = tuple[bool, float, float]
+_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # of modules of experts, found on first use
 
 
 def compute_experts(
@@ -115,34 +116,16 @@ def swiglu_form_of(experts: Any) -> SwiGLUForm | None:
 
     Recognised by what `_apply_gate` computes of a few numbers, so that a class may write it as it likes.
     """
-    if not experts.has_gate:
-        return None
-    alpha = getattr(experts, "alpha", None)
-    limit = getattr(experts, "limit", None)
-    activation = type(getattr(experts, "act_fn", None))
-    return _recognised_form(_Gate(experts, (type(experts), activation, alpha, limit)))
+    if experts not in _forms:
+        _forms[experts] = _recognised_form(experts) if experts.has_gate else None
+    return _forms[experts]
 
 
-class _Gate:
-    """Experts as the key of a cache: those of one class and one activation compute the same."""
-
-    def __init__(self, experts: Any, key: tuple[Any, ...]) -> None:
-        self.experts = experts
-        self._key = key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Gate) and self._key == other._key
-
-
-@lru_cache(maxsize=256)
-def _recognised_form(gate: _Gate) -> SwiGLUForm | None:
-    experts = gate.experts
+def _recognised_form(experts: Any) -> SwiGLUForm | None:
     with torch.no_grad():
-        # Beyond the limit of any clamp, and an even number of columns.
-        gate_up = torch.linspace(-20, 20, 8 * 32, dtype=torch.float64, device="cpu").view(32, 8).t().contiguous()
+        # Small numbers, and some beyond the limit of any clamp, in an even number of columns.
+        samples = [torch.linspace(-size, size, 8 * 32, dtype=torch.float64, device="cpu") for size in (20.0, 1e4)]
+        gate_up = torch.cat([sample.view(32, 8).t() for sample in samples]).contiguous()
         found = experts._apply_gate(gate_up)
         if torch.allclose(found, swiglu(gate_up), rtol=1e-12, atol=1e-12):
             return swiglu_form(False, 0.0, 0.0)

@@ -188,7 +188,9 @@ def check_split(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Split
 
     def run(forward: Any) -> tuple[Tensor, list[Tensor | None]]:
         own = x.detach().clone().requires_grad_()
-        with torch.enable_grad():
+        # Seeded: the caller's random numbers stay as they are, and all ranks find the same.
+        with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+            torch.manual_seed(0)
             y = forward(own)
             y = y[0] if isinstance(y, tuple) else y
             weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)

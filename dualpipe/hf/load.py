@@ -23,7 +23,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
 from dualpipe.hf.experts import NAME
-from dualpipe.hf.layers import CannotSplit, SplitLayer, check_split, is_experts
+from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split, is_experts
 from dualpipe.hf.quantized_source import is_quantized, read_dequantized
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
@@ -35,7 +35,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
-_CHECKED_TOKENS = 8
+_CHECKED = 2, 4  # rows and tokens of a check
 
 
 def load_stages(
@@ -66,13 +66,17 @@ def load_stages(
     def build() -> list[CausalLMStage]:
         _check(num_stages, mine, experts, place)
         stages = _build(source, num_stages, mine, dtype, experts, layers_per_stage, seed)
+        _check_experts(stages, place.size("ep"))
         for stage in stages:
+            arguments = _probe(stage)
             if overlap and experts == NAME:
-                split_stage(stage)
+                split_stage(stage, arguments)
             defer_weight_grads(stage)
         return stages
 
-    stages = RankSync.of_mesh(mesh).agree(build)
+    ranks = RankSync.of_mesh(mesh)
+    stages = ranks.agree(build)
+    _split_alike(stages, mine, ranks)
     _place(stages, place, policy)
     return stages
 
@@ -85,6 +89,11 @@ def _check(num_stages: int, mine: Sequence[int], experts: str, place: Mesh) -> N
     outside = [number for number in mine if not 0 <= number < num_stages]
     if outside:
         raise ValueError(f"mine must name stages from 0 to {num_stages - 1}; got {outside}")
+    if list(mine) != sorted(set(mine)) or not mine:
+        raise ValueError(f"mine must be ascending, without repetition, and at least one stage; got {tuple(mine)}")
+    if place.size("cp") > 1:
+        raise ValueError(f"the mesh has {place.size('cp')} context-parallel ranks, which models of transformers cannot "
+                         "share a sequence over; build the mesh with cp 1")
 
 
 def _build(
@@ -101,6 +110,11 @@ def _build(
     config._experts_implementation = experts
     log.info("experts run by %r", experts)
     whole = _on_meta(config)
+    quantization = getattr(config, "quantization_config", None)
+    config = whole.config  # of the language model alone, where the checkpoint has more
+    config._experts_implementation = experts
+    if quantization is not None:
+        config.quantization_config = quantization
     cuts = stage_layers(whole, num_stages, layers_per_stage)
     stages = []
     for number in mine:
@@ -120,22 +134,60 @@ def _build(
     return stages
 
 
-def split_stage(stage: CausalLMStage) -> None:
-    """Cut the layers of a stage at their experts, so that segments hide the way of the tokens.
+def _check_experts(stages: Sequence[CausalLMStage], ranks: int) -> None:
+    """Raise ValueError for experts that cannot be divided among `ranks` expert-parallel ranks."""
+    for stage in stages:
+        modules: list[Any] = [module for module in stage.modules() if is_experts(module)]
+        for module in modules:
+            if module.num_experts % ranks:
+                raise ValueError(f"{module.num_experts} experts cannot be divided evenly among {ranks} expert-parallel "
+                                 "ranks; build the mesh with an ep that divides them")
 
-    Of layers of one form the first is checked, by a forward and a backward of a few tokens; see `check_split`. A layer
-    that cannot be cut runs as a whole: logged, with the reason.
+
+def _split_alike(stages: Sequence[CausalLMStage], mine: Sequence[int], ranks: RankSync) -> None:
+    """Run a layer as a whole where a rank with the same stages does: their all-to-alls must match. Collective."""
+    everywhere = ranks.gather(lambda: (tuple(mine), [sorted(stage.splits) for stage in stages]))
+    for place, stage in enumerate(stages):
+        for _, splits in (told for told in everywhere if told[0] == tuple(mine)):
+            stage.splits = {number: split for number, split in stage.splits.items() if number in splits[place]}
+
+
+def _probe(stage: CausalLMStage) -> list[LayerArguments]:
+    """Return what the layers of a stage are called with, for a few tokens.
+
+    Raises ValueError for a model that cannot be cut.
+    """
+    tokens = torch.zeros(_CHECKED, dtype=torch.long, device=next(stage.parameters()).device)
+    try:
+        with torch.no_grad():
+            _, arguments = stage.layer_arguments(tokens if stage.is_first else _hidden_states(stage))
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a model raises whose layers pass on something else
+        raise ValueError(
+            f"a {type(stage.causal_lm).__name__} hands its layers more than hidden states ({error}); cut the model "
+            "yourself, as docs/your-own-loop.md shows") from error
+    return arguments
+
+
+def _hidden_states(stage: CausalLMStage) -> torch.Tensor:
+    """Return random hidden states of a few tokens, the same on all ranks."""
+    hidden_size = stage.config.get_text_config().hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(*_CHECKED, hidden_size, generator=generator, device="cpu")
+    return x.to(next(stage.parameters()).device, _compute_dtype(stage))
+
+
+def split_stage(stage: CausalLMStage, arguments: Sequence[LayerArguments]) -> None:
+    """Cut the layers of a stage at their experts, so that segments hide the all-to-all.
+
+    arguments: what the layers are called with, for the tokens of `_hidden_states`. Of layers of one form the first is
+    checked, by a forward and a backward of a few tokens; see `check_split`. A layer that cannot be cut runs as a whole:
+    logged, with the reason.
     """
     if not any(is_experts(module) for module in stage.modules()):
         return
-    device = next(stage.parameters()).device
-    hidden_size = stage.config.get_text_config().hidden_size
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(1, _CHECKED_TOKENS, hidden_size, generator=generator, device="cpu")
-    x = x.to(device, _compute_dtype(stage))
-    tokens = torch.zeros(1, _CHECKED_TOKENS, dtype=torch.long, device=device)
-    with torch.no_grad():
-        _, arguments = stage.layer_arguments(tokens if stage.is_first else x)
+    x = _hidden_states(stage)
     forms: dict[tuple[Any, ...], SplitLayer | str] = {}
     for (number, layer), given in zip(stage.layers.numbered(), arguments):
         if not any(is_experts(module) for module in layer.modules()):
@@ -246,7 +298,7 @@ def _place(stages: Sequence[CausalLMStage], place: Mesh, policy: DTypePolicy | N
     if place.device_mesh is not None:
         for stage in stages:
             stage.to(place.device_mesh.device_type)
-    if place.replicas == 1:
+    if place.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
     wide = torch.promote_types(dtype, torch.float32)
@@ -259,4 +311,4 @@ def _place(stages: Sequence[CausalLMStage], place: Mesh, policy: DTypePolicy | N
         for stage in stages:
             shard_experts(stage, ranks)
             stage.use_expert_parallelism(by_count)
-    shard_stages(stages, place.dense, plan, expert_mesh=place.experts)
+    shard_stages(stages, None if place.replicas == 1 else place.dense, plan, expert_mesh=place.experts)

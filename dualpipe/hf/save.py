@@ -37,7 +37,7 @@ def save_stages(
     ranks = RankSync.of_mesh(mesh)
     part = folder / f".rank-{place.rank('pp'):05}"
     ranks.first(lambda: _make(folder))
-    tensors = [_gathered(stage) for stage in stages]
+    tensors = [_gathered(stage, keep=place.replica == 0) for stage in stages]
 
     def write() -> None:
         if place.replica:
@@ -46,31 +46,38 @@ def save_stages(
             stage.causal_lm.save_pretrained(part / f"{number:05}", state_dict=own, max_shard_size=max_shard_size)
 
     ranks.agree(write)
-    ranks.first(lambda: _join(folder))
+    ranks.first(lambda: _join(folder, place.size("pp")))
 
 
 def _make(folder: Path) -> None:
     """Make a folder for a model; ValueError where there is one."""
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
         raise ValueError(f"{str(folder)!r} has a model already; choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".rank-*"):  # of a save that failed
         shutil.rmtree(left)
 
 
-def _gathered(stage: CausalLMStage) -> dict[str, Tensor]:
-    """Return the whole tensors of a stage on the CPU, by name. Collective over the ranks that share them."""
+def _gathered(stage: CausalLMStage, *, keep: bool) -> dict[str, Tensor]:
+    """Return the whole tensors of a stage on the CPU, by name; none without `keep`.
+
+    Collective over the ranks that share them.
+    """
     is_copy = stage.is_tied and stage.is_last and not stage.is_first  # the first stage has the head's weight
     tensors = {}
     for name, tensor in stage.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if not (is_copy and name == "lm_head.weight"):
+        if keep and not (is_copy and name == "lm_head.weight"):
             tensors[name] = whole.detach().to(torch.device("cpu"))
     return tensors
 
 
-def _join(folder: Path) -> None:
-    """Make one checkpoint of those of all stages."""
+def _join(folder: Path, num_ranks: int) -> None:
+    """Make one checkpoint of those of the stages of all `num_ranks` pipeline ranks."""
+    num_parts = len(list(folder.glob(".rank-*")))
+    if num_parts != num_ranks:
+        raise ValueError(f"{str(folder)!r} has parts of {num_parts} of {num_ranks} pipeline ranks; save to a folder "
+                         "that all ranks share")
     parts = sorted(folder.glob(".rank-*/*/*.safetensors"))
     weight_map: dict[str, str] = {}
     total_size = 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
 from dualpipe.hf.layers import LayerArguments, SplitLayer, is_experts
-from dualpipe.hf.stand_ins import Entry, Recorder, standing_in
+from dualpipe.hf.stand_ins import Entry, Noted, Recorder, standing_in
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 
@@ -106,8 +106,13 @@ class CausalLMStage(nn.Module):
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
         """Return the hidden states (B, S, H) that the first layer gets, and what each layer is called with besides."""
         recorders = [Recorder() for _ in self.layers]
-        with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): nn.Identity()}):
+        norm = Noted(nn.Identity())
+        with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
             hidden_states = self.base(**self._inputs(x), position_ids=position_ids, use_cache=False).last_hidden_state
+        if len(norm.results) != 1:
+            raise ValueError(
+                f"a {type(self.causal_lm).__name__} calls its norm {len(norm.results)} times; stages need it once, "
+                "behind the layers: cut the model yourself, as docs/your-own-loop.md shows")
         arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
         return hidden_states if self.is_first else x, arguments
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -79,8 +81,21 @@ def test_activations_are_recognised_by_what_they_compute():
     qwen = experts_of(tiny_model("qwen3_moe"))
     gpt_oss = experts_of(tiny_model("gpt_oss"))
     assert swiglu_form_of(qwen)[0] is False and swiglu_form_of(gpt_oss) == (True, gpt_oss.alpha, gpt_oss.limit)
-    qwen.act_fn = torch.nn.ReLU()
-    assert swiglu_form_of(qwen) is None
+    other = copy.deepcopy(qwen)
+    other.act_fn = torch.nn.ReLU()
+    assert swiglu_form_of(other) is None
+    clamped = copy.deepcopy(qwen)  # by a number of a name that nobody knows
+    clamped._apply_gate = lambda gate_up: qwen._apply_gate(gate_up.clamp(max=500.0))
+    assert swiglu_form_of(clamped) is None
+
+
+def test_experts_that_nobody_has_any_more_are_freed():
+    experts = experts_of(tiny_model("qwen3_moe"))
+    swiglu_form_of(experts)
+    left = weakref.ref(experts)
+    del experts
+    gc.collect()
+    assert left() is None
 
 
 @pytest.mark.parametrize("has_post_expert_norm", [False, True])

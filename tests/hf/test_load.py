@@ -9,17 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from dualpipe import DualPipeV
 from dualpipe.checkpoint import load_hf
 from dualpipe.hf import load_stages, save_stages
 from dualpipe.nn import Linear
+from dualpipe.parallel import DTypePolicy
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from hf_families import (
     FAMILIES,
     MOE,
     ROUNDING_ROUTERS,
+    VOCAB,
     batch_of,
     config_of,
     error_of,
@@ -322,3 +324,54 @@ def test_at_least_95_percent_of_the_weight_gradients_are_deferred(family):
     names = " ".join(parameter.name for parameter in report.parameters if parameter.flops_share)
     assert report.share >= (0.95 if family in MOE else 1.0), report
     assert "experts.gate_up_proj" not in names and "experts.down_proj" not in names and "q_proj" not in names
+
+
+def context_mesh(rank):
+    mesh = build_mesh(1, 1, 1, torch.device("cpu"), cp=2)
+    with pytest.raises(ValueError, match="2 context-parallel ranks, which models of transformers cannot share"):
+        load_stages(config_of("llama"), 2, (0, 1), mesh=mesh)
+
+
+def test_context_parallel_ranks_are_refused():
+    run_ranks(context_mesh, 2)
+
+
+@pytest.mark.parametrize("mine", [(1, 0), (0, 0), ()])
+def test_stages_that_are_not_in_order_are_refused(mine):
+    with pytest.raises(ValueError, match="mine must be ascending, without repetition"):
+        load_stages(config_of("llama"), 2, mine)
+
+
+def test_experts_that_cannot_be_divided_are_refused_on_all_ranks(tmp_path):
+    """Also on the rank whose layers are dense."""
+    save_tiny(tmp_path, "glm4_moe", n_routed_experts=9, n_group=1)
+    options = {"layout": PP2_EP2, "layers_per_stage": (1, 1, 1, 1)}
+    run_ranks(failing, 4, tmp_path, "9 experts cannot be divided evenly among 2 expert-parallel ranks", options)
+
+
+def test_a_model_that_calls_its_norm_twice_is_refused():
+    config = AutoConfig.for_model(
+        "nanochat", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4)
+    with pytest.raises(ValueError, match="a NanoChatForCausalLM calls its norm 2 times"):
+        load_stages(config, 2, (0, 1))
+
+
+def test_the_policy_holds_where_nothing_is_sharded():
+    policy = DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16)
+    pipe = DualPipeV(load_stages(config_of("qwen3_moe"), 2, (0, 1), dtype=torch.bfloat16, policy=policy))
+    tokens, labels = batch_of(0)
+    pipe.step(tokens, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,))
+    assert {parameter.grad.dtype for parameter in pipe.parameters()} == {torch.float32}
+
+
+def test_a_configuration_with_a_language_model_inside(tmp_path):
+    """As Qwen3.5-MoE's on the hub, of which transformers' causal LM is the text part."""
+    save_tiny(tmp_path, "qwen3_5_moe_text")
+    path = tmp_path / "config.json"
+    text = json.loads(path.read_text())
+    path.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
+    stages = load_stages(tmp_path, 2, (0, 1), dtype=torch.float64)
+    tokens, _ = batch_of(0, rows=2)
+    expected = tiny_model("qwen3_5_moe_text")(tokens, use_cache=False).logits
+    assert torch.allclose(stages[1](stages[0](tokens)), expected, rtol=1e-10)
