@@ -101,7 +101,7 @@ class SplitLayer:
             self._result.results = []
             for known in self._known.values():
                 known.results = []
-        return result[0] if isinstance(result, tuple) else result
+        return hidden_states_of(result)
 
     def segments(self, arguments: str) -> list[Segment]:
         """Return the segments from "x" and what is called `arguments` to "x"."""
@@ -144,6 +144,11 @@ class SplitLayer:
             end = start + spec.num_leaves
             self._known[path].results.append(pytree.tree_unflatten(list(leaves[start:end]), spec))
             start = end
+
+
+def hidden_states_of(result: Any) -> Tensor:
+    """Return the hidden states that a layer returns, alone or as the first of a tuple."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _path_of_experts(layer: nn.Module) -> str:
@@ -191,8 +196,7 @@ def check_split(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Split
         # Seeded: the caller's random numbers stay as they are, and all ranks find the same.
         with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
             torch.manual_seed(0)
-            y = forward(own)
-            y = y[0] if isinstance(y, tuple) else y
+            y = hidden_states_of(forward(own))
             weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)
             gradients = torch.autograd.grad((y * weights).sum(), [own, *parameters], allow_unused=True)
         return y.detach(), list(gradients)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
-from dualpipe.hf.layers import LayerArguments, SplitLayer, is_experts
+from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of, is_experts
 from dualpipe.hf.stand_ins import Entry, Noted, Recorder, standing_in
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
@@ -66,11 +66,15 @@ class CausalLMStage(nn.Module):
 
         position_ids: (B, S), of each token in its document, where a row holds several.
         """
-        return self._call(x, position_ids)
+        options = {"position_ids": position_ids, "use_cache": False}
+        with standing_in(self.base, self._entry(x)):
+            if self.is_last:
+                return self.causal_lm(**self._inputs(x), **options).logits
+            return self.base(**self._inputs(x), **options).last_hidden_state
 
     def segments(self) -> list[Segment]:
         """Return the forward in parts, where layers send tokens to experts on other ranks; see docs/overlap.md."""
-        parts: list[Segment] = [Compute(self._begin, ("x", "position_ids"), ("x", "arguments"))]
+        parts: list[Segment] = [Compute(self.layer_arguments, ("x", "position_ids"), ("x", "arguments"))]
         for place, (number, layer) in enumerate(self.layers.numbered()):
             name = f"arguments{number}"
             parts.append(Compute(partial(_take, place), "arguments", name))
@@ -116,22 +120,12 @@ class CausalLMStage(nn.Module):
         arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
         return hidden_states if self.is_first else x, arguments
 
-    def _begin(self, x: Tensor, position_ids: Tensor | None) -> tuple[Tensor, list[LayerArguments]]:
-        return self.layer_arguments(x, position_ids)
-
     def _end(self, x: Tensor) -> Tensor:
         """Run what is behind the layers: nothing, or the norm and the head."""
         if not self.is_last:
             return x
         with standing_in(self.base, {"layers": nn.ModuleList([Entry(x)])}):
             return self.causal_lm(inputs_embeds=x, use_cache=False).logits
-
-    def _call(self, x: Tensor, position_ids: Tensor | None) -> Tensor:
-        options = {"position_ids": position_ids, "use_cache": False}
-        with standing_in(self.base, self._entry(x)):
-            if self.is_last:
-                return self.causal_lm(**self._inputs(x), **options).logits
-            return self.base(**self._inputs(x), **options).last_hidden_state
 
     def _inputs(self, x: Tensor) -> dict[str, Tensor]:
         return {"input_ids" if self.is_first else "inputs_embeds": x}
@@ -153,5 +147,4 @@ def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:
 
 
 def _call_layer(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Tensor:
-    result = layer(x, *arguments.args, **arguments.kwargs)
-    return result[0] if isinstance(result, tuple) else result
+    return hidden_states_of(layer(x, *arguments.args, **arguments.kwargs))

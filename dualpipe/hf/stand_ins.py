@@ -1,7 +1,7 @@
 """Stand-ins: modules that take the place of a model's own for one call of its forward.
 
 A model of transformers is one function that calls its parts. Run with stand-ins it tells what a part would get
-(`Recorded`), ends where a part is reached (`Reached`), or goes on from a part's result that is known (`Known`). So a
+(`Recorder`), ends where a part is reached (`Reached`), or goes on from a part's result that is known (`Known`). So a
 layer is cut at its experts without its source being touched.
 """
 

@@ -82,10 +82,7 @@ class GroupedLinear(nn.Module):
         if torch._C._are_functorch_transforms_active():
             raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
                              "alone; use torch.autograd.grad, or experts that are nn.Linear")
-        dtype = None
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
+        x, dtype = _autocast(x)
         blocks = row_block(self, x.dtype), None if then is None else row_block(then, x.dtype)
         y, *y_rows = _Grouped.apply(x, self.weight, self.bias, rows, dtype, self.form, scale, *blocks, quantized,
                                     self.fp8_weight_grad, False)
@@ -139,12 +136,17 @@ def grouped_linear(
 
         run = partial(grouped_linear, is_transposed=is_transposed, form=form, scale=scale)
         return cast(Tensor, run_uncompiled(run, x, weight, bias, rows))
-    dtype = None
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x = x.to(dtype)
+    x, dtype = _autocast(x)
     y, *_ = _Grouped.apply(x, weight, bias, rows, dtype, form, scale, None, None, None, False, is_transposed)
     return y
+
+
+def _autocast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
+    """Return rows in autocast's dtype, and that dtype; as they are, and None, without autocast and in float64."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype is torch.float64:
+        return x, None
+    dtype = torch.get_autocast_dtype(x.device.type)
+    return x.to(dtype), dtype
 
 
 class _Grouped(torch.autograd.Function):
