@@ -355,6 +355,7 @@ class Pipeline(nn.Module):
         if self._tied is not None and train and sync:
             self._tied.add()
         self._agreement.wait_for_all()  # so that a failure is raised on all ranks in the step in which it came up
+        messages.finish()
         self._loaded.add(agreed.kind)
         if probe is not None:
             kinds = {action.kind for instruction in program.instructions for action in instruction.actions}

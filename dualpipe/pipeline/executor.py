@@ -78,7 +78,6 @@ class Executor:
                 for instruction in self._program.instructions:
                     self._run(instruction)
                 self._doing = ()
-                self._messages.finish()
                 pending = self._store.pending()
                 if pending:
                     raise RuntimeError("deferred weight gradients were never computed, by (stage, micro-batch): "

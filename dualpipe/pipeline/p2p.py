@@ -319,8 +319,6 @@ class P2PMessages:
         if message.kind == "F":
             works = self._send_header(channel, message, tensors)
             self._check(message.stage, message.microbatch, tensors)
-        if len(channel.in_flight) == SENDS_IN_FLIGHT:
-            self._wait_for_oldest_send(channel)
         channel.in_flight.append(works)
         self._recorder.begin("send", message.title, channel.peer, self._known_crossing(message).nbytes)
         for tensor in tensors:
@@ -330,6 +328,10 @@ class P2PMessages:
                     buffer = buffer.to(self._memory)
                 works.append((self._started(channel.link.send, buffer, message, channel), buffer))
         self._recorder.end()
+        # Only now: where the peer has closed, to start a send has raised, while gloo never wakes a wait for a send that
+        # it had begun to write.
+        if len(channel.in_flight) > SENDS_IN_FLIGHT:
+            self._wait_for_oldest_send(channel)
 
     def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
@@ -340,7 +342,11 @@ class P2PMessages:
         self._check(stage, microbatch, tensors)
 
     def finish(self) -> None:
-        """Wait for all sends."""
+        """Wait for all sends, after a step in which all ranks have taken all messages.
+
+        Before that a peer could close its connection, and gloo does not wake a wait for a send that it had begun to
+        write by then (torch 2.13).
+        """
         for channel in self._channels.values():
             while channel.in_flight:
                 self._wait_for_oldest_send(channel)

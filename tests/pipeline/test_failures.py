@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.pipeline import p2p
+from dualpipe.runtime.ranks.agreement import Agreement
 from dualpipe.schedule import build
 from ranks import run_ranks
 
@@ -223,6 +227,44 @@ def few(layout: Layout) -> int:
 def test_a_failure_at_a_few_places_of_a_step_ends_it_on_all_ranks(layout):
     counts = run_ranks(count_calls, layout.num_ranks, *layout)
     check(layout, layout.num_ranks - 1, spread(counts[-1], few(layout)))
+
+
+@dataclasses.dataclass
+class NeverWoken:
+    """A send that gloo had begun to write when its connection closed: nothing wakes a wait for it."""
+
+    work: dist.Work  # without it nothing would be sent
+
+    def wait(self) -> None:
+        time.sleep(GROUP_TIMEOUT)
+
+
+def fails_behind_its_last_message(rank: int) -> tuple[str, float]:
+    """Rank 1 fails where it has taken and sent all messages, and the last sends of rank 0 are never reported as done."""
+    step = new_step(Layout(2, 1, 1, 1, "1f1b"))
+    step()
+    dist.barrier()
+    sent = Counter[int]()
+    start = p2p.Link.send
+
+    def send(link: p2p.Link, tensor: Tensor) -> Any:
+        work = start(link, tensor)
+        sent[link.tag] += 1
+        return work if sent[link.tag] <= MICRO_BATCHES - p2p.SENDS_IN_FLIGHT else NeverWoken(work)
+
+    def fail(_: Agreement) -> None:
+        raise Planted
+
+    planted = patch.object(p2p.Link, "send", send) if rank == 0 else patch.object(Agreement, "wait_for_all", fail)
+    began = time.monotonic()
+    with planted, pytest.raises(PipelineError) as raised:
+        step()
+    return str(raised.value), time.monotonic() - began
+
+
+def test_a_send_that_is_cut_off_is_not_waited_for():
+    for text, seconds in run_ranks(fails_behind_its_last_message, 2, group_timeout=GROUP_TIMEOUT):
+        assert text.startswith("rank 1") and seconds < SECONDS, (text, seconds)
 
 
 MANY = 24  # places for each rank of each layout

@@ -35,6 +35,9 @@ from dualpipe.runtime.recorder import Recorder
 GRACE = 0.5
 ANSWER = 2.0  # seconds that the store has for an answer
 WATCH = 0.25  # seconds between two looks of the watching thread
+# Seconds between a failure and the end of gloo's connections. gloo wakes nobody who waits for a message of which a part
+# has been written or read when a connection closes (torch 2.13), so what is on its way arrives first.
+_LINGER = 0.02
 _POLL = 0.02  # seconds between two looks where the cause is awaited
 _NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpose
 _LONGEST = 20_000  # characters of a cause
@@ -231,6 +234,7 @@ def hang_up(groups: Iterable[ProcessGroup]) -> None:
 
     NCCL's communicator is aborted on this rank.
     """
+    time.sleep(_LINGER)
     for group in groups:
         if not isinstance(group, ProcessGroup):
             group.abort()  # a stand-in of the tests

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 
@@ -124,6 +125,33 @@ def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
     for rank, (text, seconds) in enumerate(results):
         if rank != 1:
             assert re.search("[Cc]losed|reset by peer", text) and seconds < 20, (rank, text, seconds)
+
+
+def hung_up_in_the_middle_of_a_message(rank: int, source: int) -> float:
+    """Rank 1 hangs up while a message is on its way, once its first numbers have arrived; how long the other waits."""
+    message = torch.zeros(5_000_000)
+    failure_module._LINGER = 1.0  # however busy the machine is
+    if rank == source:
+        work = dist.isend(message.fill_(1.0), 1 - rank)
+        is_on_its_way = lambda: True
+    else:
+        work = dist.irecv(message, 1 - rank)
+        is_on_its_way = lambda: message[0].item() == 1.0
+    began = time.monotonic()
+    if rank == 1:
+        while not is_on_its_way():
+            pass
+        hang_up([dist.group.WORLD])
+    with suppress(RuntimeError):
+        work.wait()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("source", [0, 1])
+def test_a_message_of_which_a_part_has_come_is_not_cut_off(source):
+    """gloo would never wake a wait for it."""
+    seconds = run_ranks(hung_up_in_the_middle_of_a_message, 2, source, fresh=True, group_timeout=60)
+    assert max(seconds) < 30, seconds
 
 
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
