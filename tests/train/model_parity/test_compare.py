@@ -71,3 +71,10 @@ def test_planted_faults_are_named():
 
 def test_faults_of_experts_over_ranks_are_named():
     check_named(EP2, EP_FAULTS)
+
+
+def test_stages_that_lack_parameters_are_refused():
+    found = run_ranks(compare, 2, PP2, ["missing_parameter"], check=False)
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert "no stage has 18 of the uncut model's parameters, such as 'layers.1.norm.weight'" in str(error)
