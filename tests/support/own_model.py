@@ -170,10 +170,12 @@ def loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / CHUNKS
 
 
-def place(stages: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None:
+def place(
+    stages: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype, reduce_dtype: torch.dtype | None = None
+) -> None:
     """Experts over "ep", and everything over all ranks with the same stages."""
     where = Mesh.of(mesh)
-    wide = torch.promote_types(dtype, torch.float32)
+    wide = reduce_dtype or torch.promote_types(dtype, torch.float32)
     plan = resolve_dtypes(stages, DTypePolicy(dtype, wide, dtype), group=where.group("pp"))
     experts = ExpertParallel(EXPERTS, mesh["ep"])
     for stage in stages:
@@ -181,8 +183,7 @@ def place(stages: list[nn.Module], mesh: DeviceMesh, dtype: torch.dtype) -> None
         for layer in stage.layers:
             layer.dispatcher = experts.dispatcher()
         shard_experts(stage, mesh["ep"])
-    if where.replicas > 1:
-        shard_stages(stages, where.dense, plan, expert_mesh=where.experts)
+    shard_stages(stages, where.dense if where.replicas > 1 else None, plan, expert_mesh=where.experts)
 
 
 def right() -> CutModel:
@@ -193,6 +194,15 @@ def right() -> CutModel:
 def defaults() -> CutModel:
     """No more than what must be given."""
     return CutModel(Model(), cut, batch, loss)
+
+
+def close_scores() -> CutModel:
+    """Routers that give all experts nearly the same scores, so that rounding turns choices."""
+    model = Model()
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.router.proj.weight.mul_(0.02)
+    return replace(right(), whole=model)
 
 
 # -- faults
@@ -242,6 +252,97 @@ def bf16_accumulation() -> CutModel:
     def plant(stage):
         if isinstance(stage.norm, nn.LayerNorm):
             stage.norm.weight.register_post_accumulate_grad_hook(round_gradient)
+
+    return with_fault(plant)
+
+
+def bf16_reduction() -> CutModel:
+    """Gradients accumulate, and are reduced, in bfloat16."""
+    return replace(right(), place=partial(place, reduce_dtype=torch.bfloat16))
+
+
+def no_policy() -> CutModel:
+    """Weight gradients are deferred, and nothing is said about dtypes."""
+
+    def place_alone(stages, mesh, dtype):
+        for stage in stages:
+            defer_weight_grads(stage)
+
+    return replace(right(), place=place_alone)
+
+
+def float32_stages() -> CutModel:
+    """The stages compute in float32, whatever they are asked for."""
+
+    def place_wide(stages, mesh, dtype):
+        for stage in stages:
+            defer_weight_grads(stage.float())
+
+    return replace(right(), place=place_wide)
+
+
+class SortingRouter(Router):
+    """Chooses by a sort."""
+
+    def forward(self, x_TH):
+        sorted_TE = self.proj(x_TH).softmax(-1).sort(descending=True)
+        weights_TK, experts_TK = sorted_TE.values[:, :TOP_K], sorted_TE.indices[:, :TOP_K]
+        return weights_TK / weights_TK.sum(-1, keepdim=True), experts_TK
+
+
+def without_top_k() -> CutModel:
+    """No router calls torch.topk."""
+    model = Model()
+    for layer in model.layers:
+        layer.router.__class__ = SortingRouter
+    return replace(right(), whole=model)
+
+
+def sorting_pipeline() -> CutModel:
+    """The uncut model's routers call torch.topk, and the pipeline's do not."""
+
+    def plant(stage):
+        for layer in stage.layers:
+            layer.router.__class__ = SortingRouter
+
+    return with_fault(plant)
+
+
+class WideRouter(Router):
+    """Chooses one expert more than it uses."""
+
+    def forward(self, x_TH):
+        weights_TK, experts_TK = self.proj(x_TH).softmax(-1).topk(TOP_K + 1)
+        weights_TK, experts_TK = weights_TK[:, :TOP_K], experts_TK[:, :TOP_K]
+        return weights_TK / weights_TK.sum(-1, keepdim=True), experts_TK
+
+
+def wide_choice() -> CutModel:
+    """A router of the second stage calls torch.topk otherwise than in the uncut model."""
+
+    def plant(stage):
+        if stage.number == 1:
+            stage.layers[0].router.__class__ = WideRouter
+
+    return replace(with_fault(plant), cut=numbered_cut)
+
+
+class WrongRouter(Router):
+    """Chooses other experts than its scores say."""
+
+    def forward(self, x_TH):
+        probs_TE = self.proj(x_TH).softmax(-1)
+        experts_TK = (probs_TE.flip(-1)).topk(TOP_K).indices
+        weights_TK = probs_TE.gather(1, experts_TK)
+        return weights_TK / weights_TK.sum(-1, keepdim=True), experts_TK
+
+
+def wrong_router() -> CutModel:
+    """The choices of the pipeline's routers are wrong, which replaying hides."""
+
+    def plant(stage):
+        for layer in stage.layers:
+            layer.router.__class__ = WrongRouter
 
     return with_fault(plant)
 

@@ -17,22 +17,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import chain
 from math import inf, isnan
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.schedule import Action
-from dualpipe.train.anomaly.localize import Spot
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.model_parity.cut_model import ComparedModel
 from dualpipe.train.model_parity.inside_stage import ModuleCalls, Suspects, find_suspects
-from dualpipe.train.model_parity.pipelined import ActionResults, PipelinedModel, StageGradient
-from dualpipe.train.model_parity.uncut import (
+from dualpipe.train.model_parity.models.cut_model import ComparedModel
+from dualpipe.train.model_parity.models.origin import Origin, order_of
+from dualpipe.train.model_parity.models.pipelined import ActionResults, PipelinedModel, StageGradient
+from dualpipe.train.model_parity.models.uncut import (
     StagesInSequence,
     UncutStep,
     make_batches,
     names_of,
+    sum_by_first_name,
     tied_names,
     train_whole,
 )
@@ -45,20 +45,6 @@ class StageDifference(NamedTuple):
     stage: int
     name: str
     difference: Difference
-
-
-class Origin(NamedTuple):
-    """The first place where the pipeline and the uncut model differ. name: of a parameter; where: such as "F(stage 1,
-    micro-batch 0)"; hint: a likely cause, or nothing."""
-
-    name: str
-    relative: float
-    where: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        hint = f" ({self.hint})" if self.hint else ""
-        return f"{self.name}: relative error {self.relative:.2g}; first differs in {self.where}{hint}"
 
 
 class Report(NamedTuple):
@@ -233,10 +219,7 @@ class ModelComparison:
     def _first_of_the_cut(self, step: UncutStep, expected: UncutStep) -> _Found | None:
         """Return the first parameter of the stages in a sequence that differs from the uncut model's."""
         floor = self._floor(expected)
-        found: dict[str, Tensor] = {}
-        for name, gradient in step.gradients.items():  # a tied one may have another of its names in each stage
-            first = self._tied[name][0]
-            found[first] = found[first] + gradient if first in found else gradient
+        found = sum_by_first_name(step.gradients, self._tied)
         trained = [name for name in expected.gradients if self._tied[name][0] == name]
         compared = [difference(name, found.get(name, torch.zeros_like(expected.gradients[name])),
                                expected.gradients[name], floor) for name in trained]
@@ -263,9 +246,7 @@ class ModelComparison:
             if len(results) == len(expected) and relative <= self._tolerance:
                 continue
             action = observer.actions[boundary]
-            kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-            order = Spot.of(Action(kind, action.stage, action.microbatch), 0).order
-            found = _Found((*order, action.microbatch), action.stage, "", relative, action.title,
+            found = _Found(order_of(action), action.stage, "", relative, action.title,
                            microbatch=action.microbatch, replica=self._job.place.replica)
             if first is None or found.order < first.order:
                 first = found
@@ -283,7 +264,7 @@ class ModelComparison:
     def _first_weight_gradient(self) -> _Found | None:
         """Return the first micro-batch whose part of a gradient is wrong, and the parameter. Collective."""
         for microbatch in range(self._model.num_chunks):
-            self._pipelined.train(self._own_batch, microbatch)
+            self._pipelined.train(self._own_batch, [microbatch])
             expected = train_whole(self._model, self._whole, self._batches, microbatch)
             gradients = self._pipelined.gradients()
             compared = self._compare_gradients(gradients, expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ from dualpipe.pipeline import Pipeline
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action, Schedule, build
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.model_parity.cut_model import ComparedModel
-from dualpipe.train.model_parity.uncut import Batch, Boundary
+from dualpipe.train.model_parity.models.cut_model import ComparedModel
+from dualpipe.train.model_parity.models.uncut import Batch, Boundary, accumulate_wide
 
 
 class StageGradient(NamedTuple):
@@ -64,6 +64,8 @@ class PipelinedModel:
         self.schedule = build(model.schedule, place.size("pp"), model.num_chunks)
         mine = self.schedule.rank_stages(place.rank("pp"))
         self.stages = model.build_stages(self.schedule.num_stages, mine, dtype, job.device, job.mesh)
+        if job.mesh is None:  # nothing places the stages of a single rank
+            accumulate_wide(stage.module for stage in self.stages)
         modules = [stage.module for stage in self.stages]
         self._pipeline = Pipeline(modules, process_group=place.group("pp"), schedule=self.schedule)
 
@@ -77,19 +79,18 @@ class PipelinedModel:
         """Return True on the rank of the last stage."""
         return any(stage.number == self.schedule.num_stages - 1 for stage in self.stages)
 
-    def train(self, batch: Batch, only: int | None = None) -> Tensor | None:
+    def train(self, batch: Batch, counted: Collection[int] | None = None) -> Tensor | None:
         """Run a step from zero gradients; return the losses of the micro-batches on the rank of the last stage.
 
-        only: the micro-batch whose loss counts. The others run as they do in any step, and their losses are multiplied
-        by zero, so that what a single micro-batch adds to a gradient is seen in the order and with the
-        accumulation of a whole step.
+        counted: the micro-batches whose losses count (default: all). The others run as they do in any step, and their
+        losses are multiplied by zero, so that what a single micro-batch adds to a gradient is seen in the order and
+        with the accumulation of a whole step.
         """
         self._pipeline.zero_grad()
         num_chunks = self._model.num_chunks
         # Of each row of the batch, so that it is split with the labels.
-        weights = torch.zeros(num_chunks, dtype=self._dtype) if only is not None else torch.ones(num_chunks)
-        if only is not None:
-            weights[only] = 1
+        weights = torch.zeros(num_chunks)
+        weights[list(range(num_chunks) if counted is None else counted)] = 1
         rows = batch.inputs[0].shape[0]
         chunk_of_row = torch.cat([torch.full((len(part),), m) for m, part in
                                   enumerate(torch.arange(rows).tensor_split(num_chunks))])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from dualpipe.pipeline.stage_program import as_tuple
-from dualpipe.train.model_parity.cut_model import ComparedModel, NamedStage, Tensors
+from dualpipe.pipeline.stage_runner import run_backward
+from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage, Tensors
 
 
 class Batch(NamedTuple):
@@ -23,6 +26,10 @@ class Batch(NamedTuple):
         inputs = [tensor.tensor_split(num_chunks) for tensor in self.inputs]
         labels = [tensor.tensor_split(num_chunks) for tensor in self.labels]
         return [Batch(tuple(part[m] for part in inputs), tuple(part[m] for part in labels)) for m in range(num_chunks)]
+
+    def double(self) -> Batch:
+        """Return floating-point tensors in float64, others as they are."""
+        return Batch(tuple(_double(tensor) for tensor in self.inputs), tuple(_double(tensor) for tensor in self.labels))
 
 
 class Boundary(NamedTuple):
@@ -55,6 +62,10 @@ def make_batches(model: ComparedModel, replicas: int, dtype: torch.dtype, device
     return batches
 
 
+def _double(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
 def _prepared(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Return tensors on the device, floating-point ones in the dtype of the model."""
     found = as_tuple(tensors)
@@ -70,18 +81,39 @@ def microbatches(model: ComparedModel, batches: Sequence[Batch], only: int | Non
 
 
 def train_whole(
-    model: ComparedModel, whole: nn.Module, batches: Sequence[Batch], only: int | None = None
+    model: ComparedModel, whole: nn.Module, batches: Sequence[Batch], only: int | None = None,
+    before_microbatch: Callable[[int, int], None] | None = None,
 ) -> UncutStep:
     """Run forward and backward of the uncut model, one micro-batch after the other; gradients are the mean over
-    pipelines. only: the micro-batch whose loss counts; the others are left out."""
+    pipelines, and accumulate in at least float32.
+
+    only: the micro-batch whose loss counts; the others are left out. before_microbatch: called with the number of the
+    pipeline and of the micro-batch.
+    """
+    begin = before_microbatch or _nothing
     whole.zero_grad()
+    accumulate_wide([whole])
     losses = torch.zeros(len(batches), model.num_chunks, dtype=torch.float64)
     for replica, number, microbatch in microbatches(model, batches, only):
+        begin(replica, number)
         outputs = as_tuple(whole(*microbatch.inputs))
         loss = model.compute_loss(*outputs, *microbatch.labels)
-        (loss / len(batches)).backward()
+        _run_backward([loss], [torch.full_like(loss, 1 / len(batches))])
         losses[replica, number] = loss.detach().double()
     return UncutStep(losses, _gradients(whole))
+
+
+def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Run autograd as a pipeline does: torch.autograd.backward switches function modes off, which must see what a
+    checkpoint computes once more."""
+    run_backward([get_gradient_edge(root) for root in roots], gradients)
+
+
+def accumulate_wide(modules: Iterable[nn.Module]) -> None:
+    """Have gradients accumulate in at least float32."""
+    for parameter in chain.from_iterable(module.parameters() for module in modules):
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # type: ignore[attr-defined]
 
 
 def _gradients(whole: nn.Module) -> dict[str, Tensor]:
@@ -111,17 +143,21 @@ class StagesInSequence:
         return self._stages
 
     def train(
-        self, batches: Sequence[Batch], replica: int, after_forward: Callable[[int, int], None] | None = None
+        self, batches: Sequence[Batch], replica: int, after_forward: Callable[[int, int], None] | None = None,
+        before_microbatch: Callable[[int, int], None] | None = None,
     ) -> UncutStep:
         """Run a step of all pipelines; keep the boundaries of one.
 
-        after_forward: called with stage and micro-batch after each forward of that pipeline.
+        after_forward: called with stage and micro-batch after each forward of that pipeline. before_microbatch: see
+        `train_whole`.
         """
+        begin = before_microbatch or _nothing
         self.boundaries = {}
         losses = torch.zeros(len(batches), self._model.num_chunks, dtype=torch.float64)
         for stage in self._stages:
             stage.module.zero_grad()
         for number_of_pipeline, microbatch, batch in microbatches(self._model, batches, None):
+            begin(number_of_pipeline, microbatch)
             is_kept = number_of_pipeline == replica
             call = after_forward if is_kept and after_forward is not None else _nothing
             loss, boundaries = self._train_microbatch(microbatch, batch, 1 / len(batches), call)
@@ -149,7 +185,7 @@ class StagesInSequence:
         roots: list[Tensor] = [loss]
         gradients: list[Tensor] = [torch.full_like(loss, scale)]
         for stage in reversed(self._stages):
-            torch.autograd.backward(roots, gradients)
+            _run_backward(roots, gradients)
             leaves = [tensor for tensor in arrived[stage.number] if tensor.requires_grad]
             found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
             boundaries[Boundary("B", stage.number, microbatch)] = [gradient / scale for gradient in found]
@@ -174,7 +210,7 @@ class StagesInSequence:
         return found
 
 
-def _nothing(stage: int, microbatch: int) -> None:
+def _nothing(stage_or_replica: int, microbatch: int) -> None:
     """Stand for a caller that wants to know nothing."""
 
 
@@ -190,6 +226,15 @@ def tied_names(whole: nn.Module) -> dict[str, list[str]]:
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
     return {name: names for names in groups.values() for name in names}
+
+
+def sum_by_first_name(gradients: Mapping[str, Tensor], tied: Mapping[str, list[str]]) -> dict[str, Tensor]:
+    """Return gradients by the first of each parameter's names; a tied one may have another in each stage."""
+    found: dict[str, Tensor] = {}
+    for name, gradient in gradients.items():
+        first = tied[name][0]
+        found[first] = found[first] + gradient if first in found else gradient
+    return found
 
 
 def names_of(stages: Iterable[NamedStage]) -> set[str]:

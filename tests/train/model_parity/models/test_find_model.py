@@ -6,7 +6,7 @@ from torch import nn
 
 import own_model
 from dualpipe.train.model_parity import CutModel
-from dualpipe.train.model_parity.find_model import find_model
+from dualpipe.train.model_parity.models.find_model import find_model
 
 
 def test_a_function_is_found_and_called():

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dualpipe.hf import load_stages
-from dualpipe.train.model_parity.cut_model import NamedStage, Tensors
+from dualpipe.train.model_parity.models.cut_model import NamedStage, Tensors, policy_of, storage_dtype
 
 SEQUENCE_LENGTH = 32
 EAGER = "eager"  # transformers' own implementation of experts, a loop over them
@@ -51,7 +51,10 @@ class HubModel:
         self, num_stages: int, mine: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None
     ) -> list[NamedStage]:
         """Load the stages `mine` as training does."""
-        modules = load_stages(self._folder, num_stages, mine, mesh=mesh, dtype=dtype)
+        modules = load_stages(
+            self._folder, num_stages, mine, mesh=mesh, dtype=storage_dtype(dtype, mesh),
+            policy=None if mesh is None else policy_of(dtype),
+        )
         stages = []
         for number, module in zip(mine, modules):
             names = [name for name, _ in module.named_parameters(remove_duplicate=False)]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import own_model
-from dualpipe.train.model_parity.uncut import make_batches
+from dualpipe.train.model_parity.models.uncut import make_batches, train_whole
 
 CPU = torch.device("cpu")
 
@@ -48,3 +48,12 @@ def test_batches_that_do_not_fit_are_refused():
     model = replace(own_model.right(), num_chunks=9)
     with pytest.raises(ValueError, match=r"shape \[8, 6\], whose first dimension must be at least the 9 micro-batches"):
         make_batches(model, 1, torch.float64, CPU)
+
+
+def test_gradients_of_a_narrow_model_accumulate_in_float32():
+    model = own_model.right()
+    whole = model.build_whole(torch.bfloat16, CPU)
+    step = train_whole(model, whole, make_batches(model, 1, torch.bfloat16, CPU))
+    assert {gradient.dtype for gradient in step.gradients.values()} == {torch.float32}
+    gradient = step.gradients["head.weight"]
+    assert not torch.equal(gradient, gradient.bfloat16().float())

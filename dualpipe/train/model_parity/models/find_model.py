@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dualpipe.runtime.errors import nearest
-from dualpipe.train.model_parity.cut_model import ComparedModel, CutModel
+from dualpipe.train.model_parity.models.cut_model import ComparedModel, CutModel
 
 
 def find_model(text: str) -> ComparedModel:
@@ -24,7 +24,7 @@ def find_model(text: str) -> ComparedModel:
     """
     if Path(text).is_dir():
         try:
-            from dualpipe.train.model_parity.hub_model import HubModel
+            from dualpipe.train.model_parity.models.hub_model import HubModel
         except ImportError as error:
             raise ValueError(f"--model {text!r}: a directory needs transformers, which cannot be imported ({error}); "
                              "install it, or give module:function") from error

@@ -44,8 +44,10 @@ class ComparedModel(Protocol):
     def build_stages(
         self, num_stages: int, mine: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None
     ) -> list[NamedStage]:
-        """Return the stages `mine`, with the weights of the uncut model. mesh: to place them on; None: nothing is
-        sharded. Collective over the mesh."""
+        """Return the stages `mine`, with the weights of the uncut model. Collective over the mesh.
+
+        dtype: what they compute in; see `storage_dtype`. mesh: to place them on; None: nothing is sharded.
+        """
 
     def make_batch(self, seed: int) -> tuple[Tensors, Tensors]:
         """Return inputs and labels of one pipeline's step."""
@@ -64,8 +66,9 @@ class CutModel:
         gets another seed. The first dimension is that of the batch.
     loss: `loss(*outputs, *labels)` of a micro-batch, as training has it: gradients are summed over micro-batches.
     place: `place(stages, mesh, dtype)` does to a rank's stages, in place, what training does to them: shards them,
-        gives them their experts' dispatchers, defers weight gradients. By default weight gradients are deferred, and
-        the parameters are sharded by FSDP2; experts over ranks (--ep) need a `place`.
+        gives them their experts' dispatchers, defers weight gradients. dtype: what they are to compute in. By default
+        weight gradients are deferred, and the parameters are sharded by FSDP2; experts over ranks (--ep) need a
+        `place`.
     names: `names(stage, name)` returns the name in the uncut model of a stage's parameter. By default parameters are
         recognised as those of the copy that was cut, and new ones by their names.
     num_chunks, schedule: micro-batches of a step, and the schedule, by the names of `dualpipe.schedule.build`.
@@ -95,6 +98,9 @@ class CutModel:
         if len(modules) != num_stages or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(module).__name__ for module in modules]
             raise ValueError(f"cut(whole, {num_stages}) returned {kinds}; it must return {num_stages} nn.Modules")
+        storage = storage_dtype(dtype, mesh)
+        for parameter in whole.parameters():
+            parameter.data = parameter.data.to(storage)  # the values stay rounded to `dtype`, as the uncut model's are
         # Of all stages, so that a wrong one is refused on every rank.
         names = [self._names_of(number, module, known, shapes) for number, module in enumerate(modules)]
         stages = [NamedStage(number, modules[number], names[number]) for number in mine]
@@ -145,10 +151,23 @@ class CutModel:
                              "give CutModel(place=...), or leave out --ep")
         for module in modules:
             defer_weight_grads(module)
-        wide = torch.promote_types(dtype, torch.float32)
-        policy = DTypePolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=dtype)
-        plan = resolve_dtypes(modules, policy, group=place.group("pp"))
+        plan = resolve_dtypes(modules, policy_of(dtype), group=place.group("pp"))
         shard_stages(modules, place.dense if place.replicas > 1 else None, plan)
+
+
+def storage_dtype(dtype: torch.dtype, mesh: DeviceMesh | None) -> torch.dtype:
+    """Return the dtype in which the parameters of stages that compute in `dtype` are stored.
+
+    Sharded ones are stored in at least float32: FSDP2 casts them when it gathers them, and hands out their gradients in
+    the dtype of storage. Nothing casts those that are not sharded.
+    """
+    return torch.promote_types(dtype, torch.float32) if Mesh.of(mesh).replicas > 1 else dtype
+
+
+def policy_of(dtype: torch.dtype) -> DTypePolicy:
+    """Return the policy by which stages compute in `dtype`, and accumulate gradients in at least float32."""
+    wide = torch.promote_types(dtype, torch.float32)
+    return DTypePolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=dtype)
 
 
 def _all_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
