@@ -142,6 +142,7 @@ CHECKED = {  # what is checked of a command in place of running it
         batch_script_is_taken,
     "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,
     "dualpipe parity --model my_model:build --pp 2 --ep 2": parity_of_a_model_is_taken,
+    "dualpipe parity --model my_model:build --pp 2 --ep 2 --dtype bf16": parity_of_a_model_is_taken,
     "torchrun --nproc-per-node 2 examples/wrap_your_model.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 examples/wrap_your_moe.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,
