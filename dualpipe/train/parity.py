@@ -63,7 +63,8 @@ T = TypeVar("T")
 
 
 class Bounds(NamedTuple):
-    """How many times the unpipelined model's error a bfloat16 one may have: of all gradients together, and of one."""
+    """The largest errors allowed in bfloat16, as multiples of the unpipelined model's: of all gradients together, and
+    of a single one."""
 
     together: float
     single: float
@@ -428,8 +429,7 @@ def measure_rounding(
 
 
 def _accumulation(p: Comparison) -> list[Accumulation]:
-    """How far this rank's part of each gradient of the step that was run is from the sum of its micro-batches',
-    relative, and how far it may be."""
+    """Compare this rank's part of each gradient of the step that was run with the sum of its micro-batches'."""
     count, replicas, plan = p.config.train.num_chunks, p.config.parallel.replicas, p.model.plan
     found = {name: gradient.clone() for name, gradient in gradients(p.model.stages, of_rank=True).items()}
     sums = {name: torch.zeros_like(gradient, dtype=torch.float64) for name, gradient in found.items()}

@@ -83,8 +83,9 @@ def meet(
 ) -> Iterator[tuple[Job, T]]:
     """Join the job's other ranks as `layout` says, once `prepare` is done on all of them.
 
-    prepare: puts what all ranks must have the same of into the given dictionary, and returns the layout, as it fits the
-    number of ranks, and anything else for this rank. watch: is given the store before ranks wait for each other.
+    prepare: fills a dictionary with the settings that must be the same on all ranks, and returns the layout for their
+    number and a value for this rank, which is yielded with the job. watch: called with the store before ranks wait for
+    each other.
 
     Raises ValueError, on all ranks, where `prepare` did on some, settings differ, or a rank has no device.
     """

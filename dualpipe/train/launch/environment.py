@@ -44,8 +44,10 @@ def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankIn
 
 
 def rank_of_job(world_size: int = 0) -> RankInfo | None:
-    """Return which rank of its job this process is, and see to it that it finds the others; None where its ranks are
-    still to be started. world_size: the number of ranks to start, where it is known."""
+    """Return this process's rank in its job, with SLURM's rendezvous set up; None where ranks are still to be started.
+
+    world_size: the number of ranks to start, where it is known. One needs no start.
+    """
     info = rank_from_environment(os.environ)
     if info is not None and "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))

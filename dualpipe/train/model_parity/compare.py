@@ -55,8 +55,8 @@ class Report(NamedTuple):
     origin: Origin | None
 
 
-class _Found(NamedTuple):
-    """A place that a rank has found; of all ranks' the least one is the first."""
+class _Place(NamedTuple):
+    """A place where a rank differs; the first of all ranks' has the least order."""
 
     order: tuple[int, ...]
     stage: int
@@ -99,7 +99,7 @@ class ModelComparison:
         observer = ActionResults()
         with observer.subscribed():
             losses = self._pipelined.train(self._own_batch)
-        expected = train_whole(self._model, self._whole, self._batches)
+        expected = self._job.ranks.agree(lambda: train_whole(self._model, self._whole, self._batches))
         differences = self._compare_gradients(self._pipelined.gradients(), expected)
         if losses is not None:
             own = expected.losses[self._job.place.replica].to(losses)
@@ -185,7 +185,7 @@ class ModelComparison:
         worst = _worst(suspected or inside or report.failed)
         return Origin(worst.name, worst.difference.relative, first.where, suspects.hint)
 
-    def _look_into_stage(self, first: _Found, sequence: StagesInSequence) -> Suspects:
+    def _look_into_stage(self, first: _Place, sequence: StagesInSequence) -> Suspects:
         """Return the parameters, by the uncut model's names, of the modules in which a forward goes wrong. Collective.
 
         The step is run again, with hooks on the modules of the stage: their outputs would not fit in memory for all.
@@ -216,7 +216,7 @@ class ModelComparison:
         stages = self._model.build_stages(count, range(count), self._dtype, self._job.device, None)
         return StagesInSequence(self._model, stages)
 
-    def _first_of_the_cut(self, step: UncutStep, expected: UncutStep) -> _Found | None:
+    def _first_of_the_cut(self, step: UncutStep, expected: UncutStep) -> _Place | None:
         """Return the first parameter of the stages in a sequence that differs from the uncut model's."""
         floor = self._floor(expected)
         found = sum_by_first_name(step.gradients, self._tied)
@@ -235,33 +235,33 @@ class ModelComparison:
         where = (f"stage {stage}, micro-batch {microbatch}, in the stages one after the other, without a pipeline: "
                  "the cut computes something else")
         hint = "no stage uses it" if unused else ""
-        return _Found((-1, stage), stage, worst.name, worst.relative, where, hint)
+        return _Place((-1, stage), stage, worst.name, worst.relative, where, hint)
 
-    def _first_action(self, sequence: StagesInSequence, observer: ActionResults) -> _Found | None:
+    def _first_action(self, sequence: StagesInSequence, observer: ActionResults) -> _Place | None:
         """Return the first of this rank's actions whose results differ from those of the stage in a sequence."""
-        first: _Found | None = None
+        first: _Place | None = None
         for boundary, results in observer.results.items():
             expected = sequence.boundaries[boundary]
             relative = max((_relative(*pair) for pair in zip(results, expected)), default=0.0)
             if len(results) == len(expected) and relative <= self._tolerance:
                 continue
             action = observer.actions[boundary]
-            found = _Found(order_of(action), action.stage, "", relative, action.title,
+            found = _Place(order_of(action), action.stage, "", relative, action.title,
                            microbatch=action.microbatch, replica=self._job.place.replica)
             if first is None or found.order < first.order:
                 first = found
         return first
 
-    def _first_loss(self, report: Report) -> _Found | None:
+    def _first_loss(self, report: Report) -> _Place | None:
         """Return the loss, where it differs though outputs do not."""
         wrong = [each for each in report.failed if each.stage < 0]
         if not wrong:
             return None
         last = self._pipelined.schedule.num_stages - 1
         where = f"the loss behind stage {last}, whose outputs are right"
-        return _Found((0, last), last, wrong[0].name, wrong[0].difference.relative, where)
+        return _Place((0, last), last, wrong[0].name, wrong[0].difference.relative, where)
 
-    def _first_weight_gradient(self) -> _Found | None:
+    def _first_weight_gradient(self) -> _Place | None:
         """Return the first micro-batch whose part of a gradient is wrong, and the parameter. Collective."""
         for microbatch in range(self._model.num_chunks):
             self._pipelined.train(self._own_batch, [microbatch])
@@ -277,13 +277,13 @@ class ModelComparison:
 
     def _found_gradient(
         self, gradient: StageGradient, compared: StageDifference, expected: UncutStep, microbatch: int
-    ) -> _Found:
+    ) -> _Place:
         """Return the place of a weight gradient that differs; backwards run from the last stage to the first."""
         where = self._pipelined.action_of("W", gradient.stage, microbatch)
         hint = self._hint(gradient, expected.gradients[gradient.name])
         place = list(self._tied).index(gradient.name)
         order = (-gradient.stage, place)
-        return _Found(order, gradient.stage, gradient.name, compared.difference.relative, where, hint)
+        return _Place(order, gradient.stage, gradient.name, compared.difference.relative, where, hint)
 
     def _hint(self, found: StageGradient, expected: Tensor) -> str:
         """Return a likely cause of a gradient that differs, or nothing."""
@@ -322,7 +322,7 @@ def _worst(found: Iterable[StageDifference]) -> StageDifference:
     return max(found, key=lambda each: inf if isnan(each.difference.relative) else each.difference.relative)
 
 
-def _least(found: Iterable[_Found | None]) -> _Found | None:
+def _least(found: Iterable[_Place | None]) -> _Place | None:
     """Return the first place of all ranks."""
     places = [each for each in found if each is not None]
     return min(places, key=lambda each: each.order, default=None)

@@ -10,8 +10,8 @@ from torch import nn
 
 
 class _Key(NamedTuple):
-    """What a module is recognised by. parameters: their names in the uncut model, of the module itself or, where it has
-    none, of the nearest one around it; path: from there to the module."""
+    """Identity of a module. parameters: the uncut model's names of those inside it or, where it has none, inside the
+    nearest module around it; path: from there to the module."""
 
     parameters: frozenset[str]
     path: str

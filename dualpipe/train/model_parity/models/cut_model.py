@@ -100,7 +100,8 @@ class CutModel:
             raise ValueError(f"cut(whole, {num_stages}) returned {kinds}; it must return {num_stages} nn.Modules")
         storage = storage_dtype(dtype, mesh)
         for parameter in whole.parameters():
-            parameter.data = parameter.data.to(storage)  # the values stay rounded to `dtype`, as the uncut model's are
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(storage)  # with values rounded to `dtype`, as the uncut model's are
         # Of all stages, so that a wrong one is refused on every rank.
         names = [self._names_of(number, module, known, shapes) for number, module in enumerate(modules)]
         stages = [NamedStage(number, modules[number], names[number]) for number in mine]

@@ -97,10 +97,22 @@ def train_whole(
     for replica, number, microbatch in microbatches(model, batches, only):
         begin(replica, number)
         outputs = as_tuple(whole(*microbatch.inputs))
-        loss = model.compute_loss(*outputs, *microbatch.labels)
+        loss = _checked(model.compute_loss(*outputs, *microbatch.labels))
         _run_backward([loss], [torch.full_like(loss, 1 / len(batches))])
         losses[replica, number] = loss.detach().double()
     return UncutStep(losses, _gradients(whole))
+
+
+def _checked(loss: object) -> Tensor:
+    """Return a micro-batch's loss. Raises ValueError for what gradients cannot be computed of."""
+    if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+        kind = type(loss).__name__
+        if isinstance(loss, Tensor):
+            requires = "requires" if loss.requires_grad else "requires no"
+            kind = f"tensor of shape {list(loss.shape)} that {requires} gradient"
+        raise ValueError(f"the loss of a micro-batch is a {kind}; loss(*outputs, *labels) must return a scalar tensor "
+                         "that requires a gradient")
+    return loss
 
 
 def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:

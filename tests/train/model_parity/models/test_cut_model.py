@@ -50,6 +50,17 @@ def test_batches_that_do_not_fit_are_refused():
         make_batches(model, 1, torch.float64, CPU)
 
 
+@pytest.mark.parametrize(("loss", "error"), [
+    (lambda *tensors: own_model.loss(*tensors).detach(), r"tensor of shape \[\] that requires no gradient; loss"),
+    (lambda *tensors: own_model.loss(*tensors).expand(3), r"tensor of shape \[3\] that requires gradient; loss"),
+    (lambda *tensors: 1.0, r"the loss of a micro-batch is a float; loss\(\*outputs, \*labels\) must return a scalar"),
+])
+def test_losses_that_are_none_are_refused(loss, error):
+    model = replace(own_model.right(), loss=loss)
+    with pytest.raises(ValueError, match=error):
+        train_whole(model, model.build_whole(torch.float64, CPU), make_batches(model, 1, torch.float64, CPU))
+
+
 def test_gradients_of_a_narrow_model_accumulate_in_float32():
     model = own_model.right()
     whole = model.build_whole(torch.bfloat16, CPU)
