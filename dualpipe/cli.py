@@ -8,11 +8,14 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dualpipe import __version__
 from dualpipe.runtime.errors import PLAIN, error_line, exit_status
 from dualpipe.schedule.by_name import command as schedule  # pure Python
+
+if TYPE_CHECKING:
+    from dualpipe.train.config.schema import Config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +83,10 @@ def _parity(args: argparse.Namespace) -> int:
     from dualpipe.train.launch.local import start_ranks
 
     args, overrides = _after_config(args)
+    if args.model is not None:
+        return _model_parity(args, overrides)
+    if args.config is None:
+        args.parser.error("--model is not given, so the following arguments are required: CONFIG")
     for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
@@ -91,6 +98,46 @@ def _parity(args: argparse.Namespace) -> int:
 
         ending.status = check_parity(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
     return ending.status
+
+
+def _model_parity(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Compare a model of the user's own, as a rank of the job, or start all ranks where nobody did."""
+    from dualpipe.runtime.rank_process import as_rank
+    from dualpipe.train.launch.environment import rank_of_job
+    from dualpipe.train.launch.local import start_ranks
+
+    config = _config_of_layout(args, overrides)
+    layout = config.parallel
+    info = rank_of_job(layout.world_size)
+    if info is None:
+        return start_ranks(args.arguments, config)
+    with as_rank(info, layout.sizes) as ending:
+        from dualpipe.train.model_parity.command import check_model
+
+        ending.status = check_model(
+            args.model, layout, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+    return ending.status
+
+
+def _config_of_layout(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """Return a configuration that has nothing but the numbers of ranks of `parity --model`."""
+    from dualpipe.train.config.schema import Config, ParallelConfig
+
+    if args.config is not None or overrides:
+        given = " ".join([*([] if args.config is None else [args.config]), *overrides])
+        raise ValueError(f"--model {args.model}: got {given} besides; a model of your own has no settings of a file, "
+                         "leave them out")
+    for name in ("cp", "dp_replicate"):
+        if getattr(args, name) not in (None, 1):
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} {getattr(args, name)} is not for --model, which compares pp, dp and ep; "
+                             "leave it out")
+    given_sizes = {name: getattr(args, name) for name in ("pp", "dp", "ep")}
+    sizes = {name: 1 if size is None else size for name, size in given_sizes.items()}
+    wrong = [f"--{name} {size}" for name, size in sizes.items() if size < 1]
+    if wrong:
+        raise ValueError(f"{' and '.join(wrong)} must be at least 1")
+    return Config(parallel=ParallelConfig(pp=sizes["pp"], dp=sizes["dp"], ep=sizes["ep"]))
 
 
 def _after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
@@ -235,7 +282,10 @@ _CONFIG: _Arguments = {
     "overrides": dict(nargs=argparse.REMAINDER, metavar="--TABLE.FIELD VALUE",
                       help="settings that replace those of the file; `CONFIG --help` lists them all"),
 }
+_CONFIG_OR_MODEL: _Arguments = {**_CONFIG, "config": {**_CONFIG["config"], "nargs": "?"}}
 _PARITY: _Arguments = {
+    "--model": dict(metavar="MODULE:FUNCTION|DIR", help="instead of CONFIG: a function that returns a "
+                    "dualpipe.train.model_parity.CutModel, or a directory of transformers; see docs/your-own-loop.md"),
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
     "--dp-replicate": dict(type=int, metavar="N", help="parts of dp that have all parameters each (default: the "
@@ -323,7 +373,7 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
               {**_TRAIN, **_CONFIG}),
     "data pack": (_pack, "tokenise text into memory-mapped shards", _PACK),
     "parity": (_parity, "compare loss and gradients of the pipelined model with the unpipelined one",
-               {**_PARITY, **_CONFIG}),
+               {**_PARITY, **_CONFIG_OR_MODEL}),
     "replay": (_replay, "run a step again whose numbers were not finite, from its bundle, and compare bit for bit",
                {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}),
     "dtypes": (_dtypes, "print in which dtype every tensor of the model is stored, computes, is reduced and saved, and "
@@ -371,7 +421,7 @@ def _parser() -> argparse.ArgumentParser:
             of_group = commands.add_parser(group, help=_GROUPS[group])
             groups[group] = of_group.add_subparsers(required=True, metavar="COMMAND")
         command = groups[group].add_parser(name, help=text, description=text, allow_abbrev=False)
-        command.set_defaults(run=run, command=name)
+        command.set_defaults(run=run, command=name, parser=command)
         _add_arguments(command, arguments)
     return parser
 

@@ -27,7 +27,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
-    "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
+    "parity FAILED: ", "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
 )
 
 # What is added to a command, and what of it is replaced, to make it small.
@@ -94,6 +94,12 @@ def replay_is_taken(command):
     assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
 
 
+def parity_of_a_model_is_taken(command):
+    """Run by tests/train/model_parity/test_command.py."""
+    args = cli._parser().parse_args(shlex.split(command)[1:])
+    assert args.model and args.config is None and (args.pp, args.ep) == (2, 2)
+
+
 def batch_script_is_taken(command):
     """Run by tests/train/launch/test_environment.py."""
     words = shlex.split(command)
@@ -134,6 +140,9 @@ CHECKED = {  # what is checked of a command in place of running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
         batch_script_is_taken,
+    "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,
+    "dualpipe parity --model my_model:build --pp 2 --ep 2": parity_of_a_model_is_taken,
+    "dualpipe parity --model my_model:build --pp 2 --ep 2 --dtype bf16": parity_of_a_model_is_taken,
     "torchrun --nproc-per-node 2 examples/wrap_your_model.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 examples/wrap_your_moe.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,

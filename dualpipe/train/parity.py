@@ -58,9 +58,19 @@ from dualpipe.train.step.stages import build_whole
 from dualpipe.train.step.step_runner import PipelinedModel
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}  # relative; rounding alone stays orders of magnitude below
-TOGETHER, SINGLE = 1.5, 2.5  # times the unpipelined model's error, in bfloat16
 
 T = TypeVar("T")
+
+
+class Bounds(NamedTuple):
+    """The largest errors allowed in bfloat16, as multiples of the unpipelined model's: of all gradients together, and
+    of a single one."""
+
+    together: float
+    single: float
+
+
+BOUNDS = Bounds(1.5, 2.5)
 
 
 class Difference(NamedTuple):
@@ -86,6 +96,14 @@ class Rounding(NamedTuple):
     excess: float  # the pipelined error over the unpipelined, or over one rounding; NaN for NaN
 
 
+class Accumulation(NamedTuple):
+    """The relative distance of a step's gradient from the sum of its micro-batches', and how far it may be."""
+
+    name: str
+    relative: float
+    allowed: float
+
+
 # -- the command
 
 
@@ -102,7 +120,8 @@ def check_parity(config: Config, info: RankInfo, *, dtype: str, tolerance: float
         return 0
     allowed = TOLERANCES[dtype] if tolerance is None else tolerance
     failed = [d for d in differences if not d.relative <= allowed]  # NaN fails
-    _print("Largest differences from the unpipelined model", config, dtype, ("max abs", "relative"), [
+    title = f"{config.parallel.schedule}, {config.parallel}, {dtype}"
+    _print("Largest differences from the unpipelined model", title, ("max abs", "relative"), [
         (d.name, str(d.shape), f"{d.max_abs:.2e}", f"{d.relative:.2e}")
         for d in _worst(differences, lambda d: d.relative, worst)
     ])
@@ -119,6 +138,17 @@ def check_bf16(resolved: Resolved, job: Job, worst: int) -> int:
     if job.rank:
         return 0
     rounding, accumulation = (list(chain.from_iterable(found)) for found in zip(*of_ranks))
+    title = f"{resolved.config.parallel.schedule}, {resolved.config.parallel}, bf16"
+    print_bf16(title, rounding, accumulation, BOUNDS, worst)
+    failed = [*rounding_failures(rounding, BOUNDS), *accumulation_failures(accumulation)]
+    say(f"parity FAILED: {'; '.join(failed)}" if failed else f"parity passed: all {len(rounding)} within")
+    return 1 if failed else 0
+
+
+def print_bf16(
+    title: str, rounding: Sequence[Rounding], accumulation: Sequence[Accumulation], bounds: Bounds, worst: int
+) -> None:
+    """Print the largest errors of a comparison in bfloat16, and those of all together."""
     added: dict[str, float] = {}
     for name, relative, _ in accumulation:
         added[name] = max(added.get(name, 0.0), relative)
@@ -126,23 +156,42 @@ def check_bf16(resolved: Resolved, job: Job, worst: int) -> int:
     for each in _worst(rounding, lambda each: each.excess, worst):
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         rows.append((each.name, str(each.shape), *errors, f"{added[each.name]:.2e}" if each.name in added else "-"))
-    columns = ("pipelined", "unpipelined", "accumulation")
-    _print("Largest errors against float64", resolved.config, "bf16", columns, rows)
-    norm, ours, own = (math.hypot(*column) for column in zip(*(r[2:5] for r in rounding if "loss" not in r.name)))
+    _print("Largest errors against float64", title, ("pipelined", "unpipelined", "accumulation"), rows)
+    together = _together(rounding)
     (largest,) = _worst(rounding, lambda each: each.excess, 1)
-    ((name, relative, allowed),) = _worst(accumulation, lambda each: each[1] / each[2], 1)
-    failed = []  # NaN fails
-    if not largest.excess <= SINGLE:
+    (added_worst,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
+    say(f"error of all gradients together, relative to float64: {together.pipelined / together.norm:.2e} pipelined, "
+        f"{together.unpipelined / together.norm:.2e} unpipelined: {together.excess:.2f} times (allowed: "
+        f"{bounds.together}), of a tensor up to {largest.excess:.2f} ({bounds.single})")
+    say(f"error of accumulation: up to {added_worst.relative:.1e} (allowed: {added_worst.allowed:.1e})")
+
+
+def rounding_failures(rounding: Sequence[Rounding], bounds: Bounds) -> list[str]:
+    """Return the bounds that errors against float64 exceed, as text; NaN exceeds all."""
+    failed = []
+    (largest,) = _worst(rounding, lambda each: each.excess, 1)
+    if not largest.excess <= bounds.single:
         failed.append(f"{largest.name} is {largest.excess:.2f} times as far from float64")
-    if not ours <= TOGETHER * own:
+    if not _together(rounding).excess <= bounds.together:
         failed.append("all gradients together are further from float64")
-    if not relative <= allowed:
-        failed.append(f"{name} is not the sum of its micro-batches' gradients")
-    say(f"error of all gradients together, relative to float64: {ours / norm:.2e} pipelined, {own / norm:.2e} "
-        f"unpipelined: {ours / own:.2f} times (allowed: {TOGETHER}), of a tensor up to {largest.excess:.2f} "
-        f"({SINGLE})\nerror of accumulation: up to {relative:.1e} (allowed: {allowed:.1e})")
-    say(f"parity FAILED: {'; '.join(failed)}" if failed else f"parity passed: all {len(rounding)} within")
-    return 1 if failed else 0
+    return failed
+
+
+def accumulation_failures(accumulation: Sequence[Accumulation]) -> list[str]:
+    """Return the gradient that is furthest from the sum of its micro-batches', as text, if that is too far."""
+    (largest,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
+    if largest.relative <= largest.allowed:
+        return []
+    return [f"{largest.name} is not the sum of its micro-batches' gradients"]
+
+
+def _together(rounding: Iterable[Rounding]) -> Rounding:
+    """Return the errors of all gradients together, as if they were one tensor."""
+    gradients_only = [each for each in rounding if "loss" not in each.name]
+    norm = math.hypot(*(each.norm for each in gradients_only))
+    pipelined = math.hypot(*(each.pipelined for each in gradients_only))
+    unpipelined = math.hypot(*(each.unpipelined for each in gradients_only))
+    return Rounding("all gradients", (), norm, pipelined, unpipelined, pipelined / (unpipelined or 1.0))
 
 
 def _worst(found: Iterable[T], measure: Callable[[T], float], count: int) -> list[T]:
@@ -150,9 +199,8 @@ def _worst(found: Iterable[T], measure: Callable[[T], float], count: int) -> lis
     return heapq.nlargest(count, found, key=lambda each: math.inf if math.isnan(measure(each)) else measure(each))
 
 
-def _print(title: str, config: Config, dtype: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    p = config.parallel
-    say(f"{title} ({p.schedule}, {p}, {dtype})")
+def _print(heading: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    say(f"{heading} ({title})")
     say(aligned([("tensor", "shape", *columns), *rows]).rstrip())  # names are never broken: they are searched for
 
 
@@ -337,7 +385,7 @@ def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) 
     return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
 
 
-def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tuple[str, float, float]]]:
+def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Accumulation]]:
     """One step against float64 and against its micro-batches; complete when all ranks' are put together."""
     config = replace(resolved.config, train=replace(resolved.config.train, dtype="bf16"))
     resolved = resolved.with_config(config)
@@ -362,18 +410,26 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[tup
     exact_model = make_whole(dtypes=torch.float64)
     exact_model.load_state_dict(state)
     exact = run(exact_model)
-    rounding = []
-    for name, value in found.items():
-        norm = float(exact[name].norm())
-        ours, own = (float((each.double() - exact[name]).norm()) for each in (value, unpipelined[name]))
-        excess = ours / (max(own, 2**-9 * norm) or 1.0)
-        rounding.append(Rounding(name, tuple(value.shape), norm, ours, own, excess))
+    rounding = [measure_rounding(name, value, unpipelined[name], exact[name]) for name, value in found.items()]
     return rounding, accumulation
 
 
-def _accumulation(p: Comparison) -> list[tuple[str, float, float]]:
-    """How far this rank's part of each gradient of the step that was run is from the sum of its micro-batches',
-    relative, and how far it may be."""
+def measure_rounding(
+    name: str, pipelined: Tensor, unpipelined: Tensor, exact: Tensor, floor: float = 2**-9
+) -> Rounding:
+    """Measure a tensor of both bfloat16 models against float64.
+
+    floor: what the unpipelined model's relative error counts as at least.
+    """
+    norm = float(exact.norm())
+    error = float((pipelined.double() - exact).norm())
+    unpipelined_error = float((unpipelined.double() - exact).norm())
+    excess = error / (max(unpipelined_error, floor * norm) or 1.0)
+    return Rounding(name, tuple(pipelined.shape), norm, error, unpipelined_error, excess)
+
+
+def _accumulation(p: Comparison) -> list[Accumulation]:
+    """Compare this rank's part of each gradient of the step that was run with the sum of its micro-batches'."""
     count, replicas, plan = p.config.train.num_chunks, p.config.parallel.replicas, p.model.plan
     found = {name: gradient.clone() for name, gradient in gradients(p.model.stages, of_rank=True).items()}
     sums = {name: torch.zeros_like(gradient, dtype=torch.float64) for name, gradient in found.items()}
@@ -391,5 +447,5 @@ def _accumulation(p: Comparison) -> list[tuple[str, float, float]]:
         dtypes += [plan.of(name).storage] if replicas > 1 else []
         unit_roundoff = max(torch.finfo(dtype).eps for dtype in dtypes) / 2
         relative = float((gradient - sums[name]).norm() / (sizes[name].norm() or 1.0))
-        result.append((name, relative, (count + 2 * replicas) * unit_roundoff))
+        result.append(Accumulation(name, relative, (count + 2 * replicas) * unit_roundoff))
     return result

@@ -15,7 +15,6 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
-from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.parity import Comparison, EvenRoutes, difference
 from dualpipe.train.step.loss import MicroBatchLoss
@@ -51,7 +50,7 @@ def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
     """However narrow the terminal is."""
     monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
-    parity._print("Differences", Config(), "float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
+    parity._print("Differences", "1f1b, float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
     _, header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == ["tensor", "shape", "relative"] and first.split() == [name, "(2,", "3)", "1e-12"]
     assert second.split() == ["loss", "(4,)", "0"] and len(second) == len(first)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,12 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.resolve import Resolved, resolve
-from dualpipe.train.config.schema import Config
+from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.settings_check import agree, model_settings, run_settings
 from dualpipe.train.launch.store import confine, connect
+
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -57,29 +59,55 @@ def join(
     number, or one has no device; see `agree`.
     """
 
-    def prepare(settings: dict[str, Any]) -> tuple[Resolved, torch.device]:
-        settings["number of ranks"] = info.world_size
+    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, Resolved]:
         settings.update(run_settings(config))
         resolved = resolve(config, info.world_size)
         settings.update(model_settings(resolved.model))
-        confine(info, config.parallel.interface)
-        device = choose_device(info, config.parallel.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
-        settings["kind of device"] = device.type
-        return resolved, device
+        return resolved.config.parallel, resolved
 
-    if info.world_size > 1 and config.parallel.device != "cpu":
+    def watch(store: dist.Store) -> None:
+        if watchdog is not None:
+            limit = config.parallel.timeout
+            watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
+                           patience=config.watchdog.timeout or limit / 2, limit=limit)
+
+    with meet(config.parallel, info, prepare, watch=watch, prefix=prefix) as (job, resolved):
+        job.watchdog = watchdog
+        yield job, resolved
+
+
+@contextmanager
+def meet(
+    layout: ParallelConfig, info: RankInfo, prepare: Callable[[dict[str, Any]], tuple[ParallelConfig, T]], *,
+    watch: Callable[[dist.Store], None] | None = None, prefix: str = "",
+) -> Iterator[tuple[Job, T]]:
+    """Join the job's other ranks as `layout` says, once `prepare` is done on all of them.
+
+    prepare: fills a dictionary with the settings that must be the same on all ranks, and returns the layout for their
+    number and a value for this rank, which is yielded with the job. watch: called with the store before ranks wait for
+    each other.
+
+    Raises ValueError, on all ranks, where `prepare` did on some, settings differ, or a rank has no device.
+    """
+
+    def prepare_device(settings: dict[str, Any]) -> tuple[ParallelConfig, T, torch.device]:
+        settings["number of ranks"] = info.world_size
+        parallel, prepared = prepare(settings)
+        confine(info, layout.interface)
+        device = choose_device(info, layout.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
+        settings["kind of device"] = device.type
+        return parallel, prepared, device
+
+    if info.world_size > 1 and layout.device != "cpu":
         cuda.set_environment()
-    timeout = timedelta(seconds=config.parallel.timeout)
-    store = connect(info, timeout, config.parallel.interface, prefix) if info.world_size > 1 else dist.HashStore()
-    if watchdog is not None:
-        limit = config.parallel.timeout
-        watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
-                       patience=config.watchdog.timeout or limit / 2, limit=limit)
-    resolved, device = agree(store, info, prepare, timeout)
-    parallel = resolved.config.parallel
+    timeout = timedelta(seconds=layout.timeout)
+    store = connect(info, timeout, layout.interface, prefix) if info.world_size > 1 else dist.HashStore()
+    if watch is not None:
+        watch(store)
+    parallel, prepared, device = agree(store, info, prepare_device, timeout)
     cuda.select(device)
     if info.world_size == 1:
-        yield Job(device, watchdog=watchdog), resolved
+        yield Job(device), prepared
         return
     on_cuda = device.type == "cuda"
     dist.init_process_group(
@@ -91,7 +119,7 @@ def join(
         dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
                       dp_replicate=parallel.dp_replicate, timeout=timeout)
-    yield Job(device, mesh, watchdog), resolved
+    yield Job(device, mesh), prepared
     dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
 
 

@@ -24,9 +24,7 @@ def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankIn
     Raises ValueError where either is wrong; if on this rank alone, the others are told, for 30 s at most, instead of
     waiting for it.
     """
-    info = rank_from_environment(os.environ)
-    if info is not None and "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
+    info = rank_of_job()
     try:
         config = _handed_on() or load_config(path, overrides)
     except ValueError as error:
@@ -43,6 +41,17 @@ def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankIn
     if info is None and config.parallel.world_size == 1:
         info = RankInfo(0, 1, 0, 1)
     return config, info
+
+
+def rank_of_job(world_size: int = 0) -> RankInfo | None:
+    """Return this process's rank in its job, with SLURM's rendezvous set up; None where ranks are still to be started.
+
+    world_size: the number of ranks to start, where it is known. One needs no start.
+    """
+    info = rank_from_environment(os.environ)
+    if info is not None and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
+    return RankInfo(0, 1, 0, 1) if info is None and world_size == 1 else info
 
 
 def _handed_on() -> Config | None:

@@ -1,0 +1,8 @@
+"""`dualpipe parity --model`: a model of one's own, or one of transformers, in a pipeline against the uncut model.
+
+Imports `train.parity`, `train.launch`, `train.config.schema`, `parallel.mesh`, `schedule` and `runtime`.
+"""
+
+from dualpipe.train.model_parity.models.cut_model import CutModel
+
+__all__ = ["CutModel"]

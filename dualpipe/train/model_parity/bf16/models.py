@@ -1,0 +1,112 @@
+"""The models of a comparison in bfloat16: the uncut one in float64 and in bfloat16, and the pipeline."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.model_parity.bf16.module_names import ModuleNames
+from dualpipe.train.model_parity.bf16.routes import PipelinePosition, Replay, Routes, UncutPosition, choosing
+from dualpipe.train.model_parity.models.cut_model import ComparedModel
+from dualpipe.train.model_parity.models.pipelined import PipelinedModel
+from dualpipe.train.model_parity.models.uncut import (
+    Batch,
+    StagesInSequence,
+    UncutStep,
+    make_batches,
+    tied_names,
+    train_whole,
+)
+
+BF16 = torch.bfloat16
+
+
+class UncutModel(NamedTuple):
+    """The uncut model in one dtype, its modules by name, and the batches of all pipelines."""
+
+    whole: nn.Module
+    modules: dict[nn.Module, str]
+    batches: list[Batch]
+
+
+class ReplayedModels:
+    """The models, which all choose as the uncut one did in float64, with the weights that bfloat16 has left of them.
+
+    Collective over all ranks, as is `train`.
+    """
+
+    def __init__(self, model: ComparedModel, job: Job) -> None:
+        self._model = model
+        self._device = job.device
+        self._replica = job.place.replica
+        narrow = job.ranks.agree(lambda: model.build_whole(BF16, job.device))
+        batches = job.ranks.agree(lambda: make_batches(model, job.place.replicas, BF16, job.device))
+        exact = job.ranks.agree(lambda: copy.deepcopy(narrow).double())
+        self.tied = tied_names(narrow)
+        self.routes = Routes()
+        self._names = ModuleNames(narrow, self.tied)
+        self._narrow = UncutModel(narrow, self._names.of_whole(narrow), batches)
+        self._exact = UncutModel(exact, self._names.of_whole(exact), [batch.double() for batch in batches])
+        self.pipelined = PipelinedModel(model, job, BF16)
+        self.modules: dict[nn.Module, str] = {}  # of this rank's stages, by their names in the uncut model
+        self._stage_of: dict[nn.Module, int] = {}
+        for stage in self.pipelined.stages:
+            modules = self._names.of(stage.module, stage.names)
+            self.modules |= modules
+            self._stage_of |= dict.fromkeys(modules, stage.number)
+
+    def record(self) -> UncutStep:
+        """Run a step of the uncut model in float64, and record its routes."""
+        position = UncutPosition()
+        whole, modules, batches = self._exact
+        with choosing(modules, position, self.routes.record):
+            return train_whole(self._model, whole, batches, before_microbatch=position.begin)
+
+    def train_uncut(self, dtype: torch.dtype, only: int | None = None) -> tuple[UncutStep, Replay]:
+        """Run a step of the uncut model in float64 or bfloat16. only: the micro-batch whose loss counts."""
+        whole, modules, batches = self._uncut(dtype)
+        replay = Replay(self.routes)
+        position = UncutPosition()
+        with choosing(modules, position, replay.choose):
+            step = train_whole(self._model, whole, batches, only, before_microbatch=position.begin)
+        return step, replay
+
+    def train(self, counted: Collection[int] | None = None) -> tuple[Tensor | None, Replay]:
+        """Run a step of the pipeline; return its losses, on the rank of the last stage. counted: see
+        `PipelinedModel.train`."""
+        replay = Replay(self.routes)
+        position = PipelinePosition(self._replica, self._stage_of)
+        with position.subscribed(), choosing(self.modules, position, replay.choose):
+            losses = self.pipelined.train(self._narrow.batches[self._replica], counted)
+        return losses, replay
+
+    def train_in_sequence(self, dtype: torch.dtype) -> tuple[StagesInSequence, UncutStep]:
+        """Build all stages in this process, and run a step of them in float64 or bfloat16."""
+        count = self.pipelined.schedule.num_stages
+        stages = self._model.build_stages(count, range(count), BF16, self._device, None)
+        modules: dict[nn.Module, str] = {}
+        for stage in stages:
+            stage.module.to(dtype)  # float64 has the numbers that bfloat16 has left
+            modules |= self._names.of(stage.module, stage.names)
+        sequence = StagesInSequence(self._model, stages)
+        position = UncutPosition()
+        with choosing(modules, position, Replay(self.routes).choose):
+            step = sequence.train(self._uncut(dtype).batches, self._replica, before_microbatch=position.begin)
+        return sequence, step
+
+    def check_weights(self) -> None:
+        """Raise ValueError where the stages' weights are not the uncut model's. Collective over the ranks that share
+        them."""
+        expected = dict(self._narrow.whole.named_parameters(remove_duplicate=False))
+        for stage, name, value in self.pipelined.values():
+            if not torch.equal(value.to(BF16), expected[name].detach().to(BF16)):
+                raise ValueError(f"the weights {name!r} of stage {stage} are not those of the uncut model, before any "
+                                 "step; compare in float64, which says by how much")
+
+    def _uncut(self, dtype: torch.dtype) -> UncutModel:
+        return self._narrow if dtype is BF16 else self._exact

@@ -1,0 +1,118 @@
+"""`dualpipe parity --model`: joins the ranks, compares, and prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf, isnan
+from typing import Any
+
+from dualpipe.parallel.mesh import mesh_sizes
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.printing import say
+from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.schedule.draw import aligned
+from dualpipe.train.config.schema import ParallelConfig
+from dualpipe.train.launch.distributed import meet
+from dualpipe.train.model_parity.bf16.comparison import Bf16Comparison, Bf16Report, RouteReport
+from dualpipe.train.model_parity.bf16.rounding import BOUNDS
+from dualpipe.train.model_parity.bf16.routes import RouteCount
+from dualpipe.train.model_parity.compare import ModelComparison, Report, StageDifference
+from dualpipe.train.model_parity.models.cut_model import ComparedModel
+from dualpipe.train.model_parity.models.find_model import find_model
+from dualpipe.train.parity import TOLERANCES, print_bf16
+
+BF16 = "bf16"  # the value of --dtype
+
+
+def check_model(
+    text: str, layout: ParallelConfig, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int
+) -> int:
+    """Compare as rank `info` the model that `--model text` names; rank 0 prints, and returns 1 where it differs.
+
+    Raises ValueError, on all ranks, for a model that cannot be found or does not fit the layout, and for a tolerance
+    with bf16.
+    """
+    if dtype == BF16 and tolerance is not None:
+        raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
+
+    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, ComparedModel]:
+        settings["--model"] = text
+        settings["--dtype"] = dtype
+        settings["the layout"] = str(layout)
+        mesh_sizes(info.world_size, pp=layout.pp, dp=layout.dp, ep=layout.ep)
+        return layout, find_model(text)
+
+    title = f"{text}, {layout}, {dtype}"
+    with meet(layout, info, prepare) as (job, model):
+        if dtype == BF16:
+            bf16_report = Bf16Comparison(model, job).run()
+            return 0 if job.rank else print_bf16_report(bf16_report, title, worst)
+        allowed = TOLERANCES[dtype] if tolerance is None else tolerance
+        report = ModelComparison(model, job, dtype_of(dtype), allowed).run()
+    return 0 if job.rank else print_report(report, title, allowed, worst)
+
+
+def print_report(report: Report, title: str, allowed: float, worst: int) -> int:
+    """Print the largest differences and the verdict; return the exit status."""
+    rows = [(each.name, stage_text(each.stage), str(each.difference.shape), f"{each.difference.max_abs:.2e}",
+             f"{each.difference.relative:.2e}") for each in _largest(report.differences, worst)]
+    say(f"Largest differences from the uncut model ({title})")
+    say(aligned([("tensor", "stage", "shape", "max abs", "relative"), *rows]).rstrip())
+    count = len(report.differences)
+    if not report.failed:
+        say(f"parity passed: all {count} within {allowed:g} relative")
+        return 0
+    say(f"parity FAILED: {len(report.failed)} of {count} differ by more than {allowed:g} relative")
+    say(f"first: {report.origin}")
+    return 1
+
+
+def print_bf16_report(report: Bf16Report, title: str, worst: int) -> int:
+    """Print the largest errors of a comparison in bfloat16, the routes and the verdict; return the exit status."""
+    print_bf16(title, report.rounding, report.accumulation, BOUNDS, worst)
+    say(describe_routes(report.routes))
+    if not report.failures:
+        say(f"parity passed: all {len(report.rounding)} within")
+        return 0
+    say(f"parity FAILED: {'; '.join(report.failures)}")
+    if report.origin is not None:
+        say(f"first: {report.origin}")
+    return 1
+
+
+def describe_routes(routes: RouteReport) -> str:
+    """Return which routes were replayed, and what is missing among them."""
+    if not routes.uncut:
+        return ("no routes were recorded: no module calls torch.topk on scores or is a dualpipe.nn.Router; if the "
+                "model chooses experts in another way (argmax, sort), choices that rounding turns count as errors: "
+                "have its routers call torch.topk, or compare in float64")
+    lines = [f"routes of {len(routes.uncut)} modules replayed from float64; bfloat16 alone would have turned "
+             f"{_total(routes.pipelined.values())} choices pipelined, {_total(routes.uncut.values())} unpipelined"]
+    if routes.unreplayed:
+        names = ", ".join(routes.unreplayed[:3])
+        lines.append(f"routes of {len(routes.unreplayed)} modules were recorded and not replayed, as {names}: in the "
+                     "pipeline they call no torch.topk; choices that rounding turns there count as errors")
+    return "\n".join(lines)
+
+
+def _total(counts: Iterable[RouteCount]) -> RouteCount:
+    """Return the choices of all modules together."""
+    made = turned = 0
+    for each in counts:
+        made += each.made
+        turned += each.turned
+    return RouteCount(made, turned)
+
+
+def stage_text(stage: int) -> str:
+    """Return the number of a stage, nothing for losses."""
+    return "-" if stage < 0 else str(stage)
+
+
+def _largest(differences: Iterable[StageDifference], count: int) -> list[StageDifference]:
+    """Return the `count` largest, NaN before all."""
+    def size(each: StageDifference) -> float:
+        relative = each.difference.relative
+        return inf if isnan(relative) else relative
+
+    return sorted(differences, key=size, reverse=True)[:count]

@@ -1,0 +1,106 @@
+"""A model in bfloat16 in a pipeline of real ranks passes with replayed routes, and what is planted into it is named."""
+
+from __future__ import annotations
+
+import torch
+
+import own_model
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.model_parity.bf16.comparison import Bf16Comparison, Bf16Report
+from ranks import run_ranks
+
+PP2, PP2_EP2 = (2, 1, 1), (2, 1, 2)
+
+
+def compare(rank, layout, names) -> dict[str, Bf16Report]:
+    """By name of a model's function, its report."""
+    cpu = torch.device("cpu")
+    job = Job(cpu, build_mesh(*layout, cpu))
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        found[name] = Bf16Comparison(getattr(own_model, name)(), job).run()
+    return found
+
+
+def test_models_that_are_right_pass():
+    first, second = run_ranks(compare, 2, PP2, ["right", "defaults", "copied_cut", "tied"])
+    assert first == second
+    for name, report in first.items():
+        assert not report.failures and report.origin is None, name
+        assert list(report.routes.uncut) == [f"layers.{number}.router" for number in range(4)], name
+        assert report.routes.pipelined.keys() == report.routes.uncut.keys() and not report.routes.unreplayed
+
+
+def test_experts_over_ranks_pass():
+    reports = [found["right"] for found in run_ranks(compare, 4, PP2_EP2, ["right"])]
+    assert reports == [reports[0]] * 4 and not reports[0].failures
+    made = {name: count.made for name, count in reports[0].routes.pipelined.items()}
+    assert made == {f"layers.{number}.router": 192 for number in range(4)}, "those of both pipelines"
+
+
+def test_choices_that_rounding_turns_are_no_errors():
+    """Without routes, all gradients together are wrong by 66% in both models, with routes by 3%."""
+    report = run_ranks(compare, 2, PP2, ["close_scores"])[0]["close_scores"]
+    assert sum(count.turned for count in report.routes.pipelined.values()) > 10
+    for each in report.rounding:
+        assert each.pipelined < 0.1 * each.norm and each.unpipelined < 0.1 * each.norm, each.name
+    assert not report.failures
+
+
+FAULTS = {
+    "bf16_accumulation": ("norm.weight", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
+    "bf16_reduction": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
+    "no_policy": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
+    "lost_microbatch": ("norm.weight", "B(stage 3, micro-batch 2)", "times the uncut model's error"),
+    "swapped_experts": ("layers.1.", "F(stage 1, micro-batch 0)", ""),
+    "tied_without_sum": ("embed.weight", "micro-batch 0)", ""),
+    "wrong_cut": ("layers.", "without a pipeline: the cut computes something else", "float64"),
+}
+
+
+def check_named(world_size, layout, names):
+    """Each fault makes the comparison fail, with the same report on all ranks, which says where it is."""
+    found = run_ranks(compare, world_size, layout, names)
+    assert found == [found[0]] * world_size
+    for name in names:
+        parameter, where, hint = FAULTS[name]
+        report = found[0][name]
+        assert report.failures and report.origin is not None, name
+        text = str(report.origin)
+        assert text.startswith(parameter) and where in text and hint in text, (name, text)
+
+
+def test_planted_faults_are_named():
+    check_named(2, PP2, list(FAULTS))
+
+
+def test_faults_of_sharded_stages_are_named():
+    check_named(4, PP2_EP2, ["bf16_reduction", "swapped_experts"])
+
+
+def test_routers_that_choose_wrongly_are_named():
+    report = run_ranks(compare, 2, PP2, ["wrong_router"])[0]["wrong_router"]
+    (failure,) = report.failures
+    assert failure.startswith("layers.0.router would choose ") and "0 of 96 in the uncut model" in failure
+
+
+def test_models_without_top_k_are_told():
+    reports = run_ranks(compare, 2, PP2, ["without_top_k", "sorting_pipeline"])[0]
+    assert not reports["without_top_k"].routes.uncut and not reports["without_top_k"].failures
+    assert reports["sorting_pipeline"].routes.unreplayed == [f"layers.{number}.router" for number in range(4)]
+
+
+def test_what_is_no_bfloat16_pipeline_of_the_model_is_refused_on_all_ranks():
+    for name, text in {
+        "float32_stages": "stage 0 hands on torch.float32, and --dtype bf16 wants torch.bfloat16; have place",
+        "swapped_weights": "the weights 'layers.1.experts.down.weight' of stage 1 are not those of the uncut model",
+    }.items():
+        for error in run_ranks(compare, 2, PP2, [name], check=False):
+            assert isinstance(error, ValueError) and text in str(error), name
+
+
+def test_choices_that_cannot_be_replayed_end_all_ranks():
+    for error in run_ranks(compare, 2, PP2, ["wide_choice"], check=False):
+        assert "layers.1.router chooses 3 of 4 in 12 rows, and 2 of 4 in 12 rows in the uncut model" in str(error)

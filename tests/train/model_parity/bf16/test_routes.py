@@ -1,0 +1,183 @@
+"""Choices that are recorded in one model and replayed in another."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
+
+from dualpipe.nn import Router
+from dualpipe.pipeline.lower import Instruction
+from dualpipe.pipeline.microbatch import SegmentRun
+from dualpipe.pipeline.stage_runner import run_backward
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.schedule import Action
+from dualpipe.train.model_parity.bf16.routes import (
+    Microbatch,
+    PipelinePosition,
+    Replay,
+    RouteCount,
+    Routes,
+    UncutPosition,
+    choosing,
+)
+
+CLOSE = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
+TURNED = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]])  # expert 3 instead of 2 for the first token
+
+
+class TopK(nn.Module):
+    """Chooses two; `dim` 0 is an expert's choice of tokens."""
+
+    def __init__(self, dim=-1):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, scores):
+        return torch.topk(scores, 2, dim=self.dim)
+
+    def choose(self, scores):
+        """A method that is called without the module's hooks, as by a segment."""
+        return (lambda: scores.topk(2, self.dim))()
+
+
+class Twice(nn.Module):
+    """Makes two choices of one size."""
+
+    def forward(self, scores):
+        return scores.topk(2).values - (-scores).topk(2).values
+
+
+def run(module, choose, scores, number=0, method="forward"):
+    """Call a module for a micro-batch, with `choose` to decide."""
+    position = UncutPosition()
+    position.begin(0, number)
+    with choosing({module: "router"}, position, choose):
+        return getattr(module, method)(scores)
+
+
+@pytest.mark.parametrize("method", ["forward", "choose"])
+@pytest.mark.parametrize("dim", [-1, 0])
+def test_values_are_those_of_the_running_model(method, dim):
+    module = TopK(dim)
+    recorded = CLOSE if dim else CLOSE.t().contiguous()
+    own = (TURNED if dim else TURNED.t().contiguous()).clone().requires_grad_()
+    routes = Routes()
+    right = run(module, routes.record, recorded)
+    replay = Replay(routes)
+    values, indices = run(module, replay.choose, own, method=method)
+    assert torch.equal(indices, right.indices)
+    assert torch.equal(values, own.gather(dim, right.indices))
+    values.sum().backward()
+    assert own.grad.sum() == 4 and own.grad.flatten()[torch.argmin((own - 0.4).abs().flatten())] == 1
+    assert replay.counts == {"router": RouteCount(4, 1)}
+
+
+def test_tokens_may_be_in_rows():
+    routes = Routes()
+    run(TopK(), routes.record, CLOSE)
+    found = run(TopK(), Replay(routes).choose, TURNED.view(1, 2, 4))
+    assert found.indices.tolist() == [[[1, 2], [0, 3]]]
+
+
+def test_each_microbatch_has_its_own():
+    module, routes = TopK(), Routes()
+    run(module, routes.record, CLOSE, 0)
+    run(module, routes.record, TURNED, 1)
+    replay = Replay(routes)
+    assert run(module, replay.choose, CLOSE, 1).indices.tolist() == [[1, 3], [0, 3]]
+    assert run(module, replay.choose, CLOSE, 0).indices.tolist() == [[1, 2], [0, 3]]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
+    module, routes = Twice(), Routes()
+    scores = CLOSE.clone().requires_grad_()
+    position = UncutPosition()
+    position.begin(0, 0)
+
+    def step(choose, own):
+        with choosing({module: "router"}, position, choose):
+            values = checkpoint(module, own, use_reentrant=use_reentrant)
+            run_backward([get_gradient_edge(values)], [torch.ones_like(values)])
+
+    step(routes.record, scores)
+    own = TURNED.clone().requires_grad_()
+    replay = Replay(routes)
+    step(replay.choose, own)
+    assert torch.equal(own.grad, scores.grad)
+    assert replay.counts == {"router": RouteCount(8, 2)}, "the recomputation is not counted"
+
+
+def test_others_are_left_alone():
+    module = TopK()
+    position = UncutPosition()
+
+    def refuse(place, indices):
+        raise AssertionError(place)
+
+    with choosing({module: "router"}, position, refuse):
+        module(CLOSE)  # outside of a micro-batch
+        position.begin(0, 0)
+        torch.topk(CLOSE, 2)
+        TopK()(CLOSE)  # not among the modules
+        module(torch.arange(4).view(1, 4))
+
+
+def test_this_librarys_router_is_replayed_by_its_choice():
+    torch.manual_seed(0)
+    router = Router(8, 4, 2)
+    before = router.choice
+    routes = Routes()
+    x = torch.randn(6, 8)
+    _, experts = run(router, routes.record, x)
+    replay = Replay(routes)
+    weights, replayed = run(router, replay.choose, -x)
+    assert torch.equal(replayed, experts) and router.choice is before
+    assert torch.equal(weights, (router.weight @ -x.t()).t().softmax(-1).gather(1, experts))
+    assert replay.counts["router"].made == 12 and replay.counts["router"].turned > 0
+
+
+def test_choices_of_another_size_are_refused():
+    routes = Routes()
+    run(TopK(), routes.record, CLOSE)
+    with pytest.raises(ValueError, match="router chooses 2 of 4 in 1 rows, and 2 of 4 in 2 rows in the uncut model"):
+        run(TopK(), Replay(routes).choose, CLOSE[:1])
+    with pytest.raises(ValueError, match="router chooses 2 of 4 in 2 rows, and nothing in the uncut model"):
+        run(TopK(), Replay(Routes()).choose, CLOSE)
+
+
+def test_the_microbatch_of_a_pipeline_is_that_of_the_running_action():
+    first, second, recorder = nn.Identity(), nn.Identity(), Recorder()
+    position = PipelinePosition(3, {first: 0, second: 1})
+    recorder.subscribe(position)
+    assert position(first) is None
+    pair = Instruction((), (Action("F", 0, 5), Action("B", 1, 2)), (), (), "", "FB")
+    with recorder.doing("FB", pair):
+        assert position(first) == Microbatch(3, 5) and position(second) == Microbatch(3, 2)
+        with recorder.doing("segment", SegmentRun("R", 0, 1, 0)):
+            assert position(first) == Microbatch(3, 1), "a recomputation"
+        assert position(first) == Microbatch(3, 5)
+    assert position(first) is None
+
+
+def test_two_actions_of_one_stage_are_told_apart():
+    module, recorder, found = nn.Identity(), Recorder(), []
+    position = PipelinePosition(0, {module: 0})
+    recorder.subscribe(position)
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            found.append(position(module).number)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            found.append(position(module).number)
+            return gradient
+
+    pair = Instruction((), (Action("F", 0, 5), Action("B", 0, 2)), (), (), "", "FB")
+    with recorder.doing("FB", pair):
+        Look.apply(torch.ones(1, requires_grad=True)).backward()
+    assert found == [5, 2]

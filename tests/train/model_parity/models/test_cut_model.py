@@ -1,0 +1,70 @@
+"""The stages that a `CutModel` makes of its model, and cuts that are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import own_model
+from dualpipe.train.model_parity.models.uncut import make_batches, train_whole
+
+CPU = torch.device("cpu")
+
+
+def stages_of(model, num_stages=2):
+    return model.build_stages(num_stages, range(num_stages), torch.float64, CPU, None)
+
+
+def test_parameters_are_recognised_as_those_of_the_model():
+    first, last = stages_of(own_model.right())
+    assert first.names["layers.1.norm.weight"] == "layers.1.norm.weight"
+    assert last.names["layers.1.norm.weight"] == "layers.3.norm.weight" and last.names["head.weight"] == "head.weight"
+    assert all(parameter.dtype is torch.float64 for parameter in first.module.parameters())
+
+
+def test_the_model_itself_stays_as_it_is():
+    model = own_model.right()
+    first, _ = stages_of(model)
+    assert first.module.embed.weight is not model.whole.embed.weight
+    assert model.whole.embed.weight.dtype is torch.float32
+
+
+@pytest.mark.parametrize(("change", "error"), [
+    ({"cut": lambda model, count: [model]}, r"returned \['Model'\]; it must return 2 nn.Modules"),
+    ({"cut": lambda model, count: ["a", "b"]}, r"returned \['str', 'str'\]; it must return 2 nn.Modules"),
+    ({"cut": lambda model, count: [nn.Linear(1, 1)] * 2}, "stage 0 has a parameter 'weight', which is none of"),
+    ({"names": lambda stage, name: "embed.weight"}, "of stage 0 has shape .* shard parameters in"),
+])
+def test_cuts_that_do_not_fit_are_refused(change, error):
+    with pytest.raises(ValueError, match=error):
+        stages_of(replace(own_model.right(), **change))
+
+
+def test_batches_that_do_not_fit_are_refused():
+    model = replace(own_model.right(), batch=lambda seed: 3)
+    with pytest.raises(ValueError, match=r"batch\(0\) returned a int; it must return \(inputs, labels\)"):
+        make_batches(model, 1, torch.float64, CPU)
+    model = replace(own_model.right(), num_chunks=9)
+    with pytest.raises(ValueError, match=r"shape \[8, 6\], whose first dimension must be at least the 9 micro-batches"):
+        make_batches(model, 1, torch.float64, CPU)
+
+
+@pytest.mark.parametrize(("loss", "error"), [
+    (lambda *tensors: own_model.loss(*tensors).detach(), r"tensor of shape \[\] that requires no gradient; loss"),
+    (lambda *tensors: own_model.loss(*tensors).expand(3), r"tensor of shape \[3\] that requires gradient; loss"),
+    (lambda *tensors: 1.0, r"the loss of a micro-batch is a float; loss\(\*outputs, \*labels\) must return a scalar"),
+])
+def test_losses_that_are_none_are_refused(loss, error):
+    model = replace(own_model.right(), loss=loss)
+    with pytest.raises(ValueError, match=error):
+        train_whole(model, model.build_whole(torch.float64, CPU), make_batches(model, 1, torch.float64, CPU))
+
+
+def test_gradients_of_a_narrow_model_accumulate_in_float32():
+    model = own_model.right()
+    whole = model.build_whole(torch.bfloat16, CPU)
+    step = train_whole(model, whole, make_batches(model, 1, torch.bfloat16, CPU))
+    assert {gradient.dtype for gradient in step.gradients.values()} == {torch.float32}
+    gradient = step.gradients["head.weight"]
+    assert not torch.equal(gradient, gradient.bfloat16().float())

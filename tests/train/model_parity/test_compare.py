@@ -1,0 +1,80 @@
+"""A model of one's own in a pipeline of real ranks passes, and what is planted into it is named."""
+
+from __future__ import annotations
+
+import torch
+
+import own_model
+from dualpipe.parallel.mesh import build_mesh
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.model_parity.compare import ModelComparison
+from ranks import run_ranks
+
+PP2, PP2_EP2, EP2 = (2, 1, 1), (2, 1, 2), (1, 1, 2)
+
+
+def compare(rank, layout, names, tolerance=1e-10):
+    """By name of a model's function: how many tensors failed, and where they first differ."""
+    pp, dp, ep = layout
+    cpu = torch.device("cpu")
+    job = Job(cpu, build_mesh(pp, dp, ep, cpu))
+    found = {}
+    for name in names:
+        torch.manual_seed(0)
+        report = ModelComparison(getattr(own_model, name)(), job, torch.float64, tolerance).run()
+        found[name] = len(report.differences), len(report.failed), report.origin and str(report.origin)
+    return found
+
+
+def test_models_that_are_right_pass():
+    for found in run_ranks(compare, 2, PP2, ["right", "defaults", "copied_cut", "tied"]):
+        assert found == {
+            "right": (25, 0, None), "defaults": (25, 0, None), "copied_cut": (25, 0, None), "tied": (25, 0, None),
+        }
+
+
+def test_experts_over_ranks_pass():
+    found = run_ranks(compare, 4, PP2_EP2, ["right"])
+    assert found == [{"right": (26, 0, None)}] * 4, "with a loss of each pipeline"
+
+
+FAULTS = {
+    "lost_microbatch": ("norm.weight", "stage 3, micro-batch 2)", "this micro-batch's part is lost"),
+    "bf16_accumulation": ("norm.weight", "stage 3, micro-batch 0)", "bfloat16"),
+    "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0)", ""),
+    "swapped_weights": ("layers.1.experts.down.weight", "the weights of stage 1, before any step", ""),
+    "tied_without_sum": ("embed.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
+    "wrong_cut": ("norm.", "without a pipeline: the cut computes something else", "no stage uses it"),
+}
+
+
+EP_FAULTS = {  # where tokens travel, and stages run by their segments
+    "swapped_experts": ("layers.2.experts.", "F(stage 1, micro-batch 0)", ""),
+    "silent_hook": ("layers.2.", "F(stage 1, micro-batch 0)", "Layer has forward hooks, and the pipeline does not"),
+}
+
+
+def check_named(layout, faults):
+    """Each fault makes the comparison fail, with the same report on all ranks, which says where it is."""
+    found = run_ranks(compare, 2, layout, list(faults))
+    assert found[0] == found[1]
+    for name, (parameter, where, hint) in faults.items():
+        _, failed, origin = found[0][name]
+        assert failed and origin is not None, name
+        assert origin.startswith(parameter), (name, origin)
+        assert where in origin and hint in origin, (name, origin)
+
+
+def test_planted_faults_are_named():
+    check_named(PP2, FAULTS)
+
+
+def test_faults_of_experts_over_ranks_are_named():
+    check_named(EP2, EP_FAULTS)
+
+
+def test_stages_that_lack_parameters_are_refused():
+    found = run_ranks(compare, 2, PP2, ["missing_parameter"], check=False)
+    for error in found:
+        assert isinstance(error, ValueError)
+        assert "no stage has 18 of the uncut model's parameters, such as 'layers.1.norm.weight'" in str(error)
