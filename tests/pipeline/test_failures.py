@@ -240,7 +240,7 @@ class NeverWoken:
 
 
 def fails_behind_its_last_message(rank: int) -> tuple[str, float]:
-    """Rank 1 fails where it has taken and sent all messages, and the last sends of rank 0 are never reported as done."""
+    """Rank 1 fails behind its last message, and the last sends of rank 0 are never reported as done."""
     step = new_step(Layout(2, 1, 1, 1, "1f1b"))
     step()
     dist.barrier()
