@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
 
-from dualpipe.hf.layers import is_experts
+from dualpipe.hf.stand_ins import plain_attributes
 from dualpipe.models.stages import split_layers
+from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
 _NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm")  # names of the norm behind the layers
 _TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_experts")  # of configurations
 
 
 class NumberedLayers(nn.ModuleList):
-    """Layers under the numbers that they have in the whole model, so that their names are those of its checkpoints."""
+    """Layers under the numbers that they have in the whole model, so that their names are those of its checkpoints.
 
-    def __init__(self, layers: dict[int, nn.Module]) -> None:
+    attributes: plain attributes of the first layer, or of a layer of another stage where there is none here.
+    """
+
+    def __init__(self, layers: dict[int, nn.Module], attributes: SimpleNamespace) -> None:
         super().__init__()
+        self.attributes = attributes
         for number, layer in layers.items():
             self.add_module(str(number), layer)
 
@@ -42,7 +48,8 @@ def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -
     """
     base = base_of(causal_lm)
     all_layers = base.layers
-    base.layers = NumberedLayers({number: all_layers[number] for number in layers})
+    attributes = plain_attributes(all_layers[layers[0] if layers else -1])
+    base.layers = NumberedLayers({number: all_layers[number] for number in layers}, attributes)
     base.config = stage_config(base.config, layers)
     has_head = is_last or getattr(causal_lm, "lm_head", None) is None
     if not is_last:
@@ -61,8 +68,11 @@ def drop_embedding(causal_lm: Any) -> None:
 
 
 def is_tied(config: Any) -> bool:
-    """Return True if the head has the weight of the embedding."""
-    return bool(config.get_text_config().tie_word_embeddings)
+    """Return True if the head has the weight of the embedding, by the rule of transformers.
+
+    config: of the causal LM. Some have no such field, which says no.
+    """
+    return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def base_of(causal_lm: Any) -> Any:
@@ -114,10 +124,11 @@ def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int
 def _cost_of(layer: nn.Module, config: Any) -> float:
     """Return the multiplications of a layer for one token, without those of attention scores."""
     text_config = config.get_text_config()
-    top_k: int = next((getattr(text_config, name) for name in _TOP_K if hasattr(text_config, name)), 1)
+    values = [getattr(text_config, name, None) for name in _TOP_K]
+    top_k: int = next((value for value in values if value is not None), 1)
     cost = 0.0
     for module in layer.modules():
-        num_experts: Any = module.num_experts if is_experts(module) else top_k
+        num_experts: Any = module.num_experts if is_interface_experts(module) else top_k
         numel = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
         cost += min(1.0, top_k / num_experts) * numel
     return cost

@@ -23,13 +23,14 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
 from dualpipe.hf.experts import NAME
-from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split, is_experts
+from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split
 from dualpipe.hf.quantized_source import is_quantized, read_dequantized
 from dualpipe.hf.stage import CausalLMStage
+from dualpipe.hf.structure import check_structure
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.init import name_seed
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
-from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts, shard_experts
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
@@ -116,11 +117,13 @@ def _build(
     if quantization is not None:
         config.quantization_config = quantization
     cuts = stage_layers(whole, num_stages, layers_per_stage)
+    model_class = type(whole)
+    form = check_structure(whole, cuts)
     stages = []
     for number in mine:
         is_first = number == 0
         is_last = number == num_stages - 1
-        cut = _cut_class(type(whole), cuts[number], is_first=is_first, is_last=is_last)
+        cut = _cut_class(model_class, cuts[number], is_first=is_first, is_last=is_last)
         if path is None:
             causal_lm = _initialised(cut, config, dtype, seed)
         else:
@@ -129,7 +132,7 @@ def _build(
                 read_dequantized, path, config, cuts[number], has_ends=has_ends, dtype=dtype or torch.bfloat16))
         if is_last and not is_first and is_tied(config):
             drop_embedding(causal_lm)
-        stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last).train())
+        stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form).train())
     _tie_ends(stages)
     return stages
 
@@ -137,7 +140,7 @@ def _build(
 def _check_experts(stages: Sequence[CausalLMStage], ranks: int) -> None:
     """Raise ValueError for experts that cannot be divided among `ranks` expert-parallel ranks."""
     for stage in stages:
-        modules: list[Any] = [module for module in stage.modules() if is_experts(module)]
+        modules: list[Any] = [module for module in stage.modules() if is_interface_experts(module)]
         for module in modules:
             if module.num_experts % ranks:
                 raise ValueError(f"{module.num_experts} experts cannot be divided evenly among {ranks} expert-parallel "
@@ -185,12 +188,12 @@ def split_stage(stage: CausalLMStage, arguments: Sequence[LayerArguments]) -> No
     checked, by a forward and a backward of a few tokens; see `check_split`. A layer that cannot be cut runs as a whole:
     logged, with the reason.
     """
-    if not any(is_experts(module) for module in stage.modules()):
+    if not any(is_interface_experts(module) for module in stage.modules()):
         return
     x = _hidden_states(stage)
     forms: dict[tuple[Any, ...], SplitLayer | str] = {}
     for (number, layer), given in zip(stage.layers.numbered(), arguments):
-        if not any(is_experts(module) for module in layer.modules()):
+        if not any(is_interface_experts(module) for module in layer.modules()):
             continue
         form = tuple((name, type(module)) for name, module in layer.named_modules())
         if form not in forms:
@@ -306,7 +309,7 @@ def _place(stages: Sequence[CausalLMStage], place: Mesh, policy: DTypePolicy | N
     plan = resolve_dtypes(stages, policy, group=place.group("pp"))
     ranks = place.part("ep")
     if ranks is not None and ranks.size() > 1:
-        modules: list[Any] = [module for stage in stages for module in stage.modules() if is_experts(module)]
+        modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         by_count = {count: ExpertParallel(count, ranks) for count in {module.num_experts for module in modules}}
         for stage in stages:
             shard_experts(stage, ranks)

@@ -30,23 +30,24 @@ def save_stages(
     model; what a stage holds is gathered in the memory of one rank. Until everything is written the model lies in
     folders beside the place that it takes at the end.
 
-    Raises ValueError, on every rank, where the folder has a model already, and RuntimeError where one cannot write.
+    Raises ValueError, on every rank, where the folder has a model already or two stages have a tensor of the same name,
+    and RuntimeError where a rank cannot write.
     """
     folder = Path(folder)
-    place = Mesh.of(mesh)
+    layout = Mesh.of(mesh)
     ranks = RankSync.of_mesh(mesh)
-    part = folder / f".rank-{place.rank('pp'):05}"
+    part = folder / f".rank-{layout.rank('pp'):05}"
     ranks.first(lambda: _make(folder))
-    tensors = [_gathered(stage, keep=place.replica == 0) for stage in stages]
+    tensors = [_gather_tensors(stage, keep=layout.replica == 0) for stage in stages]
 
     def write() -> None:
-        if place.replica:
+        if layout.replica:
             return
-        for number, (stage, own) in enumerate(zip(stages, tensors)):
-            stage.causal_lm.save_pretrained(part / f"{number:05}", state_dict=own, max_shard_size=max_shard_size)
+        for number, (stage, state_dict) in enumerate(zip(stages, tensors)):
+            stage.causal_lm.save_pretrained(part / f"{number:05}", state_dict=state_dict, max_shard_size=max_shard_size)
 
     ranks.agree(write)
-    ranks.first(lambda: _join(folder, place.size("pp")))
+    ranks.first(lambda: _join(folder, layout.size("pp")))
 
 
 def _make(folder: Path) -> None:
@@ -54,11 +55,11 @@ def _make(folder: Path) -> None:
     if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
         raise ValueError(f"{str(folder)!r} has a model already; choose another folder, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".rank-*"):  # of a save that failed
-        shutil.rmtree(left)
+    for leftover in folder.glob(".rank-*"):  # of a save that failed
+        shutil.rmtree(leftover)
 
 
-def _gathered(stage: CausalLMStage, *, keep: bool) -> dict[str, Tensor]:
+def _gather_tensors(stage: CausalLMStage, *, keep: bool) -> dict[str, Tensor]:
     """Return the whole tensors of a stage on the CPU, by name; none without `keep`.
 
     Collective over the ranks that share them.
@@ -81,18 +82,28 @@ def _join(folder: Path, num_ranks: int) -> None:
     parts = sorted(folder.glob(".rank-*/*/*.safetensors"))
     weight_map: dict[str, str] = {}
     total_size = 0
-    for number, file in enumerate(parts, 1):
-        name = f"model-{number:05}-of-{len(parts):05}.safetensors"
+    for file, name in zip(parts, _file_names(len(parts))):
         with safe_open(file, framework="pt") as tensors:
-            weight_map |= dict.fromkeys(tensors.keys(), name)
+            names = list(tensors.keys())
+        repeated = [tensor for tensor in names if tensor in weight_map]
+        if repeated:
+            raise ValueError(f"several stages have the tensors {', '.join(repeated[:3])}; each must be in one stage: "
+                             "save every stage of the model once")
+        weight_map |= dict.fromkeys(names, name)
         total_size += file.stat().st_size
+    for file, name in zip(parts, _file_names(len(parts))):
         file.rename(folder / name)
     index = {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
     (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    described = min(folder.glob(".rank-*/*/config.json"))
-    for extra in sorted(described.parent.glob("*.json")):
+    config = min(folder.glob(".rank-*/*/config.json"))
+    for extra in sorted(config.parent.glob("*.json")):
         if extra.name not in (_INDEX, "config.json"):
             extra.rename(folder / extra.name)
-    described.rename(folder / "config.json")  # last: a folder with it is whole
+    config.rename(folder / "config.json")  # last: a folder with it is whole
     for part in folder.glob(".rank-*"):
         shutil.rmtree(part)
+
+
+def _file_names(count: int) -> list[str]:
+    """Return the names of the files of a checkpoint."""
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]

@@ -14,23 +14,24 @@ from torch import Tensor, nn
 
 from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
-from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of, is_experts
-from dualpipe.hf.stand_ins import Entry, Noted, Recorder, standing_in
+from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of
+from dualpipe.hf.stand_ins import CallRecorder, FixedLayer, InputOverride, LayerForm, OutputRecorder, standing_in
 from dualpipe.nn.segments import Compute, Segment
-from dualpipe.parallel.experts.dispatcher import ExpertParallel
+from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts
 
 
 class CausalLMStage(nn.Module):
     """Consecutive layers of a causal LM; the embedding where `is_first`, the norm and the head where `is_last`.
 
-    causal_lm: a model that `cut_model` has cut to these.
+    causal_lm: a model that `cut_model` has cut to these. form: of the layers' results.
     """
 
-    def __init__(self, causal_lm: Any, *, is_first: bool, is_last: bool) -> None:
+    def __init__(self, causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm | None = None) -> None:
         super().__init__()
         self.is_first = is_first
         self.is_last = is_last
         self.splits: dict[int, SplitLayer] = {}  # by the number of the layer: those that run in parts
+        self._form = form or LayerForm()
         self._num_changes = 0
         self.config = causal_lm.config
         self.is_tied = is_tied(causal_lm.config)
@@ -96,7 +97,7 @@ class CausalLMStage(nn.Module):
         For their parameters see `shard_experts`.
         """
         self._num_changes += 1
-        modules: list[Any] = [module for module in self.modules() if is_experts(module)]
+        modules: list[Any] = [module for module in self.modules() if is_interface_experts(module)]
         for module in modules:
             module.dispatcher = experts[module.num_experts].dispatcher()
 
@@ -109,8 +110,8 @@ class CausalLMStage(nn.Module):
 
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
         """Return the hidden states (B, S, H) that the first layer gets, and what each layer is called with besides."""
-        recorders = [Recorder() for _ in self.layers]
-        norm = Noted(nn.Identity())
+        recorders = [CallRecorder(layer, self._form) for layer in self.layers]
+        norm = OutputRecorder(nn.Identity())
         with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
             hidden_states = self.base(**self._inputs(x), position_ids=position_ids, use_cache=False).last_hidden_state
         if len(norm.results) != 1:
@@ -124,7 +125,7 @@ class CausalLMStage(nn.Module):
         """Run what is behind the layers: nothing, or the norm and the head."""
         if not self.is_last:
             return x
-        with standing_in(self.base, {"layers": nn.ModuleList([Entry(x)])}):
+        with standing_in(self.base, {"layers": self._fixed_layers(x)}):
             return self.causal_lm(inputs_embeds=x, use_cache=False).logits
 
     def _inputs(self, x: Tensor) -> dict[str, Tensor]:
@@ -138,8 +139,13 @@ class CausalLMStage(nn.Module):
         if self.is_first:
             return {}
         for number, layer in self.layers.numbered():
-            return {f"layers.{number}": Entry(x, layer)}
-        return {"layers": nn.ModuleList([Entry(x)])}
+            return {f"layers.{number}": InputOverride(x, layer)}
+        return {"layers": self._fixed_layers(x)}
+
+    def _fixed_layers(self, x: Tensor) -> nn.ModuleList:
+        """Return one layer that returns `x`."""
+        layer = self.layers[0] if len(self.layers) else self.layers.attributes
+        return nn.ModuleList([FixedLayer(x, self._form, layer)])
 
 
 def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:

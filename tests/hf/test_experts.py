@@ -11,15 +11,14 @@ import pytest
 import torch
 
 from dualpipe.hf.experts import NAME, swiglu_form_of
-from dualpipe.hf.layers import is_experts
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.grouped_linear import GroupedLinear, grouped_linear
-from dualpipe.parallel.experts.dispatcher import stacked_parameters
+from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
 from hf_families import MOE, batch_of, error_of, loss_fn, tiny_model
 
 
 def experts_of(model):
-    return next(module for module in model.modules() if is_experts(module))
+    return next(module for module in model.modules() if is_interface_experts(module))
 
 
 @pytest.mark.parametrize("family", MOE)

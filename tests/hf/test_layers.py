@@ -11,9 +11,10 @@ from torch import nn
 
 from dualpipe.hf.cut import cut_model
 from dualpipe.hf.experts import NAME
-from dualpipe.hf.layers import CannotSplit, SplitLayer, check_split, is_experts
+from dualpipe.hf.layers import CannotSplit, SplitLayer, check_split
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn.segments import run_segments
+from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from hf_families import MOE, error_of, tiny_model
 
 
@@ -45,7 +46,7 @@ def test_two_parts_compute_what_the_layer_does(family):
     layers, arguments, x = layers_of(family)
     split_layers = 0
     for layer, given in zip(layers, arguments):
-        if not any(is_experts(module) for module in layer.modules()):
+        if not any(is_interface_experts(module) for module in layer.modules()):
             with pytest.raises(CannotSplit, match="has no experts"):
                 check_split(layer, x, given)
             continue

@@ -157,6 +157,16 @@ def test_a_model_is_not_overwritten(tmp_path):
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
+def test_a_tensor_of_two_stages_is_not_saved(tmp_path):
+    """One of them would be lost without a word."""
+    stages = load_stages(config_of("llama"), 2, (0, 1))
+    stages[1].causal_lm.model.scale = torch.nn.Parameter(torch.ones(()))
+    stages[0].causal_lm.model.scale = torch.nn.Parameter(torch.zeros(()))
+    with pytest.raises(ValueError, match=r"several stages have the tensors model\.scale; each must be in one stage"):
+        save_stages(stages, tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.safetensors")), "a folder without a model"
+
+
 def test_weights_from_a_configuration_do_not_depend_on_the_cut():
     config = config_of("qwen3_moe")
     (whole,) = load_stages(config, 1, (0,), seed=3)

@@ -133,15 +133,23 @@ def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a module that have a slice for each expert along their first dimension; {} where it is
     no module of experts.
 
-    Modules of transformers' experts interface are known by its attributes, so that transformers is not needed.
+    See `is_interface_experts` for modules of transformers.
     """
-    own = dict(module.named_parameters(recurse=False))
+    parameters = dict(module.named_parameters(recurse=False))
     if isinstance(module, GroupedLinear):
-        return own
-    if not (hasattr(module, "has_gate") and hasattr(module, "is_transposed")):
+        return parameters
+    if not is_interface_experts(module):
         return {}
-    products = ("gate_up_proj", "up_proj", "down_proj")
-    return {name: param for name, param in own.items() if name.removesuffix("_bias") in products}
+    weights = ("gate_up_proj", "up_proj", "down_proj")
+    return {name: param for name, param in parameters.items() if name.removesuffix("_bias") in weights}
+
+
+def is_interface_experts(module: nn.Module) -> bool:
+    """Return True for a module that transformers calls through its experts interface.
+
+    Recognised by the attributes that the interface sets, so that transformers is not needed.
+    """
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
 def _share(what: str, experts: int, ranks: int) -> int:
