@@ -36,8 +36,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
     machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
+    model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
-        config, read_own_model_config(config, "dualpipe plan"), machine, args.gpus, _sequences(config, args.global_batch),
+        config, model, machine, args.gpus, _sequences(config, args.global_batch),
         by_memory=args.objective == "memory",
     )
     runs = plan(request, args.rows)
