@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from dualpipe.models.gpt_oss import GptOssConfig
-from dualpipe.models.hub import HubConfig
+from dualpipe.models.hub import HubConfig, UnsupportedModel
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import Stage, build_stages, split_layers
 
 __all__ = [
     "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "KimiK2Config", "Qwen3MoeConfig", "Stage",
-    "build_stages", "config_from_dict", "read_config", "read_hub_file", "split_layers",
+    "UnsupportedModel", "build_stages", "config_from_dict", "read_config", "read_hub_file", "read_hub_json",
+    "split_layers",
 ]
 
 FAMILIES = {
@@ -43,7 +44,23 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
 
 
 def read_hub_file(path: str | PathLike[str]) -> HubFile:
-    """Read a hub's `config.json`, or that in a directory. Raises `ValueError` as `read_config` does."""
+    """Read a hub's `config.json`, or that in a directory. Raises `ValueError` as `read_config` does, of the kind
+    `UnsupportedModel` where another library may have the model."""
+    path, hub = read_hub_json(path)
+    try:
+        config = config_from_dict(hub)
+    except ValueError as error:
+        raise type(error)(f"{path}: {error}") from error
+    positions = hub.get("max_position_embeddings")
+    positions = positions if isinstance(positions, int) else None
+    if config.yarn is not None:  # some checkpoints give the positions before they are stretched
+        positions = max(positions or 0, int(config.yarn.original_max_position_embeddings * config.yarn.factor))
+    return HubFile(config, positions)
+
+
+def read_hub_json(path: str | PathLike[str]) -> tuple[Path, Mapping[str, Any]]:
+    """Return the path of a hub's `config.json`, given that or its directory, and its content. Raises `ValueError` where
+    there is none, or it is no JSON object."""
     path = Path(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -55,14 +72,11 @@ def read_hub_file(path: str | PathLike[str]) -> HubFile:
                          "directory that has one")
     try:
         hub = json.loads(path.read_text(encoding="utf-8"))
-        config = config_from_dict(hub)
     except (ValueError, RecursionError) as error:  # nested too deeply
         raise ValueError(f"{path}: {error}") from error
-    positions = hub.get("max_position_embeddings")
-    positions = positions if isinstance(positions, int) else None
-    if config.yarn is not None:  # some checkpoints give the positions before they are stretched
-        positions = max(positions or 0, int(config.yarn.original_max_position_embeddings * config.yarn.factor))
-    return HubFile(config, positions)
+    if not isinstance(hub, Mapping):
+        raise ValueError(f"{path}: a JSON object is needed, got {type(hub).__name__}")
+    return path, hub
 
 
 def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
@@ -71,5 +85,5 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
         raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
     model_type = hub.get("model_type")
     if model_type not in list(FAMILIES):  # a list: it may be anything
-        raise ValueError(f"model_type {brief(model_type)} is not one of those supported: {', '.join(FAMILIES)}")
+        raise UnsupportedModel(f"model_type {brief(model_type)} is not one of those supported: {', '.join(FAMILIES)}")
     return FAMILIES[model_type].from_dict(hub)

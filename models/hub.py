@@ -39,6 +39,10 @@ _LEAST = {
 _LARGEST = 1e30  # of all numbers that are no sizes
 
 
+class UnsupportedModel(ValueError):
+    """A family, or an option of one, that this library has no implementation of; another library may have one."""
+
+
 @dataclass(frozen=True)
 class HubTensorPart:
     """One tensor on the hub, and the part of one of ours that it is.
@@ -108,7 +112,7 @@ class HubConfig:
         unknown = values.keys() - known.keys() - _IGNORED - cls._ignored - cls._fixed.keys()
         wrong += [f"{key}={brief(values[key])} (unknown)" for key in sorted(unknown)]
         if wrong:
-            raise ValueError(f"options that {cls.model_type} does not support here: {', '.join(wrong)}")
+            raise UnsupportedModel(f"options that {cls.model_type} does not support here: {', '.join(wrong)}")
         if missing := [name for name, field in known.items() if field.default is MISSING and name not in values]:
             raise ValueError(f"the configuration lacks {', '.join(missing)}")
         cls._check_values(values)  # again, for those that had another name
@@ -288,8 +292,8 @@ def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     theta, known = float(scaling.pop("rope_theta")), [field.name for field in fields(Yarn)]
     extra = sorted(scaling.keys() - (known if kind == "yarn" else []))
     if extra or kind not in ("default", "yarn"):
-        raise ValueError(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with rope_theta, and "
-                         f"'yarn' with {', '.join(known)}")
+        raise UnsupportedModel(f"rope_type {brief(kind)} with {extra} is not supported; only 'default' with "
+                               f"rope_theta, and 'yarn' with {', '.join(known)}")
     if kind == "default":
         return {"rope_theta": theta}
     if missing := [key for key in ("factor", "original_max_position_embeddings") if key not in scaling]:

@@ -116,16 +116,21 @@ def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int
     layers_per_stage: numbers to take instead. Raises ValueError as `models.stages.split_layers` does.
     """
     base = base_of(causal_lm)
-    costs = [_cost_of(layer, causal_lm.config) for layer in base.layers]
+    costs = [layer_cost(layer, causal_lm.config) for layer in base.layers]
     head = float(base.embed_tokens.weight.numel())
     return split_layers(costs, num_stages, tuple(layers_per_stage), head=head)
 
 
-def _cost_of(layer: nn.Module, config: Any) -> float:
-    """Return the multiplications of a layer for one token, without those of attention scores."""
+def top_k_of(config: Any) -> int:
+    """Return the number of experts per token that a configuration describes; 1 where it has none."""
     text_config = config.get_text_config()
     values = [getattr(text_config, name, None) for name in _TOP_K]
-    top_k: int = next((value for value in values if value is not None), 1)
+    return next((value for value in values if value is not None), 1)
+
+
+def layer_cost(layer: nn.Module, config: Any) -> float:
+    """Return the number of multiplications of a layer for one token, without those of attention scores."""
+    top_k = top_k_of(config)
     cost = 0.0
     for module in layer.modules():
         num_experts: Any = module.num_experts if is_interface_experts(module) else top_k

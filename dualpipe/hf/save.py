@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dualpipe.hf.stage import CausalLMStage
+from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
@@ -22,13 +23,15 @@ _INDEX = "model.safetensors.index.json"
 
 def save_stages(
     stages: Sequence[CausalLMStage], folder: str | Path, *, mesh: DeviceMesh | None = None,
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = "5GB", plan: DTypePlan | None = None,
 ) -> None:
     """Write the model of all ranks to `folder`, with the tensors of the hub's files. Collective over the mesh.
 
     stages: those of this rank; mesh: as `load_stages` got it. The folder must be the same on all ranks, and without a
     model; what a stage holds is gathered in the memory of one rank. Until everything is written the model lies in
     folders beside the place that it takes at the end.
+
+    plan: the dtypes that tensors are written in, its `save`; None: those that the stages store them in.
 
     Raises ValueError, on every rank, where the folder has a model already or two stages have a tensor of the same name,
     and RuntimeError where a rank cannot write.
@@ -38,7 +41,7 @@ def save_stages(
     ranks = RankSync.of_mesh(mesh)
     part = folder / f".rank-{layout.rank('pp'):05}"
     ranks.first(lambda: _make(folder))
-    tensors = [_gather_tensors(stage, keep=layout.replica == 0) for stage in stages]
+    tensors = [_gather_tensors(stage, plan, keep=layout.replica == 0) for stage in stages]
 
     def write() -> None:
         if layout.replica:
@@ -59,7 +62,7 @@ def _make(folder: Path) -> None:
         shutil.rmtree(leftover)
 
 
-def _gather_tensors(stage: CausalLMStage, *, keep: bool) -> dict[str, Tensor]:
+def _gather_tensors(stage: CausalLMStage, plan: DTypePlan | None, *, keep: bool) -> dict[str, Tensor]:
     """Return the whole tensors of a stage on the CPU, by name; none without `keep`.
 
     Collective over the ranks that share them.
@@ -69,7 +72,8 @@ def _gather_tensors(stage: CausalLMStage, *, keep: bool) -> dict[str, Tensor]:
     for name, tensor in stage.state_dict().items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if keep and not (is_copy and name == "lm_head.weight"):
-            tensors[name] = whole.detach().to(torch.device("cpu"))
+            dtype = whole.dtype if plan is None else plan.of(name).save
+            tensors[name] = whole.detach().to(torch.device("cpu"), dtype)
     return tensors
 
 

@@ -19,7 +19,7 @@ from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.page import WholeStep, to_html
 from dualpipe.train.config.load import PATHS, load_config
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config
 
 DRAWN = 4  # runs whose steps are on a page
@@ -36,8 +36,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         if getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {getattr(args, name)}; give 1 or more")
     machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
+    model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
-        config, read_model_config(config), machine, args.gpus, _sequences(config, args.global_batch),
+        config, model, machine, args.gpus, _sequences(config, args.global_batch),
         by_memory=args.objective == "memory",
     )
     runs = plan(request, args.rows)

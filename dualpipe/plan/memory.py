@@ -22,22 +22,23 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
 from dualpipe.models import HubConfig, Stage
-from dualpipe.models.stages import meta_stages
-from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.experts.dispatcher import stacked_parameters
+from dualpipe.parallel.tied import tied_parameters
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Schedule, Step, build
+from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import Resolved, fit_world
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.groups import algorithm_of, parameter_places
@@ -92,9 +93,9 @@ class StageBytes(NamedTuple):
     copied: int
 
 
-def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> list[RankMemory]:
+def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
     """The most that each pipeline rank needs at once, on its largest rank of the other dimensions; without activations,
-    which take the longest to count, 0 for them. Collective over nobody.
+    which take the longest to count, 0 for them, and so for a model of transformers. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
@@ -103,26 +104,28 @@ def estimate(config: Config, model: HubConfig, *, activations: bool = True) -> l
 
 
 def step_memory(
-    config: Config, model: HubConfig, *, activations: bool = True
+    config: Config, model: TrainedModel, *, activations: bool = True
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """The schedule, with so many micro-batches as may be alive at once, and what each of its ranks needs while each of
     its steps runs: see `estimate`."""
     config = fit_world(config, config.parallel.world_size)
     p, train = config.parallel, config.train
+    own = model if activations and isinstance(model, HubConfig) else None  # whose activations are counted
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
-    stages = meta_stages(model, schedule.num_stages, layers_per_stage=p.layers_per_stage)
+    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if own else 1)
+    stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage)
     ends_meet = schedule.placement[0] == schedule.placement[-1]
     sizes = [_stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
-    taken = [_activations(config, model, stage) if activations else ActivationBytes(0, 0, 0, 0, 0) for stage in stages]
+    taken = [_activations(config, own, cast(Stage, stage)) if own else ActivationBytes(0, 0, 0, 0, 0)
+             for stage in stages]
     message = train.micro_batch_size * tokens_of_rank(config) * sent_bytes(model, dtype_of(train.dtype))
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
         # To and from each neighbouring stage one is on its way: receives are posted ahead.
-        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if activations else 0
+        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if own else 0
         ranks.append([*_rank_moments(steps, mine, ways * message, _nccl_buffers(p, schedule.placement, rank))])
     return schedule, ranks
 
@@ -167,7 +170,7 @@ def _rank_moments(
 
 
 def _stage_bytes(
-    config: Config, model: HubConfig, stages: Sequence[Stage], number: int, ends_meet: bool
+    config: Config, model: TrainedModel, stages: Sequence[nn.Module], number: int, ends_meet: bool
 ) -> StageBytes:
     p, dtype, fp32 = config.parallel, dtype_of(config.train.dtype), 4
     sharing, shared = p.dp * p.cp, p.replicas > 1  # ranks with the same experts; whether any have the same parameters
@@ -176,9 +179,9 @@ def _stage_bytes(
     dense_shard, expert_shard = -(-dense // p.dense_shards), -(-experts // p.expert_shards)
     shard, stored = dense_shard + expert_shard, fp32 if shared else dtype.itemsize
     stored_less, masters, gathered_less = (0, 0, 0)
-    if config.dtypes.rules:
+    if config.dtypes.rules and isinstance(model, HubConfig):
         stored_less, masters, gathered_less = _quantized(
-            stages[number], config.dtypes, config.train.dtype, model, sharing, p.ep, p.dp_replicate)
+            cast(Stage, stages[number]), config.dtypes, config.train.dtype, model, sharing, p.ep, p.dp_replicate)
     moment = dtype_of(config.optimizer.moments).itemsize
     single = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
     states = 2 * moment + (fp32 if stored < fp32 else 0)
@@ -193,7 +196,7 @@ def _stage_bytes(
 
 
 @lru_cache(maxsize=4096)
-def muon_shapes(optimizer: OptimizerConfig, stage: Stage) -> list[tuple[int, ...]]:
+def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int, ...]]:
     """The shapes of those parameters of a stage that Muon updates."""
     return [tuple(param.shape) for param, (name, owner) in parameter_places([stage]).items()
             if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
@@ -215,7 +218,7 @@ def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBy
     return taken._replace(forward=forward, backward=backward, input_backward=inputs)
 
 
-def sent_bytes(model: HubConfig, dtype: torch.dtype) -> int:
+def sent_bytes(model: TrainedModel, dtype: torch.dtype) -> int:
     """What goes from a stage to the next for a token: its hidden values, and the tokens ahead that layers for
     multi-token prediction embed."""
     return model.hidden_size * dtype.itemsize + model.mtp_depth * torch.int64.itemsize
@@ -266,17 +269,18 @@ class StageSizes(NamedTuple):
 
 @lru_cache(maxsize=256)
 def stage_sizes(
-    model: HubConfig, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool
+    model: TrainedModel, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool
 ) -> list[StageSizes]:
     """Return the sizes of all stages on one of `ep` ranks; ends_meet: the first and the last are on one rank."""
-    return [_sizes_of(stage, ep, ends_meet) for stage in meta_stages(model, num_stages, layers_per_stage=layers)]
+    stages = stages_on_meta(model, num_stages, layers)
+    return [_sizes_of(stage, ep, shares_embedding=ends_meet and stage is stages[-1]) for stage in stages]
 
 
-def _sizes_of(stage: Stage, ep: int, ends_meet: bool) -> StageSizes:
+def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSizes:
     dense, experts = parameter_sizes(stage, ep)
-    if stage.last and ends_meet:  # the embedding is the first stage's
-        dense -= sum(param.numel() for param in stage.tied_parameters())
-    layers = [parameter_sizes(layer, ep) for layer in stage.layers.values()]
+    if shares_embedding:  # the first stage's
+        dense -= sum(param.numel() for param in tied_parameters(stage))
+    layers = [parameter_sizes(layer, ep) for layer in cast(nn.Module, stage.layers).children()]
     around = dense - sum(of_layer for of_layer, _ in layers)
     dense_unit = max([around, *(of_layer for of_layer, _ in layers)])
     return StageSizes(dense, experts, dense_unit, max((of_layer for _, of_layer in layers), default=0))
@@ -342,8 +346,8 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
 
 def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
     """Dense parameters, and those of the experts of one of `ep` ranks."""
-    grouped = (inner for inner in module.modules() if isinstance(inner, GroupedLinear))
-    experts = sum(param.numel() for inner in grouped for param in inner.parameters())
+    stacked = (stacked_parameters(inner).values() for inner in module.modules())
+    experts = sum(param.numel() for params in stacked for param in params)
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
 
 

@@ -9,13 +9,14 @@ from typing import cast
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.hub.save_quantized import check_quantized
-from dualpipe.models import read_config
+from dualpipe.models import HubConfig, read_config
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import set_aside
 from dualpipe.train.step.stages import Model
+from dualpipe.train.step.transformers_stages import save_transformers_stages
 
 
 def check_export(config: Config, model: Model) -> None:
@@ -28,9 +29,9 @@ def check_export(config: Config, model: Model) -> None:
         raise ValueError(f"export.to_hf would take the place of init.from_hf = {source!r}, which it is made from; give "
                          "another output.dir or export.to_hf")
     if config.export.quantized:
-        check_quantized(model.config, model.plan)
+        check_quantized(cast(HubConfig, model.config), model.plan)  # others are refused when they are read
     # Without model.config the model is that of init.from_hf.
-    if source and config.model.config and (
+    if isinstance(model.config, HubConfig) and source and config.model.config and (
         replace(read_config(source), mtp_depth=model.config.mtp_depth) != model.config
     ):
         raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
@@ -49,7 +50,11 @@ def export(config: Config, model: Model, job: Job) -> None:
     with Recorder.current().doing("export", str(target)):
         if settings.to_hf == AUTO:
             job.ranks.first(partial(set_aside, target))
-        save_hf(model.stages, target, job.mesh, model.plan, quantized=settings.quantized,
-                source=config.init.from_hf or None)
+        if isinstance(model.config, HubConfig):
+            save_hf(model.stages, target, job.mesh, model.plan, quantized=settings.quantized,
+                    source=config.init.from_hf or None)
+        else:
+            save_transformers_stages(
+                model.stages, target, mesh=job.mesh, plan=model.plan, source=config.init.from_hf)
     if job.rank == 0:
         say(f"the model: {target}")

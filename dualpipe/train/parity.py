@@ -47,6 +47,7 @@ from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
+from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.loader import TokenBatch, shifted
@@ -111,6 +112,7 @@ def check_parity(config: Config, info: RankInfo, *, dtype: str, tolerance: float
     """Compare as rank `info`; rank 0 prints the table and returns 1 where a difference exceeds the tolerance."""
     if dtype == "bf16" and tolerance is not None:
         raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
+    read_own_model_config(config, "parity of a configuration")
     with join(config, info) as (job, resolved):
         config = resolved.config
         if dtype == "bf16":

@@ -14,7 +14,7 @@ import torch
 
 from dualpipe.checkpoint import load, training_state
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
-from dualpipe.models import config_from_dict, read_config
+from dualpipe.models import read_hub_json
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
@@ -23,6 +23,7 @@ from dualpipe.train.anomaly.localize import run_again
 from dualpipe.train.checkpointing.bundle import batch_tensors
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import recorded_config
+from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
 from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.launch.distributed import join
@@ -36,9 +37,11 @@ def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
     if not isinstance(manifest.config, dict) or not {"then", "again"} <= extra.keys():
         raise ValueError(f"{path} is a checkpoint, but no bundle; give one of those in `bundles` of output.dir")
-    if read_config(path) != config_from_dict(manifest.config["model"]):
-        raise ValueError(f"{path / 'config.json'} has changed: it is not the model of the bundle's manifest")
     config = recorded_config(manifest.config["run"])
+    backend = config.model.backend
+    file, hub = read_hub_json(path)
+    if model_from_dict(hub, backend) != model_from_dict(manifest.config["model"], backend):
+        raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest")
     return dataclasses.replace(
         config, init=InitConfig(), export=ExportConfig(), model=dataclasses.replace(config.model, config=str(path)),
         checkpoint=CheckpointConfig(dir=str(path / "none"), resume=str(path)),

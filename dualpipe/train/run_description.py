@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.data.loader import check_tokenizer
@@ -28,14 +29,19 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
     """Yield lines about a run. parameters: of the whole model. unigram: a unigram model's held-out loss, or None."""
     config, model = runner.config, runner.model.config
     train, (text, held_out) = config.train, data.splits
+    is_own = isinstance(model, HubConfig)
+    family = model.model_type if is_own else f"{model.model_type} (transformers' implementation)"
     yield (
-        f"{model.model_type}: {parameters:,} parameters in {runner.schedule.num_stages} stages on "
+        f"{family}: {parameters:,} parameters in {runner.schedule.num_stages} stages on "
         f"{_ranks(runner)}, schedule {runner.schedule.name}, {train.dtype}\n"
         f"data: {text.num_tokens:,} tokens in {text.num_documents:,} documents to train on, "
-        f"{held_out.num_tokens:,} in {held_out.num_documents:,} held out\n"
-        "load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
-        f"{model.num_experts / model.num_experts_per_tok:g} (experts / top_k) where one gets every token"
+        f"{held_out.num_tokens:,} in {held_out.num_documents:,} held out"
     )
+    if is_own:
+        yield ("load_max_over_mean in the metrics: 1 where all experts get as many tokens, "
+               f"{model.num_experts / model.num_experts_per_tok:g} (experts / top_k) where one gets every token")
+    elif model.num_experts:
+        yield "the loss is the cross-entropy alone: the balance loss of transformers is not added"
     total, fraction = text.num_tokens + held_out.num_tokens, config.data.validation_fraction
     if held_out.num_tokens == train.sequence_length + 1 > fraction * total and not config.data.validation_path:
         yield (

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dualpipe.models.flops import flops_per_token
 from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.peak_tflops import peak_tflops
@@ -30,6 +29,7 @@ from dualpipe.train.anomaly.rank_checks import RankChecks
 from dualpipe.train.anomaly.reruns import Kept, StepReruns
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
+from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import TokenBatch
@@ -153,7 +153,7 @@ class Trainer:
             TracedSteps(traced, job, runner.pipeline, folder), ProfiledSteps(profiled, job.rank, job.device, folder))
         self.report = RunReport(Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
-            flops_per_token=flops_per_token(model.config, config.train.sequence_length).both,
+            flops_per_token=flops_per_token(model.config, config.train.sequence_length),
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
         ))
         self.progress = Progress()

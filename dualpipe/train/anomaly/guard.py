@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dualpipe.models import HubConfig
 from dualpipe.train.anomaly.reruns import Kept, StepReruns
 from dualpipe.train.anomaly.spikes import SpikeDetector
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState
+from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.data.loader import TokenBatch
 
@@ -52,7 +52,7 @@ class Guard:
     """
 
     def __init__(
-        self, settings: GuardConfig, model: HubConfig, reruns: StepReruns, saver: Saver, state: TrainingState
+        self, settings: GuardConfig, model: TrainedModel, reruns: StepReruns, saver: Saver, state: TrainingState
     ) -> None:
         self._settings = settings
         self._reruns = reruns

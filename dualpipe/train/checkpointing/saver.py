@@ -21,6 +21,7 @@ from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
+from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 from dualpipe.train.config.source import find_source, saved_settings
 from dualpipe.train.launch.distributed import Job
@@ -206,9 +207,11 @@ class Saver:
             say(line)
 
 
-def _other_mtp(model: HubConfig, names: Iterable[str]) -> str:
+def _other_mtp(model: TrainedModel, names: Iterable[str]) -> str:
     """What to do where the tensors of a checkpoint are of a run that trained layers for multi-token prediction, and
     this one does not, or the other way round; "" elsewhere."""
+    if not isinstance(model, HubConfig):
+        return ""
     there, announced = model.mtp_depth_of(names), model.mtp_layers or model.carried_layers
     if bool(there) == bool(model.mtp_depth) or there > len(announced):
         return ""

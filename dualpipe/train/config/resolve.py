@@ -15,11 +15,10 @@ import torch
 
 from dualpipe.checkpoint.directory import find
 from dualpipe.kernels.formats import FORMATS
-from dualpipe.models import HubConfig
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.train.config.model_config import read_model
+from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config, replace_field
 from dualpipe.train.config.source import find_source
 
@@ -54,12 +53,12 @@ class Resolved:
     the dtypes."""
 
     config: Config
-    model: HubConfig
+    model: TrainedModel
     dtypes: RunDTypes
     positions: int | None = None  # that the model is made for, if known
 
     @classmethod
-    def of(cls, config: Config, model: HubConfig, positions: int | None = None) -> Resolved:
+    def of(cls, config: Config, model: TrainedModel, positions: int | None = None) -> Resolved:
         """Resolve what `config`, which fits the number of ranks, says of `model`."""
         return cls(config, model, RunDTypes.of(config), positions)
 

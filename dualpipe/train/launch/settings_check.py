@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 from dualpipe import __version__
-from dualpipe.models import HubConfig
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder, rank_ranges
+from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
 ANSWER = timedelta(seconds=5)  # for rank 0 to say which rank does not come
@@ -61,7 +61,7 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
     yield "sources of dualpipe (digest)", digest.hexdigest()[:16]
 
 
-def model_settings(model: HubConfig) -> Iterator[tuple[str, Any]]:
+def model_settings(model: TrainedModel) -> Iterator[tuple[str, Any]]:
     """The model's configuration, by name, which all ranks must have the same of."""
     for name, value in model.to_dict().items():
         yield f"the model's {name}", value

@@ -27,10 +27,10 @@ class Group(NamedTuple):
     algorithm: str | None = None
 
 
-def layer_groups(lr: float, decay: float, num_layers: int) -> list[Group]:
+def layer_groups(lr: float, decay: float, num_layers: int, prefix: str = "") -> list[Group]:
     """Learning rates that are multiplied by `decay` from each layer to the one before, and to the embedding, as for
-    fine-tuning (arXiv:2003.10555, section 3.3); those of the head and its norm stay."""
-    names = ["embed_tokens", *(f"layers.{index}" for index in range(num_layers))]
+    fine-tuning (arXiv:2003.10555, section 3.3); those of the head and its norm stay. prefix: of their names."""
+    names = [f"{prefix}embed_tokens", *(f"{prefix}layers.{index}" for index in range(num_layers))]
     return [Group(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
 
 

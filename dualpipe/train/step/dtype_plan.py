@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint import hub_dtypes
 from dualpipe.models import HubConfig
-from dualpipe.models.stages import Stage, meta_stages
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import Resolved
 
 
@@ -34,7 +34,7 @@ def plan_run(
 
 
 def plan_model(
-    config: HubConfig, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
+    config: TrainedModel, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
     recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
 ) -> DTypePlan:
     """The plan of the whole model, of which each rank has a part: it computes in `dtype` and accumulates gradients in
@@ -53,7 +53,9 @@ def plan_model(
     if replicas == 1:
         rules = [replace(rule, storage=rule.gather, gather=None) if rule.gather else rule for rule in rules]
     whole = _whole_on_meta(config, wide if replicas > 1 else dtype)
-    if from_hf:
+    if not isinstance(config, HubConfig):
+        known = None  # the stages are made by transformers, which reads all in the dtype that it is told
+    elif from_hf:
         known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(from_hf, config))
     if known and not any(name in known for name, _ in whole.named_parameters()):
         known = None  # of another model, which is said when it is loaded
@@ -62,9 +64,9 @@ def plan_model(
     return plan if replicas > 1 else _stored_as_computed(whole, plan, known or {})
 
 
-def _whole_on_meta(config: HubConfig, dtype: torch.dtype) -> Stage:
+def _whole_on_meta(config: TrainedModel, dtype: torch.dtype) -> nn.Module:
     """Return the whole model, on meta and stored in `dtype`, to be looked at alone."""
-    (whole,) = meta_stages(config)  # which takes seconds for a large model: made once in a run
+    (whole,) = stages_on_meta(config)  # which takes seconds for a large model: made once in a run
     if all(parameter.dtype is dtype for parameter in whole.parameters()):
         return whole
     return deepcopy(whole).to(dtype=dtype)

@@ -27,8 +27,10 @@ from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
+from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.transformers_stages import build_transformers_stages
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class StageOptions:
 class Model(NamedTuple):
     """The stages that one rank holds, in ascending order."""
 
-    config: HubConfig
-    stages: tuple[Stage, ...]
+    config: TrainedModel
+    stages: tuple[nn.Module, ...]
     plan: DTypePlan
     has_first: bool
     has_last: bool
@@ -76,7 +78,7 @@ class Model(NamedTuple):
 
 
 def build_model(
-    config: HubConfig, schedule: Schedule, rank: int, *, dtypes: DTypePlan | torch.dtype, device: torch.device,
+    config: TrainedModel, schedule: Schedule, rank: int, *, dtypes: DTypePlan | torch.dtype, device: torch.device,
     options: StageOptions = StageOptions(), mesh: DeviceMesh | None = None, context: ContextParallel | None = None,
 ) -> Model:
     """Build the stages of pipeline rank `rank`. Collective over `mesh` where they are loaded from a checkpoint.
@@ -95,8 +97,15 @@ def build_model(
         plan = plan_model(config, dtypes, replicas=place.replicas, from_hf=options.from_hf, mesh=mesh)
     else:
         plan = dtypes
-    fp8_rows = _rows_of_experts(plan, options.products) if options.fp8_dispatch else None
     numbers = schedule.rank_stages(rank)
+    has_first = 0 in numbers
+    has_last = schedule.num_stages - 1 in numbers
+    if not isinstance(config, HubConfig):
+        built = build_transformers_stages(
+            config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
+            from_hf=options.from_hf, layers_per_stage=options.layers_per_stage)
+        return Model(config, built, plan, has_first, has_last, {})
+    fp8_rows = _rows_of_experts(plan, options.products) if options.fp8_dispatch else None
 
     def cut() -> list[Stage]:
         return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
@@ -124,7 +133,7 @@ def build_model(
     else:
         for stage in stages:
             materialize(stage, device, plan, seed=options.seed)
-    return Model(config, tuple(stages), plan, 0 in numbers, schedule.num_stages - 1 in numbers, masters)
+    return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
 def _prepare(stage: Stage, plan: DTypePlan, options: StageOptions, context: ContextParallel) -> None:
@@ -179,7 +188,10 @@ def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:
 
     tokens: of a micro-batch, on all expert-parallel ranks.
     """
-    top_k, found = model.config.num_experts_per_tok, []
+    found: list[str] = []
+    if not any(dtypes.format for dtypes in model.plan.tensors.values()):
+        return found
+    top_k = model.config.num_experts_per_tok
     for stage in model.stages:
         for name, module in stage.named_modules():
             if not isinstance(module, Linear | GroupedLinear) or module.products == "weight-only":
@@ -201,4 +213,4 @@ def build_whole(
     """Build the unpipelined model, with the same weights. dtypes: see `build_model`."""
     model = build_model(config, build("1f1b", 1, 1), 0, dtypes=dtypes, device=device, options=StageOptions(seed=seed))
     (stage,) = model.stages
-    return stage
+    return cast(Stage, stage)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint.state import derive_random
+from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.context import ContextParallel
@@ -88,9 +89,15 @@ class PipelinedModel:
             num_chunks=num_microbatches or self.config.train.num_chunks,
             criterion=criterion if model.has_last else None,
             labels=(batch.targets,) if model.has_last else (),
-            side={"positions": positions, "ahead": tokens_ahead(batch.targets)} if model.has_first else None,
+            side=self._side_inputs(positions, batch.targets) if model.has_first else None,
         )
         return losses
+
+    def _side_inputs(self, positions: Tensor | None, targets: Tensor) -> dict[str, Tensor | None]:
+        """Return what stages are given besides the tokens, by the names that their `forward` has for it."""
+        if not isinstance(self.model.config, HubConfig):
+            return {"position_ids": positions}
+        return {"positions": positions, "ahead": tokens_ahead(targets)}
 
     def mean_losses(self, losses: Tensor | None, criterion: MicroBatchLoss) -> Tensor | None:
         """Return the mean losses of all pipelines, on the ranks of the last stage; None elsewhere. Collective.

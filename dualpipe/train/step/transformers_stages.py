@@ -1,0 +1,66 @@
+"""The stages of a rank of a model of transformers: building them, and writing what was trained."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from dualpipe.checkpoint.hub.save import CARRIED
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.dtypes import long_name
+from dualpipe.runtime.files import replace_file
+from dualpipe.runtime.ranks.rank_sync import RankSync
+
+if TYPE_CHECKING:
+    from dualpipe.hf import CausalLMStage
+    from dualpipe.hf.model import TransformersModel
+
+
+def build_transformers_stages(
+    model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
+    mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int],
+) -> tuple[nn.Module, ...]:
+    """Build the stages with these numbers, sharded and filled. Collective over `mesh`.
+
+    plan: of the whole model. The rest as for `build_model`. Raises ValueError as `load_stages` does, on all ranks.
+    """
+    from dualpipe.hf import load_stages
+
+    compute = plan.policy.param_dtype
+    is_shared = Mesh.of(mesh).replicas > 1
+    stages = load_stages(
+        from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
+        dtype=torch.promote_types(compute, torch.float32) if is_shared else compute, layers_per_stage=layers_per_stage)
+    for stage in stages if mesh is None else ():
+        stage.to(device)
+    return tuple(stages)
+
+
+def save_transformers_stages(
+    stages: Sequence[nn.Module], target: Path, *, mesh: DeviceMesh | None, plan: DTypePlan, source: str
+) -> None:
+    """Write the model in Hugging Face's form, with the tokenizer of `source`, where there is one. Collective.
+
+    Tensors are written in the dtypes that they are computed in, or that a rule says.
+    """
+    from dualpipe.hf import save_stages
+
+    save_stages(cast("Sequence[CausalLMStage]", stages), target, mesh=mesh, plan=plan)
+
+    def finish() -> None:
+        path = target / "config.json"
+        described = json.loads(path.read_text(encoding="utf-8")) | {"dtype": long_name(plan.policy.param_dtype)}
+        replace_file(path, json.dumps(described, indent=2) + "\n")
+        for name in CARRIED if source else ():
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, target / name)
+
+    RankSync.of_mesh(mesh).first(finish)

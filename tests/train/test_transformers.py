@@ -1,0 +1,255 @@
+"""Training a model of transformers, by its own implementation: against a plain loop, through checkpoints, and out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+from dualpipe import cli
+from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.nn.attention.sequence_split import WHOLE
+from dualpipe.nn.deferral import local
+from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.plan.memory import estimate
+from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.model_config import read_model, read_model_config
+from dualpipe.train.config.resolve import resolve
+from dualpipe.train.data.run_data import RunData
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.metrics import read_metrics
+from dualpipe.train.optim.lr_schedule import run_learning_rate
+from dualpipe.train.trainer import Trainer
+from hf_families import config_of, tiny_model
+from ranks import run_ranks
+from run_files import write_files
+
+CPU = torch.device("cpu")
+MODEL_OF_HUB = ("--model.config", "", "--init.from_hf", "hub", "--data.tokenizer", "bytes")
+LAYOUTS = {
+    "pp2-ep2": ("--parallel.ep", "2", "--train.num_chunks", "2"),
+    "pp2-dp2": ("--parallel.dp", "2", "--train.num_chunks", "2"),
+    "pp1-dp2": ("--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "4"),
+    "alone": ("--parallel.pp", "1", "--train.num_chunks", "4"),
+}
+SIZES = {"pp2-ep2": 4, "pp2-dp2": 4, "pp1-dp2": 2, "alone": 1}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with run.toml and a model on the hub; the working directory."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def save_model(family, dtype=torch.float32, **changes):
+    """Write a tiny model of a vocabulary of bytes to the folder hub."""
+    tiny_model(family, dtype, vocab_size=257, **changes).save_pretrained("hub")
+
+
+def trained(rank, options):
+    """Train; the bytes of parameters and of the optimizer's state on this rank, and its pipeline rank."""
+    config = load_config("run.toml", options)
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    resolved = resolve(config, ranks)
+    p = resolved.config.parallel
+    job = Job(CPU, build_mesh(p.pp, p.dp, p.ep, CPU))
+    with Saver(resolved.config, job) as saver:
+        run = Trainer(resolved, job, saver)
+        run.train()
+    optimizer = run.runner.optimizer
+    parameters = sum(local(p.detach()).nbytes for p in optimizer.parameters)
+    state = sum(local(tensor).nbytes for of in optimizer.state_tensors().values() for name, tensor in of.items()
+                if isinstance(tensor, torch.Tensor) and tensor.dim())
+    return job.place.rank("pp"), parameters, state
+
+
+def train(layout, out, *options):
+    """Train on the ranks of a layout; the metrics."""
+    given = [*MODEL_OF_HUB, *LAYOUTS[layout], "--output.dir", out, "--train.eval_batches", "0", *options]
+    run_ranks(trained, SIZES[layout], given, timeout=240)
+    return read_metrics(Path(out, "metrics.jsonl"))
+
+
+def plain_losses(options):
+    """The losses of the same run by transformers and AdamW, in a loop of one process."""
+    config = load_config("run.toml", [*MODEL_OF_HUB, "--train.eval_batches", "0", *options])
+    config = resolve(config, 1).config
+    optimizer = config.optimizer
+    model = AutoModelForCausalLM.from_pretrained("hub", dtype=torch.float32, experts_implementation="eager").train()
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    adamw = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=optimizer.betas, eps=optimizer.eps)
+    data = RunData(config, RankSync(None), Mesh.planned(), WHOLE, reads=True, vocab_size=257, mtp_depth=0, device=CPU)
+    losses = []
+    with data.training_batches(config.train.steps) as batches:
+        for step in range(config.train.steps):
+            batch = next(batches)
+            logits = model(batch.tokens, use_cache=False).logits
+            loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
+            for group in adamw.param_groups:
+                group["lr"] = run_learning_rate(step, optimizer, config.train.steps)
+            adamw.step()
+            adamw.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("family, layout", [
+    ("olmoe", "pp2-ep2"), ("llama", "pp2-dp2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.slow),
+    pytest.param("qwen3_next", "pp2-ep2", marks=pytest.mark.slow),
+    pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow), pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow)
+])
+def test_losses_are_those_of_a_plain_loop(folder, family, layout):
+    save_model(family)
+    metrics = train(layout, "out")
+    expected = plain_losses(["--parallel.pp", "1", "--train.num_chunks", "4"])
+    assert [row["loss"] for row in metrics] == pytest.approx(expected, rel=1e-5)
+    assert expected[-1] < expected[0]
+
+
+def tensors_of(out, step=4):
+    """The checksums of the files of tensors of a checkpoint, by name."""
+    files = Checkpoint.read(Path(out, "checkpoints", f"step-{step:08}")).manifest.files
+    return {name: info for name, info in files.items() if name.startswith("rank-")}
+
+
+def test_a_run_goes_on_bit_for_bit_and_in_other_layouts_and_what_it_exports_transformers_loads(folder):
+    save_model("olmoe", tie_word_embeddings=True)
+    Path("hub/tokenizer.json").write_text("{}")
+    steps = ("--train.steps", "4", "--checkpoint.interval", "2")
+    losses = [row["loss"] for row in train("pp2-ep2", "whole", *steps, "--export.to_hf", "whole-hf")]
+    half = ("--checkpoint.resume", "whole/checkpoints/step-00000002")
+    again = train("pp2-ep2", "again", *steps, *half, "--export.to_hf", "again-hf")
+    assert [row["loss"] for row in again] == losses[2:]
+    assert tensors_of("again") == tensors_of("whole")
+    assert Path("again-hf/tokenizer.json").read_text() == "{}"
+    whole, report = AutoModelForCausalLM.from_pretrained("whole-hf", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    other = AutoModelForCausalLM.from_pretrained("again-hf").state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in whole.state_dict().items())
+    start = tiny_model("olmoe", torch.float32, vocab_size=257, tie_word_embeddings=True).state_dict()
+    assert all(not torch.equal(tensor, start[name]) for name, tensor in whole.state_dict().items() if tensor.dim() > 1)
+    for layout in ("pp1-dp2", "alone"):
+        resharded = train(layout, layout, *steps, *half)
+        assert [row["loss"] for row in resharded] == pytest.approx(losses[2:], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_tied_embedding_goes_from_a_v_to_a_straight_pipeline_and_back(folder):
+    save_model("llama", tie_word_embeddings=True)
+    steps = ("--train.steps", "4", "--checkpoint.interval", "2")
+    losses = [row["loss"] for row in train("pp2-dp2", "v", *steps)]
+    straight = ("--parallel.schedule", "1f1b")
+    on = train("pp2-dp2", "straight", *steps, *straight, "--checkpoint.resume", "v/checkpoints/step-00000002")
+    assert [row["loss"] for row in on] == pytest.approx(losses[2:], rel=1e-5)
+    back = train("pp2-dp2", "back", *steps, "--checkpoint.resume", "straight/checkpoints/step-00000004",
+                 "--train.steps", "5")
+    assert len(back) == 1
+
+
+@pytest.mark.parametrize("layout", ["pp2-ep2", pytest.param("alone", marks=pytest.mark.slow)])
+def test_bfloat16_is_computed_and_exported_in_and_float32_is_updated(folder, layout):
+    save_model("deepseek_v3", torch.bfloat16)
+    metrics = train(layout, "out", "--train.dtype", "bf16", "--export.to_hf", "auto", "--model.backend", "transformers")
+    assert metrics[-1]["loss"] < metrics[0]["loss"]
+    assert json.loads(Path("out/hf/config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained("out/hf")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family, layout", [("olmoe", "pp2-ep2"), ("llama", "pp2-dp2")])
+def test_a_rank_holds_as_many_bytes_as_are_estimated(folder, family, layout):
+    save_model(family, tie_word_embeddings=family == "llama")
+    options = [*MODEL_OF_HUB, *LAYOUTS[layout], "--train.dtype", "bf16", "--train.steps", "1", "--train.eval_batches", "0"]
+    config = load_config("run.toml", options)
+    expected = estimate(config, read_model_config(config))
+    for pp_rank, parameters, state in run_ranks(trained, SIZES[layout], options, timeout=240):
+        assert expected[pp_rank].parameters == pytest.approx(parameters, rel=0.01)
+        assert expected[pp_rank].optimizer == pytest.approx(state, rel=0.01)
+
+
+def describe_model(family, **changes):
+    """Write a tiny model's config.json."""
+    content = config_of(family, vocab_size=257, **changes).to_dict()
+    Path("config.json").write_text(json.dumps(content))
+    return content
+
+
+def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
+    def chosen(*options):
+        return type(read_model(load_config("run.toml", list(options))).config).__name__
+
+    assert chosen() == "Qwen3MoeConfig"
+    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    own = json.loads(Path("config.json").read_text())
+    Path("config.json").write_text(json.dumps(own | {"attention_dropout": 0.1}))
+    assert chosen() == "TransformersModel"
+    with pytest.raises(ValueError, match="options that qwen3_moe does not support here: attention_dropout=0.1"):
+        chosen("--model.backend", "dualpipe")
+    describe_model("olmoe")
+    assert chosen() == "TransformersModel"
+    with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
+        chosen("--model.backend", "dualpipe")
+    Path("config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ValueError, match="model_type 'nothing' is not one of those supported: .*; model_type 'nothing' "
+                       "is not one of those of transformers 5"):
+        chosen()
+
+
+@pytest.mark.parametrize("options, message", [
+    ("--parallel.cp 2", "parallel.cp = 2: a olmoe is trained by transformers' implementation, and its attention does"),
+    ("--parallel.ep 3", "parallel.ep = 3 does not divide the 8 experts of a layer"),
+    ("--mtp.weight 0.3", "mtp.weight = 0.3: "),
+    ("--optimizer.qk_clip 100", "optimizer.qk_clip = 100.0: "),
+    ("--router.balance 0.01", "router.balance = 0.01: a olmoe is trained by transformers' implementation, and it needs "
+     "this library's routers; set it to 0, or leave it out"),
+    ("--router.z_loss 0.01", "router.z_loss = 0.01: "),
+    ("--router.bias_update_rate 0.01", "router.bias_update_rate = 0.01: "),
+    ("--memory.recompute layer", "memory.recompute = ['layer']: "),
+    ("--train.compile True", "train.compile = True: "),
+    ("--dtypes.rules *.experts,storage=fp8_block", "dtypes.rules = ['*.experts,storage=fp8_block']: "),
+    ("--dtypes.fp8_dispatch True", "dtypes.fp8_dispatch = True: "),
+    ("--export.quantized True", "export.quantized = True: "),
+])
+def test_what_it_cannot_be_trained_with_is_refused_in_one_line(folder, capsys, options, message):
+    describe_model("olmoe")
+    assert cli.main(["dtypes", "run.toml", *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_other_commands_refuse_it_in_one_line(folder, capsys):
+    describe_model("olmoe")
+    assert cli.main(["plan", "run.toml"]) == 2
+    assert "dualpipe plan is for this library's own models" in capsys.readouterr().err
+    assert cli.main(["memory", "run.toml"]) == 0
+    assert "without activations and messages" in capsys.readouterr().out
+    assert cli.main(["dtypes", "run.toml"]) == 0
+    assert "model.layers.0-3.mlp.experts.gate_up_proj" in capsys.readouterr().out
+
+
+def test_documents_cannot_be_kept_apart_by_layers_with_a_state(folder, capsys):
+    for family in ("qwen3_next", "lfm2_moe"):
+        describe_model(family)
+        assert cli.main(["dtypes", "run.toml", "--data.separate_documents", "True"]) == 2
+        assert "the state of some of its layers goes on from one document to the next" in capsys.readouterr().err
+
+
+def test_operations_for_a_token_are_those_of_our_own_model(folder):
+    own = read_model(load_config("run.toml", [])).config
+    theirs = read_model(load_config("run.toml", ["--model.backend", "transformers"])).config
+    from dualpipe.train.config.model_config import flops_per_token
+
+    assert flops_per_token(theirs, 64) == pytest.approx(flops_per_token(own, 64))
