@@ -35,7 +35,7 @@ MODEL_OF_HUB = ("--model.config", "", "--init.from_hf", "hub", "--data.tokenizer
 LAYOUTS = {
     "pp2-ep2": ("--parallel.ep", "2", "--train.num_chunks", "2"),
     "pp2-dp2": ("--parallel.dp", "2", "--train.num_chunks", "2"),
-    "pp1-dp2": ("--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "4"),
+    "pp1-dp2": ("--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"),
     "alone": ("--parallel.pp", "1", "--train.num_chunks", "4"),
 }
 SIZES = {"pp2-ep2": 4, "pp2-dp2": 4, "pp1-dp2": 2, "alone": 1}
@@ -67,7 +67,7 @@ def trained(rank, options):
     optimizer = run.runner.optimizer
     parameters = sum(local(p.detach()).nbytes for p in optimizer.parameters)
     state = sum(local(tensor).nbytes for of in optimizer.state_tensors().values() for name, tensor in of.items()
-                if isinstance(tensor, torch.Tensor) and tensor.dim())
+                if name != "master" and isinstance(tensor, torch.Tensor) and tensor.dim())
     return job.place.rank("pp"), parameters, state
 
 
