@@ -19,9 +19,9 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from dualpipe.hf.cut import base_of, cut_model, drop_embedding, is_tied, layer_cost, stage_layers, top_k_of
 from dualpipe.hf.experts import NAME
-from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
+from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
 _STATEFUL = ("linear_attention", "conv", "mamba", "recurrent")  # kinds of layers without attention scores
 
