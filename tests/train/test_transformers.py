@@ -109,7 +109,8 @@ def plain_losses(options):
 @pytest.mark.parametrize("family, layout", [
     ("olmoe", "pp2-ep2"), ("llama", "pp2-dp2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.slow),
     pytest.param("qwen3_next", "pp2-ep2", marks=pytest.mark.slow),
-    pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow), pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow)
+    pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow),
+    pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow),
 ])
 def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     save_model(family)
@@ -204,8 +205,9 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
     with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
         chosen("--model.backend", "dualpipe")
     Path("config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ValueError, match=r"model_type 'nothing' is not one of those supported: .*; model_type 'nothing' "
-                       r"is not one of those of transformers 5"):
+    message = r"model_type 'nothing' is not one of those supported: .*; model_type 'nothing' is not one of those of " \
+        r"transformers 5"
+    with pytest.raises(ValueError, match=message):
         chosen()
 
 
