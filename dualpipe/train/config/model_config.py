@@ -103,6 +103,7 @@ def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
 def check_settings(config: Config, model: TransformersModel) -> None:
     """Raise ValueError for settings that a model of transformers cannot be trained with, in one line."""
     parallel, router, dtypes = config.parallel, config.router, config.dtypes
+    parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
     formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage not in (None, *_DTYPES)]
     refused = {
         "parallel.cp": (parallel.cp, 1, "its attention does not share sequences between ranks"),
@@ -111,7 +112,7 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         "router.balance": (router.balance, 0, "it needs this library's routers"),
         "router.z_loss": (router.z_loss, 0, "it needs this library's routers"),
         "router.bias_update_rate": (router.bias_update_rate, 0, "it needs this library's routers"),
-        "memory.recompute": (list(config.memory.recompute), [], "its layers are not computed again"),
+        "memory.recompute": (parts, [], "its layers are computed again as a whole, by layer, or layer:0-7 of some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], "its weights are not quantized"),
         "dtypes.products": (dtypes.products, "auto", "its weights are not quantized"),
