@@ -230,21 +230,20 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 def _hf_check(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub.commands import check
-    from dualpipe.models import HubConfig, read_hub_json
+    from dualpipe.models import HubConfig
     from dualpipe.parallel.mesh import Mesh
-    from dualpipe.train.config.model_config import model_from_dict
+    from dualpipe.train.config.model_config import read_model_file
 
     mesh = Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep)
-    _, hub = read_hub_json(args.path)
-    model = model_from_dict(hub, args.backend)
+    model = read_model_file(args.path, "auto").config
     if isinstance(model, HubConfig):
         lines = check(args.path, mesh, mtp=args.mtp)
     else:
-        from dualpipe.hf.check import check_checkpoint
-
         if args.mtp:
             raise ValueError(f"--mtp is for this library's own models; a {model.model_type} is trained by "
                              "transformers' implementation, leave it out")
+        from dualpipe.hf.check import check_checkpoint
+
         lines = check_checkpoint(args.path, model, mesh)
     for line in lines:
         print(line)

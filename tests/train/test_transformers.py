@@ -27,6 +27,7 @@ from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.trainer import Trainer
 from hf_families import config_of, tiny_model
+from hub import read_all, rewrite
 from ranks import run_ranks
 from run_files import write_files
 
@@ -109,7 +110,8 @@ def plain_losses(options):
 @pytest.mark.parametrize("family, layout", [
     ("olmoe", "pp2-ep2"), ("llama", "pp2-dp2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.slow),
     pytest.param("qwen3_next", "pp2-ep2", marks=pytest.mark.slow),
-    pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow), pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow),
+    pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow),
+    pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow),
 ])
 def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     save_model(family)
@@ -213,7 +215,7 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
     with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
         chosen("--model.backend", "dualpipe")
     Path("config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ValueError, match=r"'nothing' is not one of those supported: .*; model_type 'nothing' is not one"):
+    with pytest.raises(ValueError, match=r"'nothing' is not one of those supported: .*; model_type 'nothing' is not"):
         chosen()
 
 
@@ -260,3 +262,24 @@ def test_operations_for_a_token_are_those_of_our_own_model(folder):
     own = read_model(load_config("run.toml", [])).config
     theirs = read_model(load_config("run.toml", ["--model.backend", "transformers"])).config
     assert flops_per_token(theirs, 64) == pytest.approx(flops_per_token(own, 64))
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "llama", "qwen3_5_moe_text", "minimax_m2", "glm4_moe", "jamba",
+                                    "ernie4_5_moe", "granitemoe"])
+def test_hf_check_reads_headers_only(folder, capsys, family):
+    save_model(family)
+    assert cli.main(["hf", "check", "hub", "--pp", "2", "--dp", "2"]) == 0
+    assert "it can be loaded" in capsys.readouterr().out
+
+
+def test_hf_check_names_what_is_missing(folder, capsys):
+    save_model("olmoe")
+    tensors = read_all(Path("hub"))
+    rewrite(Path("hub"), {name: tensor for name, tensor in tensors.items() if ".2.mlp.gate." not in name})
+    assert cli.main(["hf", "check", "hub"]) == 2
+    assert "it lacks model.layers.2.mlp.gate.weight" in capsys.readouterr().err
+    rewrite(Path("hub"), tensors)
+    assert cli.main(["hf", "check", "hub", "--ep", "3"]) == 2
+    assert "8 experts cannot be divided evenly among 3 expert-parallel ranks" in capsys.readouterr().err
+    assert cli.main(["hf", "check", "hub", "--mtp"]) == 2
+    assert "--mtp is for this library's own models" in capsys.readouterr().err

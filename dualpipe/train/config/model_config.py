@@ -47,7 +47,7 @@ def read_model(config: Config) -> ModelFile:
     without such layers, and for settings that a model of transformers cannot be trained with.
     """
     try:
-        found = _read(config)
+        found = read_model_file(config.model_path, config.model.backend)
         if config.mtp.weight and isinstance(found.config, HubConfig):
             found = found._replace(config=found.config.with_mtp())
     except ValueError as error:
@@ -61,22 +61,24 @@ def read_model(config: Config) -> ModelFile:
     return found
 
 
-def _read(config: Config) -> ModelFile:
-    """Return the model of the run's config.json, by the implementation that model.backend names."""
-    backend = config.model.backend
+def read_model_file(path: str, backend: Backend) -> ModelFile:
+    """Return the model of a config.json, or of the directory that has one, by the implementation that `backend` names.
+
+    Raises ValueError where that implementation, or with "auto" both, do not have it.
+    """
     unsupported = ""
     if backend != "transformers":
         try:
-            return ModelFile(*read_hub_file(config.model_path))
+            return ModelFile(*read_hub_file(path))
         except UnsupportedModel as error:
             if backend == "dualpipe":
                 raise
             unsupported = str(error)
-    path, hub = read_hub_json(config.model_path)
+    file, hub = read_hub_json(path)
     try:
         model = _of_transformers(hub)
     except ValueError as error:
-        raise ValueError(f"{unsupported or path}; {error}" if unsupported else f"{path}: {error}") from error
+        raise ValueError(f"{unsupported}; {error}" if unsupported else f"{file}: {error}") from error
     return ModelFile(model, model.positions)
 
 
