@@ -230,9 +230,22 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 def _hf_check(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub.commands import check
+    from dualpipe.models import HubConfig
     from dualpipe.parallel.mesh import Mesh
+    from dualpipe.train.config.model_config import read_model_file
 
-    for line in check(args.path, Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep), mtp=args.mtp):
+    mesh = Mesh.planned(pp=args.pp, dp=args.dp, cp=args.cp, ep=args.ep)
+    model = read_model_file(args.path, "auto").config
+    if isinstance(model, HubConfig):
+        lines = check(args.path, mesh, mtp=args.mtp)
+    else:
+        if args.mtp:
+            raise ValueError(f"--mtp is for this library's own models; a {model.model_type} is trained by "
+                             "transformers' implementation, leave it out")
+        from dualpipe.hf.check import check_checkpoint
+
+        lines = check_checkpoint(args.path, model, mesh)
+    for line in lines:
         print(line)
 
 

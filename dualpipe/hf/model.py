@@ -115,6 +115,11 @@ class TransformersModel:
         return f"{self.causal_lm.base_model_prefix}."
 
     @property
+    def is_tied(self) -> bool:
+        """Return True if the head has the weight of the embedding."""
+        return is_tied(self.causal_lm.config)
+
+    @property
     def has_stateful_layers(self) -> bool:
         """Return True if some layers carry a state along a sequence, which does not stop where a document ends."""
         kinds = getattr(self._text_config, "layer_types", None) or ()

@@ -45,13 +45,13 @@ def read_dequantized(
     reader = Reader(folder, header, block)
     is_needed = _filter(layers, has_ends=has_ends)
     tensors = {}
-    for name in dict.fromkeys(_name_of(stored, header) for stored in header):
+    for name in dict.fromkeys(tensor_name(stored, header) for stored in header):
         if is_needed(name):
             tensors[name] = _read(reader, name, dtype)
     return tensors
 
 
-def _name_of(stored: str, header: Any) -> str:
+def tensor_name(stored: str, header: Any) -> str:
     """Return the name of the tensor that a tensor of the files is a part of."""
     for suffix in SUFFIXES[1:]:
         name = stored.removesuffix(suffix)

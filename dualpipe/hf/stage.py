@@ -7,6 +7,7 @@ rotary tables are made on every stage, by the model itself, from the shape of th
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
 from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of
 from dualpipe.hf.stand_ins import CallRecorder, FixedLayer, InputOverride, LayerForm, OutputRecorder, standing_in
+from dualpipe.models.stages import Recompute
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts
 
@@ -31,6 +33,7 @@ class CausalLMStage(nn.Module):
         self.is_first = is_first
         self.is_last = is_last
         self.splits: dict[int, SplitLayer] = {}  # by the number of the layer: those that run in parts
+        self.recompute = Recompute()
         self._form = form or LayerForm()
         self._num_changes = 0
         self.config = causal_lm.config
@@ -74,22 +77,25 @@ class CausalLMStage(nn.Module):
             return self.base(**self._inputs(x), **options).last_hidden_state
 
     def segments(self) -> list[Segment]:
-        """Return the forward in parts, where layers send tokens to experts on other ranks; see docs/overlap.md."""
+        """Return the forward in parts, for layers that send tokens to experts on other ranks, and for those that are
+        computed again before their backward, as `recompute` says of "layer"; see docs/overlap.md."""
         parts: list[Segment] = [Compute(self.layer_arguments, ("x", "position_ids"), ("x", "arguments"))]
         for place, (number, layer) in enumerate(self.layers.numbered()):
             name = f"arguments{number}"
             parts.append(Compute(partial(_take, place), "arguments", name))
             split = self.splits.get(number)
+            again = self.recompute("layer", number)
             if split is None or dispatcher_of(split.experts).dispatch is None:
-                parts.append(Compute(partial(_call_layer, layer), ("x", name), "x"))
+                parts.append(Compute(partial(_call_layer, layer), ("x", name), "x", again))
             else:
-                parts += split.hooked_segments(name)
+                parts += [replace(part, recompute=again) if isinstance(part, Compute) else part
+                          for part in split.hooked_segments(name)]
         parts.append(Compute(self._end, "x", "x"))
         return parts
 
     def segments_key(self) -> Hashable:
         """Return what the segments depend on: see docs/overlap.md."""
-        return self._num_changes
+        return self._num_changes, self.recompute
 
     def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
         """Have the layers' experts on the ranks of `experts`, which are given by the number of experts of a layer.

@@ -23,7 +23,7 @@ from dualpipe.hf.stand_ins import CallRecorder, LayerForm, OutputRecorder, Stand
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 
 ADVICE = "cut the model yourself, as docs/your-own-loop.md shows"
-_TOKENS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]])
+_TOKENS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device="cpu")
 _FORMS = [LayerForm(num_results) for num_results in range(4)]
 
 
@@ -151,7 +151,7 @@ def _calls_of_model(skeleton: Skeleton, name: str) -> tuple[LayerForm, list[Laye
     layer_class = type(skeleton.layers[0]).__name__
     reasons = []
     for form in _FORMS:
-        rest = torch.zeros(())
+        rest = torch.zeros((), device="cpu")
         layers = [SkeletonLayer(layer, form, rest) for layer in skeleton.layers]
         norm = OutputRecorder(getattr(base, norm_name(base)))
         try:
@@ -280,8 +280,8 @@ def _compare(number: int, got: tuple[Any, ...], expected: tuple[Any, ...]) -> No
 
     An option that is off, such as `output_router_logits`, need not be there: the head's forward alone sets some.
     """
-    got_named = dict(_named_arguments(LayerCall(torch.empty(0), *got)))
-    expected_named = dict(_named_arguments(LayerCall(torch.empty(0), *expected)))
+    got_named = dict(_named_arguments(LayerCall(torch.empty(0, device="cpu"), *got)))
+    expected_named = dict(_named_arguments(LayerCall(torch.empty(0, device="cpu"), *expected)))
     for name in {**got_named, **expected_named}:
         if not _are_equal(_unless_off(got_named.get(name)), _unless_off(expected_named.get(name))):
             raise ValueError(f"layer {number} gets another {name!r} than in the whole model")

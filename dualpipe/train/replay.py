@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from dualpipe.checkpoint import load, training_state
+from dualpipe.checkpoint import load
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import read_hub_json
 from dualpipe.runtime.device import deterministic
@@ -22,6 +22,7 @@ from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.localize import run_again
 from dualpipe.train.checkpointing.bundle import batch_tensors
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
@@ -64,7 +65,7 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         depths = (1 + depth,) if (depth := model.config.mtp_depth) else ()
         batch = TokenBatch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
                         for shape in ((here,), (here, *depths), (train.sequence_length,))))
-        tensors = training_state(model.stages, runner.optimizer) | runner.routers.state_tensors()
+        tensors = model_tensors(model, runner.optimizer) | runner.routers.state_tensors()
         load(config.checkpoint.resume, tensors | batch_tensors(runner, batch), mesh=job.mesh)
         runner.optimizer.round_parameters()
         found = run_again(runner, batch, manifest.step)

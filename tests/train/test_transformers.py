@@ -19,7 +19,7 @@ from dualpipe.plan.memory import estimate
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model, read_model_config
+from dualpipe.train.config.model_config import flops_per_token, read_model, read_model_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.launch.distributed import Job
@@ -27,6 +27,7 @@ from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.trainer import Trainer
 from hf_families import config_of, tiny_model
+from hub import read_all, rewrite
 from ranks import run_ranks
 from run_files import write_files
 
@@ -120,6 +121,15 @@ def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.parametrize("layout", ["pp2-ep2", pytest.param("pp2-dp2", marks=pytest.mark.slow)])
+def test_layers_that_are_computed_again_give_the_same_losses(folder, layout):
+    save_model("glm4_moe")  # a dense layer, and those with experts
+    losses = [row["loss"] for row in train(layout, "kept")]
+    for rule in ("layer", "layer:1-2"):
+        again = train(layout, rule.replace(":", "-"), "--memory.recompute", rule)
+        assert [row["loss"] for row in again] == pytest.approx(losses, rel=1e-6)
+
+
 def tensors_of(out, step=4):
     """The checksums of the files of tensors of a checkpoint, by name."""
     files = Checkpoint.read(Path(out, "checkpoints", f"step-{step:08}")).manifest.files
@@ -173,8 +183,8 @@ def test_bfloat16_is_computed_and_exported_in_and_float32_is_updated(folder, lay
 @pytest.mark.parametrize("family, layout", [("olmoe", "pp2-ep2"), ("llama", "pp2-dp2")])
 def test_a_rank_holds_as_many_bytes_as_are_estimated(folder, family, layout):
     save_model(family, tie_word_embeddings=family == "llama")
-    one_step = ["--train.dtype", "bf16", "--train.steps", "1", "--train.eval_batches", "0"]
-    options = [*MODEL_OF_HUB, *LAYOUTS[layout], *one_step]
+    options = [*MODEL_OF_HUB, *LAYOUTS[layout], "--train.dtype", "bf16", "--train.steps", "1",
+               "--train.eval_batches", "0"]
     config = load_config("run.toml", options)
     expected = estimate(config, read_model_config(config))
     for pp_rank, parameters, state in run_ranks(trained, SIZES[layout], options, timeout=240):
@@ -197,7 +207,9 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
     assert chosen("--model.backend", "transformers") == "TransformersModel"
     own = json.loads(Path("config.json").read_text())
     Path("config.json").write_text(json.dumps(own | {"attention_dropout": 0.1}))
-    assert chosen() == "TransformersModel"
+    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    with pytest.raises(ValueError, match=r'attention_dropout=0\.1 .*; model\.backend = "transformers" trains'):
+        chosen()
     with pytest.raises(ValueError, match=r"options that qwen3_moe does not support here: attention_dropout=0\.1"):
         chosen("--model.backend", "dualpipe")
     describe_model("olmoe")
@@ -205,9 +217,7 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
     with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
         chosen("--model.backend", "dualpipe")
     Path("config.json").write_text('{"model_type": "nothing"}')
-    message = r"model_type 'nothing' is not one of those supported: .*; model_type 'nothing' is not one of those of " \
-        r"transformers 5"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"'nothing' is not one of those supported: .*; model_type 'nothing' is not"):
         chosen()
 
 
@@ -220,7 +230,7 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
      "this library's routers; set it to 0, or leave it out"),
     ("--router.z_loss 0.01", "router.z_loss = 0.01: "),
     ("--router.bias_update_rate 0.01", "router.bias_update_rate = 0.01: "),
-    ("--memory.recompute layer", "memory.recompute = ['layer']: "),
+    ("--memory.recompute layer experts:0-1", "memory.recompute = ['experts:0-1']: "),
     ("--train.compile True", "train.compile = True: "),
     ("--dtypes.rules *.experts,storage=fp8_block", "dtypes.rules = ['*.experts,storage=fp8_block']: "),
     ("--dtypes.fp8_dispatch True", "dtypes.fp8_dispatch = True: "),
@@ -253,6 +263,25 @@ def test_documents_cannot_be_kept_apart_by_layers_with_a_state(folder, capsys):
 def test_operations_for_a_token_are_those_of_our_own_model(folder):
     own = read_model(load_config("run.toml", [])).config
     theirs = read_model(load_config("run.toml", ["--model.backend", "transformers"])).config
-    from dualpipe.train.config.model_config import flops_per_token
-
     assert flops_per_token(theirs, 64) == pytest.approx(flops_per_token(own, 64))
+
+
+@pytest.mark.parametrize("family", ["olmoe", "mixtral", "llama", "qwen3_5_moe_text", "minimax_m2", "glm4_moe", "jamba",
+                                    "ernie4_5_moe", "granitemoe"])
+def test_hf_check_reads_headers_only(folder, capsys, family):
+    save_model(family)
+    assert cli.main(["hf", "check", "hub", "--pp", "2", "--dp", "2"]) == 0
+    assert "it can be loaded" in capsys.readouterr().out
+
+
+def test_hf_check_names_what_is_missing(folder, capsys):
+    save_model("olmoe")
+    tensors = read_all(Path("hub"))
+    rewrite(Path("hub"), {name: tensor for name, tensor in tensors.items() if ".2.mlp.gate." not in name})
+    assert cli.main(["hf", "check", "hub"]) == 2
+    assert "it lacks model.layers.2.mlp.gate.weight" in capsys.readouterr().err
+    rewrite(Path("hub"), tensors)
+    assert cli.main(["hf", "check", "hub", "--ep", "3"]) == 2
+    assert "8 experts cannot be divided evenly among 3 expert-parallel ranks" in capsys.readouterr().err
+    assert cli.main(["hf", "check", "hub", "--mtp"]) == 2
+    assert "--mtp is for this library's own models" in capsys.readouterr().err

@@ -22,7 +22,7 @@ from dualpipe.checkpoint.load import load
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.checkpoint.save import save
 from dualpipe.checkpoint.state import training_state
-from dualpipe.checkpoint.tensors import Box
+from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import HubConfig, Stage, build_stages, config_from_dict, read_config
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn import GroupedLinear
@@ -44,14 +44,7 @@ def check(path: StrPath, mesh: Mesh, *, mtp: bool = False) -> Iterator[str]:
     config = _read_config(path, mtp)
     reader, tensors = open_hf(path, config)
     header = reader.header
-    files = len({info.file for info in header.values()})
-    counts, sizes = Counter(info.dtype for info in header.values()), Counter[torch.dtype]()
-    for info in header.values():
-        sizes[info.dtype] += info.nbytes
-    yield (f"{path}: {config.model_type}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
-           f"{format_bytes(sizes.total())}")
-    for dtype, size in sizes.most_common():
-        yield f"  {long_name(dtype):14} {counts[dtype]:>9,} tensors {format_bytes(size):>10}"
+    yield from describe_tensors(path, config.model_type, header)
     if layers := len(config.carried_layers):
         kept = carried(config, header)
         found = len({config.carried_layer(name) for name in kept})
@@ -62,10 +55,27 @@ def check(path: StrPath, mesh: Mesh, *, mtp: bool = False) -> Iterator[str]:
     read = max(sum(box.numel * header[name].dtype.itemsize for ours, wanted in share.items()
                    for name, box in tensors[ours].reads(wanted)) for share in shares)
     held = max(sum(box.numel for box in share.values()) for share in shares)
-    layout = ", ".join(f"{name} {mesh.size(name)}" for name in TRAFFIC if name != "cp" or mesh.size(name) > 1)
-    yield (f"a rank of {layout} (two stages each, in a V) reads at most "
+    yield (f"a rank of {describe_layout(mesh)} (two stages each, in a V) reads at most "
            f"{format_bytes(read)} and holds at most {held:,} parameters, {format_bytes(2 * held)} in bf16")
     yield "it can be loaded"
+
+
+def describe_tensors(path: StrPath, family: str, header: Mapping[str, TensorHeader]) -> Iterator[str]:
+    """Yield lines about the tensors of a checkpoint: how many there are, in how many files, and of which dtypes."""
+    files = len({info.file for info in header.values()})
+    counts = Counter(info.dtype for info in header.values())
+    sizes = Counter[torch.dtype]()
+    for info in header.values():
+        sizes[info.dtype] += info.nbytes
+    yield (f"{path}: {family}, {len(header):,} tensors in {files:,} file{'s' * (files > 1)}, "
+           f"{format_bytes(sizes.total())}")
+    for dtype, size in sizes.most_common():
+        yield f"  {long_name(dtype):14} {counts[dtype]:>9,} tensors {format_bytes(size):>10}"
+
+
+def describe_layout(mesh: Mesh) -> str:
+    """Return the sizes of a mesh in words, such as "pp 2, dp 1, ep 4"."""
+    return ", ".join(f"{name} {mesh.size(name)}" for name in TRAFFIC if name != "cp" or mesh.size(name) > 1)
 
 
 def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dualpipe.checkpoint import training_state
 from dualpipe.checkpoint.state import ParameterState
+from dualpipe.models import HubConfig
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader
@@ -27,7 +28,20 @@ class TrainingState(NamedTuple):
 
     def tensors(self) -> Mapping[str, Tensor | ParameterState]:
         """All of them by name, sharing memory."""
-        return training_state(self.model.stages, self.optimizer) | self.routers.state_tensors()
+        return model_tensors(self.model, self.optimizer) | self.routers.state_tensors()
+
+
+def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | ParameterState]:
+    """Return the tensors of a rank's stages and of their optimizer, by names that no layout changes.
+
+    A last stage of transformers that is alone on its rank has a tied embedding as its head only; it is called the
+    embedding, as on the rank of the first stage.
+    """
+    tensors = training_state(model.stages, optimizer)
+    if isinstance(model.config, HubConfig) or not model.config.is_tied:
+        return tensors
+    embedding = f"{model.config.name_prefix}embed_tokens.weight"
+    return {name.replace("lm_head.weight", embedding): tensor for name, tensor in tensors.items()}
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def read_model(config: Config) -> ModelFile:
     without such layers, and for settings that a model of transformers cannot be trained with.
     """
     try:
-        found = _read(config)
+        found = read_model_file(config.model_path, config.model.backend)
         if config.mtp.weight and isinstance(found.config, HubConfig):
             found = found._replace(config=found.config.with_mtp())
     except ValueError as error:
@@ -61,22 +61,26 @@ def read_model(config: Config) -> ModelFile:
     return found
 
 
-def _read(config: Config) -> ModelFile:
-    """Return the model of the run's config.json, by the implementation that model.backend names."""
-    backend = config.model.backend
+def read_model_file(path: str, backend: Backend) -> ModelFile:
+    """Return the model of a config.json, or of the directory that has one, by the implementation that `backend` names.
+
+    Raises ValueError where that implementation, or with "auto" both, do not have it.
+    """
     unsupported = ""
     if backend != "transformers":
         try:
-            return ModelFile(*read_hub_file(config.model_path))
+            return ModelFile(*read_hub_file(path))
         except UnsupportedModel as error:
             if backend == "dualpipe":
                 raise
             unsupported = str(error)
-    path, hub = read_hub_json(config.model_path)
+    file, hub = read_hub_json(path)
+    if unsupported and _is_own_family(hub):
+        raise ValueError(f'{unsupported}; model.backend = "transformers" trains the implementation of transformers')
     try:
         model = _of_transformers(hub)
     except ValueError as error:
-        raise ValueError(f"{unsupported or path}; {error}" if unsupported else f"{path}: {error}") from error
+        raise ValueError(f"{unsupported}; {error}" if unsupported else f"{file}: {error}") from error
     return ModelFile(model, model.positions)
 
 
@@ -86,9 +90,14 @@ def model_from_dict(hub: Mapping[str, Any], backend: Backend) -> TrainedModel:
         try:
             return config_from_dict(hub)
         except UnsupportedModel:
-            if backend == "dualpipe":
+            if backend == "dualpipe" or _is_own_family(hub):
                 raise
     return _of_transformers(hub)
+
+
+def _is_own_family(hub: Mapping[str, Any]) -> bool:
+    """Return True if a config.json describes a family of this library."""
+    return hub.get("model_type") in list(FAMILIES)  # a list: it may be anything
 
 
 def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
@@ -103,6 +112,7 @@ def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
 def check_settings(config: Config, model: TransformersModel) -> None:
     """Raise ValueError for settings that a model of transformers cannot be trained with, in one line."""
     parallel, router, dtypes = config.parallel, config.router, config.dtypes
+    parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
     formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage not in (None, *_DTYPES)]
     refused = {
         "parallel.cp": (parallel.cp, 1, "its attention does not share sequences between ranks"),
@@ -111,7 +121,7 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         "router.balance": (router.balance, 0, "it needs this library's routers"),
         "router.z_loss": (router.z_loss, 0, "it needs this library's routers"),
         "router.bias_update_rate": (router.bias_update_rate, 0, "it needs this library's routers"),
-        "memory.recompute": (list(config.memory.recompute), [], "its layers are not computed again"),
+        "memory.recompute": (parts, [], "its layers are computed again as a whole, by layer, or layer:0-7 of some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], "its weights are not quantized"),
         "dtypes.products": (dtypes.products, "auto", "its weights are not quantized"),
@@ -147,7 +157,8 @@ def stages_on_meta(
 ) -> tuple[nn.Module, ...]:
     """Return all stages of a model without memory, to be looked at alone: the same ones for all callers."""
     if isinstance(model, HubConfig):
-        return meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
+        is_whole = num_stages == 1 and not layers_per_stage  # called without options, as by all who look at the whole
+        return meta_stages(model) if is_whole else meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
     return model.meta_stages(num_stages, layers_per_stage)
 
 

@@ -54,7 +54,7 @@ class ModelConfig:
     """path of a hub-style config.json; in the TOML relative to the TOML file; without, that of init.from_hf"""
     backend: Literal["auto", "dualpipe", "transformers"] = "auto"
     """whose implementation of the model is trained: this library's, or that of transformers (the extra "hf"); auto:
-    this library's where it has the family and the options of the config.json"""
+    this library's where it has the family"""
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ def build_model(
     if not isinstance(config, HubConfig):
         built = build_transformers_stages(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
-            from_hf=options.from_hf, layers_per_stage=options.layers_per_stage)
+            from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute)
         return Model(config, built, plan, has_first, has_last, {})
     fp8_rows = _rows_of_experts(plan, options.products) if options.fp8_dispatch else None
 

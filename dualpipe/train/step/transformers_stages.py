@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.hub.save import CARRIED
+from dualpipe.models.stages import Recompute
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.dtypes import long_name
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 def build_transformers_stages(
     model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
-    mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int],
+    mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int], recompute: Sequence[str],
 ) -> tuple[nn.Module, ...]:
     """Build the stages with these numbers, sharded and filled. Collective over `mesh`.
 
@@ -34,13 +35,16 @@ def build_transformers_stages(
     """
     from dualpipe.hf import load_stages
 
+    rules = Recompute(recompute, model.num_hidden_layers)
     compute = plan.policy.param_dtype
     is_shared = Mesh.of(mesh).replicas > 1
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
         dtype=torch.promote_types(compute, torch.float32) if is_shared else compute, layers_per_stage=layers_per_stage)
-    for stage in stages if mesh is None else ():
-        stage.to(device)
+    for stage in stages:
+        stage.recompute = rules
+        if mesh is None:
+            stage.to(device)
     return tuple(stages)
 
 

@@ -65,7 +65,7 @@ class HubModel:
         """Return random tokens, and those that follow them."""
         generator = torch.Generator().manual_seed(seed)
         vocab_size = self._config.get_text_config().vocab_size
-        rows = torch.randint(vocab_size, (self.num_chunks, SEQUENCE_LENGTH + 1), generator=generator)
+        rows = torch.randint(vocab_size, (self.num_chunks, SEQUENCE_LENGTH + 1), generator=generator, device="cpu")
         return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
     def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:

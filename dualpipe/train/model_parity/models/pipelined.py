@@ -89,11 +89,11 @@ class PipelinedModel:
         self._pipeline.zero_grad()
         num_chunks = self._model.num_chunks
         # Of each row of the batch, so that it is split with the labels.
-        weights = torch.zeros(num_chunks)
+        weights = torch.zeros(num_chunks, device="cpu")
         weights[list(range(num_chunks) if counted is None else counted)] = 1
         rows = batch.inputs[0].shape[0]
-        chunk_of_row = torch.cat([torch.full((len(part),), m) for m, part in
-                                  enumerate(torch.arange(rows).tensor_split(num_chunks))])
+        parts = torch.arange(rows, device="cpu").tensor_split(num_chunks)
+        chunk_of_row = torch.cat([torch.full((len(part),), m, device="cpu") for m, part in enumerate(parts)])
         row_weights = weights[chunk_of_row].to(self._device, self._dtype)
 
         def criterion(*outputs_and_labels: Tensor) -> Tensor:

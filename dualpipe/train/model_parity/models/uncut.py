@@ -93,7 +93,7 @@ def train_whole(
     begin = before_microbatch or _nothing
     whole.zero_grad()
     accumulate_wide([whole])
-    losses = torch.zeros(len(batches), model.num_chunks, dtype=torch.float64)
+    losses = torch.zeros(len(batches), model.num_chunks, dtype=torch.float64, device="cpu")
     for replica, number, microbatch in microbatches(model, batches, only):
         begin(replica, number)
         outputs = as_tuple(whole(*microbatch.inputs))
@@ -165,7 +165,7 @@ class StagesInSequence:
         """
         begin = before_microbatch or _nothing
         self.boundaries = {}
-        losses = torch.zeros(len(batches), self._model.num_chunks, dtype=torch.float64)
+        losses = torch.zeros(len(batches), self._model.num_chunks, dtype=torch.float64, device="cpu")
         for stage in self._stages:
             stage.module.zero_grad()
         for number_of_pipeline, microbatch, batch in microbatches(self._model, batches, None):
