@@ -222,6 +222,7 @@ ELSEWHERE = {
     "dualpipe/train/model_parity/models/origin.py": "tests/train/model_parity/test_compare.py",
     "dualpipe/train/model_parity/models/pipelined.py": "tests/train/model_parity/test_compare.py",
     "dualpipe/train/model_parity/models/uncut.py": "tests/train/model_parity/test_compare.py and test_cut_model.py",
+    "dualpipe/hf/check.py": "tests/train/test_transformers.py",
     "dualpipe/hf/model.py": "tests/train/test_transformers.py, whose runs ask it",
     "dualpipe/train/step/transformers_stages.py": "tests/train/test_transformers.py",
     "dualpipe/train/step/dtype_plan.py": "tests/train/test_dtypes.py",

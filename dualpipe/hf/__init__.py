@@ -1,8 +1,8 @@
 """transformers' own models in the pipeline: their experts by this library's kernels, their layers cut into stages.
 
 Needs transformers, with which it registers the experts implementation "dualpipe".
-Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime.dtypes`
-and `runtime.ranks`.
+Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime` and
+`schedule.types`.
 """
 
 from dualpipe.hf.experts import NAME, compute_experts
