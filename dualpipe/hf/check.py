@@ -14,7 +14,7 @@ from dualpipe.checkpoint.hub.files import read_headers
 from dualpipe.checkpoint.tensors import TensorHeader
 from dualpipe.hf.model import TransformersModel
 from dualpipe.hf.quantized_source import tensor_name
-from dualpipe.parallel.experts.dispatcher import stacked_parameters
+from dualpipe.parallel.experts.dispatcher import parameter_sizes
 from dualpipe.parallel.mesh import EXPERTS, Mesh
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.schedule.types import v_placement
@@ -73,7 +73,5 @@ def _missing(header: Mapping[str, TensorHeader], model: TransformersModel) -> li
 
 def _held(stage: nn.Module, mesh: Mesh) -> int:
     """Return the number of parameters of a stage on a rank."""
-    stacked = [param for module in stage.modules() for param in stacked_parameters(module).values()]
-    experts = sum(param.numel() for param in stacked)
-    dense = sum(param.numel() for param in stage.parameters()) - experts
-    return -(-dense // mesh.replicas) + -(-experts // (mesh.size("ep") * mesh.size(*EXPERTS)))
+    dense, experts = parameter_sizes(stage, mesh.size("ep"))
+    return -(-dense // mesh.replicas) + -(-experts // mesh.size(*EXPERTS))

@@ -328,8 +328,8 @@ class P2PMessages:
                     buffer = buffer.to(self._memory)
                 works.append((self._started(channel.link.send, buffer, message, channel), buffer))
         self._recorder.end()
-        # Only now: where the peer has closed, to start a send has raised, while gloo never wakes a wait for a send that
-        # it had begun to write.
+        # After the new send has started, which raises if the peer has closed. gloo never wakes a wait for a send that
+        # was partly written then.
         if len(channel.in_flight) > SENDS_IN_FLIGHT:
             self._wait_for_oldest_send(channel)
 
@@ -344,8 +344,8 @@ class P2PMessages:
     def finish(self) -> None:
         """Wait for all sends, after a step in which all ranks have taken all messages.
 
-        Before that a peer could close its connection, and gloo does not wake a wait for a send that it had begun to
-        write by then (torch 2.13).
+        A peer that fails before then closes its connection, and gloo (torch 2.13) never wakes a wait for a send that is
+        partly written at that moment.
         """
         for channel in self._channels.values():
             while channel.in_flight:

@@ -30,7 +30,7 @@ from torch import nn
 from dualpipe.models import HubConfig, Stage
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.experts.dispatcher import stacked_parameters
+from dualpipe.parallel.experts.dispatcher import parameter_sizes
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.pipeline.lower import one_at_a_time
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
@@ -342,13 +342,6 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
     channels += (min(p.ep, _NODE) - 1) * EXPERTS.ctas + (min(p.cp, _NODE) - 1) * CONTEXT.ctas
     return CHANNEL * channels + CHANNEL // 2 * links * LINK.ctas
-
-
-def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
-    """Dense parameters, and those of the experts of one of `ep` ranks."""
-    stacked = (stacked_parameters(inner).values() for inner in module.modules())
-    experts = sum(param.numel() for params in stacked for param in params)
-    return sum(param.numel() for param in module.parameters()) - experts, experts // ep
 
 
 def unit_for(most: int, units: Sequence[Unit] = BINARY) -> Unit:

@@ -113,6 +113,15 @@ class Recorder:
         self._observers = tuple(other for other in self._observers if other is not observer)
         self.is_observed = bool(self._observers)
 
+    @contextmanager
+    def observed_by(self, observer: Observer) -> Iterator[None]:
+        """Tell `observer` of everything while the `with` lasts."""
+        self.subscribe(observer)
+        try:
+            yield
+        finally:
+            self.unsubscribe(observer)
+
     # -- what is recorded
 
     def begin(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:

@@ -125,7 +125,7 @@ def check_parity(config: Config, info: RankInfo, *, dtype: str, tolerance: float
     title = f"{config.parallel.schedule}, {config.parallel}, {dtype}"
     _print("Largest differences from the unpipelined model", title, ("max abs", "relative"), [
         (d.name, str(d.shape), f"{d.max_abs:.2e}", f"{d.relative:.2e}")
-        for d in _worst(differences, lambda d: d.relative, worst)
+        for d in worst_of(differences, lambda d: d.relative, worst)
     ])
     verdict = f"{len(failed)} of {len(differences)} differ by more than" if failed else f"all {len(differences)} within"
     say(f"parity {'FAILED' if failed else 'passed'}: {verdict} {allowed:g} relative")
@@ -155,13 +155,13 @@ def print_bf16(
     for name, relative, _ in accumulation:
         added[name] = max(added.get(name, 0.0), relative)
     rows = []
-    for each in _worst(rounding, lambda each: each.excess, worst):
+    for each in worst_of(rounding, lambda each: each.excess, worst):
         errors = (f"{error / (each.norm or 1.0):.2e}" for error in (each.pipelined, each.unpipelined))
         rows.append((each.name, str(each.shape), *errors, f"{added[each.name]:.2e}" if each.name in added else "-"))
     _print("Largest errors against float64", title, ("pipelined", "unpipelined", "accumulation"), rows)
     together = _together(rounding)
-    (largest,) = _worst(rounding, lambda each: each.excess, 1)
-    (added_worst,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
+    (largest,) = worst_of(rounding, lambda each: each.excess, 1)
+    (added_worst,) = worst_of(accumulation, lambda each: each.relative / each.allowed, 1)
     say(f"error of all gradients together, relative to float64: {together.pipelined / together.norm:.2e} pipelined, "
         f"{together.unpipelined / together.norm:.2e} unpipelined: {together.excess:.2f} times (allowed: "
         f"{bounds.together}), of a tensor up to {largest.excess:.2f} ({bounds.single})")
@@ -171,7 +171,7 @@ def print_bf16(
 def rounding_failures(rounding: Sequence[Rounding], bounds: Bounds) -> list[str]:
     """Return the bounds that errors against float64 exceed, as text; NaN exceeds all."""
     failed = []
-    (largest,) = _worst(rounding, lambda each: each.excess, 1)
+    (largest,) = worst_of(rounding, lambda each: each.excess, 1)
     if not largest.excess <= bounds.single:
         failed.append(f"{largest.name} is {largest.excess:.2f} times as far from float64")
     if not _together(rounding).excess <= bounds.together:
@@ -181,7 +181,7 @@ def rounding_failures(rounding: Sequence[Rounding], bounds: Bounds) -> list[str]
 
 def accumulation_failures(accumulation: Sequence[Accumulation]) -> list[str]:
     """Return the gradient that is furthest from the sum of its micro-batches', as text, if that is too far."""
-    (largest,) = _worst(accumulation, lambda each: each.relative / each.allowed, 1)
+    (largest,) = worst_of(accumulation, lambda each: each.relative / each.allowed, 1)
     if largest.relative <= largest.allowed:
         return []
     return [f"{largest.name} is not the sum of its micro-batches' gradients"]
@@ -196,8 +196,8 @@ def _together(rounding: Iterable[Rounding]) -> Rounding:
     return Rounding("all gradients", (), norm, pipelined, unpipelined, pipelined / (unpipelined or 1.0))
 
 
-def _worst(found: Iterable[T], measure: Callable[[T], float], count: int) -> list[T]:
-    """The `count` with the largest measure; NaN is the largest."""
+def worst_of(found: Iterable[T], measure: Callable[[T], float], count: int) -> list[T]:
+    """Return the `count` with the largest measure, the largest first; NaN is the largest."""
     return heapq.nlargest(count, found, key=lambda each: math.inf if math.isnan(measure(each)) else measure(each))
 
 

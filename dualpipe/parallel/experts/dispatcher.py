@@ -144,6 +144,13 @@ def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, param in parameters.items() if name.removesuffix("_bias") in weights}
 
 
+def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
+    """Return the numbers of dense parameters, and of those of the experts of one of `ep` ranks."""
+    stacked = (stacked_parameters(inner).values() for inner in module.modules())
+    experts = sum(param.numel() for params in stacked for param in params)
+    return sum(param.numel() for param in module.parameters()) - experts, experts // ep
+
+
 def is_interface_experts(module: nn.Module) -> bool:
     """Return True for a module that transformers calls through its experts interface.
 

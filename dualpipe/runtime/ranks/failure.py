@@ -35,8 +35,8 @@ from dualpipe.runtime.recorder import Recorder
 GRACE = 0.5
 ANSWER = 2.0  # seconds that the store has for an answer
 WATCH = 0.25  # seconds between two looks of the watching thread
-# Seconds between a failure and the end of gloo's connections. gloo wakes nobody who waits for a message of which a part
-# has been written or read when a connection closes (torch 2.13), so what is on its way arrives first.
+# Seconds between a failure and the end of gloo's connections, in which messages on their way arrive. gloo (torch 2.13)
+# never wakes a wait for a message that is partly written or read when its connection closes.
 _LINGER = 0.02
 _POLL = 0.02  # seconds between two looks where the cause is awaited
 _NEVER_SENT = 16  # gloo's tag, of a message that is waited for in vain on purpose

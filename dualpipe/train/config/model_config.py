@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 from torch import nn
 
+from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import FAMILIES, HubConfig, UnsupportedModel, config_from_dict, flops, read_hub_file, read_hub_json
 from dualpipe.models.stages import meta_stages
 from dualpipe.train.config.schema import Config
@@ -113,7 +114,7 @@ def check_settings(config: Config, model: TransformersModel) -> None:
     """Raise ValueError for settings that a model of transformers cannot be trained with, in one line."""
     parallel, router, dtypes = config.parallel, config.router, config.dtypes
     parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
-    formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage not in (None, *_DTYPES)]
+    formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage in FORMATS]
     refused = {
         "parallel.cp": (parallel.cp, 1, "its attention does not share sequences between ranks"),
         "mtp.weight": (config.mtp.weight, 0, "transformers has no layers for multi-token prediction"),
@@ -147,9 +148,6 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         if dict(source) != model.to_dict():
             raise ValueError(f"model.config = {config.model.config!r} describes another model than the config.json in "
                              f"init.from_hf = {config.init.from_hf!r}, which is taken; leave out model.config")
-
-
-_DTYPES = ("fp32", "bf16", "fp16", "fp64")
 
 
 def stages_on_meta(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf, isnan
 from typing import Any
 
 from dualpipe.parallel.mesh import mesh_sizes
@@ -16,10 +15,10 @@ from dualpipe.train.launch.distributed import meet
 from dualpipe.train.model_parity.bf16.comparison import Bf16Comparison, Bf16Report, RouteReport
 from dualpipe.train.model_parity.bf16.rounding import BOUNDS
 from dualpipe.train.model_parity.bf16.routes import RouteCount
-from dualpipe.train.model_parity.compare import ModelComparison, Report, StageDifference
+from dualpipe.train.model_parity.compare import ModelComparison, Report
 from dualpipe.train.model_parity.models.cut_model import ComparedModel
 from dualpipe.train.model_parity.models.find_model import find_model
-from dualpipe.train.parity import TOLERANCES, print_bf16
+from dualpipe.train.parity import TOLERANCES, print_bf16, worst_of
 
 BF16 = "bf16"  # the value of --dtype
 
@@ -54,8 +53,9 @@ def check_model(
 
 def print_report(report: Report, title: str, allowed: float, worst: int) -> int:
     """Print the largest differences and the verdict; return the exit status."""
+    largest = worst_of(report.differences, lambda each: each.difference.relative, worst)
     rows = [(each.name, stage_text(each.stage), str(each.difference.shape), f"{each.difference.max_abs:.2e}",
-             f"{each.difference.relative:.2e}") for each in _largest(report.differences, worst)]
+             f"{each.difference.relative:.2e}") for each in largest]
     say(f"Largest differences from the uncut model ({title})")
     say(aligned([("tensor", "stage", "shape", "max abs", "relative"), *rows]).rstrip())
     count = len(report.differences)
@@ -108,11 +108,3 @@ def stage_text(stage: int) -> str:
     """Return the number of a stage, nothing for losses."""
     return "-" if stage < 0 else str(stage)
 
-
-def _largest(differences: Iterable[StageDifference], count: int) -> list[StageDifference]:
-    """Return the `count` largest, NaN before all."""
-    def size(each: StageDifference) -> float:
-        relative = each.difference.relative
-        return inf if isnan(relative) else relative
-
-    return sorted(differences, key=size, reverse=True)[:count]

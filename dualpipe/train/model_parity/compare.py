@@ -16,27 +16,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from math import inf, isnan
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.model_parity.inside_stage import ModuleCalls, Suspects, find_suspects
 from dualpipe.train.model_parity.models.cut_model import ComparedModel
 from dualpipe.train.model_parity.models.origin import Origin, order_of
-from dualpipe.train.model_parity.models.pipelined import ActionResults, PipelinedModel, StageGradient
+from dualpipe.train.model_parity.models.pipelined import (
+    ActionResults,
+    PipelinedModel,
+    StageGradient,
+    has_bfloat16_values,
+)
 from dualpipe.train.model_parity.models.uncut import (
     StagesInSequence,
     UncutStep,
+    compare_by_first_name,
     make_batches,
     names_of,
     sum_by_first_name,
     tied_names,
     train_whole,
 )
-from dualpipe.train.parity import Difference, difference
+from dualpipe.train.parity import Difference, difference, worst_of
 
 
 class StageDifference(NamedTuple):
@@ -97,7 +103,7 @@ class ModelComparison:
             where = f"the weights of stage {worst.stage}, before any step"
             return report._replace(origin=Origin(worst.name, worst.difference.relative, where))
         observer = ActionResults()
-        with observer.subscribed():
+        with Recorder.current().observed_by(observer):
             losses = self._pipelined.train(self._own_batch)
         expected = self._job.ranks.agree(lambda: train_whole(self._model, self._whole, self._batches))
         differences = self._compare_gradients(self._pipelined.gradients(), expected)
@@ -220,15 +226,13 @@ class ModelComparison:
         """Return the first parameter of the stages in a sequence that differs from the uncut model's."""
         floor = self._floor(expected)
         found = sum_by_first_name(step.gradients, self._tied)
-        trained = [name for name in expected.gradients if self._tied[name][0] == name]
-        compared = [difference(name, found.get(name, torch.zeros_like(expected.gradients[name])),
-                               expected.gradients[name], floor) for name in trained]
+        compared = compare_by_first_name(found, expected.gradients, self._tied, floor)
         failed = [each for each in compared if self._differs(each)]
         if not failed:
             return None
         # One without any gradient says more than those that are changed by it.
         unused = [each for each in failed if each.name not in found]
-        worst = max(unused or failed, key=lambda each: inf if isnan(each.relative) else each.relative)
+        (worst,) = worst_of(unused or failed, lambda each: each.relative, 1)
         losses = (step.losses - expected.losses).abs() > self._tolerance * expected.losses.abs()
         microbatch = int(losses.any(0).nonzero()[0]) if losses.any() else 0
         stage = self._stages_of[worst.name][0]
@@ -291,7 +295,7 @@ class ModelComparison:
         stages = sorted(set(self._stages_of[found.name]))
         if not gradient.count_nonzero():
             return "the gradient is zero: this micro-batch's part is lost"
-        if bool((gradient == gradient.bfloat16()).all()) and not bool((expected == expected.bfloat16()).all()):
+        if has_bfloat16_values(gradient) and not has_bfloat16_values(expected):
             return "all its numbers are bfloat16's: it was accumulated or reduced in that"
         if len(stages) > 1:
             numbers = " and ".join(map(str, stages))
@@ -319,7 +323,8 @@ def _compare(found: StageGradient, expected: Tensor, floor: float) -> StageDiffe
 
 def _worst(found: Iterable[StageDifference]) -> StageDifference:
     """Return the largest difference; NaN is the largest."""
-    return max(found, key=lambda each: inf if isnan(each.difference.relative) else each.difference.relative)
+    (worst,) = worst_of(found, lambda each: each.difference.relative, 1)
+    return worst
 
 
 def _least(found: Iterable[_Place | None]) -> _Place | None:

@@ -51,14 +51,12 @@ class ModuleCalls(Observer):
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Note calls, and observe the current recorder, while the `with` lasts."""
-        recorder = Recorder.current()
         handles = [module.register_forward_hook(partial(self._note, name))
                    for name, module in self._module.named_modules() if name]
-        recorder.subscribe(self)
         try:
-            yield
+            with Recorder.current().observed_by(self):
+                yield
         finally:
-            recorder.unsubscribe(self)
             for handle in handles:
                 handle.remove()
 

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from dualpipe.runtime.device import deterministic
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.model_parity.bf16.models import BF16, ReplayedModels
 from dualpipe.train.model_parity.bf16.rounding import (
@@ -81,7 +82,7 @@ class Bf16Comparison:
             exact = ranks.agree(models.record)
             narrow, uncut_replay = ranks.agree(lambda: models.train_uncut(BF16))
             observer = ActionResults()
-            with observer.subscribed():
+            with Recorder.current().observed_by(observer):
                 losses, replay = models.train()
             ranks.agree(lambda: self._check_dtypes(observer))
             gradients = models.pipelined.gradients()

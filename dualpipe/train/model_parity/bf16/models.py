@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.model_parity.bf16.module_names import ModuleNames
 from dualpipe.train.model_parity.bf16.routes import PipelinePosition, Replay, Routes, UncutPosition, choosing
@@ -81,7 +82,7 @@ class ReplayedModels:
         `PipelinedModel.train`."""
         replay = Replay(self.routes)
         position = PipelinePosition(self._replica, self._stage_of)
-        with position.subscribed(), choosing(self.modules, position, replay.choose):
+        with Recorder.current().observed_by(position), choosing(self.modules, position, replay.choose):
             losses = self.pipelined.train(self._narrow.batches[self._replica], counted)
         return losses, replay
 

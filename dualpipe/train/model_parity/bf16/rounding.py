@@ -9,15 +9,14 @@ add an error of 2^-9 to one of percents.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from math import inf, isnan
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualpipe.train.model_parity.models.pipelined import StageGradient
+from dualpipe.train.model_parity.models.pipelined import StageGradient, has_bfloat16_values
 from dualpipe.train.model_parity.models.uncut import UncutStep
-from dualpipe.train.parity import Accumulation, Bounds, Rounding, measure_rounding
+from dualpipe.train.parity import Accumulation, Bounds, Rounding, measure_rounding, worst_of
 
 # Wider than those of this library's models, whose two forms are rounded almost alike. Measured over 7 families of
 # transformers, whose uncut models compute experts otherwise, and 10 batches: of all gradients together 0.6 to 1.2
@@ -110,17 +109,14 @@ class MicrobatchSums:
 
 def worst_rounding(found: Iterable[StageRounding]) -> StageRounding:
     """Return the one that exceeds the uncut model's error most; NaN does so before all."""
-    return max(found, key=lambda each: nan_last(each.rounding.excess))
+    (worst,) = worst_of(found, lambda each: each.rounding.excess, 1)
+    return worst
 
 
 def worst_accumulation(found: Iterable[StageAccumulation]) -> StageAccumulation:
     """Return the largest; NaN is the largest."""
-    return max(found, key=lambda each: nan_last(each.accumulation.relative))
-
-
-def nan_last(value: float) -> float:
-    """Return a value by which NaN is sorted behind all numbers."""
-    return inf if isnan(value) else value
+    (worst,) = worst_of(found, lambda each: each.accumulation.relative, 1)
+    return worst
 
 
 def _floor_of_small(narrow: UncutStep, exact: UncutStep) -> float:
@@ -137,6 +133,6 @@ def _relative_error(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) ->
 
 def _hint(gradient: Tensor) -> str:
     """Return a likely cause of a sum that is wrong, or nothing."""
-    if bool((gradient == gradient.bfloat16()).all()):
+    if has_bfloat16_values(gradient):
         return "all its numbers are bfloat16's: it was accumulated, reduced or stored in that"
     return ""

@@ -170,17 +170,6 @@ class PipelinePosition(Observer):
             actions = [action for action in actions if (action.kind != "F") == _in_backward()]
         return Microbatch(self._replica, actions[0].microbatch) if actions else None
 
-    @contextmanager
-    def subscribed(self) -> Iterator[None]:
-        """Observe the current recorder while the `with` lasts."""
-        recorder = Recorder.current()
-        recorder.subscribe(self)
-        try:
-            yield
-        finally:
-            recorder.unsubscribe(self)
-            self._open.clear()
-
 
 @contextmanager
 def choosing(modules: Mapping[nn.Module, str], position: Position, choose: Choose) -> Iterator[None]:

@@ -22,14 +22,18 @@ from dualpipe.train.model_parity.bf16.rounding import (
     StageAccumulation,
     StageRounding,
     measure_gradients,
-    nan_last,
     worst_accumulation,
     worst_rounding,
 )
 from dualpipe.train.model_parity.models.origin import Origin, order_of
 from dualpipe.train.model_parity.models.pipelined import ActionResults
-from dualpipe.train.model_parity.models.uncut import StagesInSequence, UncutStep, sum_by_first_name
-from dualpipe.train.parity import difference, measure_rounding, rounding_failures
+from dualpipe.train.model_parity.models.uncut import (
+    StagesInSequence,
+    UncutStep,
+    compare_by_first_name,
+    sum_by_first_name,
+)
+from dualpipe.train.parity import measure_rounding, rounding_failures, worst_of
 
 CUT_TOLERANCE = 1e-5  # relative, of the stages in float64, parts of which may compute in float32
 
@@ -84,15 +88,11 @@ class OriginSearch:
         tied = self._models.tied
         found = sum_by_first_name(step.gradients, tied)
         floor = CUT_TOLERANCE * max(float(gradient.norm()) for gradient in exact.gradients.values())
-        wrong = []
-        for name, expected in exact.gradients.items():
-            if tied[name][0] == name:
-                measured = difference(name, found.get(name, torch.zeros_like(expected)), expected, floor)
-                if not measured.relative <= CUT_TOLERANCE:
-                    wrong.append(measured)
+        compared = compare_by_first_name(found, exact.gradients, tied, floor)
+        wrong = [each for each in compared if not each.relative <= CUT_TOLERANCE]  # NaN is wrong
         if not wrong:
             return None
-        worst = max(wrong, key=lambda each: nan_last(each.relative))
+        (worst,) = worst_of(wrong, lambda each: each.relative, 1)
         where = "the stages one after the other, without a pipeline: the cut computes something else"
         return Origin(worst.name, worst.relative, where, "compare in float64, which says in which stage")
 

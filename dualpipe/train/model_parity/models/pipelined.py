@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -41,16 +40,6 @@ class ActionResults(Observer):
         boundary = Boundary("F" if what.kind == "F" else "B", what.stage, what.microbatch)
         self.results[boundary] = [each.detach().clone() for each in results if isinstance(each, Tensor)]
         self.actions[boundary] = what
-
-    @contextmanager
-    def subscribed(self) -> Iterator[None]:
-        """Observe the current recorder while the `with` lasts."""
-        recorder = Recorder.current()
-        recorder.subscribe(self)
-        try:
-            yield
-        finally:
-            recorder.unsubscribe(self)
 
 
 class PipelinedModel:
@@ -128,6 +117,11 @@ class PipelinedModel:
         """Return the title of the action that made a result: kind "F", "B" (also "I"), or "W" for weight gradients."""
         kinds = {"F": "F", "B": "BI", "W": "BW"}[kind]
         return _title(self.schedule, kinds, stage, microbatch)
+
+
+def has_bfloat16_values(tensor: Tensor) -> bool:
+    """Return True if bfloat16 holds all numbers of a tensor exactly."""
+    return bool((tensor == tensor.bfloat16()).all())
 
 
 def _whole(tensor: Tensor) -> Tensor:

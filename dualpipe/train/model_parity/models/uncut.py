@@ -13,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage, Tensors
+from dualpipe.train.parity import Difference, difference
 
 
 class Batch(NamedTuple):
@@ -247,6 +248,17 @@ def sum_by_first_name(gradients: Mapping[str, Tensor], tied: Mapping[str, list[s
         first = tied[name][0]
         found[first] = found[first] + gradient if first in found else gradient
     return found
+
+
+def compare_by_first_name(
+    gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], tied: Mapping[str, list[str]], floor: float
+) -> list[Difference]:
+    """Measure the gradients that `sum_by_first_name` returns against the uncut model's, zeros where there is none.
+
+    floor: the norm that a gradient counts as at least.
+    """
+    return [difference(name, gradients.get(name, torch.zeros_like(gradient)), gradient, floor)
+            for name, gradient in expected.items() if tied[name][0] == name]
 
 
 def names_of(stages: Iterable[NamedStage]) -> set[str]:
