@@ -112,7 +112,9 @@ def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
 
 def check_settings(config: Config, model: TransformersModel) -> None:
     """Raise ValueError for settings that a model of transformers cannot be trained with, in one line."""
-    parallel, router, dtypes = config.parallel, config.router, config.dtypes
+    parallel = config.parallel
+    router = config.router
+    dtypes = config.dtypes
     parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
     formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage in FORMATS]
     refused = {

@@ -1,4 +1,4 @@
-"""`dualpipe parity --model`: a model of one's own, or one of transformers, in a pipeline against the uncut model.
+"""`dualpipe parity --model`: a custom model, or one of transformers, in a pipeline against the uncut model.
 
 Imports `train.parity`, `train.launch`, `train.config.schema`, `parallel.mesh`, `schedule` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""A model of one's own, and how it is cut into stages: what the function of `--model module:function` returns."""
+"""Custom models and their cut into stages, as the function of `--model module:function` returns them."""
 
 from __future__ import annotations
 

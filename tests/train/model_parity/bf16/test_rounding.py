@@ -12,6 +12,7 @@ from dualpipe.train.model_parity.bf16.rounding import (
 )
 from dualpipe.train.model_parity.models.pipelined import StageGradient
 from dualpipe.train.model_parity.models.uncut import UncutStep
+from dualpipe.train.parity import Rounding, rounding_failures
 
 
 def step(gradients, losses=(1.0, 1.0)):
@@ -69,3 +70,9 @@ def test_nan_is_the_worst():
     sums.add([StageGradient(0, "a", torch.ones(64)), StageGradient(0, "b", torch.ones(64))])
     added = sums.measure(gradients, 6)
     assert worst_accumulation(added).accumulation.name == "b" and not added[1].is_allowed
+
+
+def test_gradients_that_the_uncut_model_has_exactly_may_have_no_error_together():
+    found = Rounding("w", (64,), norm=8.0, pipelined=0.01, unpipelined=0.0, excess=1.0)
+    assert rounding_failures([found], BOUNDS) == ["all gradients together are further from float64"]
+    assert not rounding_failures([found._replace(pipelined=0.0)], BOUNDS)
