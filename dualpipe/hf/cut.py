@@ -50,7 +50,7 @@ def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -
     all_layers = base.layers
     attributes = plain_attributes(all_layers[layers[0] if layers else -1])
     base.layers = NumberedLayers({number: all_layers[number] for number in layers}, attributes)
-    base.config = config_of_stage(base.config, layers)
+    base.config = config_of_stage(base.config, layers, len(all_layers))
     has_head = is_last or getattr(causal_lm, "lm_head", None) is None
     if not is_last:
         setattr(base, norm_name(base), nn.Identity())
@@ -93,19 +93,20 @@ def norm_name(base: Any) -> str:
     return next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), "")
 
 
-def config_of_stage(config: Any, layers: Sequence[int]) -> Any:
+def config_of_stage(config: Any, layers: Sequence[int], num_layers: int) -> Any:
     """Return the configuration that the forward of a stage's model reads: of the stage's layers alone.
 
     A forward looks up a layer's arguments, such as its mask, by the layer's place in lists of the configuration. A
     stage without layers keeps the place of the last layer, for the stand-in that passes on hidden states.
+
+    num_layers: of the whole model. LongCat counts each twice in `num_hidden_layers`, for its two attentions.
     """
     stage_config = copy.copy(config)
-    count = config.num_hidden_layers
-    numbers = list(layers) or [count - 1]
+    numbers = list(layers) or [num_layers - 1]
     for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == count and name.endswith(("_types", "_layers")):
+        if isinstance(value, list | tuple) and len(value) == num_layers and name.endswith(("_types", "_layers")):
             setattr(stage_config, name, [value[number] for number in numbers])
-    stage_config.num_hidden_layers = len(numbers)
+    stage_config.num_hidden_layers = len(numbers) * config.num_hidden_layers // num_layers
     return stage_config
 
 

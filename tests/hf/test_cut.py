@@ -31,10 +31,10 @@ def test_a_last_stage_keeps_the_embedding_that_its_head_is_loaded_from():
 
 def test_lists_of_the_configuration_are_those_of_the_stages_layers():
     config = config_of("qwen3_next")
-    own = config_of_stage(config, range(1, 3))
+    own = config_of_stage(config, range(1, 3), 4)
     assert own.layer_types == ["full_attention", "linear_attention"] and own.num_hidden_layers == 2
     assert len(config.layer_types) == config.num_hidden_layers == 4, "the model's own is as it was"
-    without_layers = config_of_stage(config, range(4, 4))
+    without_layers = config_of_stage(config, range(4, 4), 4)
     assert without_layers.layer_types == ["full_attention"] and without_layers.num_hidden_layers == 1
 
 
