@@ -41,7 +41,7 @@ class NumberedLayers(nn.ModuleList):
 
 
 def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -> None:
-    """Take out of a model what a stage does not run: other layers, and the embedding, norm and head at other ends.
+    """Remove from a model the parts of other stages: layers, and the embedding, norm and head at other ends.
 
     layers: the numbers of the stage's layers. A last stage with a tied head keeps the embedding, which the head is
     loaded from, until `drop_embedding`. Raises ValueError as `base_of` does.
@@ -50,7 +50,7 @@ def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -
     all_layers = base.layers
     attributes = plain_attributes(all_layers[layers[0] if layers else -1])
     base.layers = NumberedLayers({number: all_layers[number] for number in layers}, attributes)
-    base.config = stage_config(base.config, layers)
+    base.config = config_of_stage(base.config, layers, len(all_layers))
     has_head = is_last or getattr(causal_lm, "lm_head", None) is None
     if not is_last:
         setattr(base, norm_name(base), nn.Identity())
@@ -76,7 +76,7 @@ def is_tied(config: Any) -> bool:
 
 
 def base_of(causal_lm: Any) -> Any:
-    """Return the model inside of a causal LM; ValueError where it has not the parts that a stage is made of."""
+    """Return the model inside of a causal LM; ValueError where it lacks parts that stages are made of."""
     base = getattr(causal_lm, causal_lm.base_model_prefix, None)
     missing = [name for name in ("embed_tokens", "layers") if not hasattr(base, name)]
     if not norm_name(base):
@@ -93,20 +93,21 @@ def norm_name(base: Any) -> str:
     return next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), "")
 
 
-def stage_config(config: Any, layers: Sequence[int]) -> Any:
+def config_of_stage(config: Any, layers: Sequence[int], num_layers: int) -> Any:
     """Return the configuration that the forward of a stage's model reads: of the stage's layers alone.
 
-    A forward looks up what it gives each layer, such as a mask, by the layer's place in lists of the configuration. A
-    stage without layers has a place for one, the last: what stands for the layers of other stages.
+    A forward looks up a layer's arguments, such as its mask, by the layer's place in lists of the configuration. A
+    stage without layers keeps the place of the last layer, for the stand-in that passes on hidden states.
+
+    num_layers: of the whole model. LongCat counts each twice in `num_hidden_layers`, for its two attentions.
     """
-    own = copy.copy(config)
-    count = config.num_hidden_layers
-    numbers = list(layers) or [count - 1]
+    stage_config = copy.copy(config)
+    numbers = list(layers) or [num_layers - 1]
     for name, value in vars(config).items():
-        if isinstance(value, list | tuple) and len(value) == count and name.endswith(("_types", "_layers")):
-            setattr(own, name, [value[number] for number in numbers])
-    own.num_hidden_layers = len(numbers)
-    return own
+        if isinstance(value, list | tuple) and len(value) == num_layers and name.endswith(("_types", "_layers")):
+            setattr(stage_config, name, [value[number] for number in numbers])
+    stage_config.num_hidden_layers = len(numbers) * config.num_hidden_layers // num_layers
+    return stage_config
 
 
 def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[range]:

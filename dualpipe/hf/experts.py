@@ -30,7 +30,7 @@ from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run
 NAME = "dualpipe"  # of this implementation, in `config._experts_implementation`
 
 SwiGLUForm = tuple[bool, float, float]
-_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # of modules of experts, found on first use
+_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # of modules of experts, from their first use
 
 
 def compute_experts(
@@ -126,14 +126,14 @@ def _recognised_form(experts: Any) -> SwiGLUForm | None:
         # Small numbers, and some beyond the limit of any clamp, in an even number of columns.
         samples = [torch.linspace(-size, size, 8 * 32, dtype=torch.float64, device="cpu") for size in (20.0, 1e4)]
         gate_up = torch.cat([sample.view(32, 8).t() for sample in samples]).contiguous()
-        found = experts._apply_gate(gate_up)
-        if torch.allclose(found, swiglu(gate_up), rtol=1e-12, atol=1e-12):
+        activations = experts._apply_gate(gate_up)
+        if torch.allclose(activations, swiglu(gate_up), rtol=1e-12, atol=1e-12):
             return swiglu_form(False, 0.0, 0.0)
         alpha = getattr(experts, "alpha", None)
         limit = getattr(experts, "limit", None)
         if alpha is None or limit is None:
             return None
-        if torch.allclose(found, clamped_swiglu(gate_up, None, alpha, limit), rtol=1e-12, atol=1e-12):
+        if torch.allclose(activations, clamped_swiglu(gate_up, None, alpha, limit), rtol=1e-12, atol=1e-12):
             return swiglu_form(True, alpha, limit)
     return None
 

@@ -1,6 +1,6 @@
 """A stage of a pipeline: some layers of a causal language model of transformers, run by the model's own forward.
 
-The model keeps its classes, its names and its state-dict keys; what another stage has is taken out of it. Masks and
+The model keeps its classes, its names and its state-dict keys; the parts of other stages are removed. Masks and
 rotary tables are made on every stage, by the model itself, from the shape of the hidden states and `position_ids`.
 """
 
@@ -28,6 +28,8 @@ class CausalLMStage(nn.Module):
     causal_lm: a model that `cut_model` has cut to these. form: of the layers' results.
     """
 
+    causal_lm: Any  # the model, without the parts of other stages
+
     def __init__(self, causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm | None = None) -> None:
         super().__init__()
         self.is_first = is_first
@@ -38,15 +40,10 @@ class CausalLMStage(nn.Module):
         self._num_changes = 0
         self.config = causal_lm.config
         self.is_tied = is_tied(causal_lm.config)
-        # Its modules are this one's, under their own names, so that a state dict has the keys of the whole model's.
+        # The model's modules are this module's, under the same names, so that a state dict has the whole model's keys.
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
-        self._causal_lm = [causal_lm]
-
-    @property
-    def causal_lm(self) -> Any:
-        """The model, without what other stages have."""
-        return self._causal_lm[0]
+        self.__dict__["causal_lm"] = causal_lm  # past `nn.Module.__setattr__`, which would make it a submodule
 
     @property
     def base(self) -> Any:
@@ -65,9 +62,9 @@ class CausalLMStage(nn.Module):
         return self.base.layers
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Tokens (B, S) on the first stage, else hidden states (B, S, H) -> logits (B, S, V) on the last, else hidden
-        states.
+        """Return logits (B, S, V) on the last stage, hidden states (B, S, H) on others.
 
+        x: tokens (B, S) on the first stage, hidden states (B, S, H) on others.
         position_ids: (B, S), of each token in its document, where a row holds several.
         """
         options = {"position_ids": position_ids, "use_cache": False}
@@ -94,13 +91,13 @@ class CausalLMStage(nn.Module):
         return parts
 
     def segments_key(self) -> Hashable:
-        """Return what the segments depend on: see docs/overlap.md."""
+        """Return a key that changes with the segments: see docs/overlap.md."""
         return self._num_changes, self.recompute
 
     def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
-        """Have the layers' experts on the ranks of `experts`, which are given by the number of experts of a layer.
+        """Send tokens to experts on other ranks, by `experts` for the number of experts of a layer.
 
-        For their parameters see `shard_experts`.
+        `shard_experts` shards their parameters.
         """
         self._num_changes += 1
         modules: list[Any] = [module for module in self.modules() if is_interface_experts(module)]
@@ -108,14 +105,14 @@ class CausalLMStage(nn.Module):
             module.dispatcher = experts[module.num_experts].dispatcher()
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Return what the other end of the pipeline has as well: the embedding, where it is the head too."""
+        """Return the parameters that the other end of the pipeline has, too: a tied embedding or head."""
         if not self.is_tied or self.is_first is self.is_last:
             return []
         owner = self.base.embed_tokens if self.is_first else self.causal_lm.lm_head
         return [owner.weight]
 
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
-        """Return the hidden states (B, S, H) that the first layer gets, and what each layer is called with besides."""
+        """Return the first layer's hidden states (B, S, H), and each layer's arguments behind the hidden states."""
         recorders = [CallRecorder(layer, self._form) for layer in self.layers]
         norm = OutputRecorder(nn.Identity())
         with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
@@ -128,7 +125,7 @@ class CausalLMStage(nn.Module):
         return hidden_states if self.is_first else x, arguments
 
     def _end(self, x: Tensor) -> Tensor:
-        """Run what is behind the layers: nothing, or the norm and the head."""
+        """Run the norm and the head, where the stage has them."""
         if not self.is_last:
             return x
         with standing_in(self.base, {"layers": self._fixed_layers(x)}):
@@ -138,9 +135,9 @@ class CausalLMStage(nn.Module):
         return {"input_ids" if self.is_first else "inputs_embeds": x}
 
     def _entry(self, x: Tensor) -> dict[str, nn.Module]:
-        """Return what gives the first layer of a later stage its hidden states.
+        """Return the stand-in that gives the first layer of a later stage its hidden states.
 
-        The model takes them for embeddings, and may multiply them by what it multiplies embeddings by.
+        The model takes them for embeddings, which it may multiply by a factor on the way to the first layer.
         """
         if self.is_first:
             return {}

@@ -257,11 +257,13 @@ def _check_stage(
     if is_last:
         y = norm.results[-1]
     if stage_layers:
+        fault = _fault_in_chain(stage_layers, y)
+        if fault:
+            raise ValueError(fault)
         first_input = stage_layers[0].calls[0].hidden_states
         x = first_input if is_first else x
-        fault = _fault_in_chain(stage_layers, y)
-        if fault or not _are_equal(first_input, x):
-            raise ValueError(fault or "its first layer gets something else than the hidden states of the stage before")
+        if not _are_equal(first_input, x):
+            raise ValueError("its first layer gets something else than the hidden states of the stage before")
     elif not is_first and not _are_equal(y, x):
         raise ValueError("without layers, it changes hidden states")
     for number, layer in zip(layers, stage_layers):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from dualpipe.hf.cut import base_of, cut_model, stage_config, stage_layers
+from dualpipe.hf.cut import base_of, config_of_stage, cut_model, is_tied, stage_layers, top_k_of
 from hf_families import config_of, tiny_model
 
 
@@ -29,10 +31,10 @@ def test_a_last_stage_keeps_the_embedding_that_its_head_is_loaded_from():
 
 def test_lists_of_the_configuration_are_those_of_the_stages_layers():
     config = config_of("qwen3_next")
-    own = stage_config(config, range(1, 3))
+    own = config_of_stage(config, range(1, 3), 4)
     assert own.layer_types == ["full_attention", "linear_attention"] and own.num_hidden_layers == 2
     assert len(config.layer_types) == config.num_hidden_layers == 4, "the model's own is as it was"
-    without_layers = stage_config(config, range(4, 4))
+    without_layers = config_of_stage(config, range(4, 4), 4)
     assert without_layers.layer_types == ["full_attention"] and without_layers.num_hidden_layers == 1
 
 
@@ -66,3 +68,21 @@ def test_a_model_without_the_usual_parts_is_refused_with_what_it_lacks():
         model = AutoModelForCausalLM.from_config(GPT2Config(n_layer=2, n_embd=16, n_head=2))
     with pytest.raises(ValueError, match="GPT2LMHeadModel has no embed_tokens, layers, norm in 'transformer'"):
         cut_model(model, range(2), is_first=True, is_last=True)
+
+
+@pytest.mark.parametrize("config, expected", [
+    (SimpleNamespace(), False),
+    (SimpleNamespace(tie_word_embeddings=True), True),
+    (config_of("llama", tie_word_embeddings=False), False),
+])
+def test_a_head_is_tied_where_transformers_ties_it(config, expected):
+    assert is_tied(config) is expected
+
+
+@pytest.mark.parametrize("fields, expected", [
+    ({}, 1), ({"num_experts_per_tok": None, "top_k_experts": 4}, 4), ({"top_k_experts": None}, 1)])
+def test_experts_per_token_of_a_configuration(fields, expected):
+    """A configuration may have the field of its family, without a number where the model is dense."""
+    config = SimpleNamespace(**fields)
+    config.get_text_config = lambda: config
+    assert top_k_of(config) == expected

@@ -90,7 +90,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(family, layout, tmp_p
     tolerance = 1e-5 if family in ROUNDING_ROUTERS else 1e-10
     for errors, num_splits in results:
         assert max(errors.values()) < tolerance, {n: e for n, e in errors.items() if e >= tolerance}
-        assert (num_splits > 0) is (family in MOE)
+        assert (num_splits > 0) is (family in MOE and layout[2] > 1), "layers are cut where tokens travel"
     assert "losses" in results[0][0]
 
 
@@ -219,6 +219,18 @@ def test_wrong_arguments_are_refused_on_all_ranks(options, match, tmp_path):
     run_ranks(failing, pp * dp * ep, tmp_path, match, options)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "bfloat16", torch.complex64])
+def test_a_dtype_that_cannot_be_trained_is_refused(dtype):
+    with pytest.raises(ValueError, match=r"cannot be that of parameters that are trained; expected one of torch\.f"):
+        load_stages(config_of("llama"), 2, (0, 1), dtype=dtype)
+
+
+def test_layers_run_whole_where_no_token_travels():
+    """Their split is not tried either: it would bring nothing."""
+    (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))
+    assert not stage.splits
+
+
 def test_a_stage_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match=r"mine must name stages from 0 to 1; got \[2\]"):
         load_stages(config_of("llama"), 2, (0, 2))
@@ -232,17 +244,14 @@ def test_other_implementations_of_experts_run_whole(tmp_path):
     assert torch.equal(stage(tokens), tiny_model("qwen3_moe")(tokens, use_cache=False).logits)
 
 
-def test_a_layer_that_cannot_be_cut_is_named_with_the_reason(tmp_path, caplog):
-    tiny_model("mixtral", router_jitter_noise=0.3).save_pretrained(tmp_path)
-    with caplog.at_level(logging.WARNING, "dualpipe.hf.load"):
-        (stage,) = load_stages(tmp_path, 1, [0])
-    assert not stage.splits
-    assert "layer 0, a MixtralDecoderLayer, runs as a whole, its all-to-all inside: it " in caplog.text
-
-
 def whole_with_jitter(rank, folder):
-    """A step with layers that run as a whole, their all-to-all inside."""
+    """A step with layers that run as a whole, their all-to-all inside, and are named in the log with the reason."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("dualpipe.hf.load").addHandler(handler)
     mesh, stages, pipe = pipeline(rank, folder, PP2_EP2)
+    assert any(", a MixtralDecoderLayer, runs as a whole, its all-to-all inside: it " in line for line in messages)
     losses = train_step(mesh, pipe)
     grads = [p.grad for stage in stages for p in stage.parameters()]
     assert not any(stage.splits for stage in stages) and all(grad is not None for grad in grads)

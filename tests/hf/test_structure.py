@@ -47,6 +47,11 @@ def test_layers_that_return_tuples_run_by_stages_also_by_those_without_layers(mo
     assert outcome_of(model_type) == "equal"
 
 
+def test_a_model_with_more_hidden_layers_than_layers_runs_by_stages():
+    """A layer of LongCat counts twice, for its two attentions."""
+    assert outcome_of("longcat_flash") == "equal"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", [
     "afmoe", "bailing_hybrid", "beam", "cohere2_moe", "deepseek_v32", "exaone_moe", "gemma3_text", "granitemoehybrid",

@@ -102,12 +102,13 @@ def run_experts(
     return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
 
 
-def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = False) -> nn.Module:
     """Make the stacked parameters of all experts DTensors, Shard(0) over `mesh` ("ep"), in place; returns the module.
 
     Experts are every `GroupedLinear`, and modules that transformers calls through its experts interface. A rank keeps
-    its part, on meta too; one rank alone changes nothing. Raises ValueError for experts that cannot be divided evenly,
-    and for parameters that are sharded already.
+    its part, on meta too; one rank alone changes nothing. are_local: the parameters are those of this rank's experts
+    already, not of all. Raises ValueError for experts that cannot be divided evenly, and for parameters that are
+    sharded already.
     """
     places: list[tuple[nn.Module, str, nn.Parameter, int]] = []
     for path, layer in module.named_modules() if mesh.size() > 1 else ():
@@ -115,13 +116,17 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
             full = f"{path}.{name}".lstrip(".")
             if isinstance(param, DTensor):
                 raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before FSDP2")
-            places.append((layer, name, param, _share(f"the experts of {full}", param.shape[0], mesh.size())))
+            num_experts = param.shape[0] * mesh.size() if are_local else param.shape[0]
+            places.append((layer, name, param, _share(f"the experts of {full}", num_experts, mesh.size())))
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for layer, name, param, each in places:
         if param not in sharded:
-            local = param.detach()[mesh.get_local_rank() * each :][:each].clone()
+            local = param.detach()
+            if not are_local:
+                local = local[mesh.get_local_rank() * each :][:each].clone()
+            shape = torch.Size((each * mesh.size(), *param.shape[1:]))
             stride = param.detach().contiguous().stride()
-            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=param.shape, stride=stride)
+            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
             sharded[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
             if param.grad_dtype is not param.dtype:
                 sharded[param].grad_dtype = param.grad_dtype
@@ -211,6 +216,15 @@ class Dispatcher:
     def finish(self, rows: Tensor, plan: Any) -> Tensor:
         """Return the results of the tokens (T, H) from the rows that combine returned, differentiable."""
         return rows
+
+
+class LocalDispatcher(Dispatcher):
+    """Dispatcher for a trial of a layer on one rank that has some of its experts: these stand for the others, too."""
+
+    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return rows, weights and the plan, as `Dispatcher` does; expert E is computed by E modulo the local ones."""
+        local_TK = experts_TK.remainder(self._num_experts).where(experts_TK >= 0, -1)
+        return super().plan(x_TH, weights_TK, local_TK)
 
 
 class AllToAllDispatcher(Dispatcher):
