@@ -240,7 +240,7 @@ def _hf_check(args: argparse.Namespace) -> None:
         lines = check(args.path, mesh, mtp=args.mtp)
     else:
         if args.mtp:
-            raise ValueError(f"--mtp is for this library's own models; a {model.model_type} is trained by "
+            raise ValueError(f"--mtp is for this library's own models; {model.model_type} is trained by "
                              "transformers' implementation, leave it out")
         from dualpipe.hf.check import check_checkpoint
 

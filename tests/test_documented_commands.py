@@ -12,11 +12,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.run import get_args_parser
 
 from command import Command
 from dualpipe import cli
 from dualpipe.train.config.load import load_config
+from hf_families import tiny_model
 from hub import save_qwen
 from run_files import write_files
 from scripts import fork_script
@@ -28,6 +30,7 @@ PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "parity FAILED: ", "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
+    "olmoe (transformers' ",
 )
 
 # What is added to a command, and what of it is replaced, to make it small.
@@ -38,6 +41,9 @@ FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu
 TRAINED = {
     'dualpipe train examples/tiny-cpu.toml --train.dtype bf16 --dtypes.rules "*,gather=mxfp8"': ONE_RANK,
     "dualpipe train examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT --export.to_hf OUT": FROM_HUB,
+    'dualpipe train examples/tiny-cpu.toml --model.config "" --init.from_hf OLMOE --router.balance 0 '
+    "--export.to_hf trained":
+        f"{SHORT} --parallel.pp 1 --train.num_chunks 1 --data.tokenizer bytes --output.dir out/olmoe",
     "dualpipe train examples/tiny-cpu.toml --optimizer.lr 3e-3 --train.steps 200": SHORT,
     "dualpipe train --trace steps=9..11 examples/tiny-cpu.toml --train.steps 12":
         SHORT.replace("steps 1 ", "steps 12 "),
@@ -227,6 +233,7 @@ def folder(tmp_path_factory):
     (folder / "records.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
     small_tokenizer(folder / "tokenizer.json")
     save_qwen(folder / "CHECKPOINT", vocab_size=257)
+    tiny_model("olmoe", torch.float32, vocab_size=257).save_pretrained(folder / "OLMOE")
     return folder
 
 

@@ -20,6 +20,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from dualpipe.hf.cut import base_of, cut_model, drop_embedding, is_tied, layer_cost, stage_layers, top_k_of
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
+from dualpipe.hf.structure import check_structure
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
@@ -120,11 +121,15 @@ class TransformersModel:
         return is_tied(self.causal_lm.config)
 
     @property
-    def has_stateful_layers(self) -> bool:
-        """Return True if some layers carry a state along a sequence, which does not stop where a document ends."""
+    def mixes_documents(self) -> bool:
+        """Return True if some layers see from one document of a row into the next, whatever `position_ids` say.
+
+        Those are layers with a state or a convolution along the sequence, and the attention of gpt-oss.
+        """
         kinds = getattr(self._text_config, "layer_types", None) or ()
         has_convolutions = any(isinstance(module, nn.Conv1d) for module in self.causal_lm.modules())
-        return has_convolutions or any(kind in name for name in kinds for kind in _STATEFUL)
+        has_states = any(kind in name for name in kinds for kind in _STATEFUL)
+        return has_convolutions or has_states or self.model_type == "gpt_oss"
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the floating-point operations of matrix products for a token, forward and backward.
@@ -171,6 +176,7 @@ def _whole_on_meta(text: str) -> Any:
 @lru_cache(maxsize=64)
 def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) -> tuple[CausalLMStage, ...]:
     cuts = stage_layers(_whole_on_meta(text), num_stages, layers_per_stage)
+    form = check_structure(_build(text), cuts)  # which takes its model apart
     stages = []
     for number, layers in enumerate(cuts):
         is_first = number == 0
@@ -179,5 +185,5 @@ def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) 
         cut_model(causal_lm, layers, is_first=is_first, is_last=is_last)
         if is_last and not is_first and is_tied(causal_lm.config):
             drop_embedding(causal_lm)
-        stages.append(defer_weight_grads(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last)))
+        stages.append(defer_weight_grads(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)))
     return tuple(stages)

@@ -9,9 +9,11 @@ import torch
 
 from dualpipe.hf.cut import cut_model
 from dualpipe.hf.experts import NAME
+from dualpipe.hf.model import TransformersModel
 from dualpipe.hf.stage import CausalLMStage
+from dualpipe.models.stages import Recompute
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from hf_families import FAMILIES, OTHERS, VOCAB, batch_of, error_of, loss_fn, tiny_model
+from hf_families import FAMILIES, OTHERS, VOCAB, batch_of, config_of, error_of, loss_fn, tiny_model
 
 CUTS = [range(0), range(1), range(1, 3), range(3, 4)]
 
@@ -85,3 +87,15 @@ def test_tied_parameters_are_named_at_both_ends_alone():
     assert first.tied_parameters() == [first.base.embed_tokens.weight]
     assert last.tied_parameters() == [last.causal_lm.lm_head.weight]
     assert not any(stage.tied_parameters() for stage in middle)
+
+
+def test_layers_of_which_segments_are_computed_again():
+    model = TransformersModel.from_dict(config_of("llama").to_dict())
+    (stage,) = model.meta_stages()
+    assert not any(segment.recompute for segment in stage.segments())
+    before = stage.segments_key()
+    stage.recompute = Recompute(["layer:1-2"])
+    assert [segment.reads for segment in stage.segments() if segment.recompute] == [
+        ("x", "arguments1"), ("x", "arguments2")]
+    assert stage.segments_key() != before
+    stage.recompute = Recompute()

@@ -36,7 +36,7 @@ def read_own_model_config(config: Config, what: str) -> HubConfig:
     """Return the model of `read_model`; ValueError also where it is one of transformers, which `what` does not take."""
     model = read_model_config(config)
     if not isinstance(model, HubConfig):
-        raise ValueError(f"{what} is for this library's own models ({', '.join(FAMILIES)}); a {model.model_type} is "
+        raise ValueError(f"{what} is for this library's own models ({', '.join(FAMILIES)}); {model.model_type} is "
                          "trained by transformers' implementation")
     return model
 
@@ -132,19 +132,19 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         "dtypes.fp8_dispatch": (dtypes.fp8_dispatch, False, "its weights are not quantized"),
         "export.quantized": (config.export.quantized, False, "its weights are not quantized"),
     }
-    trained_by = f"a {model.model_type} is trained by transformers' implementation"
+    trained_by = f"{model.model_type} is trained by transformers' implementation"
     for name, (value, only, why) in refused.items():
         if value != only:
             raise ValueError(f"{name} = {value!r}: {trained_by}, and {why}; set it to {only!r}, or leave it out")
     if parallel.ep > 1 and not model.num_experts:
-        raise ValueError(f"parallel.ep = {parallel.ep}: a {model.model_type} has no experts; set it to 1, and "
+        raise ValueError(f"parallel.ep = {parallel.ep}: {model.model_type} has no experts; set it to 1, and "
                          "parallel.dp to more")
     if parallel.ep > 1 and model.num_experts % parallel.ep:
         raise ValueError(f"parallel.ep = {parallel.ep} does not divide the {model.num_experts} experts of a layer; "
                          "give a divisor")
-    if config.data.separate_documents and model.has_stateful_layers:
-        raise ValueError(f"data.separate_documents = True: {trained_by}, and the state of some of its layers goes on "
-                         "from one document to the next; set it to False")
+    if config.data.separate_documents and model.mixes_documents:
+        raise ValueError(f"data.separate_documents = True: {trained_by}, and some of its layers see from one "
+                         "document into the next; set it to False")
     if config.model.config and config.init.from_hf:
         _, source = read_hub_json(config.init.from_hf)
         if dict(source) != model.to_dict():

@@ -13,6 +13,8 @@ from dualpipe.runtime.errors import nearest
 from dualpipe.train.config.schema import OptimizerGroup
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RMSNorm)
+_SCALES = ("sinks", "A_log")  # names of parameters
+_ROUTERS = {"gate", "router", "shared_expert_gate"}  # names of modules of transformers' models
 
 
 class Group(NamedTuple):
@@ -49,13 +51,15 @@ def is_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
     Shapes alone do not tell: the experts' biases are stacked, (E, N), and a norm's scale may have several dimensions.
     """
-    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] == "sinks"
+    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] in _SCALES
     return parameter.dim() >= 2 and not name.endswith("bias") and not is_scale
 
 
 def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps hidden values to others, or a stack of such: no embedding, head or router."""
-    is_of_hidden = "lm_head" not in name.split(".") and not isinstance(owner, nn.Embedding | Router)
+    """Return True for a matrix that maps hidden values to others, or a stack of such: no embedding, head or router, and
+    no convolution along a sequence."""
+    is_named_so = not _ROUTERS.union(["lm_head"]).isdisjoint(name.split("."))
+    is_of_hidden = not is_named_so and not isinstance(owner, nn.Embedding | nn.Conv1d | Router)
     return is_of_hidden and parameter.dim() <= 3 and is_matrix(name, owner, parameter)
 
 

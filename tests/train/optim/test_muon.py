@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe.checkpoint import Checkpoints, load, training_state
+from dualpipe.hf.model import TransformersModel
 from dualpipe.models import read_config
 from dualpipe.nn import Linear
 from dualpipe.nn.init import seeded_normal_
@@ -21,11 +22,13 @@ from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
 from dualpipe.train.optim.from_config import build_optimizer
+from dualpipe.train.optim.groups import parameter_places, takes_muon
 from dualpipe.train.optim.muon import Muon, orthogonal
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.stages import build_model
 from dualpipe.train.trainer import train
+from hf_families import config_of
 from ranks import run_ranks
 from run_files import MODEL, write_files
 
@@ -227,6 +230,19 @@ def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
     optimizer.step(0.01)
     for name, share, decay in (("layers.3.self_attn.q_proj.weight", 0.5, 0.5), ("lm_head.weight", 1, 0.1)):
         torch.testing.assert_close(own[name].detach(), before[name] * (1 - 0.01 * share * decay))
+
+
+@pytest.mark.parametrize("family, expected", [
+    ("llama", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
+    ("olmoe", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
+    ("granitemoe", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
+])
+def test_of_transformers_models_it_takes_no_routers(family, expected):
+    stages = TransformersModel.from_dict(config_of(family).to_dict()).meta_stages()
+    places = parameter_places(stages).items()
+    taken = {name for parameter, (name, owner) in places if takes_muon(name, owner, parameter)}
+    assert {name.removesuffix(".weight").rpartition(".")[2] for name in taken} == expected
+
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -1,0 +1,102 @@
+"""Whose implementation of a model is trained, and what is refused of that of transformers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dualpipe import cli
+from dualpipe.train.config.load import load_config
+from dualpipe.train.config.model_config import flops_per_token, read_model
+from hf_families import config_of
+from run_files import write_files
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with run.toml; the working directory."""
+    write_files(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_without_transformers_it_is_said_what_to_install(folder, monkeypatch):
+    monkeypatch.setattr("dualpipe.train.config.model_config.find_spec", lambda name: None)
+    describe_model("olmoe")
+    with pytest.raises(ValueError, match="transformers, whose implementation would be trained, is not installed; `pip"):
+        read_model(load_config("run.toml", []))
+
+
+def describe_model(family, **changes):
+    """Write a tiny model's config.json."""
+    content = config_of(family, vocab_size=257, **changes).to_dict()
+    Path("config.json").write_text(json.dumps(content))
+    return content
+
+
+def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
+    def chosen(*options):
+        return type(read_model(load_config("run.toml", list(options))).config).__name__
+
+    assert chosen() == "Qwen3MoeConfig"
+    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    own = json.loads(Path("config.json").read_text())
+    Path("config.json").write_text(json.dumps(own | {"attention_dropout": 0.1}))
+    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    with pytest.raises(ValueError, match=r'attention_dropout=0\.1 .*; model\.backend = "transformers" trains'):
+        chosen()
+    with pytest.raises(ValueError, match=r"options that qwen3_moe does not support here: attention_dropout=0\.1"):
+        chosen("--model.backend", "dualpipe")
+    describe_model("olmoe")
+    assert chosen() == "TransformersModel"
+    with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
+        chosen("--model.backend", "dualpipe")
+    Path("config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ValueError, match=r"'nothing' is not one of those supported: .*; model_type 'nothing' is not"):
+        chosen()
+
+
+@pytest.mark.parametrize("options, message", [
+    ("--parallel.cp 2", "parallel.cp = 2: olmoe is trained by transformers' implementation, and its attention does"),
+    ("--parallel.ep 3", "parallel.ep = 3 does not divide the 8 experts of a layer"),
+    ("--mtp.weight 0.3", "mtp.weight = 0.3: "),
+    ("--optimizer.qk_clip 100", "optimizer.qk_clip = 100.0: "),
+    ("--router.balance 0.01", "router.balance = 0.01: olmoe is trained by transformers' implementation, and it needs "
+     "this library's routers; set it to 0, or leave it out"),
+    ("--router.z_loss 0.01", "router.z_loss = 0.01: "),
+    ("--router.bias_update_rate 0.01", "router.bias_update_rate = 0.01: "),
+    ("--memory.recompute layer experts:0-1", "memory.recompute = ['experts:0-1']: "),
+    ("--train.compile True", "train.compile = True: "),
+    ("--dtypes.rules *.experts,storage=fp8_block", "dtypes.rules = ['*.experts,storage=fp8_block']: "),
+    ("--dtypes.fp8_dispatch True", "dtypes.fp8_dispatch = True: "),
+    ("--export.quantized True", "export.quantized = True: "),
+])
+def test_what_it_cannot_be_trained_with_is_refused_in_one_line(folder, capsys, options, message):
+    describe_model("olmoe")
+    assert cli.main(["dtypes", "run.toml", *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def test_other_commands_refuse_it_in_one_line(folder, capsys):
+    describe_model("olmoe")
+    assert cli.main(["plan", "run.toml"]) == 2
+    assert "dualpipe plan is for this library's own models" in capsys.readouterr().err
+    assert cli.main(["memory", "run.toml"]) == 0
+    assert "without activations and messages" in capsys.readouterr().out
+    assert cli.main(["dtypes", "run.toml"]) == 0
+    assert "model.layers.0-3.mlp.experts.gate_up_proj" in capsys.readouterr().out
+
+
+def test_documents_that_layers_cannot_keep_apart_are_refused(folder, capsys):
+    describe_model("qwen3_next")
+    assert cli.main(["dtypes", "run.toml", "--data.separate_documents", "True"]) == 2
+    assert "some of its layers see from one document into the next" in capsys.readouterr().err
+
+
+def test_operations_for_a_token_are_those_of_our_own_model(folder):
+    own = read_model(load_config("run.toml", [])).config
+    theirs = read_model(load_config("run.toml", ["--model.backend", "transformers"])).config
+    assert flops_per_token(theirs, 64) == pytest.approx(flops_per_token(own, 64))
