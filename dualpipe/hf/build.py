@@ -22,6 +22,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
 from dualpipe.hf.quantized_source import is_quantized, read_dequantized
 from dualpipe.hf.stage import CausalLMStage
+from dualpipe.hf.stand_ins import LayerForm
 from dualpipe.hf.structure import check_structure
 from dualpipe.nn.init import name_seed
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, shard_experts, stacked_parameters
@@ -80,11 +81,16 @@ def build_stages(
         else:
             causal_lm = _read(cut_class, config, source, cuts[number], has_ends=is_first or is_last)
         _keep_local_experts(causal_lm, expert_ranks)
-        if is_last and not is_first and is_tied(config):
-            drop_embedding(causal_lm)
-        stages.append(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form).train())
+        stages.append(stage_of(causal_lm, is_first=is_first, is_last=is_last, form=form).train())
     _tie_ends(stages)
     return stages
+
+
+def stage_of(causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm) -> CausalLMStage:
+    """Return the stage of a model that `cut_model` has cut and that has its weights, or is on the meta device."""
+    if is_last and not is_first and is_tied(causal_lm.config):
+        drop_embedding(causal_lm)
+    return CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)
 
 
 def _on_meta(config: PreTrainedConfig, experts: str) -> Any:

@@ -17,7 +17,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
-from dualpipe.hf.cut import base_of, cut_model, drop_embedding, is_tied, layer_cost, stage_layers, top_k_of
+from dualpipe.hf.build import stage_of
+from dualpipe.hf.cut import base_of, cut_model, is_tied, layer_cost, stage_layers, top_k_of
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.structure import check_structure
@@ -183,7 +184,5 @@ def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) 
         is_last = number == num_stages - 1
         causal_lm = _build(text)
         cut_model(causal_lm, layers, is_first=is_first, is_last=is_last)
-        if is_last and not is_first and is_tied(causal_lm.config):
-            drop_embedding(causal_lm)
-        stages.append(defer_weight_grads(CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)))
+        stages.append(defer_weight_grads(stage_of(causal_lm, is_first=is_first, is_last=is_last, form=form)))
     return tuple(stages)

@@ -205,16 +205,19 @@ Recorder.made = planted
 """
 
 
-def test_the_command_says_whose_implementation_it_is_evaluates_checks_ranks_and_replays_a_bad_step(folder, dualpipe):
+def test_the_command_evaluates_checks_ranks_traces_and_replays_a_bad_step(folder, dualpipe):
     Path("config.json").write_text(json.dumps(config_of("olmoe", vocab_size=257).to_dict()))
     checks = ("--parallel.dp", "2", "--train.num_chunks", "2", "--guard.checksum_interval", "1",
-              "--guard.recheck_interval", "1")
+              "--guard.recheck_interval", "1", "--trace", "steps=1..2")
     done = dualpipe(folder, "train", "run.toml", *checks, before=NAN, timeout=240)
     assert done.returncode == 1
     assert done.stdout.startswith("olmoe (transformers' implementation): 177,696 parameters in 4 stages on 2 x 2 cpu")
     first, second = read_metrics(Path("out/metrics.jsonl"))
     assert (first["step"], second["step"]) == (1, 2) and second["eval_loss"] > 0
     assert "first in rank 2 (pp 1, dp 0), F(stage 1, micro-batch 1)" in done.stderr, done.stderr
+    summary = dualpipe(folder, "trace", "summary", "out/trace-1-2.json")
+    assert summary.returncode == 0, summary.stderr
+    assert "2 steps of 4 ranks, dualpipev, 2 micro-batches" in summary.stdout
     again = dualpipe(folder, "replay", "out/bundles/step-00000003", before=NAN, timeout=240)
     assert again.returncode == 0 and "reproduced" in again.stdout, again.stdout + again.stderr
 
