@@ -2,9 +2,9 @@
 
 For the expert shapes of three models, their number of tokens, balanced and skewed routing, all experts on one rank or
 an eighth of them; forward of both GEMMs of an expert (the first one also gathering its rows, and with the activation in
-it), input gradient, and weight gradient written and added into float32. Each result is checked before it is timed.
-`dense` is a `torch.mm` with as many operations, `bound` what the dense rate and the copy bandwidth of the same run
-allow together; `x` how many times longer a rival takes.
+it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows). Each
+result is checked before it is timed. `dense` is a `torch.mm` with as many operations, `bound` what the dense rate and
+the copy bandwidth of the same run allow together; `x` how many times longer a rival takes.
 
     python benchmarks/bench_grouped_gemm.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -70,29 +70,29 @@ def cases(model: Model, layer: Layer, device: torch.device) -> Iterator[Case]:
             yield forward("up forward, gathered", layer, x, w, gather)
             yield activated("up forward, gathered, activated", layer, x, w, gather, model.clamped)
         yield input_gradient(f"{gemm} input gradient", layer, dy, w)
-        yield weight_gradient(f"{gemm} weight gradient, written", layer, dy, x, accumulate=False)
-        yield weight_gradient(f"{gemm} weight gradient, added", layer, dy, x, accumulate=True)
+        yield weight_gradient(f"{gemm} weight gradient, written", layer, dy, x, None, accumulate=False)
+        yield weight_gradient(f"{gemm} weight gradient, added", layer, dy, x, None, accumulate=True)
+        if gemm == "up":
+            yield weight_gradient(f"{gemm} weight gradient, gathered, written", layer, dy, x, gather, accumulate=False)
+            yield weight_gradient(f"{gemm} weight gradient, gathered, added", layer, dy, x, gather, accumulate=True)
 
 
 def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None) -> Case:
     """Rivals make the copy of gathered rows that the kernel saves."""
     y = x.new_empty(x.shape[0], w.shape[1])
 
-    def taken() -> Tensor:
-        return x if gather is None else x.index_select(0, gather)
-
     def cublas() -> Tensor:
-        rows = taken()
+        rows = taken_rows(x, gather)
         for e, at in layer.slices:
             torch.mm(rows[at], w[e].t(), out=y[at])
         return y
 
     def expected() -> Tensor:
-        rows = taken()
+        rows = taken_rows(x, gather)
         return torch.cat([rows[at].double() @ w[e].double().t() for e, at in layer.slices])
 
     def grouped_mm() -> Tensor:
-        return F.grouped_mm(taken(), w.transpose(1, 2), offs=layer.offs)
+        return F.grouped_mm(taken_rows(x, gather), w.transpose(1, 2), offs=layer.offs)
 
     return Case(
         name,
@@ -120,6 +120,11 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
     )
 
 
+def taken_rows(x: Tensor, gather: Tensor | None) -> Tensor:
+    """Return the rows of x that `gather` names, copied, or all of them."""
+    return x if gather is None else x.index_select(0, gather)
+
+
 def input_gradient(name: str, layer: Layer, dy: Tensor, w: Tensor) -> Case:
     dx = dy.new_empty(dy.shape[0], w.shape[2])
 
@@ -137,25 +142,35 @@ def input_gradient(name: str, layer: Layer, dy: Tensor, w: Tensor) -> Case:
     )
 
 
-def weight_gradient(name: str, layer: Layer, dy: Tensor, x: Tensor, *, accumulate: bool) -> Case:
-    """`F.grouped_mm` makes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32."""
+def weight_gradient(
+    name: str, layer: Layer, dy: Tensor, x: Tensor, gather: Tensor | None, *, accumulate: bool
+) -> Case:
+    """`F.grouped_mm` makes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32.
+
+    Rivals make the copy of gathered rows that the kernel saves.
+    """
     out = torch.zeros(layer.experts, dy.shape[1], x.shape[1], device=x.device)
 
     def ours() -> Tensor:
-        grouped_gemm_wgrad(dy, x, layer.offs, out=out, accumulate=accumulate)
+        grouped_gemm_wgrad(dy, x, layer.offs, out=out, accumulate=accumulate, gather=gather)
         return out
 
     def grouped_mm() -> None:
-        put(out, F.grouped_mm(dy.t(), x, offs=layer.offs), accumulate)
+        put(out, F.grouped_mm(dy.t(), taken_rows(x, gather), offs=layer.offs), accumulate)
 
     def cublas() -> None:
+        rows = taken_rows(x, gather)
         for e, at in layer.slices:
-            float32_product(out[e], dy[at].t(), x[at], accumulate)
+            float32_product(out[e], dy[at].t(), rows[at], accumulate)
+
+    def expected() -> Tensor:
+        rows = taken_rows(x, gather)
+        return torch.stack([dy[at].double().t() @ rows[at].double() for _, at in layer.slices])
 
     return Case(
         name,
         ours=ours,
-        expected=lambda: torch.stack([dy[at].double().t() @ x[at].double() for _, at in layer.slices]),
+        expected=expected,
         rivals={"grouped_mm": grouped_mm, "cublas": cublas},
         bytes=2 * (dy.numel() + x.numel()) + 4 * out.numel() * (2 if accumulate else 1),
         dense=(dy.shape[1], x.shape[1], dy.shape[0]),

@@ -23,6 +23,7 @@ from dualpipe.kernels.grouped_gemm_tiles import GemmConfig
 TABLES = {"row": "_ROWS", "weight": "_WEIGHT"}  # what row_configs and weight_configs return entries of
 MOST_STAGES = 5
 FINE_GRAINED = {"intermediate-64": Model(2048, 64, 64, 6)}  # whose gate and up together are one narrow tile
+FINEST_GRAINED = {"intermediate-32": Model(2048, 32, 64, 6)}  # and half of one, as narrow gradients of them are
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,11 @@ class ShapeClass:
     tokens: tuple[int, ...]  # the first of them for the coarse step
     time_share: float  # of the time budget
 
+    @property
+    def is_gathered(self) -> bool:
+        """Return True if rows are read where an index says, in the loop that sums over them."""
+        return self.name.endswith("_gathered")
+
     def __str__(self) -> str:
         return f"{self.table} {self.name}"
 
@@ -46,9 +52,11 @@ SLIM = ((64, 128), (128, 64), (128, 128), (256, 64), (256, 128))
 UNLIKE = ("qwen3-30b-a3b", "gpt-oss-20b")  # many small experts, few large ones whose widths few tiles divide
 MIDDLE_FIRST = (16384, 65536, 4096)
 CLASSES = (
-    ShapeClass("row", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.45),
-    ShapeClass("weight", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.3),
+    ShapeClass("row", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.4),
+    ShapeClass("weight", "wide_gathered", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.2),
+    ShapeClass("weight", "wide", LARGE, MODELS, UNLIKE, MIDDLE_FIRST, 0.15),
     ShapeClass("row", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
+    ShapeClass("weight", "narrow_gathered", SLIM, FINEST_GRAINED, tuple(FINEST_GRAINED), (16384, 4096), 0.06),
     ShapeClass("weight", "narrow", SLIM, FINE_GRAINED, tuple(FINE_GRAINED), (16384, 4096), 0.06),
 )
 
@@ -61,6 +69,8 @@ def candidates(shape_class: ShapeClass, arch: int) -> list[GemmConfig]:
             stage = 2 * (rows + cols) * depth
             deepest = {min(SHARED_LIMIT[arch] // programs // stage, MOST_STAGES) for programs in (1, 2)}
             stages = {n - less for n in deepest for less in (0, 1)}
+            if shape_class.is_gathered:  # as many buffers: see grouped_gemm_tiles._WEIGHT
+                stages = {2 * n - 1 for n in stages}
             found += [GemmConfig(rows, cols, depth, warps, n) for n in sorted(stages) if n >= 2]
     return found
 

@@ -123,14 +123,16 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
             yield _weight_spec(name, config, dtype, dtype, add, sizes="odd", dy=False, x=False, gather=True)
         return
     chip = arch >= 90
+    gather = name.endswith("_gathered")
+    x = chip and not gather
     for out in ("fp32", "bf16"):
         for add in (False, True):
-            yield _weight_spec(name, config, "bf16", out, add, sizes="16", dy=chip, x=chip)
-            yield _weight_spec(name, config, "bf16", out, add, sizes="16", dy=chip, x=False, gather=True)
-    yield _weight_spec(name, config, "bf16", "bf16", True, sizes="8", dy=chip, x=chip)
+            yield _weight_spec(name, config, "bf16", out, add, sizes="16", dy=chip, x=x, gather=gather)
+    yield _weight_spec(name, config, "bf16", "bf16", True, sizes="8", dy=chip, x=x, gather=gather)
     if chip:
-        yield _weight_spec(name, config, "bf16", "fp32", True, sizes="16", dy=True, x=True, out_descriptor=False)
-    yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=chip)
+        yield _weight_spec(
+            name, config, "bf16", "fp32", True, sizes="16", dy=True, x=x, gather=gather, out_descriptor=False)
+    yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=x, gather=gather)
 
 
 def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:

@@ -9,7 +9,8 @@ For every shape class of the table, most important first:
 
 The shapes are those of the models in expert_shapes.py; a configuration's rate is the geometric mean over the products
 of its class: forward, gathered forward with and without the activation, and input gradient; or weight gradient written
-and added into float32. A class for which time runs out before step 3 keeps its present entry.
+and added into float32, with rows gathered or not. A class for which time runs out before step 3 keeps its present
+entry.
 
     python benchmarks/tune_grouped_gemm.py [--minutes M] [--classes "row wide" ...] [--save [FOLDER]]
     python benchmarks/tune_grouped_gemm.py --offline [--arch 90 80] [--classes "row wide" ...] [--most N]
@@ -128,7 +129,7 @@ def class_of(case: Case) -> str:
     """The entry of the table that `case` is launched with, as in `str` of a `ShapeClass`."""
     m, n, _ = case.dense
     if "weight" in case.name:
-        return f"weight {weight_shape(torch.bfloat16, out=m, hidden=n)}"
+        return f"weight {weight_shape(torch.bfloat16, out=m, hidden=n, gathered='gathered' in case.name)}"
     return f"row {row_shape(torch.bfloat16, cols=n)}"
 
 

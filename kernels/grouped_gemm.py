@@ -350,7 +350,7 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     out_descriptor = accumulate and x.dtype in HALF and takes_descriptor(out, dtypes=(torch.float32,))
     out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
     aligned = _aligned(dy, x, out)
-    shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned)
+    shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned, gathered=gather is not None)
     config = tiling.weight_configs(architecture(dy.device))[shape]
     tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
     with torch.cuda.device_of(dy):

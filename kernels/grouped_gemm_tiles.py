@@ -54,10 +54,25 @@ _ROWS = {
         "narrow": GemmConfig(128, 128, 64, 8, 3),
     },
 }
-# The weight gradient has tiles of N x H whatever the experts got; rows are what it sums over.
+# The weight gradient has tiles of N x H whatever the experts got; rows are what it sums over. Where these are
+# gathered, a row is loaded only when its index is there. The two loads in a chain take two of Triton's stages for
+# each buffer: a gathered form needs 2 b - 1 stages for b buffers on sm_90, where the other form needs b, and 2 b + 1
+# on sm_80, where the other form needs b + 1. With as many stages as the other form it has 2 buffers instead of 3 on
+# sm_90, and each step of the loop begins with a wait for all loads; on sm_80 it has 1 instead of 2. (Triton 3.7.1,
+# read in its TTGIR and SASS.)
 _WEIGHT = {
-    80: {"wide": GemmConfig(128, 128, 64, 8, 3), "narrow": GemmConfig(128, 128, 32, 8, 4)},
-    90: {"wide": GemmConfig(128, 256, 64, 8, 3), "narrow": GemmConfig(128, 128, 64, 8, 3)},
+    80: {
+        "wide": GemmConfig(128, 128, 64, 8, 3),
+        "narrow": GemmConfig(128, 128, 32, 8, 4),
+        "wide_gathered": GemmConfig(128, 128, 64, 8, 5),
+        "narrow_gathered": GemmConfig(128, 128, 32, 8, 7),
+    },
+    90: {
+        "wide": GemmConfig(128, 256, 64, 8, 3),
+        "narrow": GemmConfig(128, 128, 64, 8, 3),
+        "wide_gathered": GemmConfig(128, 256, 64, 8, 5),
+        "narrow_gathered": GemmConfig(128, 128, 64, 8, 5),
+    },
 }
 # Operands that cannot be read 16 bytes at a time pass through registers, which takes small tiles: 128 x 256 spills 1.4
 # KB a thread. float32 and float64 are multiplied as they are and are there to check results.
@@ -127,9 +142,15 @@ def row_shape(dtype: torch.dtype, *, cols: int, aligned: bool = True) -> str:
     return _shape_class(dtype, aligned, "narrow" if cols <= 128 else "wide")
 
 
-def weight_shape(dtype: torch.dtype, *, out: int, hidden: int, aligned: bool = True) -> str:
-    """Shape class of weight gradients of (out, hidden) for each expert; `aligned` as for `row_shape`."""
-    return _shape_class(dtype, aligned, "narrow" if hidden <= 128 or out <= 64 else "wide")
+def weight_shape(
+    dtype: torch.dtype, *, out: int, hidden: int, aligned: bool = True, gathered: bool = False
+) -> str:
+    """Shape class of weight gradients of (out, hidden) for each expert; `aligned` as for `row_shape`.
+
+    gathered: the rows of the input are read where an index says.
+    """
+    width = "narrow" if hidden <= 128 or out <= 64 else "wide"
+    return _shape_class(dtype, aligned, f"{width}_gathered" if gathered else width)
 
 
 def _shape_class(dtype: torch.dtype, aligned: bool, by_shape: str) -> str:
