@@ -2,10 +2,10 @@
 
     python benchmarks/compile_kernels.py [--arch 80 90 100] [--match SUBSTRING] [--part N/PARTS] [--json]
 
-For each configuration in kernel_specs.py this prints registers, stack bytes (spills show there), shared memory and the
-number of matrix instructions, and exits with status 1 where one spills, needs more shared memory than the chip has, or
-lacks the matrix instructions that its chip offers. Must run without TRITON_INTERPRET: a process that interprets cannot
-compile.
+For each configuration in kernel_specs.py this prints registers, stack bytes (spills show there), shared memory, the
+number of matrix instructions, the tiles of an operand in shared memory, and the copies that each wait of the main loop
+lets go on. Exits with status 1 where one spills, needs more shared memory than the chip has, or lacks the matrix
+instructions that its chip offers. Must run without TRITON_INTERPRET: a process that interprets cannot compile.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kernel_specs import CompileSpec, all_specs
+from machine_code import buffers, main_loop
 
 ARCHITECTURES = (80, 90, 100)
 SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block can have
@@ -36,6 +37,8 @@ class Resources:
     stack: int  # bytes a thread
     shared: int  # bytes a block
     matrix_instructions: int
+    buffers: int  # tiles of an operand in shared memory, see machine_code.py
+    load_waits: tuple[int, ...]  # of the main loop: groups of copies that a wait lets go on
     problems: tuple[str, ...]
 
 
@@ -52,6 +55,7 @@ def compile_spec(spec: CompileSpec, arch: int) -> Resources:
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     registers, stack = _resource_usage(compiled.asm["cubin"])
+    loop = main_loop(_cuobjdump(compiled.asm["cubin"], "--dump-sass")) if spec.needs_mma else None
     count = len(re.findall(re.escape(MATRIX_INSTRUCTION[arch]) + spec.mma_kind, compiled.asm["ptx"]))
     problems = []
     if stack:
@@ -60,20 +64,26 @@ def compile_spec(spec: CompileSpec, arch: int) -> Resources:
         problems.append(f"needs {compiled.metadata.shared} bytes of shared memory, sm_{arch} has {SHARED_LIMIT[arch]}")
     if spec.needs_mma and not count:
         problems.append(f"no {MATRIX_INSTRUCTION[arch]}{spec.mma_kind}")
-    return Resources(spec.name, arch, registers, stack, compiled.metadata.shared, count, tuple(problems))
+    return Resources(
+        name=spec.name, arch=arch, registers=registers, stack=stack, shared=compiled.metadata.shared,
+        matrix_instructions=count, buffers=buffers(compiled.asm["ttgir"]),
+        load_waits=() if loop is None else loop.load_waits, problems=tuple(problems))
 
 
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """(registers, stack bytes) from cuobjdump, which Triton's wheel carries."""
+def _cuobjdump(cubin: bytes, option: str) -> str:
+    """Return what cuobjdump, which Triton's wheel carries, prints of a compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Return the registers, and the bytes of stack, of a thread."""
+    text = _cuobjdump(cubin, "--dump-resource-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert match is not None, f"cuobjdump printed no resource usage: {text[:200]}"
     return int(match[1]), int(match[2])
@@ -97,14 +107,17 @@ def main() -> int:
     args = parser.parse_args()
     failed = False
     if not args.json:
-        print(f"{'kernel':<56} {'arch':>4} {'regs':>5} {'stack':>5} {'shared':>7} {'mma':>4}  problems")
+        print(f"{'kernel':<56} {'arch':>4} {'regs':>5} {'stack':>5} {'shared':>7} {'mma':>4} {'tiles':>5} {'waits':>6}"
+              "  problems")
     for arch in args.arch:
         matching = [spec for spec in all_specs(arch) if args.match in spec.name]
         number, parts = args.part
         for spec in matching[number::parts]:
             r = compile_spec(spec, arch)
             failed |= bool(r.problems)
-            row = f"{r.name:<56} {r.arch:>4} {r.registers:>5} {r.stack:>5} {r.shared:>7} {r.matrix_instructions:>4}"
+            waits = ",".join(map(str, r.load_waits))
+            row = (f"{r.name:<56} {r.arch:>4} {r.registers:>5} {r.stack:>5} {r.shared:>7} {r.matrix_instructions:>4} "
+                   f"{r.buffers:>5} {waits:>6}")
             print(json.dumps(asdict(r)) if args.json else f"{row}  {'; '.join(r.problems)}", flush=True)
     return 1 if failed else 0
 
