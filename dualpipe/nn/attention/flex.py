@@ -11,10 +11,15 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from dualpipe.nn.attention.sinks import apply_sinks
+
+# Of a compiled function: with and without gradients, documents, sinks and largest scores, in two dtypes and for the six
+# pairs of parts of a ring. By default torch stops compiling a function at its eighth variant.
+VARIANTS = 128
 
 
 def make_blocks(
@@ -63,5 +68,11 @@ def attention_part_flex(
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One for the process: what is compiled once serves all layers, stages and micro-batches of the same sizes."""
-    return torch.compile(function)
+    """Return `function` compiled, one for the process: it serves all layers, stages and micro-batches of like sizes.
+
+    Raises torch._dynamo.exc.FailOnRecompileLimitHit at the call that needs one variant more than VARIANTS. Without
+    `fullgraph`, torch would run that variant uncompiled, which writes all (S, S) scores, and only log it.
+    """
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS)
+    return torch.compile(function, fullgraph=True)

@@ -1,5 +1,6 @@
 """FlexAttention's way of attention against ours."""
 
+import functools
 import itertools
 
 import pytest
@@ -58,6 +59,45 @@ def test_flex_is_compiled_once_for_all_windows_and_micro_batches():
             expected = attention_reference(q, k, v, context, scale=SCALE, window=window, sinks_A=sinks_A)
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)  # compiled, its sums are of float32
         assert counter.frame_count == 1 + packed
+
+
+@pytest.fixture
+def counted_compiler(monkeypatch):
+    """Counts what `flex.compiled` compiles, without generating code; what it has compiled before is forgotten."""
+    counter = CompileCounter()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    flex_module.compiled.cache_clear()
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield counter
+    torch._dynamo.reset()
+    flex_module.compiled.cache_clear()
+
+
+def run_variant(part):
+    """Run what no other part compiles: other heads, dimensions and documents."""
+    heads = (4, 2, 16 + 8 * (part % 6), 16)
+    operands, context = make(11, heads, packed=part % 2 == 1)
+    q, k, v, sinks_A = (tensor.detach() for tensor in operands)
+    with_sinks = part % 4 < 2
+    dtype = torch.float32 if part >= 12 else v.dtype
+    q, k, v = (tensor.to(dtype) for tensor in (q, k, v))
+    return flex_module.compiled(attention_flex)(
+        q, k, v, context.blocks(None), SCALE, sinks_A.to(dtype) if with_sinks else None)
+
+
+def test_more_variants_are_compiled_than_torch_would(counted_compiler):
+    for part in range(24):
+        run_variant(part)
+    assert counted_compiler.frame_count > 8
+
+
+def test_a_variant_too_many_is_an_error_and_does_not_write_all_scores(counted_compiler, monkeypatch):
+    monkeypatch.setattr(flex_module, "VARIANTS", 3)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for part in range(24):
+            run_variant(part)
+    assert counted_compiler.frame_count == 3
 
 
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["plain", "sinks"])
