@@ -185,11 +185,6 @@ class Executor:
         side: dict[str, Any] = {}
         if state.side:
             side = {n: tensor.detach() for n, tensor in zip(self._batch.side_names, state.side) if spec.takes(n)}
-        target = None
-        if stage == self._stages.count - 1:
-            target = self._batch.target(action.microbatch)
-            if self._recorder.is_observed:  # who observes is shown the outputs, not the loss alone
-                target = target._replace(keep_outputs=True)
         names = input_names(len(state.inputs))
         state.begin(dict(zip(names, state.inputs)), names if stage > 0 else ())
         carry = state.carry
@@ -197,7 +192,11 @@ class Executor:
             carry[SIDE] = side
         else:
             carry |= dict.fromkeys(spec.names) | side
-        carry[TARGET] = target
+        if stage == self._stages.count - 1:
+            target = self._batch.target(action.microbatch)
+            if self._recorder.is_observed:  # who observes is shown the outputs, not the loss alone
+                target = target._replace(keep_outputs=True)
+            carry[TARGET] = target
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Give a result that stays on this rank to the next stage, or the stage before."""
@@ -245,8 +244,7 @@ class Executor:
         if not self._train:
             del self._states[slot]
         elif loss is not None:
-            state.results = ("loss",)
-            state.arrive((torch.ones_like(loss),))
+            state.gradients = {"loss": torch.ones_like(loss)}
         else:
             state.results = tuple([name for name, tensor in results.items() if tensor.requires_grad])
         side = state.side

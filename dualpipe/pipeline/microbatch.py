@@ -77,7 +77,7 @@ class MicrobatchState:
     inputs: the activation that has arrived, until the forward takes it. side: the side inputs beside it, until they
     go on with the result. carry: named values between the segments of a forward. records: one for each segment, from a
     forward that needs a backward. gradients: by name, between the segments of a backward. results: the names of the
-    outputs, or of the loss, that need a gradient. from_caller: inputs of a caller's that need gradients.
+    outputs that need a gradient, which will arrive. from_caller: inputs of a caller's that need gradients.
     """
 
     __slots__ = ("_from_stage", "carry", "deferred", "from_caller", "gradients", "inputs", "records", "results",

@@ -57,6 +57,7 @@ class StageRunner:
     ) -> None:
         self.program = program
         self._store = store
+        self._accumulation = store.accumulate()
         self.wait_for_parameters = wait_for_parameters
         self._autocast = autocast
         self._keep_results = keep_results
@@ -204,7 +205,7 @@ class StageRunner:
         once; a "B" of segments when a communication has started, and at the end.
         """
         if kind == "B" and self.program.is_module:
-            collecting = self._store.accumulate()
+            collecting = self._accumulation
         else:
             collecting = self._store.defer(key)
             if kind == "B":
