@@ -140,7 +140,7 @@ class StageParameters:
         would fail. The layers of `dualpipe.nn` need no zeros: they write the first gradient as it has to be.
         """
         for module in self._stage.modules():
-            if not getattr(module, "makes_accumulators", False):
+            if not getattr(type(module), "makes_accumulators", False):  # of a module itself it takes 1 us
                 for param in module._parameters.values():  # its own alone; `parameters()` takes five times as long
                     if param is None or not param.requires_grad or param.grad is not None:
                         continue
