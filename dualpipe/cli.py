@@ -191,8 +191,8 @@ def _dtypes(args: argparse.Namespace) -> None:
 def _memory(args: argparse.Namespace) -> None:
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
-    from dualpipe.plan.counted_models import uncounted_layers
     from dualpipe.plan.memory import estimate, table
+    from dualpipe.plan.on_meta.counted_models import uncounted_layers
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.pipeline.overlap import walk
-from dualpipe.plan.counted_models import CountedModel, CountedStage, Workload, counted_model
-from dualpipe.plan.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
+from dualpipe.plan.on_meta.counted_models import CountedModel, CountedStage, Workload, counted_model
+from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
 from dualpipe.train.config.model_config import TrainedModel
 
 # What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as

@@ -9,7 +9,7 @@
     activations  of the micro-batches that the schedule has alive, with logits, what is computed again and messages on
                  their way: counted (`dualpipe.plan.activations`). Where ranks share sequences, for the tokens of one,
                  with what of a layer travels between them. Not those of layers of transformers that cannot run without
-                 memory: `dualpipe.plan.counted_models.uncounted_layers` names these
+                 memory: `dualpipe.plan.on_meta.counted_models.uncounted_layers` names these
     pending      what weight gradients wait with
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 

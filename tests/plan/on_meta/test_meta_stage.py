@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dualpipe.hf.cut import cut_model
-from dualpipe.hf.meta_stage import build_meta_stage, layer_forms, split_on_meta
 from dualpipe.hf.model import TransformersModel
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn.segments import run_segments
+from dualpipe.plan.on_meta.meta_stage import build_meta_stage, layer_forms, split_on_meta
 from hf_families import config_of, tiny_model
 
 

@@ -20,12 +20,12 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
 from dualpipe.pipeline.overlap import walk
-from dualpipe.plan.meta_attention import DeviceAttention
-from dualpipe.plan.meta_run import EvenDispatcher, LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
+from dualpipe.plan.on_meta.meta_attention import DeviceAttention
+from dualpipe.plan.on_meta.meta_run import EvenDispatcher, LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
 
 if TYPE_CHECKING:
-    from dualpipe.hf.meta_stage import MetaStage
     from dualpipe.hf.model import TransformersModel
+    from dualpipe.plan.on_meta.meta_stage import MetaStage
     from dualpipe.train.config.model_config import TrainedModel
 
 _TRIAL_SHAPE = 2, 16  # rows and tokens of a trial of a layer
@@ -206,7 +206,7 @@ class ModelOfTransformers:
 
     def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> StageOfTransformers:
         """Return a stage of layers of these kinds: those of the model that are the first of these forms."""
-        from dualpipe.hf.meta_stage import SkippedLayer, build_meta_stage, split_on_meta
+        from dualpipe.plan.on_meta.meta_stage import SkippedLayer, build_meta_stage, split_on_meta
 
         alike = {kind.first: iter(_numbers_alike(self.model)[kind.first]) for kind in kinds}
         by_number = {next(alike[kind.first]): kind for kind in kinds}
@@ -245,7 +245,7 @@ def uncounted_layers(model: TrainedModel) -> list[str]:
 @lru_cache(maxsize=1024)
 def failure(model: TransformersModel, number: int) -> str:
     """Return why a layer cannot run on meta, as where its Python looks at values; "" where it can."""
-    from dualpipe.hf.meta_stage import build_meta_stage
+    from dualpipe.plan.on_meta.meta_stage import build_meta_stage
 
     stage = build_meta_stage(model, [number], is_last=False, dtype=torch.bfloat16)
     run = MetaRun(stage.segments(), "x", WeightGradStore())
@@ -264,7 +264,7 @@ def failure(model: TransformersModel, number: int) -> str:
 @lru_cache(maxsize=64)
 def _numbers_alike(model: TransformersModel) -> list[list[int]]:
     """Return for each layer the numbers of all layers of its form."""
-    from dualpipe.hf.meta_stage import layer_forms
+    from dualpipe.plan.on_meta.meta_stage import layer_forms
 
     forms = layer_forms(model)
     numbers: dict[Any, list[int]] = {}

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dualpipe.plan.meta_attention import DeviceAttention
+from dualpipe.plan.on_meta.meta_attention import DeviceAttention
 
 BATCH, HEADS, LENGTH, SIZE = 2, 4, 16, 8
 

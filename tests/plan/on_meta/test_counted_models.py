@@ -7,9 +7,9 @@ import torch
 from transformers.models.olmoe.modeling_olmoe import OlmoeDecoderLayer
 
 from dualpipe.hf.model import TransformersModel
-from dualpipe.plan import counted_models
 from dualpipe.plan.activations import activation_bytes
-from dualpipe.plan.counted_models import counted_model, uncounted_layers
+from dualpipe.plan.on_meta import counted_models
+from dualpipe.plan.on_meta.counted_models import counted_model, uncounted_layers
 from hf_families import config_of
 
 LAYERS = range(4)
