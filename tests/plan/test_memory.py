@@ -176,7 +176,8 @@ OF_TRANSFORMERS = {
 LAYOUTS_OF_TRANSFORMERS = [
     ("llama", (1, 1, 1), "1f1b", "none"), ("llama", (2, 1, 1), "dualpipev", "none"),
     ("qwen3_moe", (2, 1, 2), "dualpipev", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
-    ("gpt_oss", (2, 1, 1), "1f1b", "none"),
+    ("gpt_oss", (2, 1, 1), "1f1b", "none"), ("qwen3_moe", (1, 1, 2), "1f1b", "none"),
+    ("deepseek_v3", (1, 1, 2), "1f1b", "layer"),
 ]
 
 
