@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
-    "pyproject.toml", "setup.py", "setup.sh",
+    "pyproject.toml", "setup.py", "setup.sh", "wheels.sh",
 )
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
