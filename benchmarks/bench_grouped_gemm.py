@@ -2,7 +2,8 @@
 
 For the expert shapes of three models, their number of tokens, balanced and skewed routing, all experts on one rank or
 an eighth of them; forward of both GEMMs of an expert (the first one also gathering its rows, and with the activation in
-it), input gradient, and weight gradient written and added into float32. Each result is checked before it is timed.
+it), input gradient, and weight gradient written and added into float32, also of gathered rows. quack-kernels is a rival
+where it is installed. Each result is checked before it is timed.
 `dense` is a `torch.mm` with as many operations, `bound` what the dense rate and the copy bandwidth of the same run
 allow together; `x` how many times longer a rival takes.
 
@@ -18,10 +19,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import quack_rival
 import torch
 import torch.nn.functional as F
 from bench_swiglu import eager
-from expert_shapes import MODELS, ROUTINGS, TOKENS, Layer, Model, every, route
+from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Layer, Model, every, route
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class Case:
     bytes: int
     dense: tuple[int, int, int]  # m, n, k of a dense product with as many operations
     reset: Callable[[], Any] = lambda: None  # of a result that is written in place, before it is checked
+    by_quack: Callable[[], Any] | None = None  # a rival that may be missing, or fail
 
     @property
     def flops(self) -> int:
@@ -69,6 +72,7 @@ def cases(model: Model, layer: Layer, device: torch.device) -> Iterator[Case]:
             gather = torch.randint(0, rows, (rows,), device=device, dtype=torch.int32)
             yield forward("up forward, gathered", layer, x, w, gather)
             yield activated("up forward, gathered, activated", layer, x, w, gather, model.clamped)
+            yield weight_gradient("up weight gradient, gathered, added", layer, dy, x, accumulate=True, gather=gather)
         yield input_gradient(f"{gemm} input gradient", layer, dy, w)
         yield weight_gradient(f"{gemm} weight gradient, written", layer, dy, x, accumulate=False)
         yield weight_gradient(f"{gemm} weight gradient, added", layer, dy, x, accumulate=True)
@@ -101,6 +105,7 @@ def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None
         rivals={"grouped_mm": grouped_mm, "cublas": cublas},
         bytes=2 * (x.numel() + w.numel() + y.numel()),
         dense=(*y.shape, x.shape[1]),
+        by_quack=quack_rival.forward(x, w, layer, gather),
     )
 
 
@@ -117,6 +122,7 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
         expected=then_activated(plain.expected),
         rivals={rival: then_activated(product) for rival, product in plain.rivals.items()},
         bytes=plain.bytes + gather.shape[0] * w.shape[1],
+        by_quack=None,
     )
 
 
@@ -137,29 +143,43 @@ def input_gradient(name: str, layer: Layer, dy: Tensor, w: Tensor) -> Case:
     )
 
 
-def weight_gradient(name: str, layer: Layer, dy: Tensor, x: Tensor, *, accumulate: bool) -> Case:
-    """`F.grouped_mm` makes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32."""
+def weight_gradient(
+    name: str, layer: Layer, dy: Tensor, x: Tensor, *, accumulate: bool, gather: Tensor | None = None
+) -> Case:
+    """`F.grouped_mm` makes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32.
+
+    Rivals make the copy of gathered rows that the kernel saves.
+    """
     out = torch.zeros(layer.experts, dy.shape[1], x.shape[1], device=x.device)
 
+    def taken() -> Tensor:
+        return x if gather is None else x.index_select(0, gather)
+
     def ours() -> Tensor:
-        grouped_gemm_wgrad(dy, x, layer.offs, out=out, accumulate=accumulate)
+        grouped_gemm_wgrad(dy, x, layer.offs, out=out, accumulate=accumulate, gather=gather)
         return out
 
     def grouped_mm() -> None:
-        put(out, F.grouped_mm(dy.t(), x, offs=layer.offs), accumulate)
+        put(out, F.grouped_mm(dy.t(), taken(), offs=layer.offs), accumulate)
 
     def cublas() -> None:
+        rows = taken()
         for e, at in layer.slices:
-            float32_product(out[e], dy[at].t(), x[at], accumulate)
+            float32_product(out[e], dy[at].t(), rows[at], accumulate)
+
+    def expected() -> Tensor:
+        rows = taken()
+        return torch.stack([dy[at].double().t() @ rows[at].double() for _, at in layer.slices])
 
     return Case(
         name,
         ours=ours,
-        expected=lambda: torch.stack([dy[at].double().t() @ x[at].double() for _, at in layer.slices]),
+        expected=expected,
         rivals={"grouped_mm": grouped_mm, "cublas": cublas},
         bytes=2 * (dy.numel() + x.numel()) + 4 * out.numel() * (2 if accumulate else 1),
         dense=(dy.shape[1], x.shape[1], dy.shape[0]),
         reset=lambda: out.fill_(0.0 if accumulate else math.nan),
+        by_quack=quack_rival.weight_gradient(dy, taken, layer, out, accumulate),
     )
 
 
@@ -196,9 +216,9 @@ def float32_from_cublas(device: str, accumulate: bool) -> bool:
 
 def measure(machine: Machine, model: str, tokens: int, share: int, routing: str) -> Iterator[Row]:
     """Every product of one expert layer, of which this rank has one expert in `share`."""
-    experts = MODELS[model].experts // share
-    layer = route(MODELS[model], tokens, experts, routing == "skewed", machine.device)
-    for case in cases(MODELS[model], layer, machine.device):
+    experts = SIZES[model].experts // share
+    layer = route(SIZES[model], tokens, experts, routing == "skewed", machine.device)
+    for case in cases(SIZES[model], layer, machine.device):
         yield {"rows/expert": sum(layer.counts) // experts} | measure_case(case, machine)
 
 
@@ -215,7 +235,11 @@ def measure_case(case: Case, machine: Machine) -> Row:
         "of dense": dense_ms([case.dense], machine.device) / ms,
         "of bound": bound_ms / ms,
     }
-    return row | {f"x {name}": time_ms(run) / ms for name, run in case.rivals.items()}
+    row |= {f"x {name}": time_ms(run) / ms for name, run in case.rivals.items()}
+    if quack_rival.is_installed():
+        quack_ms = quack_rival.time_or_none(case.by_quack)
+        row["x quack"] = None if quack_ms is None else quack_ms / ms
+    return row
 
 
 def is_weight(row: Row) -> bool:
