@@ -1,9 +1,10 @@
-"""Which attention is the fastest: torch's kernels of `scaled_dot_product_attention`, or FlexAttention with documents?
+"""How fast is attention by each of torch's kernels, and by FlexAttention with documents?
 
-Causal attention in bfloat16 with the heads of each model, forward and backward, one sequence of all tokens. `causal` runs
-each of torch's backends by itself, and FlashAttention 3 and 4 where torch finds them; `documents` runs packed sequences
-of a quarter each as the library does, which is FlexAttention on a GPU. Each way is checked before it is timed, against
-float32, on a short sequence. `of dense` is the part of the dense rate of the same run; a way that cannot run has a reason.
+Causal attention in bfloat16 with the heads of each model, forward and backward, one sequence of all tokens. `causal`
+runs each of torch's backends by itself, and FlashAttention 3 and 4 where torch finds them; `documents` runs a packed
+sequence of four documents as the library does, which is FlexAttention on a GPU. Each way is checked before it is timed,
+against float32, on a short sequence. `of dense` is the part of the dense rate of the same run; a way that cannot run
+has a reason.
 
     python benchmarks/bench_attention.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 

@@ -51,7 +51,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--node", action="store_true", help="what all GPUs of a machine can answer")
     parser.add_argument("--dry", action="store_true", help="tiny sizes on the CPU")
     parser.add_argument("--seconds", type=float, default=570.0, help="time of all parts together: 9.5 minutes")
-    parser.add_argument("--folder", type=Path, help="where session.json and a log of each part are; default: out/gpu or "
+    parser.add_argument("--folder", type=Path, help="of session.json and a log of each part; default: out/gpu or "
                                                     "out/gpu-node, and -dry behind it in a dry session")
     parser.add_argument("--only", nargs="+", metavar="PART", help="of these parts alone")
     parser.add_argument("--again", nargs="+", default=[], metavar="PART", help="forget what is known of these parts")

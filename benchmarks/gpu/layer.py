@@ -92,7 +92,7 @@ def both_times(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 def launches(output: Output) -> None:
-    """A row for each operator: launches that the pretend device lists, and kernels that the profiler saw; and the sums."""
+    """Rows of operators, and of all: launches that the pretend device lists, and kernels that the profiler saw."""
     pretended = pretended_launches()
     seen = profiled_launches(device_of(output))
     for name in sorted({*pretended, *seen}):

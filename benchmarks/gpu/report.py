@@ -112,7 +112,7 @@ def device_states() -> list[Row]:
     return [dict(zip(STATES, line.split(", "))) for line in lines]
 
 
-# ----------------------------------------------------------------------------------------------------------- the summary
+# ---------------------------------------------------------------------------------------------------------- the summary
 
 
 def summary(report: SessionReport, names: Iterable[str]) -> list[str]:

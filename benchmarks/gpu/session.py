@@ -1,7 +1,7 @@
 """Runs parts one after the other, each in a process of its own that ends at its share of the time that is left.
 
     Session.run -> a part that the JSON does not have yet -> share of what is left -> a process: gpu_session.py --part
-      -> messages, one a line, through a pipe -> report.add, which writes the file -> its end, crash, or kill -> the next
+      -> messages, one a line, through a pipe -> report.add, which writes the file -> its end, crash, or kill -> next
 
 What a part leaves unused is shared by those after it. A part that hangs is killed with all processes that it started.
 """
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -142,10 +143,8 @@ def _messages(pipe: int, process: subprocess.Popen, deadline: float) -> Iterator
 
 def _kill_group(process: subprocess.Popen) -> None:
     """Kill what is left of a part: its process, and those that it started and that are in its group."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
