@@ -22,6 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from dualpipe.runtime.errors import die_with
 from gpu.report import ENDED, Row, SessionReport
 
 LEAST = 5.0  # seconds: a part that would get less waits for the next call
@@ -149,7 +150,8 @@ def _kill_group(process: subprocess.Popen) -> None:
 
 
 def run_in_process(run: str, pipe: int, *, dry: bool, seconds: float) -> None:
-    """Run a part in this process, which is its own, and send what it finds through the pipe."""
+    """Run a part in this process, which is its own and ends with the session's, and send what it finds to the pipe."""
+    die_with(os.getppid())
 
     def send(message: Row) -> None:
         os.write(pipe, json.dumps(message, default=str).encode() + b"\n")
