@@ -129,7 +129,8 @@ def torchrun_takes_it(command):
 def make_would_run_it(command):
     shown = [*shlex.split(command), "--dry-run", "--always-make"]
     done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and re.search("pytest|ruff|benchmarks/|tiny-cpu.toml|wheels.sh", done.stdout), done.stderr
+    programs = "pytest|ruff|benchmarks/|tiny-cpu.toml|wheels.sh"
+    assert done.returncode == 0 and re.search(programs, done.stdout), done.stderr
 
 
 def script_says_it_needs_a_gpu(command):
