@@ -4,13 +4,13 @@
 
 Kernels are launched by `stub_driver.py`: everything up to Triton's call in C is real and nothing runs. That call and
 the encoding of a descriptor, some us a launch, are left out, as is what CUDA takes beyond the CPU for PyTorch's own
-operators. Tensors are small, so that the CPU takes as good as no time to compute. "layer": a layer of Qwen3-MoE forward
-and backward over two ranks of "ep" in a step of a pipeline, by the difference between three layers and one, whose other
-rank is pretended.
+operators. "layer": a layer of Qwen3-MoE forward and backward over two ranks of "ep" in a step of a pipeline, by the
+difference between three layers and one, whose other rank is pretended. Tensors are small; still, what the CPU computes
+in PyTorch's operators, and zeros that it writes for the kernels, are part of a layer's time, and would not be on a GPU.
 
-Calls are timed one by one, those of all rows in turns. A shared machine slows some down and never speeds one up: the
-least time is the cost, the median says how noisy it was, and the ratio to `torch.add` of the same tensors is what to
-compare between machines.
+Calls are timed one by one, those of all rows in turns, in processor time. A shared machine slows some down and never
+speeds one up: the least time is the cost, the median says how noisy it was, and the ratio to `torch.add` of the same
+tensors is what to compare between machines.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def times_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) 
 
 
 def _time_us(call: Callable[[], object]) -> float:
-    """Processor time of all threads: a step is longer than the time that a shared machine leaves to a process."""
+    """Return the processor time of all threads: a shared machine interrupts a step, which is long."""
     start = time.process_time_ns()
     call()
     return (time.process_time_ns() - start) / 1e3
@@ -179,7 +179,8 @@ def main() -> int:
             is_met = row["us"] <= goal
             missed |= not is_met
             verdict = f"  goal: at most {goal:.0f} us: {'met' if is_met else 'MISSED'}"
-        print(f"{row['call']:<16} {row['us']:>8.1f} {row['median us']:>8.1f} {row['of add']:>7.1f}{verdict}", flush=True)
+        times = f"{row['us']:>8.1f} {row['median us']:>8.1f} {row['of add']:>7.1f}"
+        print(f"{row['call']:<16} {times}{verdict}", flush=True)
     if args.save:
         save("host", rows, args.save)
     return 1 if missed else 0

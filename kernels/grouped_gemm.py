@@ -452,6 +452,12 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
         how.launch(how.grid, pointers, (dy.shape[0], *how.numbers))
 
 
+def forget_launches() -> None:
+    """Compute all launches anew, from tables of tiles that have changed."""
+    _rows_launch.cache_clear()
+    _weight_launch.cache_clear()
+
+
 # --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
 
 
