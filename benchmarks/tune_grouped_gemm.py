@@ -26,7 +26,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -61,10 +61,22 @@ class _Everywhere(dict):
         return self.config
 
 
-def launching(config: GemmConfig) -> AbstractContextManager[Any]:
+@contextmanager
+def launching(config: GemmConfig) -> Iterator[None]:
     """Every product is launched with `config`, whatever the table says."""
     tables = {f"{table}_configs": lambda arch: _Everywhere(config) for table in TABLES}
-    return patch.multiple(grouped_gemm_tiles, **tables)
+    with patch.multiple(grouped_gemm_tiles, **tables), _launches_anew():
+        yield
+
+
+@contextmanager
+def _launches_anew() -> Iterator[None]:
+    """Keep no launch of a shape beyond: its tile, and its kernel, may be others'."""
+    LAUNCHERS.forget_launches()
+    try:
+        yield
+    finally:
+        LAUNCHERS.forget_launches()
 
 
 class CompileOnly:

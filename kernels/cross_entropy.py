@@ -18,12 +18,24 @@ Dimension letters: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import (
+    RowTile,
+    cdiv,
+    compute_dtype,
+    once_only,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -96,11 +108,16 @@ _TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
     (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-    tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
-    _forward_kernel[(tokens,)](
-        logits, labels.contiguous(), loss, stats, vocabulary, logits.stride(0), ignore_index,
-        COMPUTE=tl_dtype(loss.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
-    )
+    launch, _ = _launcher(True, vocabulary > 1024, loss.dtype)
+    launch((tokens,), (logits, labels.contiguous(), loss, stats), (vocabulary, logits.stride(0), ignore_index))
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _launcher(forward: bool, is_wide: bool, dtype: torch.dtype) -> tuple[Launcher, RowTile]:
+    """The launcher of the kernel of the forward or of the backward, and its tile."""
+    kernel = _forward_kernel if forward else _backward_kernel
+    tile = _TILES["wide" if is_wide else "narrow"]
+    return Launcher(kernel, COMPUTE=tl_dtype(dtype), BLOCK_V=tile.cols, num_warps=tile.warps), tile
 
 
 def _write_gradient(
@@ -111,11 +128,9 @@ def _write_gradient(
         grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
     elif grad.numel():
         (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-        tile = _TILES["wide" if vocabulary > 1024 else "narrow"]
-        _backward_kernel[tokens, triton.cdiv(vocabulary, tile.cols)](
-            logits, labels.contiguous(), stats, scale, grad, vocabulary, logits.stride(0), grad.stride(0), ignore_index,
-            COMPUTE=tl_dtype(stats.dtype), BLOCK_V=tile.cols, num_warps=tile.warps,
-        )
+        launch, tile = _launcher(False, vocabulary > 1024, stats.dtype)
+        launch((tokens, cdiv(vocabulary, tile.cols)), (logits, labels.contiguous(), stats, scale, grad),
+               (vocabulary, logits.stride(0), grad.stride(0), ignore_index))
 
 
 # ------------------------------------------------------------------------------------------------------------- public

@@ -30,19 +30,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import dualpipe.kernels.grouped_gemm_tiles as tiling
-from dualpipe.kernels.common import INTERPRET, architecture, compute_dtype, tl, triton, use_triton
-from dualpipe.kernels.grouped_gemm_tiles import find_tile, rows_of, tiles_per_expert
+from dualpipe.kernels.common import INTERPRET, architecture, cdiv, operator, register_backward, tl, triton, use_triton
+from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, find_tile, rows_of, tiles_per_expert
+from dualpipe.kernels.launcher import MOST_SHAPES, Block, Launcher
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
 HALF = (torch.bfloat16, torch.float16)
+SwigluForm = tuple[bool, float, float]  # of `dualpipe.kernels.swiglu.swiglu_form`
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -268,13 +271,12 @@ def _weight_kernel(
 
 def rows_aligned(tensor: Tensor) -> bool:
     """Return True if rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
-    starts, step = tensor.stride()[:-1], max(8, 16 // tensor.element_size())
-    return tensor.stride(-1) == 1 and all(s > 0 and s % step == 0 for s in starts) and tensor.data_ptr() % 16 == 0
+    return _strides_aligned(tensor.stride(), tensor.dtype) and tensor.data_ptr() % 16 == 0
 
 
-def _aligned(*tensors: Tensor) -> bool:
-    """Return True if all can be read and written 16 bytes at a time, up to their last column."""
-    return all(rows_aligned(t) and t.shape[-1] % 8 == 0 for t in tensors)
+def _strides_aligned(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    step = max(8, 16 // dtype.itemsize)
+    return strides[-1] == 1 and all(s > 0 and s % step == 0 for s in strides[:-1])
 
 
 def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
@@ -283,20 +285,92 @@ def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> 
     return fits and architecture(tensor.device) >= 90
 
 
-def operand(tensor: Tensor, block: list[int], descriptor: bool) -> Any:
-    """What the kernel takes: a descriptor that loads such a block, or the tensor as a pointer."""
-    if not descriptor:
+def operand(tensor: Tensor, block: tuple[int, ...] | None) -> Tensor | Block:
+    """What the kernel takes: a descriptor that loads such a block, or without one the tensor as a pointer."""
+    if block is None:
         return tensor
-    from triton.tools.tensor_descriptor import TensorDescriptor  # Triton exists for Linux only
-
     if not tensor.shape[0]:  # of which there is no descriptor; none of the row is read
         tensor = tensor.new_empty_strided((1, *tensor.shape[1:]), tensor.stride())
-    return TensorDescriptor.from_tensor(tensor, block)
+    return Block(tensor, block, tensor.shape, tensor.stride())
+
+
+class _Matrix(NamedTuple):
+    """What a launch depends on of an operand; `columns`: its sizes but the first, which may vary."""
+
+    dtype: torch.dtype
+    columns: tuple[int, ...]
+    strides: tuple[int, ...]
+    on_16_bytes: bool  # where it starts
+
+    def is_aligned(self) -> bool:
+        """As `rows_aligned`."""
+        return self.on_16_bytes and _strides_aligned(self.strides, self.dtype)
+
+    def takes_descriptor(self, arch: int, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
+        """As `takes_descriptor`."""
+        return self.dtype in dtypes and self.is_aligned() and 0 not in self.columns and arch >= 90
+
+
+def _matrix(tensor: Tensor) -> _Matrix:
+    return _Matrix(tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16 == 0)
+
+
+def _aligned(*operands: _Matrix) -> bool:
+    """Return True if all can be read and written 16 bytes at a time, up to their last column."""
+    return all(each.is_aligned() and each.columns[-1] % 8 == 0 for each in operands)
 
 
 def _rows(x: Tensor, gather: Tensor | None) -> int:
     """Rows of the result."""
     return (x if gather is None else gather).shape[0]
+
+
+class _RowsLaunch(NamedTuple):
+    """How `_rows_kernel` is launched for one shape, whatever the number of rows."""
+
+    launch: Launcher
+    config: GemmConfig
+    is_fused: bool  # with the activation
+    a_block: tuple[int, ...] | None  # of descriptors, as the next three
+    w_block: tuple[int, ...] | None
+    w_shape: tuple[int, ...]
+    w_strides: tuple[int, ...]
+    numbers: tuple[int, ...]  # all but the rows
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _rows_launch(
+    arch: int, a: _Matrix, w: _Matrix, experts: int, forward: bool, gathered: bool, activation: SwigluForm | None,
+    weight_dtype: torch.dtype | None,
+) -> _RowsLaunch:
+    """activation, weight_dtype: of what follows the product, and of the rows' weights."""
+    depth, cols = a.columns[0], w.columns[0 if forward else 1]
+    y = _Matrix(a.dtype, (cols,), (cols, 1), on_16_bytes=True)
+    aligned = _aligned(a, w, y)
+    shape = tiling.row_shape(a.dtype, cols=cols, aligned=aligned)
+    config = tiling.row_configs(arch)[shape]
+    fused = None
+    if activation is not None and tiling.fuses_swiglu(arch, shape, activation[0]):
+        is_aligned = cols % 16 == 0 or not aligned  # up columns too
+        wide = torch.promote_types(a.dtype, torch.float32)
+        if is_aligned and torch.promote_types(wide, weight_dtype or wide) is wide:
+            fused = Activation(None, *activation)
+    a_descriptor, w_descriptor = not gathered and a.takes_descriptor(arch), w.takes_descriptor(arch)
+    constants = tiling.rows_constants(
+        config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
+    )
+    w_shape, w_strides = (experts, *w.columns), w.strides
+    if constants["SWIGLU"] == "halves":
+        w_shape = (experts, 2, cols // 2, depth)
+        w_strides = (w.strides[0], cols // 2 * w.strides[1], *w.strides[1:])
+    e, n, h = w.strides
+    return _RowsLaunch(
+        Launcher(_rows_kernel, **constants, num_warps=config.warps, num_stages=config.stages), config,
+        is_fused=fused is not None, a_block=(config.rows, config.depth) if a_descriptor else None,
+        w_block=tuple(tiling.w_block(config, forward, fused)) if w_descriptor else None,
+        w_shape=w_shape, w_strides=w_strides,
+        numbers=(cols, depth, experts, *a.strides, *((e, n, h) if forward else (e, h, n))),
+    )
 
 
 def _launch_rows(
@@ -307,79 +381,99 @@ def _launch_rows(
 
     h: takes the activation of the result, written by the same kernel where that pays.
     """
-    y = a.new_empty(_rows(a, gather), w.shape[1 if forward else 2])
-    if not y.shape[1]:
+    experts, n, hidden = w.shape
+    rows, cols = _rows(a, gather), n if forward else hidden
+    y = a.new_empty(rows, cols)
+    if not cols:
         return y
-    (rows, cols), depth, experts = y.shape, a.shape[1], w.shape[0]
-    arch, aligned = architecture(a.device), _aligned(a, w, y)
-    shape = tiling.row_shape(a.dtype, cols=cols, aligned=aligned)
-    config = tiling.row_configs(arch)[shape]
-    fused = weight = None
-    if activation is not None and tiling.fuses_swiglu(arch, shape, activation.clamped):
-        is_aligned = cols % 16 == 0 or not aligned  # up columns too
-        if is_aligned and compute_dtype(a, activation.weight) is compute_dtype(a):
-            fused, weight = activation, activation.weight
-    a_descriptor, w_descriptor = gather is None and takes_descriptor(a), takes_descriptor(w)
-    constants = tiling.rows_constants(
-        config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
+    form, weight = (None, None) if activation is None else (activation[1:], activation.weight)
+    how = _rows_launch(architecture(a.device), _matrix(a), _matrix(w), experts, forward, gather is not None, form,
+                       None if weight is None else weight.dtype)
+    pointers = (
+        operand(a, how.a_block), w if how.w_block is None else Block(w, how.w_block, how.w_shape, how.w_strides), y,
+        h if how.is_fused else None, weight.contiguous() if how.is_fused and weight is not None else None,
+        None if bias is None else bias.contiguous(), None if gather is None else gather.contiguous(),
+        offs.contiguous(),
     )
-    w_strides = w.stride() if forward else (w.stride(0), w.stride(2), w.stride(1))
-    if constants["SWIGLU"] == "halves":
-        w = w.unflatten(1, (2, cols // 2))
     with torch.cuda.device_of(a):
-        _rows_kernel[(tiling.most_tiles(config, rows, cols, experts),)](
-            operand(a, [config.rows, config.depth], a_descriptor),
-            operand(w, tiling.w_block(config, forward, fused), w_descriptor),
-            *(y, None if fused is None else h),
-            *(None if each is None else each.contiguous() for each in (weight, bias, gather, offs)),
-            *(rows, cols, depth, experts, *a.stride(), *w_strides),
-            **constants, num_warps=config.warps, num_stages=config.stages,
-        )
-    if activation is not None and h is not None and fused is None:
+        how.launch((tiling.most_tiles(how.config, rows, cols, experts),), pointers, (rows, *how.numbers))
+    if activation is not None and h is not None and not how.is_fused:
         launch_swiglu(y, activation, h)
     return y
+
+
+class _WeightLaunch(NamedTuple):
+    """How `_weight_kernel` is launched for one shape, whatever the number of rows."""
+
+    launch: Launcher
+    grid: tuple[int]
+    dy_block: tuple[int, ...] | None  # of descriptors, as the next two
+    x_block: tuple[int, ...] | None
+    out_block: tuple[int, ...] | None
+    numbers: tuple[int, ...]  # all but the rows
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _weight_launch(
+    arch: int, dy: _Matrix, x: _Matrix, out: _Matrix, experts: int, accumulate: bool, gathered: bool
+) -> _WeightLaunch:
+    n, h = out.columns
+    dy_descriptor, x_descriptor = dy.takes_descriptor(arch), not gathered and x.takes_descriptor(arch)
+    out_descriptor = accumulate and x.dtype in HALF and out.takes_descriptor(arch, dtypes=(torch.float32,))
+    out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
+    aligned = _aligned(dy, x, out)
+    config = tiling.weight_configs(arch)[
+        tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned, gathered=gathered)]
+    constants = tiling.weight_constants(
+        config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
+    )
+    return _WeightLaunch(
+        Launcher(_weight_kernel, **constants, num_warps=config.warps, num_stages=config.stages),
+        grid=(experts * cdiv(n, config.rows) * cdiv(h, config.cols),),
+        dy_block=(config.depth, config.rows) if dy_descriptor else None,
+        x_block=(config.depth, config.cols) if x_descriptor else None,
+        out_block=(1, config.rows, config.cols // 2) if out_descriptor else None,
+        numbers=(n, h, *dy.strides, *x.strides, *out.strides),
+    )
 
 
 def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
     if not out.numel():
         return
-    experts, n, h = out.shape
     if out.dtype is torch.float64:  # no chip multiplies other operands in float64
         dy, x = dy.double(), x.double()
-    dy_descriptor, x_descriptor = takes_descriptor(dy), gather is None and takes_descriptor(x)
-    out_descriptor = accumulate and x.dtype in HALF and takes_descriptor(out, dtypes=(torch.float32,))
-    out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
-    aligned = _aligned(dy, x, out)
-    shape = tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned, gathered=gather is not None)
-    config = tiling.weight_configs(architecture(dy.device))[shape]
-    tiles = triton.cdiv(n, config.rows) * triton.cdiv(h, config.cols)
+    how = _weight_launch(architecture(dy.device), _matrix(dy), _matrix(x), _matrix(out), out.shape[0], accumulate,
+                         gather is not None)
+    pointers = (
+        operand(dy, how.dy_block), operand(x, how.x_block), operand(out, how.out_block),
+        None if gather is None else gather.contiguous(), offs.contiguous(),
+    )
     with torch.cuda.device_of(dy):
-        _weight_kernel[(experts * tiles,)](
-            operand(dy, [config.depth, config.rows], dy_descriptor),
-            operand(x, [config.depth, config.cols], x_descriptor),
-            operand(out, [1, config.rows, config.cols // 2], out_descriptor),
-            *(None if gather is None else gather.contiguous(), offs.contiguous()),
-            *(dy.shape[0], n, h, *dy.stride(), *x.stride(), *out.stride()),
-            **tiling.weight_constants(
-                config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
-            ),
-            num_warps=config.warps, num_stages=config.stages,
-        )
+        how.launch(how.grid, pointers, (dy.shape[0], *how.numbers))
+
+
+def forget_launches() -> None:
+    """Compute all launches anew, from tables of tiles that have changed."""
+    _rows_launch.cache_clear()
+    _weight_launch.cache_clear()
 
 
 # --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
 
 
-@torch.library.custom_op("dualpipe::grouped_gemm", mutates_args=())
+@operator(lambda x, w, offs, bias, gather: x.new_empty(_rows(x, gather), w.shape[1]))
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
     check_values(offs, _rows(x, gather), gather, x.shape[0])
     return (_launch_rows if use_triton(x) else _reference_rows)(x, w, offs, bias, gather, forward=True)
 
 
-_grouped_gemm.register_fake(lambda x, w, offs, bias, gather: x.new_empty(_rows(x, gather), w.shape[1]))
+def _new_activated(
+    x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(_rows(x, gather), w.shape[1] // 2), x.new_empty(_rows(x, gather), w.shape[1])
 
 
-@torch.library.custom_op("dualpipe::grouped_gemm_swiglu", mutates_args=())
+@operator(_new_activated)
 def _grouped_gemm_swiglu(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
     clamped: bool, alpha: float, limit: float,
@@ -393,26 +487,28 @@ def _grouped_gemm_swiglu(
     return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
 
 
-@_grouped_gemm_swiglu.register_fake
-def _(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *_: Any) -> tuple[Tensor, Tensor]:
-    return x.new_empty(_rows(x, gather), w.shape[1] // 2), x.new_empty(_rows(x, gather), w.shape[1])
-
-
-@torch.library.custom_op("dualpipe::grouped_gemm_dgrad", mutates_args=())
+@operator(lambda dy, w, offs: dy.new_empty(dy.shape[0], w.shape[2]))
 def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     check_values(offs, dy.shape[0])
     return (_launch_rows if use_triton(dy) else _reference_rows)(dy, w, offs, None, None, forward=False)
 
 
-_grouped_gemm_dgrad.register_fake(lambda dy, w, offs: dy.new_empty(dy.shape[0], w.shape[2]))
-
-
-@torch.library.custom_op("dualpipe::grouped_gemm_wgrad", mutates_args={"out"})
+@operator(lambda *_: None, mutates=("out",))
 def _grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
     check_values(offs, dy.shape[0], gather, x.shape[0])
+    torch.autograd.graph.increment_version(out)
     (_launch_weight if use_triton(dy) else _reference_weight)(dy, x, offs, out, accumulate, gather)
+
+
+def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    raise RuntimeError("grouped_gemm and its like have no backward of their own; got tensors that require gradients: "
+                       "use dualpipe.nn.GroupedLinear or GroupedSwiGLU")
+
+
+for _op in (_grouped_gemm, _grouped_gemm_swiglu, _grouped_gemm_dgrad):
+    register_backward(_op, _no_backward)
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -485,35 +581,42 @@ def check_operands(
 
     equal: two sizes that must be one, by operand (or "gather") and dimension.
     """
-    (first, weights), *_ = operands.items()
+    weights = next(iter(operands.values()))
+    dtype = None
     for name, operand in operands.items():
-        dim = 3 if name == first else 2
+        dim = 3 if operand is weights else 2
         if operand.dim() != dim or not operand.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
                              f"shape {tuple(operand.shape)}")
+        if operand.device != offs.device:
+            tensors = [*operands.values(), offs]
+            raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
+        if name == "out":  # whose dtype may be wider
+            continue
+        if dtype is not None and operand.dtype is not dtype:
+            dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}
+            raise ValueError(f"{' and '.join(dtypes)} must have one dtype; got {[*dtypes.values()]}")
+        dtype = operand.dtype
     if offs.dtype is not torch.int32:
         raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
-    tensors = [*operands.values(), offs]
-    if len({t.device for t in tensors}) > 1:
-        raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
-    dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}  # whose own may be wider
-    if len(set(dtypes.values())) > 1:
-        raise ValueError(f"{' and '.join(dtypes)} must have one dtype; got {[*dtypes.values()]}")
     if gather is not None:
         if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != offs.device:
             raise ValueError(f"gather must be (M,) int32 or int64 on {offs.device}; got {tuple(gather.shape)} "
                              f"{gather.dtype} on {gather.device}")
         operands["gather"] = gather
-    names = [f"{name}.shape[{dim}]" if dim else f"rows of {name}" for name, dim in equal]
     sizes = [operands[name].shape[dim] for name, dim in equal]
     if sizes[0] != sizes[1]:
+        names = [f"{name}.shape[{dim}]" if dim else f"rows of {name}" for name, dim in equal]
         raise ValueError(f"{names[0]} must equal {names[1]}; got {sizes[0]} and {sizes[1]}")
-    experts, bias_shape = weights.shape[0], weights.shape[:2]
+    experts = weights.shape[0]
     if experts < 1:
         raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
     if offs.shape != (experts,):
         raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
-    if bias is not None and (bias.shape, bias.dtype, bias.device) != (bias_shape, weights.dtype, offs.device):
+    if bias is None:
+        return
+    bias_shape = weights.shape[:2]
+    if (bias.shape, bias.dtype, bias.device) != (bias_shape, weights.dtype, offs.device):
         raise ValueError(f"bias must have shape {tuple(bias_shape)}, one row for each expert, in {weights.dtype} on "
                          f"{offs.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
 

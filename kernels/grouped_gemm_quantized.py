@@ -16,6 +16,7 @@ over, which are N and K, or for the input gradient K and N.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from dualpipe.kernels.common import (
 )
 from dualpipe.kernels.formats import FORMATS, Format, QuantizedRows, dequantize_reference
 from dualpipe.kernels.grouped_gemm import (
+    MOST_SHAPES,
     check_operands,
     check_values,
     grouped_gemm,
@@ -43,6 +45,7 @@ from dualpipe.kernels.grouped_gemm import (
     takes_descriptor,
 )
 from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, find_tile, tiles_per_expert
+from dualpipe.kernels.launcher import Launcher
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -283,18 +286,26 @@ def _launch_fp8(
     w = format.elements(data, k).view(a.dtype)  # (E, block rows, rows of a block, K)
     scales = [_scales(with_dense_rows(rows.scales)), _scales(format.scales(data, k))]
     config = tiling.fp8_configs(architecture(a.device))["block" if format.block[0] > 1 else "mx"]
-    block = [1, 1, config.cols, config.depth] if format.block[0] > 1 else [1, config.cols, 1, config.depth]
+    block = (1, 1, config.cols, config.depth) if format.block[0] > 1 else (1, config.cols, 1, config.depth)
     a_descriptor, w_descriptor = gather is None and takes_descriptor(a, (a.dtype,)), takes_descriptor(w, (a.dtype,))
+    launch = _fp8_launcher(config, format, a_descriptor, w_descriptor, k, len(offs))
+    pointers = (
+        operand(a, (config.rows, config.depth) if a_descriptor else None), scales[0],
+        operand(w, block if w_descriptor else None), scales[1], y,
+        *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
+    )
+    strides = a.stride(0), scales[0].stride(0), *w.stride()[:3], *scales[1].stride()[:2]
     with torch.cuda.device_of(a):
-        _fp8_kernel[(tiling.most_tiles(config, *y.shape, len(offs)),)](
-            *(operand(a, [config.rows, config.depth], a_descriptor), scales[0]),
-            *(operand(w, block, w_descriptor), scales[1], y),
-            *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
-            *(*y.shape, k, len(offs), a.stride(0), scales[0].stride(0), *w.stride()[:3], *scales[1].stride()[:2]),
-            **fp8_constants(config, format, a_descriptor, w_descriptor, k, len(offs)),
-            num_warps=config.warps, num_stages=config.stages,
-        )
+        launch((tiling.most_tiles(config, *y.shape, len(offs)),), pointers, (*y.shape, k, len(offs), *strides))
     return y
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _fp8_launcher(
+    config: GemmConfig, format: Format, a_descriptor: bool, w_descriptor: bool, depth: int, experts: int
+) -> Launcher:
+    constants = fp8_constants(config, format, a_descriptor, w_descriptor, depth, experts)
+    return Launcher(_fp8_kernel, **constants, num_warps=config.warps, num_stages=config.stages)
 
 
 def _launch_dequantize(
@@ -311,16 +322,23 @@ def _launch_dequantize(
     aligned = rows_aligned(a) and rows_aligned(data) and all(each % 16 == 0 for each in (n, k, a.stride(0)))
     config = tiling.dequantize_configs()["float32" if a.dtype is torch.float32 else "half" if aligned else "odd"]
     a_descriptor = gather is None and takes_descriptor(a)
+    launch = _dequantize_launcher(config, format, not transposed, a_descriptor, a.shape[1], len(offs), a.dtype)
+    pointers = (
+        operand(a, (config.rows, config.depth) if a_descriptor else None), w, scales, matrix_scales, y,
+        *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
+    )
+    strides = *a.stride(), *w.stride()[:3], *scales.stride()[:2], *(stride // 4 for stride in data.stride()[:2])
     with torch.cuda.device_of(a):
-        _dequantize_kernel[(tiling.most_tiles(config, *y.shape, len(offs)),)](
-            operand(a, [config.rows, config.depth], a_descriptor), w, scales, matrix_scales, y,
-            *(None if each is None else each.contiguous() for each in (bias, gather, offs)),
-            *(y.shape[0], n, k, len(offs), *a.stride(), *w.stride()[:3]),
-            *scales.stride()[:2], *(stride // 4 for stride in data.stride()[:2]),
-            **dequantize_constants(config, format, not transposed, a_descriptor, a.shape[1], len(offs), a.dtype),
-            num_warps=config.warps, num_stages=config.stages,
-        )
+        launch((tiling.most_tiles(config, *y.shape, len(offs)),), pointers, (y.shape[0], n, k, len(offs), *strides))
     return y
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _dequantize_launcher(
+    config: GemmConfig, format: Format, forward: bool, a_descriptor: bool, depth: int, experts: int, dtype: torch.dtype
+) -> Launcher:
+    constants = dequantize_constants(config, format, forward, a_descriptor, depth, experts, dtype)
+    return Launcher(_dequantize_kernel, **constants, num_warps=config.warps, num_stages=config.stages)
 
 
 

@@ -21,10 +21,23 @@ Dimension letters: T rows, H columns, P blocks of rows.
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
+
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import (
+    RowTile,
+    cdiv,
+    compute_dtype,
+    operator,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -109,36 +122,63 @@ def tile_of(width: int) -> RowTile:
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor, scale: Tensor
 ) -> None:
-    (rows, width), tile = x.shape, tile_of(x.shape[1])
-    _forward_kernel[(triton.cdiv(rows, tile.rows),)](
-        x, x if residual is None else residual, weight.contiguous(), y, x if residual is None else total, scale,
-        rows, width, x.stride(0), 0 if residual is None else residual.stride(0),
-        EPS=eps, HAS_RESIDUAL=residual is not None, COMPUTE=tl_dtype(scale.dtype), BLOCK_T=tile.rows,
-        BLOCK_H=tile.cols, num_warps=tile.warps,
-    )
+    width = x.shape[-1]
+    launch, tile_rows = _forward_launcher(width, eps, residual is not None, scale.dtype)
+    x, stride = _rows(x)
+    rows = scale.shape[0]
+    if residual is None:
+        pointers, residual_stride = (x, x, weight.contiguous(), y, x, scale), 0
+    else:
+        residual, residual_stride = _rows(residual)
+        pointers = x, residual, weight.contiguous(), y, total, scale
+    launch((cdiv(rows, tile_rows),), pointers, (rows, width, stride, residual_stride))
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _forward_launcher(width: int, eps: float, has_residual: bool, dtype: torch.dtype) -> tuple[Launcher, int]:
+    """The launcher, and the rows of one program."""
+    tile = tile_of(width)
+    return Launcher(_forward_kernel, EPS=eps, HAS_RESIDUAL=has_residual, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
+                    BLOCK_H=tile.cols, num_warps=tile.warps), tile.rows
 
 
 def _launch_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor, dx: Tensor, parts: Tensor
 ) -> None:
-    (rows, width), tile = total.shape, tile_of(total.shape[1])
-    _backward_kernel[(len(parts),)](
-        dy, dy if d_sum is None else d_sum, total, scale, weight.contiguous(), dx, parts,
-        rows, width, dy.stride(0), 0 if d_sum is None else d_sum.stride(0), total.stride(0), _span(rows, width),
-        HAS_D_SUM=d_sum is not None, COMPUTE=tl_dtype(scale.dtype), BLOCK_T=tile.rows, BLOCK_H=tile.cols,
-        num_warps=tile.warps,
-    )
+    rows, width = scale.shape[0], total.shape[-1]
+    launch = _backward_launcher(width, d_sum is not None, scale.dtype)
+    dy, stride_dy = _rows(dy)
+    total, stride = _rows(total)
+    d_sum, stride_d_sum = (dy, 0) if d_sum is None else _rows(d_sum)
+    pointers = dy, d_sum, total, scale, weight.contiguous(), dx, parts
+    launch((parts.shape[0],), pointers, (rows, width, stride_dy, stride_d_sum, stride, _span(rows, width)))
 
 
-def _rows(x: Tensor) -> Tensor:
-    """(..., H) -> (T, H)"""
-    return with_dense_rows(x.reshape(-1, x.shape[-1]))
+@lru_cache(maxsize=MOST_SHAPES)
+def _backward_launcher(width: int, has_d_sum: bool, dtype: torch.dtype) -> Launcher:
+    tile = tile_of(width)
+    return Launcher(_backward_kernel, HAS_D_SUM=has_d_sum, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
+                    BLOCK_H=tile.cols, num_warps=tile.warps)
+
+
+def _rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return (..., H) in memory as (T, H) whose rows are dense, and how far apart they are."""
+    width = x.shape[-1]
+    if x.is_contiguous():
+        return x, width
+    x = with_dense_rows(x.reshape(-1, width))
+    return x, x.stride(0)
 
 
 def _span(rows: int, width: int) -> int:
     """The rows of a part, by their number alone, so that sums do not depend on the device."""
-    block = tile_of(width).rows
-    return triton.cdiv(max(_SPAN, triton.cdiv(rows, _MOST_PARTS)), block) * block
+    block = _tile_rows(width)
+    return cdiv(max(_SPAN, cdiv(rows, _MOST_PARTS)), block) * block
+
+
+@cache
+def _tile_rows(width: int) -> int:
+    return tile_of(width).rows
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -168,12 +208,23 @@ def rms_norm_backward(
     return _rms_norm_backward(dy, d_sum, total, scale, weight)
 
 
+@cache
+def _result_dtypes(
+    x: torch.dtype, weight: torch.dtype, residual: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Of y, the sum and the scale."""
+    total = x if residual is None else torch.promote_types(x, residual)
+    y = torch.promote_types(total, weight)
+    return y, total, torch.promote_types(y, torch.float32)
+
+
 def _new_results(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    of_sum = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    of_y, of_total, of_scale = _result_dtypes(x.dtype, weight.dtype, None if residual is None else residual.dtype)
     return (
-        x.new_empty(x.shape, dtype=torch.promote_types(of_sum, weight.dtype)),
-        x.new_empty(0 if residual is None else x.shape, dtype=of_sum),
-        x.new_empty(x.shape[:-1].numel(), dtype=compute_dtype(x, weight, residual)),
+        torch.empty_like(x, dtype=of_y, memory_format=torch.contiguous_format),
+        torch.empty_like(x, dtype=of_total, memory_format=torch.contiguous_format) if residual is not None
+        else x.new_empty(0),
+        torch.empty(x.shape[:-1].numel(), dtype=of_scale, device=x.device),
     )
 
 
@@ -185,7 +236,7 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) ->
         return y, x.new_empty(0) if residual is None else total, scale
     y, total, scale = _new_results(x, weight, eps, residual)
     if x.numel():
-        _launch_forward(_rows(x), None if residual is None else _rows(residual), weight, eps, y, total, scale)
+        _launch_forward(x, residual, weight, eps, y, total, scale)
     return y, total, scale
 
 
@@ -193,8 +244,9 @@ def _new_gradients(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
     rows, width = scale.shape[0], total.shape[-1]
-    parts = triton.cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
-    return total.new_empty(total.shape), scale.new_empty(parts, width)
+    parts = cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
+    dx = torch.empty_like(total, memory_format=torch.contiguous_format)
+    return dx, torch.empty(parts, width, dtype=scale.dtype, device=scale.device)
 
 
 @operator(_new_gradients)
@@ -205,8 +257,7 @@ def _rms_norm_backward(
         return rms_norm_backward_reference(dy, d_sum, total, scale, weight)
     dx, parts = _new_gradients(dy, d_sum, total, scale, weight)
     if total.numel():
-        d_sum = None if d_sum is None else _rows(d_sum)
-        _launch_backward(_rows(dy), d_sum, _rows(total), scale, weight, dx, parts)
+        _launch_backward(dy, d_sum, total, scale, weight, dx, parts)
     return dx, parts
 
 

@@ -10,6 +10,7 @@ rows, I intermediate size.
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from dualpipe.kernels.common import (
     RowTile,
+    cdiv,
     compute_dtype,
     operator,
     tl,
@@ -34,6 +36,7 @@ from dualpipe.kernels.formats import (
     quantize_reference,
 )
 from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 from dualpipe.kernels.swiglu import activate, check_gate_up, load_gate_up, swiglu_form, swiglu_reference
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -343,26 +346,41 @@ def _matrices(x: Tensor) -> Tensor:
 
 def _grid(x: Tensor, tile: RowTile) -> tuple[int, int]:
     """Tiles of matrices (E, N, K), of which the first dimension of a grid has more than 65535."""
-    return x.shape[0] * max(triton.cdiv(x.shape[1], tile.rows), 1), triton.cdiv(x.shape[2], tile.cols)
+    return x.shape[0] * max(cdiv(x.shape[1], tile.rows), 1), cdiv(x.shape[2], tile.cols)
 
 
 def _launch_quantize(x: Tensor, to: _Parts, format: Format, amax: Tensor | None = None) -> None:
     """`x` (E, N, K)."""
-    tile = tile_of(format, x.dtype)
-    _quantize_kernel[_grid(x, tile)](
-        x, to.elements, to.scales, x if amax is None else amax, x.shape[1], x.shape[2], *_strides(x), *to.strides,
-        to.used, to.row_bytes, MATRIX_SCALE=amax is not None, TAIL=to.row_bytes > 0, POWER_OF_TWO=format.power_of_two,
-        **constants(format, tile),
+    launch, tile = _quantize_launcher(format, x.dtype, amax is not None, to.row_bytes > 0)
+    launch(
+        _grid(x, tile), (x, to.elements, to.scales, x if amax is None else amax),
+        (x.shape[1], x.shape[2], *_strides(x), *to.strides, to.used, to.row_bytes),
     )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _quantize_launcher(
+    format: Format, dtype: torch.dtype, matrix_scale: bool, tail: bool
+) -> tuple[Launcher, RowTile]:
+    tile = tile_of(format, dtype)
+    launch = Launcher(_quantize_kernel, MATRIX_SCALE=matrix_scale, TAIL=tail, POWER_OF_TWO=format.power_of_two,
+                      **constants(format, tile))
+    return launch, tile
 
 
 def _launch_dequantize(parts: _Parts, wholes: Tensor | None, format: Format, y: Tensor) -> None:
     """`y` (E, N, K) contiguous."""
-    tile = tile_of(ROW_FORMATS[32], torch.bfloat16)
-    _dequantize_kernel[_grid(y, tile)](
-        y, parts.elements, parts.scales, y if wholes is None else wholes, y.shape[1], y.shape[2], *parts.strides,
-        *((0, 0) if wholes is None else _strides(wholes)), MATRIX_SCALE=wholes is not None, **constants(format, tile),
+    launch, tile = _dequantize_launcher(format, wholes is not None)
+    launch(
+        _grid(y, tile), (y, parts.elements, parts.scales, y if wholes is None else wholes),
+        (y.shape[1], y.shape[2], *parts.strides, *((0, 0) if wholes is None else _strides(wholes))),
     )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _dequantize_launcher(format: Format, matrix_scale: bool) -> tuple[Launcher, RowTile]:
+    tile = tile_of(ROW_FORMATS[32], torch.bfloat16)
+    return Launcher(_dequantize_kernel, MATRIX_SCALE=matrix_scale, **constants(format, tile)), tile
 
 
 # --- operators: torch.compile and FakeTensor see these as one call each ----------------------------------------------
@@ -399,10 +417,17 @@ def _matrix_amax(x: Tensor, format: str) -> Tensor:
     if not use_triton(x) or not x.numel():
         return matrix_amax_reference(x, FORMATS[format])
     amax = x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    tile, x = tile_of(FORMATS["mxfp8"], x.dtype), _matrices(x)
-    _amax_kernel[_grid(x, tile)](x, amax.view(torch.int32), x.shape[1], x.shape[2], *_strides(x), ROWS=tile.rows,
-                                 COLS=tile.cols, BLOCK=FORMATS[format].block[1], num_warps=tile.warps)
+    x = _matrices(x)
+    launch, tile = _amax_launcher(FORMATS[format].block[1], x.dtype)
+    launch(_grid(x, tile), (x, amax.view(torch.int32)), (x.shape[1], x.shape[2], *_strides(x)))
     return amax
+
+
+@cache
+def _amax_launcher(block: int, dtype: torch.dtype) -> tuple[Launcher, RowTile]:
+    tile = tile_of(FORMATS["mxfp8"], dtype)
+    launch = Launcher(_amax_kernel, ROWS=tile.rows, COLS=tile.cols, BLOCK=block, num_warps=tile.warps)
+    return launch, tile
 
 
 def _new_rows(x: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:
@@ -446,13 +471,28 @@ def _swiglu_quantize(
         return h, *_quantize_rows(h, block)
     h, elements, scales = _new_activation(gate_up, block)
     if h.shape[1]:
-        gate_up, tile = with_dense_rows(gate_up), tile_of(ROW_FORMATS[block], gate_up.dtype)
-        _swiglu_quantize_kernel[max(triton.cdiv(h.shape[0], tile.rows), 1), triton.cdiv(h.shape[1], tile.cols)](
-            gate_up, h if weight is None else weight.contiguous(), h, elements.view(torch.uint8), _integers(scales),
-            *h.shape, gate_up.stride(0), CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None,
-            COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), **constants(ROW_FORMATS[block], tile),
+        gate_up = with_dense_rows(gate_up)
+        launch, tile = _swiglu_launcher(
+            block, gate_up.dtype, None if weight is None else compute_dtype(gate_up, weight), clamped, alpha, limit)
+        launch(
+            (max(cdiv(h.shape[0], tile.rows), 1), cdiv(h.shape[1], tile.cols)),
+            (gate_up, h if weight is None else weight.contiguous(), h, elements.view(torch.uint8), _integers(scales)),
+            (*h.shape, gate_up.stride(0)),
         )
     return h, elements, scales
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _swiglu_launcher(
+    block: int, dtype: torch.dtype, weighted: torch.dtype | None, clamped: bool, alpha: float, limit: float
+) -> tuple[Launcher, RowTile]:
+    """weighted: what is computed in where rows have weights."""
+    format = ROW_FORMATS[block]
+    tile = tile_of(format, dtype)
+    compute = weighted or torch.promote_types(dtype, torch.float32)
+    launch = Launcher(_swiglu_quantize_kernel, CLAMPED=clamped, ALPHA=alpha, LIMIT=limit,
+                      HAS_WEIGHT=weighted is not None, COMPUTE=tl_dtype(compute), **constants(format, tile))
+    return launch, tile
 
 
 @operator(lambda data, format, rows, columns: transpose_blocks_reference(data, FORMATS[format], rows, columns))
@@ -463,11 +503,16 @@ def _transpose_blocks(data: Tensor, format: str, rows: int, columns: int) -> Ten
     turned = data.new_empty((*data.shape[:-2], how.block_rows(columns), how.row_bytes(rows)))
     x, y = _Parts.of_data(_matrices(data), how, columns), _Parts.of_data(turned, how, rows)
     strides = (stride for x_part, y_part in zip(x[:2], y[:2]) for part in (x_part, y_part) for stride in _strides(part))
-    _transpose_kernel[how.block_rows(rows), how.block_rows(columns), x.elements.shape[0]](
-        x.elements, y.elements, x.scales, y.scales, rows, columns, *strides, y.used, y.row_bytes, BLOCK=how.block[0],
-        num_warps=8,
+    _transpose_launcher(how.block[0])(
+        (how.block_rows(rows), how.block_rows(columns), x.elements.shape[0]),
+        (x.elements, y.elements, x.scales, y.scales), (rows, columns, *strides, y.used, y.row_bytes),
     )
     return turned
+
+
+@cache
+def _transpose_launcher(block: int) -> Launcher:
+    return Launcher(_transpose_kernel, BLOCK=block, num_warps=8)
 
 
 # --- public functions ------------------------------------------------------------------------------------------------

@@ -20,13 +20,15 @@ tables (T, or S where all sequences have the same positions), P blocks of rows (
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton
+from dualpipe.kernels.common import RowTile, cdiv, compute_dtype, operator, tl, tl_dtype, triton, use_triton
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 from dualpipe.kernels.norm import rms_norm_backward_reference, rms_norm_reference
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -211,13 +213,22 @@ def _launch_forward(
 ) -> None:
     q, k = _rows(q), _rows(k)
     tokens, heads, dim = q.shape
-    compiled = constants(dim, interleaved, q_weight is not None, q.dtype, results.q_scale.dtype)
-    q_blocks, k_blocks = (triton.cdiv(tokens * x.shape[1], compiled["BLOCK_R"]) for x in (q, k))
-    _forward_kernel[(q_blocks + k_blocks,)](
-        q, k, *_weights(q, q_weight, k_weight), cos.contiguous(), sin.contiguous(), *results, tokens, heads, k.shape[1],
-        cos.numel() // dim, q_blocks, *q.stride()[:2], *k.stride()[:2],
-        EPS=eps, **compiled,
+    kv_heads = k.shape[1]
+    launch, tile_rows = _forward_launcher(
+        eps, dim, interleaved, q_weight is not None, q.dtype, results.q_scale.dtype)
+    q_blocks, k_blocks = cdiv(tokens * heads, tile_rows), cdiv(tokens * kv_heads, tile_rows)
+    launch(
+        (q_blocks + k_blocks,),
+        (q, k, *_weights(q, q_weight, k_weight), cos.contiguous(), sin.contiguous(), *results),
+        (tokens, heads, kv_heads, cos.numel() // dim, q_blocks, *q.stride()[:2], *k.stride()[:2]),
     )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _forward_launcher(eps: float, *compiled_for: Any) -> tuple[Launcher, int]:
+    """The launcher, and the rows of one program. compiled_for: arguments of `constants`."""
+    compiled = constants(*compiled_for)
+    return Launcher(_forward_kernel, EPS=eps, **compiled), compiled["BLOCK_R"]
 
 
 def _launch_backward(
@@ -228,13 +239,20 @@ def _launch_backward(
     dq_out, dk_out = _rows(dq_out), _rows(dk_out)
     q, k = dq_out if q is None else _rows(q), dk_out if k is None else _rows(k)
     tokens, heads, dim = q.shape
-    q_blocks, k_blocks = (triton.cdiv(tokens * x.shape[1], _SPAN) for x in (q, k))
-    _backward_kernel[(q_blocks + k_blocks,)](
-        dq_out, dk_out, q, k, *_weights(q, q_weight, k_weight), q_scale, k_scale, cos.contiguous(), sin.contiguous(),
-        *gradients, tokens, heads, k.shape[1], cos.numel() // dim, q_blocks, *dq_out.stride()[:2],
-        *dk_out.stride()[:2], *q.stride()[:2], *k.stride()[:2], _SPAN,
-        **constants(dim, interleaved, q_weight is not None, q.dtype, q_scale.dtype),
+    kv_heads = k.shape[1]
+    q_blocks, k_blocks = cdiv(tokens * heads, _SPAN), cdiv(tokens * kv_heads, _SPAN)
+    strides = *dq_out.stride()[:2], *dk_out.stride()[:2], *q.stride()[:2], *k.stride()[:2]
+    _backward_launcher(dim, interleaved, q_weight is not None, q.dtype, q_scale.dtype)(
+        (q_blocks + k_blocks,),
+        (dq_out, dk_out, q, k, *_weights(q, q_weight, k_weight), q_scale, k_scale, cos.contiguous(), sin.contiguous(),
+         *gradients),
+        (tokens, heads, kv_heads, cos.numel() // dim, q_blocks, *strides, _SPAN),
     )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _backward_launcher(*compiled_for: Any) -> Launcher:
+    return Launcher(_backward_kernel, **constants(*compiled_for))
 
 
 def constants(
@@ -345,7 +363,7 @@ def _new_gradients(
     dim, operands = dq_out.shape[-1], ((dq_out, q, q_scale), (dk_out, k, k_scale))
     dq, dk = (dy.new_empty(dy.shape, dtype=dy.dtype if x is None else x.dtype) for dy, x, _ in operands)
     span = _SPAN if use_triton(dq_out) else max(1, *(scale.numel() for _, _, scale in operands))
-    q_parts, k_parts = (scale.new_empty(triton.cdiv(scale.numel(), span), dim) for _, _, scale in operands)
+    q_parts, k_parts = (scale.new_empty(cdiv(scale.numel(), span), dim) for _, _, scale in operands)
     return dq, dk, q_parts, k_parts
 
 

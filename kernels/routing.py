@@ -28,12 +28,26 @@ hidden, B blocks of choices.
 
 from __future__ import annotations
 
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import (
+    RowTile,
+    cdiv,
+    compute_dtype,
+    once_only,
+    operator,
+    register_backward,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -178,27 +192,46 @@ def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
     """(order, inverse, offs, gather)."""
     experts, rows = expert_idx.contiguous(), expert_idx.numel()
     order, inverse, gather = (experts.new_empty(rows, dtype=torch.int32) for _ in range(3))
-    blocks = triton.cdiv(max(rows, 1), _SORT_ROWS)
+    blocks = cdiv(max(rows, 1), _SORT_ROWS)
     counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
     bins = max(64, 1 << num_experts.bit_length())  # of every expert and of none; `tl.histogram` needs a warp at least
-    _count_kernel[(blocks,)](experts, counts, rows, blocks, num_experts, ROWS=_SORT_ROWS, BINS=bins, num_warps=4)
+    count, place = _sort_launchers(bins)
+    count((blocks,), (experts, counts), (rows, blocks, num_experts))
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
-    _place_kernel[(blocks,)](
-        experts, ends, counts, order, inverse, gather, rows, blocks, num_experts, expert_idx.shape[1],
-        ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4,
-    )
+    place((blocks,), (experts, ends, counts, order, inverse, gather),
+          (rows, blocks, num_experts, expert_idx.shape[1]))
     return order, inverse, ends[:num_experts, -1].contiguous(), gather
+
+
+@cache
+def _sort_launchers(bins: int) -> tuple[Launcher, Launcher]:
+    return (Launcher(_count_kernel, ROWS=_SORT_ROWS, BINS=bins, num_warps=4),
+            Launcher(_place_kernel, ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4))
 
 
 def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor) -> None:
     tokens, hidden = out.shape
-    rows, tile = with_dense_rows(rows), _tile(hidden, rows.dtype)
-    _sum_kernel[triton.cdiv(max(tokens, 1), tile.rows), triton.cdiv(hidden, tile.cols)](
-        rows, rows if weights is None else weights.contiguous(), inverse, offs, out, tokens, offs.shape[0], hidden,
-        rows.stride(0), top_k,
-        HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(rows, weights)),
+    rows = with_dense_rows(rows)
+    launch, tile = _sum_launcher(hidden, rows.dtype, None if weights is None else weights.dtype)
+    launch(
+        (cdiv(max(tokens, 1), tile.rows), cdiv(hidden, tile.cols)),
+        (rows, rows if weights is None else weights.contiguous(), inverse, offs, out),
+        (tokens, offs.shape[0], hidden, rows.stride(0), top_k),
+    )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _sum_launcher(
+    hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
+) -> tuple[Launcher, RowTile]:
+    tile = _tile(hidden, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    launch = Launcher(
+        _sum_kernel, HAS_WEIGHTS=weights_dtype is not None,
+        COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
         BLOCK_T=tile.rows, BLOCK_H=tile.cols, UNROLL=tile.unroll, num_warps=tile.warps,
     )
+    return launch, tile
 
 
 def _launch_spread(
@@ -206,14 +239,29 @@ def _launch_spread(
     d_weights: Tensor | None,
 ) -> None:
     tokens, hidden = x.shape
-    x, tile = with_dense_rows(x), _tile(hidden, x.dtype)
+    x = with_dense_rows(x)
     rows = x if rows is None else with_dense_rows(rows)
-    _spread_kernel[(triton.cdiv(max(tokens, 1), tile.rows),)](
-        x, x if weights is None else weights.contiguous(), rows, inverse, offs, out,
-        x if d_weights is None else d_weights, tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k,
-        HAS_WEIGHTS=weights is not None, COMPUTE=tl_dtype(compute_dtype(x, weights)),
+    launch, tile = _spread_launcher(hidden, x.dtype, None if weights is None else weights.dtype)
+    launch(
+        (cdiv(max(tokens, 1), tile.rows),),
+        (x, x if weights is None else weights.contiguous(), rows, inverse, offs, out,
+         x if d_weights is None else d_weights),
+        (tokens, offs.shape[0], hidden, x.stride(0), rows.stride(0), top_k),
+    )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _spread_launcher(
+    hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
+) -> tuple[Launcher, RowTile]:
+    tile = _tile(hidden, dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    launch = Launcher(
+        _spread_kernel, HAS_WEIGHTS=weights_dtype is not None,
+        COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
         BLOCK_T=tile.rows, BLOCK_H=tile.cols, num_warps=tile.warps,
     )
+    return launch, tile
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -294,19 +342,18 @@ def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
         raise ValueError(f"top_k must be at least 1 and divide the {inverse.shape[0]} sorted rows; got {top_k}")
 
 
-@torch.library.custom_op("dualpipe::sort_tokens", mutates_args=())
+def _new_order(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    rows = expert_idx.numel()
+    return tuple(expert_idx.new_empty(size, dtype=torch.int32) for size in (rows, rows, num_experts, rows))
+
+
+@operator(_new_order)
 def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(order, inverse, offs, gather)."""
     return (_launch_sort if use_triton(expert_idx) else sort_tokens_reference)(expert_idx, num_experts)
 
 
-@_sort_tokens.register_fake
-def _(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, ...]:
-    rows = expert_idx.numel()
-    return tuple(expert_idx.new_empty(size, dtype=torch.int32) for size in (rows, rows, num_experts, rows))
-
-
-@torch.library.custom_op("dualpipe::dispatch_tokens", mutates_args=())
+@operator(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
 def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
     out = x.new_empty(rows, x.shape[1])
     if not use_triton(x):
@@ -317,10 +364,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
     return out
 
 
-_dispatch_tokens.register_fake(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
-
-
-@torch.library.custom_op("dualpipe::combine_tokens", mutates_args=())
+@operator(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
 def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
@@ -330,10 +374,7 @@ def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Te
     return out
 
 
-_combine_tokens.register_fake(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
-
-
-@torch.library.custom_op("dualpipe::combine_tokens_backward", mutates_args=())
+@operator(lambda d_out, y, weights, *_: (y.new_empty(y.shape), weights.new_empty(weights.shape)))
 def _combine_tokens_backward(
     d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -347,11 +388,6 @@ def _combine_tokens_backward(
     else:
         d_weights.zero_()
     return dy, d_weights
-
-
-@_combine_tokens_backward.register_fake
-def _(d_out: Tensor, y: Tensor, weights: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return y.new_empty(y.shape), weights.new_empty(weights.shape)
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -376,10 +412,11 @@ def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
     return *_combine_tokens_backward(d_out, y, weights, inverse, offs), None, None, None
 
 
-_dispatch_tokens.register_autograd(_dispatch_backward, setup_context=_dispatch_setup)
-_combine_tokens.register_autograd(_combine_backward, setup_context=_combine_setup)
-_combine_tokens_backward.register_autograd(
-    once_only("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
+register_backward(_dispatch_tokens, _dispatch_backward, _dispatch_setup)
+register_backward(_combine_tokens, _combine_backward, _combine_setup)
+register_backward(
+    _combine_tokens_backward,
+    once_only("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
 )
 
 # ---------------------------------------------------------------------------------------------------------- reference

@@ -21,12 +21,26 @@ Dimension letters: M rows, I intermediate size.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, once_only, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import (
+    RowTile,
+    cdiv,
+    compute_dtype,
+    once_only,
+    operator,
+    register_backward,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -142,31 +156,42 @@ class Activation(NamedTuple):
 
 def launch_swiglu(gate_up: Tensor, activation: Activation, h: Tensor) -> None:
     """Write the activation of `gate_up` (M, 2I) to `h` (M, I), contiguous."""
-    (rows, width), constants, gate_up = h.shape, _constants(gate_up, activation), with_dense_rows(gate_up)
-    _forward_kernel[triton.cdiv(max(rows, 1), constants["BLOCK_M"]), triton.cdiv(width, constants["BLOCK_I"])](
-        gate_up, h if activation.weight is None else activation.weight.contiguous(), h, rows, width,
-        gate_up.stride(0), **constants,
-    )
+    rows, width = h.shape
+    weight, *form = activation
+    launch, tile = _launcher(True, width, gate_up.dtype, None if weight is None else weight.dtype, *form)
+    gate_up = with_dense_rows(gate_up)
+    grid = cdiv(max(rows, 1), tile.rows), cdiv(width, tile.cols)
+    launch(grid, (gate_up, h if weight is None else weight.contiguous(), h), (rows, width, gate_up.stride(0)))
 
 
 def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate_up: Tensor, d_weight: Tensor) -> None:
-    (rows, width), constants = dh.shape, _constants(gate_up, activation)
+    rows, width = dh.shape
+    weight, *form = activation
+    launch, tile = _launcher(False, width, gate_up.dtype, None if weight is None else weight.dtype, *form)
     dh, gate_up = with_dense_rows(dh), with_dense_rows(gate_up)
-    blocks = triton.cdiv(width, constants["BLOCK_I"])
-    spans = 1 if activation.weight is not None else blocks
-    _backward_kernel[triton.cdiv(max(rows, 1), constants["BLOCK_M"]), spans](
-        dh, gate_up, dh if activation.weight is None else activation.weight.contiguous(), d_gate_up, d_weight, rows,
-        width, gate_up.stride(0), dh.stride(0), blocks // spans * constants["BLOCK_I"], **constants,
+    blocks = cdiv(width, tile.cols)
+    spans = 1 if weight is not None else blocks
+    launch(
+        (cdiv(max(rows, 1), tile.rows), spans),
+        (dh, gate_up, dh if weight is None else weight.contiguous(), d_gate_up, d_weight),
+        (rows, width, gate_up.stride(0), dh.stride(0), blocks // spans * tile.cols),
     )
 
 
-def _constants(gate_up: Tensor, activation: Activation) -> dict[str, Any]:
-    weight, clamped, alpha, limit = activation
-    tile = _TILES["wide" if gate_up.shape[1] // 2 > 64 else "narrow"].sized(gate_up.dtype)
-    return dict(
-        CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=weight is not None, num_warps=tile.warps,
-        COMPUTE=tl_dtype(compute_dtype(gate_up, weight)), BLOCK_M=tile.rows, BLOCK_I=tile.cols,
+@lru_cache(maxsize=MOST_SHAPES)
+def _launcher(
+    forward: bool, width: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, clamped: bool, alpha: float,
+    limit: float,
+) -> tuple[Launcher, RowTile]:
+    """The launcher of the kernel of the forward or of the backward, and its tile."""
+    tile = _TILES["wide" if width > 64 else "narrow"].sized(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    launch = Launcher(
+        _forward_kernel if forward else _backward_kernel, CLAMPED=clamped, ALPHA=alpha, LIMIT=limit,
+        HAS_WEIGHT=weight_dtype is not None, num_warps=tile.warps,
+        COMPUTE=tl_dtype(torch.promote_types(wide, weight_dtype or wide)), BLOCK_M=tile.rows, BLOCK_I=tile.cols,
     )
+    return launch, tile
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -232,7 +257,7 @@ def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None
         raise ValueError(f"weight must be on one device with the rows, {device}; got {weight.device}")
 
 
-@torch.library.custom_op("dualpipe::swiglu", mutates_args=())
+@operator(lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
 def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
     h = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if not use_triton(gate_up):
@@ -242,10 +267,12 @@ def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float,
     return h
 
 
-_swiglu.register_fake(lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
+def _new_gradients(gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    d_weight = gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
+    return gate_up.new_empty(gate_up.shape), d_weight
 
 
-@torch.library.custom_op("dualpipe::swiglu_backward", mutates_args=())
+@operator(lambda dh, gate_up, weight, *_: _new_gradients(gate_up, weight))
 def _swiglu_backward(
     dh: Tensor, gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor]:
@@ -262,14 +289,6 @@ def _swiglu_backward(
     return d_gate_up, d_weight
 
 
-def _new_gradients(gate_up: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    d_weight = gate_up.new_empty(0) if weight is None else weight.new_empty(weight.shape)
-    return gate_up.new_empty(gate_up.shape), d_weight
-
-
-_swiglu_backward.register_fake(lambda dh, gate_up, weight, *_: _new_gradients(gate_up, weight))
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     gate_up, weight, *ctx.form = inputs
     ctx.save_for_backward(gate_up, weight)
@@ -280,8 +299,8 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
     return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
 
 
-_swiglu.register_autograd(_backward, setup_context=_setup_context)
-_swiglu_backward.register_autograd(once_only("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
+register_backward(_swiglu, _backward, _setup_context)
+register_backward(_swiglu_backward, once_only("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

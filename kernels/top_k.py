@@ -16,12 +16,24 @@ Dimension letters: T tokens, E experts, K experts per token.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dualpipe.kernels.common import RowTile, compute_dtype, operator, tl, tl_dtype, triton, use_triton, with_dense_rows
+from dualpipe.kernels.common import (
+    RowTile,
+    cdiv,
+    compute_dtype,
+    operator,
+    tl,
+    tl_dtype,
+    triton,
+    use_triton,
+    with_dense_rows,
+)
+from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -117,24 +129,42 @@ def block_k(top_k: int) -> int:
 
 
 def _launch_forward(logits: Tensor, weights: Tensor, experts: Tensor, probs: Tensor, norm: bool, factor: float) -> None:
-    logits, (tokens, num_experts), top_k = with_dense_rows(logits), logits.shape, weights.shape[1]
-    compiled = constants(num_experts, top_k, norm, factor, probs.dtype)
-    _forward_kernel[(triton.cdiv(tokens, compiled["BLOCK_T"]),)](
-        logits, weights, experts, probs, tokens, num_experts, logits.stride(0), BLOCK_K=block_k(top_k), **compiled
-    )
+    tokens, num_experts = logits.shape
+    logits = with_dense_rows(logits)
+    launch, tile_rows = _forward_launcher(num_experts, weights.shape[1], norm, factor, probs.dtype)
+    launch((cdiv(tokens, tile_rows),), (logits, weights, experts, probs), (tokens, num_experts, logits.stride(0)))
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _forward_launcher(
+    num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
+) -> tuple[Launcher, int]:
+    """The launcher, and the rows of one program."""
+    compiled = constants(num_experts, top_k, norm, factor, dtype)
+    return Launcher(_forward_kernel, BLOCK_K=block_k(top_k), **compiled), compiled["BLOCK_T"]
 
 
 def _launch_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float,
     d_logits: Tensor,
 ) -> None:
-    d_weights, (tokens, num_experts) = with_dense_rows(d_weights), probs.shape
-    compiled = constants(num_experts, experts.shape[1], norm, factor, probs.dtype)
-    _backward_kernel[(triton.cdiv(tokens, compiled["BLOCK_T"]),)](
-        d_weights, probs if d_probs is None else d_probs, experts, probs, d_logits, tokens, num_experts,
-        d_weights.stride(0), *(0, 0) if d_probs is None else d_probs.stride(), HAS_D_PROBS=d_probs is not None,
-        **compiled,
+    tokens, num_experts = probs.shape
+    d_weights = with_dense_rows(d_weights)
+    launch, tile_rows = _backward_launcher(
+        d_probs is not None, num_experts, experts.shape[1], norm, factor, probs.dtype)
+    launch(
+        (cdiv(tokens, tile_rows),), (d_weights, probs if d_probs is None else d_probs, experts, probs, d_logits),
+        (tokens, num_experts, d_weights.stride(0), *((0, 0) if d_probs is None else d_probs.stride())),
     )
+
+
+@lru_cache(maxsize=MOST_SHAPES)
+def _backward_launcher(
+    has_d_probs: bool, num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
+) -> tuple[Launcher, int]:
+    """The launcher, and the rows of one program."""
+    compiled = constants(num_experts, top_k, norm, factor, dtype)
+    return Launcher(_backward_kernel, HAS_D_PROBS=has_d_probs, **compiled), compiled["BLOCK_T"]
 
 
 # ------------------------------------------------------------------------------------------------------------- public

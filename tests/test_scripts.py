@@ -27,6 +27,7 @@ ON_CPU = {
                            r"\n +1 +\d.*\n +2 +\d.*\ngoal: host|: needs torch 2.12 or newer, "),
     "bench_checkpoint.py": ("--mb 4 --rounds 1", r"2 ranks with \d MB each\n.*\n +process +[\d.]+ s blocked .* goal "),
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
+    "bench_host.py": ("--rounds 1 --calls 10", r"\nadd +\d.*\ngrouped wgrad .* goal: at most 25 us.*\nlayer .* goal: "),
     "bench_overlap.py": ("--device cpu --repeats 1 --tokens 32 --costs .",
                          r"wrote overlap_tiny_32.json\n.*\ngoal: F&B at most 0.75 of F \+ B"),
     "bench_training.py": ("--device cpu --model config.json --steps 1 --mesh 2x1x1 --schedule dualpipev --overlap on",
@@ -34,6 +35,7 @@ ON_CPU = {
     "tune_grouped_gemm.py": ('--offline --arch 90 --most 1 --workers 1 --classes "weight narrow"',
                              r"sm_90 weight narrow: 1 survive, 0 of 1 candidates dropped\n +GemmConfig"),
 }
+COMPILING = ("bench_host.py", "tune_grouped_gemm.py")
 STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
 ON_A_GPU = (
     "bench_attention.py", "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py",
@@ -73,7 +75,7 @@ def test_every_script_is_run_by_a_fast_test():
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=NEEDS_TRITON if "tune" in name else pytest.mark.slow if name in STARTING_RANKS else [])
+    pytest.param(name, marks=NEEDS_TRITON if name in COMPILING else pytest.mark.slow if name in STARTING_RANKS else [])
     for name in ON_CPU
 ])
 def test_runs_on_cpu(name, tmp_path):

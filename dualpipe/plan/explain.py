@@ -35,7 +35,9 @@ def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
     yield "  of grouped", (f"rows x {m.imbalance if p.ep > 1 else 1:g} imbalance x (1 + {TILE // 2} / {rows:,.0f} rows "
                            "an expert)"), ""
     yield "  of attention backward", f"{ATTENTION_BACKWARD} x the operations of the forward", ""
-    yield "  of host", f"launches x {m.launch:g} us, beyond the device's time", ""
+    grouped, kernel = m.launch_grouped or m.launch, m.launch_kernel or m.launch
+    yield ("  of host", f"launches x {m.launch:g} us, {grouped:g} of grouped and {kernel:g} of Triton's, beyond the "
+           "device's time", "")
     everything = sum(one.seconds for one in run.spent.values())
     once = 1 - sum(stage.again for stage in run.stages) / everything
     for name in ("products", "memory traffic", "host"):

@@ -49,6 +49,8 @@ class Machine:
     host_waits: bool = False
     fp8: float = 0.0
     beside: float = 0.0
+    launch_grouped: float = 0.0
+    launch_kernel: float = 0.0
     node: int = 8
 
 

@@ -35,13 +35,17 @@ _NOTHING = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty"
 
 
 class Operator(NamedTuple):
-    """Operations for each token, bytes moved for each token and besides, and what the host launches for it."""
+    """Operations for each token, bytes moved for each token and besides, and what the host launches for it.
+
+    is_triton: launches a kernel of `dualpipe.kernels`, once, whatever else it launches.
+    """
 
     kind: Kind
     flops: float = 0.0
     token_bytes: float = 0.0
     bytes: float = 0.0
     launches: int = 1
+    is_triton: bool = False
 
 
 class ActionPart(NamedTuple):
@@ -163,7 +167,8 @@ def _per_token(short: ActionPart, long: ActionPart) -> ActionPart:
 
     def fitted(operators: tuple[Operator, ...], others: tuple[Operator, ...]) -> tuple[Operator, ...]:
         assert [each.kind for each in operators] == [each.kind for each in others], "the operators depend on the length"
-        return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches)
+        return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches,
+                              one.is_triton)
                      for one, other in zip(operators, others))
 
     return ActionPart(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
@@ -217,9 +222,10 @@ class _Recorded(TorchDispatchMode):
         rows = [t.numel() for t in given if t.is_floating_point() and t.untyped_storage()._cdata not in fp8]
         if kind in ("gemm", "grouped") and any(t.untyped_storage()._cdata in fp8 for t in given):
             moved -= (2 - FP8_BYTES) * sum(t.numel() for t in given if t.itemsize == 2)
-            self._found.append(Operator("memory", 0.0, 0.0, (2 + FP8_BYTES) * max(rows)))  # quantizes them
+            quantized = (2 + FP8_BYTES) * max(rows)
+            self._found.append(Operator("memory", 0.0, 0.0, quantized, is_triton=True))
             kind = "fp8 gemm" if kind == "gemm" else "fp8 grouped"
-        self._found.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1)))
+        self._found.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1), name.startswith("dualpipe::")))
         return results
 
 

@@ -110,13 +110,13 @@ def _timed(
     machine, spent = setting.machine, defaultdict[tuple[str, int], float](float)
 
     def busy(operators: Iterable[Operator]) -> float:
-        device = launches = 0.0
+        device = host = 0.0
         for each in operators:
             flops, size, seconds = operator_seconds(each, setting, attention)
-            device, launches = device + seconds, launches + each.launches
+            device += seconds
+            host += host_seconds(each, machine)
             for i, value in enumerate((each.launches, flops, size, seconds)):
                 spent[each.kind, i] += value
-        host = launches * machine.launch * 1e-6
         spent["host", 3] += (late := host if machine.host_waits else max(0.0, host - device))
         return device + late
 
@@ -132,6 +132,16 @@ def _timed(
         tuple(chain.from_iterable(timed(part, sharing) for part in side)) for side, sharing in zip(parts, shared))
     kinds = dict.fromkeys(kind for kind, _ in spent)
     return LayerCosts(forward, backward, tuple((kind, Spent(*(spent[kind, i] for i in range(4)))) for kind in kinds))
+
+
+def host_seconds(operator: Operator, machine: Machine) -> float:
+    """Return how long the host takes to launch an operator."""
+    first = machine.launch
+    if operator.kind.endswith("grouped"):
+        first = machine.launch_grouped or first
+    elif operator.is_triton:
+        first = machine.launch_kernel or first
+    return (first + (operator.launches - 1) * machine.launch) * 1e-6
 
 
 def operator_seconds(operator: Operator, setting: Setting, attention: float) -> tuple[float, float, float]:

@@ -1,6 +1,7 @@
 """One form of each kernel for any number of rows: what Triton would compile, without a GPU, where nothing runs."""
 
 import importlib
+from unittest import mock
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ def forms(request, monkeypatch):
         launched.add((kernel.module, kernel.__name__, str(arguments), str(options)))
 
     monkeypatch.setattr(jit.JITFunction, "run", run)
+    monkeypatch.setattr(jit.driver, "_active", mock.Mock(get_current_device=lambda: 0))
     for name in ("grouped_gemm", "quantize", "routing", "swiglu"):
         monkeypatch.setattr(importlib.import_module(f"dualpipe.kernels.{name}"), "use_triton", lambda tensor: True)
     gemm = importlib.import_module("dualpipe.kernels.grouped_gemm")
