@@ -259,7 +259,7 @@ def test_on_four_ranks(tmp_path):
         assert "0.weight has other values on rank 2" in said["ranks"] and "numbers of the stages" in said["ranks"]
         assert "numbers of 4 stages, the model with those of 2" in said["one"] and "the same stages" in said["one"]
         assert "has other values on rank 1" in said["apart"] and "the mesh has 2 of 4 ranks" in said["part"]
-        assert "keeps 'rows', a plain tensor (3, 1), of a sharded" in said["state"] and said["rows"]
+        assert "keeps 'rows' of a sharded parameter as a plain tensor (3, 1)" in said["state"] and said["rows"]
         assert said["v"] == said["plain"] == said["replicated"] == said["hsdp"] == []
     wanted = sum(p.numel() for p in sequential().parameters()) * 2 * 4
     for kind in ("hsdp", "plain", "replicated"):  # once, in whatever form, and to be loaded by one process

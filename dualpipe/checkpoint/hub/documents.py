@@ -84,7 +84,7 @@ def _set_mtp_layers(content: dict[str, Any], layers: int, source: StrPath | None
             warnings.warn(
                 f"config.json says {key} = {layers} instead of {content[key]}: layers for multi-token prediction that "
                 f"were not trained are only copied, and {reason}; give the checkpoint that the model was made from as "
-                "source (init.from_hf, or `dualpipe hf export --source`)", stacklevel=2,
+                "source (init.from_hf, or `dualpipe hf export --source`)", stacklevel=3,
             )
         content[key] = layers
 
