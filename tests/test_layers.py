@@ -187,6 +187,9 @@ def test_a_room_has_few_files_and_says_in_three_lines_what_it_is_and_may_import(
 # Files of the library without a test file of their name, and why; those that have one by now must not stay here.
 ELSEWHERE = {
     "dualpipe/utils.py": "tests/pipeline/test_drop_in.py",
+    "dualpipe/checkpoint/hub/documents.py": "tests/checkpoint/hub/test_save.py, test_save_quantized.py and test_mtp.py",
+    "dualpipe/checkpoint/optimizer_state.py": "tests/checkpoint/test_state.py",
+    "dualpipe/checkpoint/snapshot.py": "tests/checkpoint/test_load.py and test_pending.py",
     "dualpipe/hf/save.py": "tests/hf/test_load.py, which saves what it has loaded",
     "dualpipe/parallel/all_to_all.py": "tests/parallel/experts/test_dispatcher.py and tests/parallel/context",
     "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",

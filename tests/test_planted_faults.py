@@ -352,7 +352,7 @@ TRAINING = {  # name: (how the fault begins, how to plant it)
 LISTED = {
     "Event.synchronize in dualpipe/train/trainer.py: Trainer._read": 2,
     "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate": 1,
-    "tolist in dualpipe/checkpoint/state.py: not_finite": 1,
+    "tolist in dualpipe/checkpoint/state.py: find_non_finite": 1,
     "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill": 1,
 }
 

@@ -36,7 +36,7 @@ COUNTS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _Pending
 READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
-FINITE = "tolist in dualpipe/checkpoint/state.py: not_finite"  # before each save
+FINITE = "tolist in dualpipe/checkpoint/state.py: find_non_finite"  # before each save
 
 
 # In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.

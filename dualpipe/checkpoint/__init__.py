@@ -1,4 +1,4 @@
-"""Checkpoints: of a run, in any layout (`Checkpoints`, `load`), and in and out of Hugging Face's form (`load_hf`).
+"""Checkpoints of a run in any layout (`Checkpoints`, `load`), and of Hugging Face (`load_hf`, `save_hf`).
 
 Imports `parallel`, `nn`, `quantized`, `kernels` and `runtime`.
 """

@@ -1,13 +1,14 @@
-"""Who writes what of a checkpoint: every box of every tensor once, also where several ranks hold it."""
+"""Assign every box of every tensor of a checkpoint to one rank that writes it, even if several ranks hold it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.manifest import StoredTensor, gaps_in
-from dualpipe.checkpoint.state import REPEATED, TensorPart
+from dualpipe.checkpoint.manifest import StoredTensor, find_gaps
+from dualpipe.checkpoint.state import STAGE_NAMES_HINT, TensorPart
 from dualpipe.checkpoint.tensors import Box, as_bytes, bytes_in_file, bytes_of
 from dualpipe.kernels.formats import Format
 from dualpipe.runtime.dtypes import short_name
@@ -15,66 +16,99 @@ from dualpipe.runtime.errors import raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _SAMPLE = 64  # elements of a part
-# What a rank could write of a tensor: its dtype and shape, a box.
-Offer = tuple[torch.dtype | Format, tuple[int, ...], Box]
 
 
-def plan_together(
-    ranks: RankSync, stages: int, parts: Mapping[str, TensorPart]
-) -> tuple[list[str], dict[str, StoredTensor]]:
-    """Who writes what, every box of every tensor once: the names that this rank writes and, on rank 0, all tensors.
+class Offer(NamedTuple):
+    """A box of a tensor that a rank holds and could write, with dtype and shape of the complete tensor."""
 
-    stages: a number that ranks with the same stages share. Raises ValueError, on all ranks, where they disagree on a
-    tensor, or its parts overlap or leave a gap.
+    dtype: torch.dtype | Format
+    shape: tuple[int, ...]
+    box: Box
+
+
+class RankOffers(NamedTuple):
+    """The offers of a rank by name, each with a sample of its values.
+
+    stages: a number that ranks with the same stages share.
     """
 
-    def sampled() -> tuple[int, dict[str, tuple[Offer, bytes]]]:
-        """What this rank has, with the first elements of each part: they tell copies from different tensors."""
-        samples: dict[str, bytes] = {}
-        for device in {part.tensor.device for part in parts.values()} if ranks.size > 1 else ():
-            heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()
-                     if part.tensor.device == device}
-            together = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
-            samples |= {name: bytes(bytes_of(head))
-                        for name, head in zip(heads, together.split([*map(len, heads.values())]))}
-        return stages, {name: ((part.dtype, part.shape, part.box), samples.get(name, b""))
-                        for name, part in parts.items()}
+    stages: int
+    offers: Mapping[str, tuple[Offer, bytes]]
 
-    held = ranks.collect(ranks.agree(sampled))
-    names, stored = ranks.agree(lambda: (None, {}) if held is None else assign(held))
+
+def agree_on_writers(
+    ranks: RankSync, stages: int, parts: Mapping[str, TensorPart]
+) -> tuple[list[str], dict[str, StoredTensor]]:
+    """Assign every box to a rank; return the names that this rank writes and, on rank 0, all tensors. Collective.
+
+    Args:
+        ranks: all ranks.
+        stages: a number that ranks with the same stages share.
+        parts: this rank's parts by name.
+
+    Raises:
+        ValueError: on all ranks, if they disagree on a tensor, or its parts overlap or leave a gap.
+    """
+
+    def sample_offers() -> RankOffers:
+        samples = _sample(parts) if ranks.size > 1 else {}
+        return RankOffers(stages, {name: (Offer(part.dtype, part.shape, part.box), samples.get(name, b""))
+                                   for name, part in parts.items()})
+
+    rank_offers = ranks.collect(ranks.agree(sample_offers))
+    names, stored = ranks.agree(lambda: (None, {}) if rank_offers is None else assign_writers(rank_offers))
     return ranks.hand_out(names), stored
 
 
-def assign(
-    held: Sequence[tuple[int, Mapping[str, tuple[Offer, bytes]]]],
-) -> tuple[list[list[str]], dict[str, StoredTensor]]:
-    """The names that each rank writes, and the tensors: of several that hold a box, the one with least writes it.
+def _sample(parts: Mapping[str, TensorPart]) -> dict[str, bytes]:
+    """Return the bytes of the first elements of every part. They distinguish copies from different tensors."""
+    samples: dict[str, bytes] = {}
+    for device in {part.tensor.device for part in parts.values()}:
+        heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()
+                 if part.tensor.device == device}
+        on_host = torch.cat([*heads.values()]).cpu()  # the host waits for the device once
+        sizes = [len(head) for head in heads.values()]
+        samples |= {name: bytes(bytes_of(head)) for name, head in zip(heads, on_host.split(sizes))}
+    return samples
 
-    held: of each rank the number of its stages, and by name what it offers, with a sample of the values. Raises
-    ValueError where ranks disagree on a tensor, or its parts overlap or leave a gap.
+
+def assign_writers(rank_offers: Sequence[RankOffers]) -> tuple[list[list[str]], dict[str, StoredTensor]]:
+    """Return the names that each rank writes, and all tensors.
+
+    Of several ranks that hold a box, the one with the fewest bytes to write gets it.
+
+    Args:
+        rank_offers: the offers of every rank.
+
+    Raises:
+        ValueError: ranks disagree on a tensor, or its parts overlap or leave a gap.
     """
     stored: dict[str, StoredTensor] = {}
     holders: dict[tuple[str, Box], list[int]] = {}
-    wrong = []
-    for rank, (stages, offers) in enumerate(held):
+    problems = []
+    for rank, (stages, offers) in enumerate(rank_offers):
         for name, ((dtype, shape, box), sample) in offers.items():
             if not box.numel and 0 not in shape:
-                continue  # a shard without elements is nobody's
-            holding = holders.setdefault((name, box), [])
-            holding.append(rank)
-            other_stages, others = held[holding[0]]
-            if other_stages != stages and others[name][1] != sample:
-                wrong.append(f"{name} has other values on rank {rank} than in an earlier one's stages; {REPEATED}")
-            if stored.setdefault(name, StoredTensor(dtype, shape, {}))[:2] != (dtype, shape):
-                wrong.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, and another on an earlier one")
-    raise_for("all ranks must have the same tensors, in the dtypes of one plan for the whole model:", wrong)
-    names: list[list[str]] = [[] for _ in held]
-    filled = [0] * len(held)
-    for (name, box), ranks in sorted(holders.items(), key=lambda item: len(item[1]) > 1):  # what one alone has first
-        writer = min(ranks, key=filled.__getitem__)
+                continue  # nobody writes an empty shard
+            box_holders = holders.setdefault((name, box), [])
+            box_holders.append(rank)
+            first_stages, first_offers = rank_offers[box_holders[0]]
+            if first_stages != stages and first_offers[name][1] != sample:
+                problems.append(f"{name} has other values on rank {rank} than on rank {box_holders[0]}, which has "
+                                f"other stages; {STAGE_NAMES_HINT}")
+            tensor = stored.setdefault(name, StoredTensor(dtype, shape, {}))
+            if (tensor.dtype, tensor.shape) != (dtype, shape):
+                problems.append(f"{name} is {short_name(dtype)} {shape} on rank {rank}, but {short_name(tensor.dtype)} "
+                                f"{tensor.shape} on an earlier one")
+    raise_for("all ranks must have the same tensors, in the dtypes of one plan for the whole model:", problems)
+    names: list[list[str]] = [[] for _ in rank_offers]
+    filled = [0] * len(rank_offers)
+    # Assign the boxes with a single holder first.
+    for (name, box), box_holders in sorted(holders.items(), key=lambda item: len(item[1]) > 1):
+        writer = min(box_holders, key=filled.__getitem__)
         filled[writer] += bytes_in_file(stored[name].dtype, box.shape)
         names[writer].append(name)
         stored[name].boxes[box] = writer
-    raise_for("all ranks together must have all of every tensor; a mesh that spans them must be given, and saving be "
-              "called on each:", gaps_in(stored))
+    raise_for("all ranks together must have all of every tensor; give a mesh that spans them, and save on each rank:",
+              find_gaps(stored))
     return names, stored

@@ -1,17 +1,17 @@
-"""`dualpipe checkpoint`: which checkpoints a directory has, whether they are whole, and what is in one."""
+"""`dualpipe checkpoint`: list the checkpoints of a directory, verify them, and show the contents of one."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import prod
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dualpipe.checkpoint.directory import find, none_whole
-from dualpipe.checkpoint.manifest import Manifest, StoredTensor, verify
+from dualpipe.checkpoint.directory import find, raise_none_complete
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, verify
 from dualpipe.checkpoint.tensors import bytes_in_file
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
@@ -19,85 +19,118 @@ from dualpipe.runtime.errors import raise_for
 
 
 def ls(path: str | PathLike[str]) -> Iterator[str]:
-    """A line for each checkpoint, newest first, and for what is unfinished. Checks sizes; reads no tensors."""
-    unfinished, found = sorted(Path(path).glob(".tmp-step-*")), find(path)
-    if not (found.committed or found.damaged or unfinished):
-        none_whole(path, ())
+    """Yield a table with a line for each checkpoint, newest first, then damaged and unfinished ones.
+
+    Checks the sizes of files. Reads no tensors.
+
+    Raises:
+        ValueError: there is nothing to list at `path`.
+    """
+    unfinished = sorted(Path(path).glob(".tmp-step-*"))
+    checkpoints = find(path)
+    if not (checkpoints.committed or checkpoints.damaged or unfinished):
+        raise_none_complete(path, ())
     yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
-    for checkpoint in found.committed:
-        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
-        if wrong and not checkpoint.is_there():
-            continue  # deleted meanwhile, by the job that saves here
-        dtypes = ", ".join(sorted({short_name(entry.dtype) for entry in stored.values()}))
-        state, size = f"DAMAGED: {wrong[0]}" if wrong else "complete", format_bytes(manifest.size)
+    for checkpoint in checkpoints.committed:
+        stored, problems = checkpoint.read_tensors()
+        if problems and not checkpoint.still_exists():
+            continue  # the job that saves to this directory has just deleted it
+        manifest = checkpoint.manifest
+        dtypes = ", ".join(sorted({short_name(tensor.dtype) for tensor in stored.values()}))
+        size = format_bytes(manifest.size)
+        state = f"DAMAGED: {problems[0]}" if problems else "complete"
         yield f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  {state}"
-    for problem in found.damaged.values():
+    for problem in checkpoints.damaged.values():
         yield f"{'-':>10}  DAMAGED: {problem}"
     for folder in unfinished:
         yield f"{'-':>10}  not complete: {folder} is being written, or was left by a job that died"
 
 
 def check(path: str | PathLike[str]) -> Iterator[str]:
-    """Read every byte of a checkpoint, or of all in a directory; at the end raises ValueError for what is wrong."""
-    found = find(path)
-    problems = [*found.damaged.values()]
-    if not (found.committed or problems):
-        none_whole(path, ())
-    for each in found.committed:
-        wrong = verify(each.path)
-        if wrong and not each.is_there():
-            yield f"{each.path}: deleted meanwhile"
+    """Read every byte of a checkpoint, or of all checkpoints in a directory, and yield a line for each.
+
+    Raises:
+        ValueError: there is no checkpoint, or, after the last line, some checkpoints are damaged; lists all problems.
+    """
+    checkpoints = find(path)
+    if not (checkpoints.committed or checkpoints.damaged):
+        raise_none_complete(path, ())
+    problems = [*checkpoints.damaged.values()]
+    for checkpoint in checkpoints.committed:
+        damage = verify(checkpoint.path)
+        if damage and not checkpoint.still_exists():
+            yield f"{checkpoint.path}: deleted in the meantime"
             continue
-        problems += wrong
-        yield f"{each.path}: " + ("DAMAGED" if wrong else f"complete, {format_bytes(each.manifest.size)} verified")
-    raise_for("what cannot be loaded:", problems)
+        problems += damage
+        result = "DAMAGED" if damage else f"complete, {format_bytes(checkpoint.manifest.size)} verified"
+        yield f"{checkpoint.path}: {result}"
+    raise_for("these checkpoints are damaged and cannot be loaded:", problems)
 
 
 def show(path: str | PathLike[str]) -> Iterator[str]:
-    """What is in a checkpoint, of a directory in the newest. Reads no tensors. Raises ValueError for a damaged one."""
-    while True:
-        found = find(path)
-        if not found.committed:
-            none_whole(path, found.damaged.values())
-        checkpoint = found.committed[0]
-        stored, wrong = checkpoint.tensors()
-        if not wrong or checkpoint.is_there():  # else a job that saves here has deleted it
-            break
-    raise_for(f"{checkpoint.path}:", wrong)
+    """Yield lines about the contents of a checkpoint, or of the newest one in a directory. Reads no tensors.
+
+    Raises:
+        ValueError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint, stored = _newest_tensors(path)
     manifest = checkpoint.manifest
     yield f"{checkpoint.path}: step {manifest.step}, saved at {manifest.saved_at}, {format_bytes(manifest.size)}"
     yield f"layout: {_layout(manifest)} ({manifest.layout['world']} ranks)"
     yield "versions: " + ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
-    parts: dict[str, list[StoredTensor]] = {"model": []}  # by what stands before the first "/", such as "optimizer"
-    for name, entry in stored.items():
-        parts.setdefault(name.split("/")[0] if "/" in name else "model", []).append(entry)
-    for title, tensors in parts.items():
-        counts = Counter(short_name(entry.dtype) for entry in tensors)
-        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
-        elements = sum(prod(entry.shape) for entry in tensors)
-        size = sum(bytes_in_file(entry.dtype, entry.shape) for entry in tensors)
-        yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements, {format_bytes(size)}"
-    for title, used in (("extra", manifest.extra), ("config", manifest.config)):
-        if used is not None:
+    yield from _summarize(stored)
+    for title, content in (("extra", manifest.extra), ("config", manifest.config)):
+        if content is not None:
             yield f"{title}:"
-            yield from (f"  {name} = {json.dumps(value)}" for name, value in _leaves(used))
-    for name, entry in sorted(stored.items()):
+            yield from (f"  {name} = {json.dumps(value)}" for name, value in _flatten(content))
+    for name, tensor in sorted(stored.items()):
         if "/" not in name:
             uses = ", ".join(f"{use} {dtype}" for use, dtype in manifest.dtypes.get(name, {}).items())
-            yield f"  {name}  {entry.shape}  {short_name(entry.dtype)}" + (f"  ({uses})" if uses else "")
+            yield f"  {name}  {tensor.shape}  {short_name(tensor.dtype)}" + (f"  ({uses})" if uses else "")
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Names and values inside nested objects, such as ("optimizer.groups[0].lr", 0.1); lists of values are values."""
+def _newest_tensors(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTensor]]:
+    """Return the checkpoint at `path`, or the newest in that directory, and its tensors by name."""
+    while True:
+        checkpoints = find(path)
+        if not checkpoints.committed:
+            raise_none_complete(path, checkpoints.damaged.values())
+        checkpoint = checkpoints.committed[0]
+        stored, problems = checkpoint.read_tensors()
+        if not problems:
+            return checkpoint, stored
+        if checkpoint.still_exists():  # else the job that saves to this directory has just deleted it: look again
+            raise_for(f"{checkpoint.path}:", problems)
+
+
+def _summarize(stored: Mapping[str, StoredTensor]) -> Iterator[str]:
+    """Yield a line with counts and sizes for each group of tensors, named by the prefix before "/" ("optimizer")."""
+    groups: dict[str, list[StoredTensor]] = {"model": []}  # tensors without a prefix
+    for name, tensor in stored.items():
+        groups.setdefault(name.split("/")[0] if "/" in name else "model", []).append(tensor)
+    for title, tensors in groups.items():
+        counts = Counter(short_name(tensor.dtype) for tensor in tensors)
+        dtypes = ", ".join(f"{count:,} {dtype}" for dtype, count in counts.most_common())
+        elements = sum(prod(tensor.shape) for tensor in tensors)
+        size = sum(bytes_in_file(tensor.dtype, tensor.shape) for tensor in tensors)
+        yield f"{title}: {len(tensors):,} tensors ({dtypes}), {elements:,} elements, {format_bytes(size)}"
+
+
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of nested JSON, such as ("optimizer.groups[0].lr", 0.1).
+
+    Empty dicts and lists without dicts are values.
+    """
     if isinstance(value, dict) and value:
         for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else key)
+            yield from _flatten(inner, f"{name}.{key}" if name else key)
     elif isinstance(value, list) and any(isinstance(inner, dict) for inner in value):
         for index, inner in enumerate(value):
-            yield from _leaves(inner, f"{name}[{index}]")
+            yield from _flatten(inner, f"{name}[{index}]")
     else:
         yield name or "-", value
 
 
 def _layout(manifest: Manifest) -> str:
+    """Return the mesh sizes as text, such as "pp 2, dp 1, ep 4"."""
     return ", ".join(f"{name} {size}" for name, size in manifest.layout.items() if name != "world")

@@ -1,18 +1,18 @@
-"""A directory of checkpoints on disk: what is in it, what of it is whole, and how others get in and out.
+"""A directory of checkpoints on disk: find complete ones, add a new one, delete old ones.
 
     step-00000100/            a committed checkpoint: complete from the moment it has this name
         rank-00000.safetensors ...   the tensors that each rank wrote, and its random state in the metadata
-        tensors.json                 of which boxes each tensor is made up, and in which files they are
+        tensors.json                 the boxes of each tensor, and the files that they are in
         manifest.json                step, layout, versions, ..., and size and checksum of every other file
-    latest                    the name of the newest, for people and scripts; `latest()` looks for itself
+    latest                    the name of the newest, for people and scripts; `latest()` scans the directory
     .tmp-step-00000200-1f...  being written, or left by a job that died
     .del-step-00000050-a0...  being deleted
-    .lock                     held by rank 0 of the one job that may save here, as long as it lives
+    .lock                     held by rank 0 of the one job that may save to this directory, until it ends
 
-At any moment a name that begins with "step-" is that of a whole checkpoint, and what begins with ".tmp-" or ".del-"
-belongs to the holder of the lock, or to nobody: a checkpoint is written under a temporary name, flushed, and renamed;
-only then are others deleted, each renamed first. The newest is the one that was committed last, not that of the highest
-step: `sequence` counts.
+At any moment, a name that begins with "step-" belongs to a complete checkpoint, and a name that begins with ".tmp-" or
+".del-" belongs to the holder of the lock, or to no process. A checkpoint is written under a temporary name, flushed,
+and renamed. Only then are others deleted, each renamed first. The newest checkpoint is the one that was committed last
+(the highest `sequence`), not the one of the highest step.
 """
 
 from __future__ import annotations
@@ -34,65 +34,91 @@ from dualpipe.runtime.errors import raise_for
 from dualpipe.runtime.files import lock, node_of, replace_file, sync
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
-_TRIES = 100  # of a reader, beside a job that deletes old checkpoints while new ones come
+_TRIES = 100  # scans while another job deletes old checkpoints and commits new ones
 
 
 class FoundCheckpoints(NamedTuple):
-    """What of a directory is committed, newest first, and what should be but is damaged, with the reason.
+    """The checkpoints of a directory: committed ones, newest first, and damaged ones with the reason.
 
-    later: the reason where what is newest is not damaged, but of a later release.
+    newer_release: reason if the newest checkpoint is not damaged but from a later release of this library; else "".
     """
 
     committed: list[Checkpoint]
     damaged: dict[Path, str]
-    later: str = ""
+    newer_release: str = ""
 
 
 def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
-    """What is in a directory of checkpoints, nothing if it does not exist. Raises ValueError where that is unknown."""
+    """Find the checkpoints of a directory: none if it does not exist.
+
+    Repeats the scan if another job deletes or replaces a checkpoint in the meantime.
+
+    Raises:
+        ValueError: `directory` is a file or cannot be read.
+    """
     directory = Path(directory)
     for _ in range(_TRIES):
-        committed, damaged, is_gone, later = [], {}, False, ""
-        try:
-            if not directory.exists():
-                break
-            if not directory.is_dir():
-                raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
-            paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
-        except OSError as error:
-            raise ValueError(f"{directory} cannot be read: {error}") from error
-        for path in sorted(paths, reverse=True):
-            node = node_of(path)
-            try:
-                committed.append(Checkpoint.read(path))
-            except ValueError as error:
-                if node is not None and node == node_of(path):
-                    damaged[path] = str(error)
-                    later = str(error) if isinstance(error, UnknownLayout) and not committed else later
-                else:  # deleted or replaced meanwhile: there is a newer one, perhaps since after the names were listed
-                    is_gone = True
-        if not is_gone:
+        checkpoints, is_stable = _scan_once(directory)
+        if is_stable:
             break
-    committed.sort(key=lambda each: (each.manifest.sequence, each.manifest.saved_at), reverse=True)
-    return FoundCheckpoints(committed, damaged, later)
+    checkpoints.committed.sort(key=lambda checkpoint: (checkpoint.manifest.sequence, checkpoint.manifest.saved_at),
+                               reverse=True)
+    return checkpoints
+
+
+def _scan_once(directory: Path) -> tuple[FoundCheckpoints, bool]:
+    """Read all manifests; return the checkpoints, unsorted, and False if one was deleted or replaced meanwhile."""
+    try:
+        if not directory.exists():
+            return FoundCheckpoints([], {}), True
+        if not directory.is_dir():
+            raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
+        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+    except OSError as error:
+        raise ValueError(f"{directory} cannot be read: {error}") from error
+    committed = []
+    damaged = {}
+    newer_release = ""
+    is_stable = True
+    for path in sorted(paths, reverse=True):
+        node = node_of(path)
+        try:
+            committed.append(Checkpoint.read(path))
+        except ValueError as error:
+            if node is None or node != node_of(path):
+                # Deleted or replaced in the meantime: a newer one exists, perhaps since the names were listed.
+                is_stable = False
+                continue
+            damaged[path] = str(error)
+            if isinstance(error, UnknownLayout) and not committed:
+                newer_release = str(error)
+    return FoundCheckpoints(committed, damaged, newer_release), is_stable
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True if `path` is, or was, one checkpoint and not a directory of them."""
+    """Return True if `path` is, or was, a single checkpoint and not a directory of checkpoints."""
     return bool(_NAME.fullmatch(path.name)) or os.path.lexists(path / MANIFEST)
 
 
 def find(path: str | PathLike[str]) -> FoundCheckpoints:
-    """The one checkpoint that `path` names, or else those in the directory; raises ValueError where it is neither."""
+    """Find the one checkpoint at `path`, or all checkpoints of the directory `path`.
+
+    Raises:
+        ValueError: the checkpoint or the directory cannot be read.
+    """
     path = Path(path)
     if not is_checkpoint(path):
         return scan(path)
-    return FoundCheckpoints([Checkpoint.read(path.resolve())], {})  # a link that the caller names is meant
+    return FoundCheckpoints([Checkpoint.read(path.resolve())], {})  # links are followed: the caller named this one
 
 
-def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
-    """Raise ValueError: of all that is at `path` each is damaged, or else why there is nothing."""
-    raise_for(f"{path} has no checkpoint that is whole:", damaged)
+def raise_none_complete(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
+    """Raise ValueError because `path` has no complete checkpoint.
+
+    Args:
+        damaged: problems of the damaged checkpoints. Empty: the message says why there are no checkpoints.
+    """
+    raise_for(f"{path} has no complete checkpoint:", damaged)
     if not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
     inside = Path(path) / "checkpoints"
@@ -100,142 +126,178 @@ def none_whole(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
     raise ValueError(f"{path} has no checkpoints; {hint}")
 
 
-def latest(directory: str | PathLike[str]) -> Path | None:
-    """The checkpoint that was committed last; None where there never was one.
+none_whole = raise_none_complete  # the former name
 
-    Raises ValueError where there are some, all of them without a manifest that can be read: to start from nothing then
-    would be wrong. Only manifests are read; `load` goes further back where files are damaged.
+
+def latest(directory: str | PathLike[str]) -> Path | None:
+    """Return the checkpoint that was committed last, or None if the directory has none.
+
+    Only manifests are read; `load` also goes back to an older checkpoint if files are damaged.
+
+    Raises:
+        ValueError: there are checkpoints, but no manifest can be read. Starting a run from nothing would be wrong then.
     """
-    found = scan(directory)
-    if not found.committed and found.damaged:
-        none_whole(directory, found.damaged.values())
-    return found.committed[0].path if found.committed else None
+    checkpoints = scan(directory)
+    if checkpoints.committed:
+        return checkpoints.committed[0].path
+    if checkpoints.damaged:
+        raise_none_complete(directory, checkpoints.damaged.values())
+    return None
 
 
 def step_of(path: Path) -> int:
-    """The step that the name of a checkpoint says; -1 for other names."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else -1
+    """Return the step in the name of a checkpoint, or -1 for any other name."""
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match else -1
 
 
 class Directory:
-    """The directory where one job saves, in the hands of its rank 0.
+    """The directory that a job saves its checkpoints to. Used on rank 0 only.
 
-    keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
+    Args:
+        path: created with its parents if it does not exist.
+        keep_last: number of newest checkpoints to keep. None: keep all.
+        keep_every: also keep checkpoints of steps that are multiples of this number.
+        patience: seconds to wait for the lock. A job that was just killed may hold it for a moment longer. The system
+            releases the lock of a process that dies.
+
+    Raises:
+        ValueError: the directory cannot be written to, or another job still holds the lock after `patience` seconds.
     """
 
     def __init__(self, path: Path, keep_last: int | None, keep_every: int | None, patience: float = 10.0) -> None:
-        """Make it, with its parents, and take it for this job. The system frees it when the process dies.
-
-        Raises ValueError where nothing can be written, or after `patience` seconds another job still has it: one that
-        was just killed may take a moment.
-        """
-        self.path, self._keep_last, self._keep_every = path, keep_last, keep_every
+        self.path = path
+        self._keep_last = keep_last
+        self._keep_every = keep_every
         self._lock = None
         try:
-            missing = [each for each in (path, *path.parents) if not each.exists()]
-            path.mkdir(parents=True, exist_ok=True)
-            for each in missing:  # without its name on the disk, what is in it would be lost
-                sync(each.parent)
+            _make_durable_directory(path)
             self._lock = lock(path / ".lock", patience)
             probe = path / f".tmp-step-{secrets.token_hex(4)}"
             probe.mkdir()
             probe.rmdir()
-            found = scan(path).committed
+            committed = scan(path).committed
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
             raise
-        self._sequence = found[0].manifest.sequence if found else -1
-        self._committed = [each.path for each in reversed(found) if not each.damage()]
-        self.anomaly = 0  # the last step whose result may be wrong: the newest before it stays
+        self._sequence = committed[0].manifest.sequence if committed else -1
+        self._committed = [checkpoint.path for checkpoint in reversed(committed) if not checkpoint.find_damage()]
+        self.anomaly = 0  # last step whose result may be wrong: the newest checkpoint before it is kept
 
     @property
     def newest(self) -> Path | None:
-        """The whole checkpoint that was committed last."""
+        """The complete checkpoint that was committed last."""
         return self._committed[-1] if self._committed else None
 
     def close(self) -> None:
-        """Let other jobs save here."""
+        """Release the lock, so that other jobs can save to the directory."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
 
     def ignore(self, damaged: Iterable[Path]) -> None:
-        """Do not count these among the last that stay. Each goes when another of its step comes."""
-        gone = {path.resolve() for path in damaged}
-        self._committed = [path for path in self._committed if path.resolve() not in gone]
+        """Exclude checkpoints from the `keep_last` that are kept. Each is deleted when its step is saved again."""
+        ignored = {path.resolve() for path in damaged}
+        self._committed = [path for path in self._committed if path.resolve() not in ignored]
 
-    def begin(self, step: int, moved: Callable[[], None]) -> Path:
-        """Remove what dead jobs left, and make the temporary directory of a new checkpoint.
+    def begin(self, step: int, report_progress: Callable[[], None]) -> Path:
+        """Remove leftovers of jobs that died, and make the temporary directory of a new checkpoint.
 
-        moved: called again and again while this goes on, as `commit` does.
+        Args:
+            step: the step of the new checkpoint.
+            report_progress: called repeatedly while files are deleted.
         """
         for path in self.path.iterdir():
             if path.name.startswith((".tmp-step-", ".del-step-")):
-                _remove(path, moved)
+                _remove(path, report_progress)
         folder = self.path / f".tmp-step-{step:08}-{secrets.token_hex(4)}"
         folder.mkdir()
         return folder
 
     def commit(
-        self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor], moved: Callable[[], None],
-        allowed: AbstractContextManager[None],
+        self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor],
+        report_progress: Callable[[], None], guard: AbstractContextManager[None],
     ) -> Path:
-        """Make a temporary directory the newest checkpoint and delete what need not be kept; returns its path.
+        """Make a temporary directory the newest checkpoint, delete old checkpoints, and return its path.
 
-        It is complete but for the description of its tensors and the manifest, which gets its sequence here. Another of
-        the same step is replaced. What cannot be deleted is warned about. allowed: is around the one call that commits,
-        and may raise instead.
+        Replaces another checkpoint of the same step. Warns about old checkpoints that cannot be deleted.
+
+        Args:
+            folder: complete but for the description of its tensors and the manifest.
+            manifest: gets its sequence number from this method.
+            stored: the tensors of the checkpoint.
+            report_progress: called repeatedly while this goes on.
+            guard: entered around the one call that commits; raises if the checkpoint must not be committed any more.
         """
         self._sequence += 1
         write_description(folder, dataclasses.replace(manifest, sequence=self._sequence), stored)
         sync(folder)
-        moved()
-        path, number = self.path / f"step-{manifest.step:08}", 0
-        while os.path.lexists(path):  # another of its step
-            number += 1
-            path = path.with_name(f"step-{manifest.step:08}.{number}")
-        with allowed:
+        report_progress()
+        path = self._free_name(manifest.step)
+        with guard:
             os.rename(folder, path)
         self._committed.append(path)
         sync(self.path)
         try:
-            return self._tidy(path, manifest.step, moved)
+            return self._tidy(path, manifest.step, report_progress)
         except OSError as error:
             warnings.warn(f"{path} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
             return path
 
-    def _tidy(self, path: Path, step: int, moved: Callable[[], None]) -> Path:
-        """After `path` was committed; returns the path that it has then: without a suffix, once the other is gone."""
-        self._committed = [each for each in self._committed if each.exists()]
-        self._name_latest(path)  # before what it named is deleted
-        others = [each for each in self._committed[:-1] if step_of(each) != step]
-        old = [each for each in others[: max(0, len(others) - self._keep_last + 1) if self._keep_last else 0]
-               if not self._keep_every or step_of(each) % self._keep_every]
-        before = [each for each in self._committed if step_of(each) < self.anomaly]
-        old = [each for each in old if each not in before[-1:]]
-        same = [each for each in self.path.glob(f"step-{step:08}*") if each != path and step_of(each) == step]
-        for each in (*old, *same):  # those of the same step may be damaged
-            gone = each.with_name(f".del-{each.name}-{secrets.token_hex(4)}")
-            try:
-                os.rename(each, gone)  # first, so that a half is never taken for a whole
-                sync(self.path)
-            except OSError as error:
-                warnings.warn(f"the old checkpoint {each} cannot be deleted: {error}", stacklevel=2)
-                continue
-            self._committed = [kept for kept in self._committed if kept != each]
-            _remove(gone, moved)
+    def _free_name(self, step: int) -> Path:
+        """Return a path for a checkpoint of this step, with a number as suffix if there are others of the step."""
+        path = self.path / f"step-{step:08}"
+        number = 0
+        while os.path.lexists(path):
+            number += 1
+            path = path.with_name(f"step-{step:08}.{number}")
+        return path
+
+    def _tidy(self, path: Path, step: int, report_progress: Callable[[], None]) -> Path:
+        """Delete old checkpoints after `path` was committed; return its path, now without a suffix if possible."""
+        self._committed = [checkpoint for checkpoint in self._committed if checkpoint.exists()]
+        self._update_latest(path)  # before the checkpoint that the file named is deleted
+        same_step = [other for other in self.path.glob(f"step-{step:08}*")  # damaged ones too
+                     if other != path and step_of(other) == step]
+        for checkpoint in (*self._expired(step), *same_step):
+            self._delete(checkpoint, report_progress)
         plain = path.with_name(f"step-{step:08}")
         if path != plain and not os.path.lexists(plain):
             path = path.rename(plain)
             self._committed[-1] = path
-            self._name_latest(path)
+            self._update_latest(path)
         return path
 
-    def _name_latest(self, path: Path) -> None:
-        """In the file "latest". If the disk is too full even for that, there is none until the next time."""
+    def _expired(self, step: int) -> list[Path]:
+        """Return the checkpoints of other steps that `keep_last` and `keep_every` do not keep."""
+        if not self._keep_last:
+            return []
+        others = [checkpoint for checkpoint in self._committed[:-1] if step_of(checkpoint) != step]
+        excess = max(0, len(others) - self._keep_last + 1)
+        before_anomaly = [checkpoint for checkpoint in self._committed if step_of(checkpoint) < self.anomaly]
+        expired = []
+        for checkpoint in others[:excess]:
+            is_multiple = self._keep_every is not None and step_of(checkpoint) % self._keep_every == 0
+            if not is_multiple and checkpoint not in before_anomaly[-1:]:
+                expired.append(checkpoint)
+        return expired
+
+    def _delete(self, checkpoint: Path, report_progress: Callable[[], None]) -> None:
+        """Delete a checkpoint; warn if that fails. Renames it first: a partial one is never taken for complete."""
+        renamed = checkpoint.with_name(f".del-{checkpoint.name}-{secrets.token_hex(4)}")
+        try:
+            os.rename(checkpoint, renamed)
+            sync(self.path)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {checkpoint} cannot be deleted: {error}", stacklevel=2)
+            return
+        self._committed = [other for other in self._committed if other != checkpoint]
+        _remove(renamed, report_progress)
+
+    def _update_latest(self, path: Path) -> None:
+        """Write the name of `path` to the file "latest". On a full disk, remove the file until the next save."""
         target = self.path / "latest"
         try:
             replace_file(target, f"{path.name}\n")
@@ -246,15 +308,24 @@ class Directory:
         sync(self.path)
 
 
-def _remove(path: Path, moved: Callable[[], None]) -> None:
+def _make_durable_directory(path: Path) -> None:
+    """Make a directory with its parents, and flush their names to the disk: else their contents could be lost."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
+
+
+def _remove(path: Path, report_progress: Callable[[], None]) -> None:
+    """Delete a file or a directory; warn if that fails. Large files take long, so report progress after each file."""
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink()
             return
-        for file in path.iterdir():  # one by one, as large ones take long
+        for file in path.iterdir():
             if file.is_file():
                 file.unlink()
-                moved()
+                report_progress()
         shutil.rmtree(path)
     except OSError as error:
         warnings.warn(f"{path} cannot be deleted: {error}", stacklevel=2)

@@ -1,14 +1,14 @@
-"""Loading a checkpoint into the tensors of a run, in any layout.
+"""Load a checkpoint into the tensors of a run, in any layout.
 
-Nothing is changed before everything is known to fit: the files are whole (all ranks share the reading), and names,
-shapes and dtypes are those of the model. No code of a checkpoint is run, and nothing outside its directory is read.
+Nothing is changed before everything is known to fit: the files are intact (all ranks share the reading), and names,
+shapes and dtypes match the model. Loading runs no code from a checkpoint and reads nothing outside of its directory.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby, takewhile
 from os import PathLike
@@ -19,21 +19,26 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole, step_of
-from dualpipe.checkpoint.manifest import RANDOM, Checkpoint, Manifest, StoredTensor, file_of, layout_of
+from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete, step_of
+from dualpipe.checkpoint.manifest import (
+    RANDOM,
+    TENSORS,
+    Checkpoint,
+    Manifest,
+    StoredTensor,
+    mesh_layout,
+    tensor_file_name,
+)
+from dualpipe.checkpoint.optimizer_state import VALUES, ParameterState, check_groups, is_allowed
 from dualpipe.checkpoint.state import (
-    VALUES,
     CheckpointState,
-    ParameterState,
     TensorPart,
-    check_groups,
     derive_random,
-    is_allowed,
-    numbered,
     parts_of,
     restore_random,
+    stage_numbers,
 )
-from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, in_file, read_box, read_header
+from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, dtype_and_shape_in_file, read_box, read_header
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
 from dualpipe.quantized import QuantizedTensor
@@ -42,213 +47,327 @@ from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
-_NEAREST, _MANY = 20, 2000  # of so many names is the nearest looked for, among so many, which takes a while
-_TRIES = 20  # to read beside a job that deletes old checkpoints while new ones come
+# The search for the nearest name is slow: at most so many names, each among fewer candidates than this.
+_MAX_NEAREST = 20
+_MAX_CANDIDATES = 2000
+_TRIES = 20  # attempts while another job deletes old checkpoints and commits new ones
 
 
 class Loaded(NamedTuple):
-    """What was loaded beside the tensors."""
+    """The result of `load`, besides the tensors."""
 
     path: Path
     manifest: Manifest  # step, config, extra, layout, dtypes, versions
-    random_restored: bool  # else it was derived from seed, step and rank, as the layout is another
-    damaged: dict[Path, str]  # what is wrong with those that were passed over
-    allowed: tuple[str, ...]  # the differences that `allow` named
+    random_restored: bool  # False: derived from seed, step and rank, because the layout differs
+    damaged: dict[Path, str]  # the newer checkpoints that were passed over, and their problems
+    allowed: tuple[str, ...]  # differences that `allow` permitted
 
 
 def load(path: str | PathLike[str], state: CheckpointState, *, mesh: DeviceMesh | None = None,
          allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:
-    """Fill `state` (from `training_state`) in place and restore this rank's random state. Collective over `mesh`.
+    """Fill `state` in place and restore the random state of this rank. Collective over `mesh`.
 
-    path: a checkpoint, or a directory of them: then the one that was committed last and is undamaged. That newer ones
-        were passed over is warned about, and said in the result. Another job may save there, and delete old ones.
-    allow: globs of names that may be missing on either side or have another shape, which leaves the tensor as it is,
-        or have another dtype or format, which casts, quantizes or dequantizes it.
-    allow_at_start: the same, for a checkpoint of step 0 alone, which `import_hf` makes.
-    seed: what the random state is derived from if it was saved in another layout.
+    Args:
+        path: a checkpoint, or a directory of checkpoints. From a directory, loads the checkpoint that was committed
+            last and is undamaged; newer ones that are damaged are passed over with a warning and listed in the
+            result. Another job may save to the directory and delete old checkpoints in the meantime.
+        state: from `training_state`.
+        mesh: from `build_mesh`; None: this process alone.
+        allow: globs of names that may differ. A tensor that is missing on either side, or has another shape, stays
+            unchanged. A tensor of another dtype or format is cast, quantized or dequantized.
+        allow_at_start: more globs, for checkpoints of step 0 only, as `import_hf` writes them.
+        seed: used to derive the random state if the checkpoint was saved in another layout.
 
-    Raises on all ranks:
-        ValueError: before anything is changed, with a line for each: no checkpoint that is whole; names, shapes and
-            dtypes that differ.
-        RuntimeError: reading failed after all that, as when a disk fails. The tensors are not usable then.
+    Raises (on all ranks):
+        ValueError: before anything is changed: there is no complete checkpoint, or names, shapes or dtypes differ;
+            one line per difference.
+        RuntimeError: reading failed after that, for example because of a disk failure. The tensors are unusable then.
     """
-    ranks, path = RankSync.of_mesh(mesh), Path(path)
-    found, touched = FoundCheckpoints([], {}), False
+    ranks = RankSync.of_mesh(mesh)
+    path = Path(path)
+    layout = mesh_layout(mesh)
+    checkpoints = FoundCheckpoints([], {})
+    has_begun_reading = False
     for attempt in range(_TRIES):
         try:
-            found = ranks.first(lambda: find(path))
-            if found.later:  # to go back to an older one would lose what it has
-                raise ValueError(found.later)
-            loaded = _load(path, found, state, ranks, layout_of(mesh), allow, allow_at_start, seed)
+            checkpoints = ranks.first(lambda: find(path))
+            if checkpoints.newer_release:  # loading an older checkpoint would lose the progress since then
+                raise ValueError(checkpoints.newer_release)
+            loaded = _load(path, checkpoints, state, ranks, layout, allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
-            touched = touched or not isinstance(error, ValueError)
-            if attempt < _TRIES - 1 and not ranks.first(partial(all, map(Checkpoint.is_there, found.committed))):
+            has_begun_reading = has_begun_reading or not isinstance(error, ValueError)
+            all_exist = partial(all, map(Checkpoint.still_exists, checkpoints.committed))
+            if attempt < _TRIES - 1 and not ranks.first(all_exist):
                 continue
-            if touched and isinstance(error, ValueError):
+            if has_begun_reading and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
             raise
-        for line in loaded.damaged.values() if ranks.rank == 0 else ():
-            warnings.warn(f"passed over for {loaded.path}: {line}", stacklevel=2)
+        for problem in loaded.damaged.values() if ranks.rank == 0 else ():
+            warnings.warn(f"passed over for {loaded.path}: {problem}", stacklevel=2)
         return loaded
     raise AssertionError("the last attempt returns or raises")
 
 
+class _LoadPlan(NamedTuple):
+    """The tensors to read from a checkpoint."""
+
+    checkpoint: Checkpoint
+    stored: Mapping[str, StoredTensor]
+    parts: Mapping[str, TensorPart]  # of this rank, with the shapes of `stored`
+    states: Mapping[str, ParameterState]
+
+    @property
+    def requantized(self) -> list[str]:
+        """Names of quantized tensors that are stored in another dtype or format: read into masters, then quantized."""
+        return [name for name, part in self.parts.items()
+                if part.quantized is not None and self.stored[name].dtype != part.dtype]
+
+
 def _load(
-    path: Path, found: FoundCheckpoints, state: CheckpointState, ranks: RankSync, layout: Mapping[str, int],
+    path: Path, checkpoints: FoundCheckpoints, state: CheckpointState, ranks: RankSync, layout: Mapping[str, int],
     allow: Sequence[str], allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
-
-    def must_be_there() -> None:
-        """Else a job that saves there has deleted or replaced it; there are newer ones then."""
-        if not ranks.first(checkpoint.is_there):
-            raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
-
-    # The first that is whole, and what is wrong with those that should come before it.
-    damaged: dict[Path, str] = {}
-    for checkpoint in found.committed:
-        share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]  # every rank reads some
-        problems = [line for lines in ranks.gather(partial(checkpoint.damage, share)) for line in lines]
-        stored, problems = ({}, problems) if problems else ranks.first(checkpoint.tensors)
-        if not problems:
-            break
-        must_be_there()
-        damaged[checkpoint.path] = "; ".join(problems)
-    else:
-        none_whole(path, [*damaged.values(), *found.damaged.values()])
-    path, manifest = checkpoint
-    damaged |= {each: what for each, what in found.damaged.items() if step_of(each) > manifest.step}
-
-    # Whether it fits.
+    """Load the newest intact checkpoint of `checkpoints`. The first half checks that it fits and changes nothing."""
+    checkpoint, stored, damaged = _choose_intact(path, checkpoints, ranks)
+    manifest = checkpoint.manifest
     parts = ranks.agree(lambda: parts_of(state, stored))
-    allow = [*allow, *(() if manifest.step else allow_at_start)]
-    allowed = _compare(ranks, path, stored, parts, allow)
+    if manifest.step == 0:
+        allow = [*allow, *allow_at_start]
+    allowed = _compare(ranks, checkpoint.path, stored, parts, allow)
     fitting = {name: part for name, part in parts.items() if name in stored and stored[name].shape == part.shape}
-    states = {name: each for name, each in state.items() if isinstance(each, ParameterState)}
-    converted = {name: part for name, part in fitting.items()  # quantized, and stored otherwise: read into masters
-                 if part.quantized is not None and stored[name].dtype != part.dtype}
+    states = {name: value for name, value in state.items() if isinstance(value, ParameterState)}
+    uninitialized = ranks.agree(lambda: _check_optimizer(_LoadPlan(checkpoint, stored, fitting, states), allow))
 
-    def read_groups() -> set[str]:
-        """Read the hyperparameters of torch's optimizers, which must fit the groups before anything is changed; those
-        that begin anew."""
-        if values := {name: fitting[name] for each in states if (name := f"{each}/{VALUES}") in fitting}:
-            read_parts(checkpoint, stored, values)
-        return check_groups(states, allow) if values else set()
+    plan = _LoadPlan(
+        checkpoint, stored,
+        {name: part for name, part in fitting.items() if name.rpartition("/")[0] not in uninitialized},
+        {name: value for name, value in states.items() if name not in uninitialized},
+    )
 
     def restore() -> bool:
-        """Read everything into its place, and go on with the random state; whether it was that of this rank."""
-        masters = {name: TensorPart(part.shape, part.box, cast(Tensor, cast(QuantizedTensor, part.quantized).master))
-                   for name, part in converted.items()}
-        read_parts(checkpoint, stored, fitting | masters)
-        for name, part in fitting.items():
-            if part.quantized is not None and part.quantized.master is not None and name not in masters:
-                part.quantized.master.copy_(part.quantized.dequantize())
-        for name, each in states.items():
-            if name not in anew:
-                each.restore()
-        if manifest.layout != layout:
-            derive_random(seed, manifest.step, ranks.rank)
-            return False
-        restore_random(json.loads(read_header(path / file_of(ranks.rank))[1][RANDOM]))
-        return True
+        _restore_tensors(plan)
+        return _restore_random(checkpoint, layout, ranks.rank, seed)
 
-    anew = ranks.agree(read_groups)
-    fitting = {name: part for name, part in fitting.items() if name.rpartition("/")[0] not in anew}
     try:
-        with filling(cast(Tensor, state[name]) for name in converted):
-            restored = ranks.agree(restore)
+        with filling(cast(Tensor, state[name]) for name in plan.requantized):
+            random_restored = ranks.agree(restore)
     except (ValueError, OSError) as error:
-        raise RuntimeError(f"{path} could not be read to its end: {error}") from error
-    must_be_there()
-    return Loaded(path, manifest, restored, damaged, allowed)
+        raise RuntimeError(f"{checkpoint.path} could not be read to its end: {error}") from error
+    _require_existing(checkpoint, ranks)
+    return Loaded(checkpoint.path, manifest, random_restored, damaged, allowed)
+
+
+def _choose_intact(
+    path: Path, checkpoints: FoundCheckpoints, ranks: RankSync
+) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
+    """Return the newest intact checkpoint, its tensors, and the problems of the newer ones. Ranks share the reading."""
+    damaged: dict[Path, str] = {}
+    for checkpoint in checkpoints.committed:
+        share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]
+        problems = [line for lines in ranks.gather(partial(checkpoint.find_damage, share)) for line in lines]
+        stored: dict[str, StoredTensor] = {}
+        if not problems:
+            stored, problems = ranks.first(checkpoint.read_tensors)
+        if not problems:
+            damaged |= {other: problem for other, problem in checkpoints.damaged.items()
+                        if step_of(other) > checkpoint.manifest.step}
+            return checkpoint, stored, damaged
+        _require_existing(checkpoint, ranks)
+        damaged[checkpoint.path] = "; ".join(problems)
+    raise_none_complete(path, [*damaged.values(), *checkpoints.damaged.values()])
+
+
+def _require_existing(checkpoint: Checkpoint, ranks: RankSync) -> None:
+    """Raise RuntimeError if the job that saves there has deleted or replaced a checkpoint: there are newer ones."""
+    if not ranks.first(checkpoint.still_exists):
+        raise RuntimeError(f"{checkpoint.path} was deleted or replaced while it was read")
+
+
+def _check_optimizer(plan: _LoadPlan, allow: Sequence[str]) -> set[str]:
+    """Read the hyperparameters of torch's optimizers and check them; return the names of states not to load.
+
+    They must fit the parameter groups before anything is changed.
+    """
+    names = [f"{name}/{VALUES}" for name in plan.states]
+    values = {name: plan.parts[name] for name in names if name in plan.parts}
+    if not values:
+        return set()
+    read_parts(plan.checkpoint, plan.stored, values)
+    return check_groups(plan.states, allow)
+
+
+def _restore_tensors(plan: _LoadPlan) -> None:
+    """Read everything into the model and its optimizer."""
+    masters = {}
+    for name in plan.requantized:
+        part = plan.parts[name]
+        master = cast(Tensor, cast(QuantizedTensor, part.quantized).master)
+        masters[name] = TensorPart(part.shape, part.box, master)
+    read_parts(plan.checkpoint, plan.stored, {**plan.parts, **masters})
+    for name, part in plan.parts.items():
+        if part.quantized is not None and part.quantized.master is not None and name not in masters:
+            part.quantized.master.copy_(part.quantized.dequantize())
+    for state in plan.states.values():
+        state.restore()
+
+
+def _restore_random(checkpoint: Checkpoint, layout: Mapping[str, int], rank: int, seed: int) -> bool:
+    """Restore this rank's random state and return True, or derive one for another layout and return False."""
+    path, manifest = checkpoint
+    if manifest.layout != layout:
+        derive_random(seed, manifest.step, rank)
+        return False
+    _, metadata = read_header(path / tensor_file_name(rank))
+    restore_random(json.loads(metadata[RANDOM]))
+    return True
+
+
+class _BoxRead(NamedTuple):
+    """A stored box to read from, and its intersection with this rank's part, in coordinates of the tensor."""
+
+    name: str
+    box: Box
+    shared: Box
 
 
 def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart]) -> None:
-    """Fill the parts of this rank. Shapes must be those stored; other dtypes are cast.
+    """Fill this rank's parts from the files of a checkpoint. Other dtypes are cast; shapes must agree.
 
-    Raises RuntimeError where a file does not hold what the description of the checkpoint says.
+    Args:
+        checkpoint: the checkpoint.
+        stored: its tensors by name.
+        parts: the parts to fill, by name.
+
+    Raises:
+        RuntimeError: a file does not hold the tensors that the description of the checkpoint lists.
     """
-    wanted: dict[int, list[tuple[str, Box, Box]]] = {}  # by the rank that wrote them: boxes, and what is wanted of each
+    by_writer: dict[int, list[_BoxRead]] = {}
     for name, part in parts.items():
         for box, rank in stored[name].boxes.items():
-            if (shared := box.intersection(part.box)) is not None:
-                wanted.setdefault(rank, []).append((name, box, shared))
-    for rank, boxes in wanted.items():
-        files = takewhile(checkpoint.manifest.files.__contains__, (file_of(rank, number) for number in count()))
-        headers = {name: each for file in files for name, each in read_header(checkpoint.path / file)[0].items()}
-        for name, box, _ in boxes:
-            dtype, found = stored[name].dtype, headers.get(name)
-            if found is None or (found.dtype, found.shape) != in_file(dtype, box.shape):
-                raise RuntimeError(f"{checkpoint.path / file_of(rank)} does not hold {dtype} {box.shape} of {name}, as "
-                                   "it should")
-            if not isinstance(dtype, Format):
-                headers[name] = found._replace(dtype=dtype, shape=box.shape)  # also of what is held as bytes
-        boxes.sort(key=lambda each: headers[each[0]][2:])  # by file, and as they lie in it
-        for file, inside in groupby(boxes, key=lambda each: headers[each[0]].file):
+            shared = box.intersection(part.box)
+            if shared is not None:
+                by_writer.setdefault(rank, []).append(_BoxRead(name, box, shared))
+    for rank, reads in by_writer.items():
+        headers = _read_headers(checkpoint, rank, stored, reads)
+        reads.sort(key=lambda read: headers[read.name][2:])  # by file and position, for sequential reading
+        for file, file_reads in groupby(reads, key=lambda read: headers[read.name].file):
             with open(checkpoint.path / file, "rb", buffering=0) as opened:
-                for name, box, shared in inside:
-                    part, dtype = parts[name], stored[name].dtype
-                    there, here = shared.within(box), shared.within(part.box)
-                    if not isinstance(dtype, Format):
-                        read_box(opened.fileno(), headers[name], there, part.tensor[here.slices])
-                    elif part.quantized is not None:
-                        rows = block_rows(here, dtype, box.shape[-1])
-                        read_box(opened.fileno(), headers[name], block_rows(there, dtype, box.shape[-1]),
-                                 part.tensor[rows.slices])
-                    else:
-                        _read_numbers(opened.fileno(), headers[name], dtype, box, there, part.tensor[here.slices])
+                for read in file_reads:
+                    _read_part(opened.fileno(), headers[read.name], stored[read.name].dtype, read, parts[read.name])
 
 
-def _read_numbers(
-    descriptor: int, header: TensorHeader, format: Format, box: Box, there: Box, out: Tensor
+def _read_headers(
+    checkpoint: Checkpoint, rank: int, stored: Mapping[str, StoredTensor], reads: Iterable[_BoxRead]
+) -> dict[str, TensorHeader]:
+    """Return the headers of a rank's files, with the original dtype and shape of tensors that are held as bytes."""
+    files = takewhile(checkpoint.manifest.files.__contains__, (tensor_file_name(rank, number) for number in count()))
+    headers = {name: header for file in files for name, header in read_header(checkpoint.path / file)[0].items()}
+    for name, box, _ in reads:
+        dtype = stored[name].dtype
+        header = headers.get(name)
+        if header is None or (header.dtype, header.shape) != dtype_and_shape_in_file(dtype, box.shape):
+            raise RuntimeError(f"{checkpoint.path / tensor_file_name(rank)} does not hold {dtype} {box.shape} of "
+                               f"{name}, as {TENSORS} says")
+        if not isinstance(dtype, Format):
+            headers[name] = header._replace(dtype=dtype, shape=box.shape)
+    return headers
+
+
+def _read_part(
+    descriptor: int, header: TensorHeader, dtype: torch.dtype | Format, read: _BoxRead, part: TensorPart
 ) -> None:
-    """Read a part of a stored box and dequantize it; blocks of which it has some rows are read whole."""
-    columns, rows = box.shape[-1], block_rows(there, format, box.shape[-1])
+    """Read the intersection of a stored box with a part, and convert it from a format if the part is plain."""
+    source = read.shared.relative_to(read.box)
+    target = read.shared.relative_to(part.box)
+    if not isinstance(dtype, Format):
+        read_box(descriptor, header, source, part.tensor[target.slices])
+    elif part.quantized is not None:
+        columns = read.box.shape[-1]
+        target_rows = block_rows(target, dtype, columns)
+        read_box(descriptor, header, block_rows(source, dtype, columns), part.tensor[target_rows.slices])
+    else:
+        _read_dequantized(descriptor, header, dtype, read.box, source, part.tensor[target.slices])
+
+
+def _read_dequantized(
+    descriptor: int, header: TensorHeader, format: Format, box: Box, source: Box, out: Tensor
+) -> None:
+    """Read the block rows that contain `source`, a region of a stored box, and dequantize the region into `out`."""
+    columns = box.shape[-1]
+    rows = block_rows(source, format, columns)
     data = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
     read_box(descriptor, header, rows, data)
     start = rows.offsets[1] * format.block[0]
-    numbers = dequantize(data, format, min(rows.shape[1] * format.block[0], box.shape[-2] - start), columns)
-    first = there.offsets[-2] - start
-    wanted = numbers[:, first : first + there.shape[-2], there.slices[-1]]
-    out.copy_(wanted.reshape(out.shape))
+    num_rows = min(rows.shape[1] * format.block[0], box.shape[-2] - start)
+    values = dequantize(data, format, num_rows, columns)
+    first = source.offsets[-2] - start
+    region = values[:, first : first + source.shape[-2], source.slices[-1]]
+    out.copy_(region.reshape(out.shape))
 
 
 def _compare(
     ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart],
     allow: Sequence[str],
 ) -> tuple[str, ...]:
-    """The differences that are allowed, the same on all ranks; raises ValueError for all others."""
+    """Return a line for each allowed difference, the same on all ranks; raise ValueError for all others."""
     names = sorted(stored)
 
-    def differences() -> tuple[dict[str, str], int]:
-        """What of this rank's tensors is otherwise in the checkpoint, or missing; which of its names are known here."""
-        differ = {}
-        for name, part in parts.items():
-            if name not in stored:
-                differ[name] = "is missing from the checkpoint"
-            elif (there := stored[name].shape) != part.shape:
-                differ[name] = f"has shape {there} in the checkpoint, {part.shape} in the model"
-            elif (dtype := stored[name].dtype) != part.dtype:
-                differ[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(part.dtype)} in the model"
-        return differ, sum(1 << place for place, name in enumerate(names) if name in parts)  # small, to be sent to all
+    def compare_rank() -> tuple[dict[str, str], int]:
+        """Return this rank's differences, and the checkpoint's names that it has as a bit mask: a small message."""
+        return _differences(stored, parts), sum(1 << bit for bit, name in enumerate(names) if name in parts)
 
-    differ: dict[str, str] = {}
+    differences: dict[str, str] = {}
     known = 0
-    for rank_differ, rank_known in ranks.gather(differences):
-        differ |= rank_differ
+    for rank_differences, rank_known in ranks.gather(compare_rank):
+        differences |= rank_differences
         known |= rank_known
-    missing = differ.keys() - stored.keys()
-    unexpected = {name for place, name in enumerate(names) if not known >> place & 1}
-    differ |= dict.fromkeys(unexpected, "is in the checkpoint only")
-    for here, others, rest in ((missing, unexpected, names), (unexpected, missing, [])):
-        for name in sorted(here)[: _NEAREST if len(others) < _MANY else 0]:
-            if near := nearest(name, others) or nearest(name, rest):
-                differ[name] += f"; the nearest name is {near[0]}"
-    numbers = numbered(missing | stored.keys() - unexpected)
-    if (had := numbered(names)) != numbers:
-        raise ValueError(f"{path} has names by the numbers of {len(had)} stages, the model by those of {len(numbers)}: "
-                         "such a checkpoint can be loaded into a pipeline of the same stages alone")
-    lines = {name: f"{name} {difference}" for name, difference in sorted(differ.items())}
+    missing = differences.keys() - stored.keys()
+    unexpected = {name for bit, name in enumerate(names) if not known >> bit & 1}
+    differences |= dict.fromkeys(unexpected, "is in the checkpoint only")
+    _check_stage_numbers(path, stored, missing, unexpected)
+    for name, nearest_name in _nearest_names(missing, unexpected, names).items():
+        differences[name] += f"; the nearest name is {nearest_name}"
+    lines = {name: f"{name} {difference}" for name, difference in sorted(differences.items())}
     allowed = {name: line for name, line in lines.items() if is_allowed(name, allow)}
     raise_for(f"{path} does not fit the model; name what may differ in `allow`:",
               [line for name, line in lines.items() if name not in allowed])
     return tuple(allowed.values())
+
+
+def _differences(stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart]) -> dict[str, str]:
+    """Return the tensors of this rank that the checkpoint lacks or has in another shape or dtype, and in what way."""
+    differences = {}
+    for name, part in parts.items():
+        if name not in stored:
+            differences[name] = "is missing from the checkpoint"
+            continue
+        dtype, shape, _ = stored[name]
+        if shape != part.shape:
+            differences[name] = f"has shape {shape} in the checkpoint, {part.shape} in the model"
+        elif dtype != part.dtype:
+            differences[name] = f"is {short_name(dtype)} in the checkpoint, {short_name(part.dtype)} in the model"
+    return differences
+
+
+def _nearest_names(missing: set[str], unexpected: set[str], stored: Sequence[str]) -> dict[str, str]:
+    """Return the most similar name of the other side for names on one side only, as far as there is one."""
+    similar = {}
+    for names, candidates, more_candidates in ((missing, unexpected, stored), (unexpected, missing, ())):
+        if len(candidates) >= _MAX_CANDIDATES:
+            continue
+        for name in sorted(names)[:_MAX_NEAREST]:
+            matches = nearest(name, candidates) or nearest(name, more_candidates)
+            if matches:
+                similar[name] = matches[0]
+    return similar
+
+
+def _check_stage_numbers(
+    path: Path, stored: Mapping[str, StoredTensor], missing: set[str], unexpected: set[str]
+) -> None:
+    """Raise ValueError if checkpoint and model have names with the numbers of different stages."""
+    saved = stage_numbers(stored)
+    current = stage_numbers(missing | stored.keys() - unexpected)
+    if saved != current:
+        raise ValueError(f"{path} has names with the numbers of {len(saved)} stages, the model with those of "
+                         f"{len(current)}: load it into a pipeline of the same stages")

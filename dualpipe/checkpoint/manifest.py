@@ -1,8 +1,9 @@
-"""What one checkpoint is, by its manifest: which files it has, which tensors are in them, and whether all is whole.
+"""The description of one checkpoint: its files, the tensors in them, and checks that all of it is intact.
 
-tensors.json has dtype and shape of each tensor, and the boxes that make it up, each with the rank that wrote it. Where
-in that rank's files a box is, their own headers say. Files of a checkpoint may come from anywhere: what they say is
-checked before it is used, and leads nowhere else.
+manifest.json has the step, the layout and versions, and the size and checksum of every other file. tensors.json has the
+dtype and shape of each tensor and the boxes that it is stored in, each with the rank that wrote it; the headers of that
+rank's files say where in them a box is. Files of a checkpoint are untrusted: everything is checked before it is used,
+and no path leads out of the directory.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import hashlib
 import json
 import stat
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
@@ -29,35 +30,36 @@ from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.files import CHECKSUMS, Written, checksum_of, node_of, write_file
 
-FORMAT = 2  # of all that a checkpoint consists of
-MANIFEST, TENSORS = "manifest.json", "tensors.json"
-RANDOM = "random"  # in the metadata of a rank's first file, as JSON
+FORMAT = 2  # version of the file format of a checkpoint, all its files together
+MANIFEST = "manifest.json"
+TENSORS = "tensors.json"
+RANDOM = "random"  # metadata key in the first file of a rank: its random state, as JSON
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is."""
+    """The contents of manifest.json."""
 
     step: int
-    sequence: int  # of two in one directory, the one that was committed later has the higher
+    sequence: int  # commit order in a directory: the later commit has the higher number
     saved_at: str
-    layout: dict[str, int]  # of `layout_of`
-    own_dimensions: list[str]  # of its names, those of a mesh of the user's own
+    layout: dict[str, int]  # from `mesh_layout`
+    own_dimensions: list[str]  # names in `layout` that are dimensions of a user's custom mesh
     versions: dict[str, str]
-    dtypes: dict[str, dict[str, str]]  # of the plan, by name: "storage", "compute", "save"; "stored" or "gathered" in
+    dtypes: dict[str, dict[str, str]]  # the dtype plan by name: "storage", "compute", "save"; "stored" or "gathered"
     config: Any
     extra: Any
-    checksum: str  # which one: of `files.CHECKSUMS`
+    checksum: str  # algorithm, one of `files.CHECKSUMS`
     files: dict[str, Written]
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The total size of all files, in bytes."""
         return sum(file.size for file in self.files.values())
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a checkpoint, whole in its boxes, each with the rank that wrote it."""
+    """A tensor of a checkpoint: boxes that cover it exactly, each with the rank that wrote it."""
 
     dtype: torch.dtype | Format
     shape: tuple[int, ...]
@@ -65,7 +67,7 @@ class StoredTensor(NamedTuple):
 
 
 class UnknownLayout(ValueError):
-    """A checkpoint is of a later release: it is whole, but this one cannot tell what its parts are."""
+    """A checkpoint is from a later release: it is intact, but this release does not know its layout."""
 
 
 class Checkpoint(NamedTuple):
@@ -76,7 +78,12 @@ class Checkpoint(NamedTuple):
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> Checkpoint:
-        """What is at `path`, by its manifest; raises ValueError where that cannot be told."""
+        """Read the manifest of the checkpoint at `path`.
+
+        Raises:
+            UnknownLayout: the checkpoint is from a later release.
+            ValueError: there is no complete checkpoint, or its manifest cannot be read or is damaged.
+        """
         path = Path(path)
         file = path / MANIFEST
         try:
@@ -84,167 +91,237 @@ class Checkpoint(NamedTuple):
                 raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
             if not file.is_file() or file.is_symlink():
                 raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
-            text = file.read_text(encoding="utf-8", errors="replace")  # which its checksum then tells
-        except OSError as error:  # of the disk, or of permissions
+            text = file.read_text(encoding="utf-8", errors="replace")  # the checksum detects replaced characters
+        except OSError as error:  # from the disk, or missing permissions
             raise ValueError(f"{path} cannot be read: {error}") from error
         try:
-            content = json.loads(text)
-            if content["format"] != FORMAT:
-                raise ValueError(f"it has format {content['format']!r}, which this release does not read")
-            body = content["manifest"]
-            if content["sha256"] != _digest_of(body):
-                raise ValueError("it does not have the checksum that it names")
-            files = {name: Written(*info) for name, info in body["files"].items()}
-            layout = dict.fromkeys(DIMENSIONS, 1) | body["layout"]
-            manifest = Manifest(**body | {"files": files, "layout": layout})
-            numbers = [manifest.step, manifest.sequence, layout["world"], *layout.values(),
-                       *(info.size for info in files.values())]
-            if any(type(number) is not int or number < 0 for number in numbers):
-                raise ValueError("a step, a size or the layout is not a number")
-            texts = [manifest.saved_at, manifest.checksum, *manifest.own_dimensions, *manifest.versions.values(),
-                     *(info.checksum for info in files.values()),
-                     *(dtype for of in manifest.dtypes.values() for dtype in of.values())]
-            if any(type(text) is not str for text in texts):
-                raise ValueError("a time, a version, a checksum, a dimension or a dtype is not a text")
+            manifest = _parse_manifest(text)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{file} is damaged: {type(error).__name__}: {error}") from error
-        for name in files:
-            if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
-                raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")
-        if unknown := layout.keys() - {"world", *TRAFFIC, *manifest.own_dimensions}:
-            raise UnknownLayout(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not "
-                                f"know; load it with the one that saved it, {manifest.versions.get('dualpipe')}")
-        if manifest.checksum not in CHECKSUMS:
-            raise ValueError(f"{file} has checksums by {manifest.checksum!r}, which this release does not know")
-        for name in chain([TENSORS], map(file_of, range(layout["world"]))):  # all that is read has a checksum
-            if name not in files:
-                raise ValueError(f"{file} is damaged: it does not list {name}")
+        _check_manifest(file, manifest)
         return cls(path, manifest)
 
-    def is_there(self) -> bool:
-        """Return True if it was neither deleted nor replaced by another of its step since it was read."""
+    def still_exists(self) -> bool:
+        """Return True if the checkpoint was neither deleted nor replaced by another of its step since it was read."""
         node = node_of(self.path)
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence
         except ValueError:
-            return node is not None and node == node_of(self.path)  # damaged, not replaced at this moment
+            return node is not None and node == node_of(self.path)  # damaged, but not being replaced at this moment
+
+    def find_damage(self, names: Iterable[str] | None = None) -> list[str]:
+        """Check the files of the checkpoint and return a line for each problem.
+
+        Args:
+            names: files to read and compare with their checksums. None: check that all files exist with the right
+                size, without reading them.
+        """
+        problems = []
+        for name in self.manifest.files if names is None else names:
+            problem = self._file_problem(name, compare_checksum=names is not None)
+            if problem:
+                problems.append(problem)
+        return problems
 
     def damage(self, names: Iterable[str] | None = None) -> list[str]:
-        """What is wrong with these of its files; None: with all, as far as can be seen without reading them."""
-        wrong = []
-        for name in self.manifest.files if names is None else names:
-            file, said = self.path / name, self.manifest.files[name]
-            try:
-                status = file.lstat()
-                if not stat.S_ISREG(status.st_mode):
-                    wrong.append(f"{file} is not a plain file; refused")
-                elif status.st_size != said.size:
-                    wrong.append(f"{file} has {status.st_size} bytes, not {said.size}")
-                elif names is not None and checksum_of(file, self.manifest.checksum) != said.checksum:
-                    wrong.append(f"{file} is damaged: its checksum is not that of the manifest")
-            except FileNotFoundError:
-                wrong.append(f"{file} is missing")
-            except OSError as error:
-                wrong.append(f"{file} cannot be read: {error}")
-        return wrong
+        """Call `find_damage`: the former name of it."""
+        return self.find_damage(names)
 
-    def tensors(self) -> tuple[dict[str, StoredTensor], list[str]]:
-        """By name what is in it, or what is wrong, as far as can be seen without reading the tensors."""
-        if wrong := self.damage():
-            return {}, wrong
-        file, stored = self.path / TENSORS, {}
+    def _file_problem(self, name: str, *, compare_checksum: bool) -> str:
+        """Return the problem with a file, or "" if there is none."""
+        file = self.path / name
+        expected = self.manifest.files[name]
+        try:
+            status = file.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                return f"{file} is not a plain file; refused"
+            if status.st_size != expected.size:
+                return f"{file} has {status.st_size} bytes, expected {expected.size}"
+            if compare_checksum and checksum_of(file, self.manifest.checksum) != expected.checksum:
+                return f"{file} is damaged: its checksum differs from the one in {MANIFEST}"
+        except FileNotFoundError:
+            return f"{file} is missing"
+        except OSError as error:
+            return f"{file} cannot be read: {error}"
+        return ""
+
+    def read_tensors(self) -> tuple[dict[str, StoredTensor], list[str]]:
+        """Return the tensors by name and no problems, or no tensors and a line for each problem.
+
+        Checks the sizes of all files, and that the boxes of every tensor cover it. Reads no tensor.
+        """
+        problems = self.find_damage()
+        if problems:
+            return {}, problems
+        file = self.path / TENSORS
+        stored = {}
         try:
             for name, (dtype, shape, boxes) in json.loads(file.read_text(encoding="utf-8")).items():
-                found = {}
-                for numbers in (shape, *chain(*((offsets, sizes, [rank]) for offsets, sizes, rank in boxes))):
-                    if not isinstance(numbers, list) or any(type(each) is not int or each < 0 for each in numbers):
-                        raise ValueError(f"{numbers!r} are not numbers of elements or of a rank")
-                if isinstance(held := _dtype_of(dtype, name), Format) and len(shape) not in (2, 3):
-                    raise ValueError(f"{name} {shape} is no matrix, or stack of them, as those in {held} are")
-                for offsets, sizes, rank in boxes:
-                    if any(offset + size > whole for offset, size, whole in zip(offsets, sizes, shape, strict=True)):
-                        raise ValueError(f"a part at {offsets} of sizes {sizes} is not inside a tensor of shape "
-                                         f"{shape}")
-                    first, end = (offsets[-2], offsets[-2] + sizes[-2]) if isinstance(held, Format) else (0, 0)
-                    if isinstance(held, Format) and (sizes[-1] != shape[-1] or first % held.block[0]
-                                                     or (end % held.block[0] and end != shape[-2])):
-                        raise ValueError(f"a part at {offsets} of sizes {sizes} cuts through blocks of {held}")
-                    if file_of(rank) not in self.manifest.files:
-                        raise ValueError(f"a part was written by rank {rank}, of which there is no file")
-                    found[Box(tuple(offsets), tuple(sizes))] = rank
-                stored[name] = StoredTensor(held, tuple(shape), found)
+                stored[name] = _parse_tensor(name, dtype, shape, boxes, self.manifest.files)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             return {}, [f"{file} cannot be read: {error}"]
-        gaps = gaps_in(stored)
-        return ({}, [f"{file}: {gaps[0]}"]) if gaps else (stored, [])
+        gaps = find_gaps(stored)
+        if gaps:
+            return {}, [f"{file}: {gaps[0]}"]
+        return stored, []
+
+
+def _parse_manifest(text: str) -> Manifest:
+    """Return the manifest in the text of a manifest.json; raise an error for one that is damaged."""
+    content = json.loads(text)
+    if content["format"] != FORMAT:
+        raise ValueError(f"it has format {content['format']!r}, which this release does not read")
+    body = content["manifest"]
+    if content["sha256"] != _digest(body):
+        raise ValueError("its content does not match its checksum")
+    files = {name: Written(*entry) for name, entry in body["files"].items()}
+    layout = dict.fromkeys(DIMENSIONS, 1) | body["layout"]
+    manifest = Manifest(**body | {"files": files, "layout": layout})
+    numbers = [manifest.step, manifest.sequence, layout["world"], *layout.values(),
+               *(file.size for file in files.values())]
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError("a step, a size or the layout is not a number")
+    texts = [manifest.saved_at, manifest.checksum, *manifest.own_dimensions, *manifest.versions.values(),
+             *(file.checksum for file in files.values()),
+             *(dtype for uses in manifest.dtypes.values() for dtype in uses.values())]
+    if any(type(text) is not str for text in texts):
+        raise ValueError("a time, a version, a checksum, a dimension or a dtype is not a string")
+    return manifest
+
+
+def _check_manifest(file: Path, manifest: Manifest) -> None:
+    """Raise ValueError for file names that lead out, missing files, and features that this release lacks."""
+    for name in manifest.files:
+        if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
+            raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")
+    unknown = manifest.layout.keys() - {"world", *TRAFFIC, *manifest.own_dimensions}
+    if unknown:
+        raise UnknownLayout(f"{file}: the layout has a dimension {min(unknown)!r}, which this release does not "
+                            f"know; load it with the one that saved it, {manifest.versions.get('dualpipe')}")
+    if manifest.checksum not in CHECKSUMS:
+        raise ValueError(f"{file} has checksums by {manifest.checksum!r}, which this release does not know; load it "
+                         f"with the one that saved it, {manifest.versions.get('dualpipe')}")
+    # Every file that loading reads must have a checksum.
+    for name in chain([TENSORS], map(tensor_file_name, range(manifest.layout["world"]))):
+        if name not in manifest.files:
+            raise ValueError(f"{file} is damaged: it does not list {name}")
+
+
+def _parse_tensor(name: str, dtype_name: str, shape: Any, boxes: Any, files: Collection[str]) -> StoredTensor:
+    """Return a tensor from its entry in tensors.json; raise ValueError for an entry that is damaged."""
+    for numbers in (shape, *chain(*((offsets, sizes, [rank]) for offsets, sizes, rank in boxes))):
+        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+            raise ValueError(f"{name}: {numbers!r} are not numbers of elements or of a rank")
+    dtype = _parse_dtype(dtype_name, name)
+    if isinstance(dtype, Format) and len(shape) not in (2, 3):
+        raise ValueError(f"{name} in {dtype} must be a matrix or a stack of matrices; its shape is {shape}")
+    ranks = {}
+    for offsets, sizes, rank in boxes:
+        box = f"{name}: the box at {offsets} of shape {sizes}"
+        if any(offset + size > length for offset, size, length in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"{box} is not inside a tensor of shape {shape}")
+        if isinstance(dtype, Format) and not _has_whole_blocks(dtype, shape, offsets, sizes):
+            raise ValueError(f"{box} cuts through blocks of {dtype}")
+        if tensor_file_name(rank) not in files:
+            raise ValueError(f"{box} was written by rank {rank}, of which there is no file")
+        ranks[Box(tuple(offsets), tuple(sizes))] = rank
+    return StoredTensor(dtype, tuple(shape), ranks)
+
+
+def _has_whole_blocks(format: Format, shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> bool:
+    """Return True if a box has all columns, and starts and ends at a boundary of block rows."""
+    first = offsets[-2]
+    end = first + sizes[-2]
+    has_all_columns = sizes[-1] == shape[-1]
+    return has_all_columns and first % format.block[0] == 0 and (end % format.block[0] == 0 or end == shape[-2])
 
 
 def verify(path: str | PathLike[str]) -> list[str]:
-    """What is wrong with the checkpoint at `path`, a line for each; reads every byte. Nothing: it can be loaded."""
+    """Read every byte of the checkpoint at `path` and return a line for each problem.
+
+    An empty list means that the checkpoint is intact and can be loaded.
+    """
     try:
         checkpoint = Checkpoint.read(path)
     except ValueError as error:
         return [str(error)]
-    return checkpoint.damage(sorted(checkpoint.manifest.files)) or checkpoint.tensors()[1]
+    damage = checkpoint.find_damage(sorted(checkpoint.manifest.files))
+    if damage:
+        return damage
+    _, problems = checkpoint.read_tensors()
+    return problems
 
 
 def write_description(folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> None:
-    """Complete a checkpoint of which all files but these two are there; on the disk when this returns."""
-    described = {name: (_name_of(each.dtype), each.shape, [(*box, rank) for box, rank in each.boxes.items()])
-                 for name, each in stored.items()}
-    written = write_file(folder / TENSORS, [json.dumps(described).encode()], manifest.checksum)
+    """Write tensors.json and manifest.json, the last two files of a checkpoint. Both are on the disk on return."""
+    entries = {name: (_dtype_name(tensor.dtype), tensor.shape, [(*box, rank) for box, rank in tensor.boxes.items()])
+               for name, tensor in stored.items()}
+    written = write_file(folder / TENSORS, [json.dumps(entries).encode()], manifest.checksum)
     body = dataclasses.asdict(manifest) | {"files": dict(sorted({**manifest.files, TENSORS: written}.items()))}
-    content = {"format": FORMAT, "sha256": _digest_of(body), "manifest": body}
+    content = {"format": FORMAT, "sha256": _digest(body), "manifest": body}
     write_file(folder / MANIFEST, [json.dumps(content, indent=1).encode()])
 
 
-def _digest_of(body: Any) -> str:
-    """The checksum that a manifest has of itself."""
+def _digest(body: Any) -> str:
+    """Return the checksum of the body of a manifest, which is stored beside it."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _name_of(dtype: torch.dtype | Format) -> str:
-    """'bf16', or 'fp8_block 128x128': a format with the rows and columns of its blocks."""
+def _dtype_name(dtype: torch.dtype | Format) -> str:
+    """Return a name such as 'bf16', or 'fp8_block 128x128': a format with the rows and columns of its blocks."""
     return f"{dtype} {dtype.block[0]}x{dtype.block[1]}" if isinstance(dtype, Format) else short_name(dtype)
 
 
-def _dtype_of(name: str, tensor: str) -> torch.dtype | Format:
-    """What `_name_of` names; raises ValueError for a format of other blocks than here."""
+def _parse_dtype(name: str, tensor: str) -> torch.dtype | Format:
+    """Return the dtype or format with a name from `_dtype_name`.
+
+    Raises ValueError for an unknown name, and for a format whose blocks have another size in this release.
+    """
     format = FORMATS.get(name.partition(" ")[0])
-    if format is not None and name != _name_of(format):
-        raise ValueError(f"{tensor} is stored in {name}, and this release has {_name_of(format)}; load it with the one "
-                         "that saved it")
+    if format is not None and name != _dtype_name(format):
+        raise ValueError(f"{tensor} is stored in {name}, and this release has {_dtype_name(format)}; load it with the "
+                         "release that saved it")
     try:
         return format or dtype_of(name)
     except ValueError as error:
-        raise ValueError(f"{tensor} is stored in {name}, which this release does not have; load it with the one that "
-                         "saved it") from error
+        raise ValueError(f"{tensor} is stored in {name}, which this release does not have; load it with the release "
+                         "that saved it") from error
 
 
-def gaps_in(tensors: Mapping[str, StoredTensor]) -> list[str]:
-    """A line for each tensor whose boxes do not make up the whole."""
+def find_gaps(tensors: Mapping[str, StoredTensor]) -> list[str]:
+    """Return a line for each tensor whose boxes leave elements out or overlap."""
     lines = []
     for name, (_, shape, boxes) in tensors.items():
-        if (stored := sum(box.numel for box in boxes)) != prod(shape):
-            lines.append(f"{name} is not whole: its parts have {stored} of {prod(shape)} elements")
-            continue
-        # All edges make a grid; boxes overlap where they share a cell of it.
-        edges = [sorted({edge for part in along for edge in (part.start, part.stop)})
-                 for along in zip(*(box.slices for box in boxes))]
-        cells = [cell for box in boxes for cell in product(*(
-            range(bisect_left(at, part.start), bisect_left(at, part.stop)) for at, part in zip(edges, box.slices)
-        ))]
-        if len(cells) > len(set(cells)):
-            lines.append(f"{name} is not whole: some of its parts overlap")
+        covered = sum(box.numel for box in boxes)
+        if covered != prod(shape):
+            lines.append(f"{name} is incomplete: its parts have {covered} of {prod(shape)} elements")
+        elif _overlap(list(boxes)):
+            lines.append(f"{name} is invalid: some of its parts overlap")
     return lines
 
 
-def file_of(rank: int, number: int = 0) -> str:
-    """The name of a file of tensors: one of those that a rank wrote."""
-    return f"rank-{rank:05}{f'.{number}' if number else ''}.safetensors"
+def _overlap(boxes: Sequence[Box]) -> bool:
+    """Return True if two boxes of a tensor overlap.
+
+    The edges of all boxes divide the tensor into grid cells. Two boxes overlap if they share a cell.
+    """
+    edges = [sorted({edge for span in spans for edge in (span.start, span.stop)})
+             for spans in zip(*(box.slices for box in boxes))]
+    cells: list[tuple[int, ...]] = []
+    for box in boxes:
+        ranges = [range(bisect_left(dim_edges, span.start), bisect_left(dim_edges, span.stop))
+                  for dim_edges, span in zip(edges, box.slices)]
+        cells += product(*ranges)
+    return len(cells) > len(set(cells))
 
 
-def layout_of(mesh: DeviceMesh | None) -> dict[str, int]:
-    """Sizes by name: "world", "pp", "dp", "ep", and those of other dimensions that a mesh of one's own has."""
+def tensor_file_name(rank: int, number: int = 0) -> str:
+    """Return the name of a rank's tensor file. Ranks with more than one file number them from 0."""
+    suffix = f".{number}" if number else ""
+    return f"rank-{rank:05}{suffix}.safetensors"
+
+
+def mesh_layout(mesh: DeviceMesh | None) -> dict[str, int]:
+    """Return the sizes of "world", "pp", "dp", "ep", and of any other dimension of a user's custom mesh, by name."""
     sizes = Mesh.of(mesh)
     return {"world": sizes.world_size, **sizes.sizes}

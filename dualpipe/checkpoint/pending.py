@@ -1,8 +1,9 @@
-"""A save that is under way: how far the ranks are with it, and whether it may still be committed.
+"""A save in progress: the progress of all ranks, and permission to commit it.
 
-What a rank has to do for it, such as writing its files, may take as long as it likes, as long as it goes on. While it
-works, a thread beside it meets those of the other ranks in rounds, at once when it has done, else every few seconds,
-and tells for how long it has not gone on. So all ranks come to know of one that is stuck, and of one that is gone.
+The work of a rank for a save, such as writing its files, may take any time as long as it makes progress. While it runs,
+a second thread meets the same thread of the other ranks in rounds: as soon as the work is done, and otherwise every few
+seconds. In each round, the ranks exchange the time since their last progress. So every rank learns that a rank is stuck
+or lost.
 """
 
 from __future__ import annotations
@@ -19,73 +20,78 @@ from dualpipe.runtime.errors import PipelineError, RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
-_ROUND = 5.0  # seconds, at most, after which ranks that work meet again
+_ROUND_SECONDS = 5.0  # longest time between two rounds
 
 T = TypeVar("T")
 
 
-class GivenUp(RuntimeError):
-    """A save does not go on, or is not wanted any more."""
+class SaveAbandoned(RuntimeError):
+    """A save makes no progress, or may not be committed any more."""
 
 
 class PendingSave:
-    """One save of this rank.
+    """A save in progress on this rank.
 
-    ranks: all, in a group that nothing else uses meanwhile. timeout: seconds after which a rank that does not go on, or
-    does not come, is given up: the group's.
+    Two threads use it: the saving thread does the work, and the rounds thread talks to the other ranks.
+
+    Args:
+        step: the step of the checkpoint.
+        ranks: all ranks, in a group that nothing else uses meanwhile.
+        timeout: seconds without progress after which a rank is given up; the timeout of the group.
     """
 
     def __init__(self, step: int, ranks: RankSync, timeout: float) -> None:
         self.step = step
-        self.ended: Future[Path] = Future()  # its path, or what it failed of, even where the work here never ends
-        self.folder: Path | None = None  # where it is written, on rank 0
-        self.refused = ""  # why it may not be committed any more
-        self._ranks, self._timeout = ranks, timeout
-        self._moved = time.monotonic()
+        self.ended: Future[Path] = Future()  # the path or the error, even if the work on this rank never ends
+        self.folder: Path | None = None  # temporary directory, on rank 0
+        self.refused = ""  # reason that it may not be committed any more
+        self._ranks = ranks
+        self._timeout = timeout
+        self._last_progress = time.monotonic()
         self._committing = Lock()
-        self._recorder = Recorder.current()  # of the thread that saves
+        self._recorder = Recorder.current()  # of the thread that calls save
 
-    # -- for the thread that works
+    # -- called by the saving thread
 
     def first(self, work: Callable[[], T]) -> T:
-        """As `RankSync.first`, and as long as rank 0 goes on with `work`."""
+        """Like `RankSync.first`, but waits as long as rank 0 makes progress with `work`."""
         return self._ranks.first(self._carry_out(work if self._ranks.rank == 0 else lambda: None))  # type: ignore
 
     def agree(self, work: Callable[[], T]) -> T:
-        """As `RankSync.agree`, and as long as all ranks go on with `work`."""
+        """Like `RankSync.agree`, but waits as long as all ranks make progress with `work`."""
         return self._ranks.agree(self._carry_out(work))
 
-    def moved(self) -> None:
-        """The work goes on."""
-        self._went_on("commit", 0)
+    def report_progress(self) -> None:
+        """Report that the work makes progress."""
+        self._record_progress("commit", 0)
 
-    def wrote(self, size: int) -> None:
-        """So many bytes more are written; raises GivenUp where they are not wanted any more."""
-        self._went_on("write", size)
+    def report_written(self, size: int) -> None:
+        """Report that `size` more bytes are written; raise SaveAbandoned if the save may not be committed any more."""
+        self._record_progress("write", size)
         self._check()
 
-    def _went_on(self, kind: str, size: int) -> None:
-        self._moved = time.monotonic()
-        recorder = Recorder.current()  # for who looks whether anything goes on here
+    def _record_progress(self, kind: str, size: int) -> None:
+        self._last_progress = time.monotonic()
+        recorder = Recorder.current()  # shows the progress to the watchdog
         recorder.begin(kind, "a part of it", (), size)
         recorder.end()
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Around the one call that commits; raises GivenUp instead of beginning where that is not wanted."""
+        """Guard the one call that commits: raise SaveAbandoned before it if the save may not be committed any more."""
         with self._committing:
             self._check()
             yield
 
     def _carry_out(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Do `work` while the other ranks do theirs; returns what gives its result, or raises its error.
+        """Do `work` while the other ranks do theirs; return a function that returns its result or raises its error.
 
-        Raises GivenUp where a rank does not go on, and RankLost where one is gone.
+        Raises SaveAbandoned if a rank makes no progress, and RankLost if a rank is lost.
         """
         done: Future[T] = Future()
         met: Future[None] = Future()
-        self._moved = time.monotonic()
-        # Not of an executor, which takes nothing more when the process ends, when a save may still go on.
+        self._last_progress = time.monotonic()
+        # Not in an executor: that accepts no work when the interpreter shuts down, and a save may still be in progress.
         Thread(target=self._meet, args=(done, met), name="checkpoint rounds", daemon=True).start()
         try:
             done.set_result(work())
@@ -94,57 +100,60 @@ class PendingSave:
         with Recorder.current().wait("save", f"the checkpoint of step {self.step}", range(self._ranks.size)):
             try:
                 met.result()
-            except KeyboardInterrupt as interrupt:  # of this wait: told to the others like one of the work
+            except KeyboardInterrupt as interrupt:  # interrupts this wait: report it to the others as a failed work
                 done = Future()
                 done.set_exception(interrupt)
                 met.result()
         return done.result
 
-    # -- for the thread that talks
+    # -- called by the rounds thread
 
     def _meet(self, work: Future[Any], met: Future[None]) -> None:
-        saves = self._recorder
+        """Hold rounds until all ranks are done, and then complete `met`."""
+        recorder = self._recorder
         try:
-            with Recorder(saves.rank, saves.sizes).activate():  # no lane: that rounds go on says nothing of the work
+            # No recorder lane: rounds that continue say nothing about progress of the work.
+            with Recorder(recorder.rank, recorder.sizes).activate():
                 while not self._round(work):
                     pass
             met.set_result(None)
         except BaseException as error:
-            self.refuse(str(error))
+            self.forbid_commit(str(error))
             self.end(error)
             met.set_exception(error)
 
     def _round(self, work: Future[Any]) -> bool:
-        """Meet all ranks; whether all have done."""
-        wait([work], min(self._timeout / 4, _ROUND))
+        """Exchange the progress of all ranks; return True if all of them are done."""
+        wait([work], min(self._timeout / 4, _ROUND_SECONDS))
         try:
-            with self._ranks.together(GivenUp) as told:
+            with self._ranks.together(SaveAbandoned) as exchange:
                 self._check()
-                told.value = None if work.done() else time.monotonic() - self._moved
-        except PipelineError as gone:
-            raise RankLost(str(gone)) from gone
-        idle = [seconds or 0.0 for seconds in told.values]
-        if (longest := max(idle)) > self._timeout:
+                exchange.value = None if work.done() else time.monotonic() - self._last_progress
+        except PipelineError as loss:
+            raise RankLost(str(loss)) from loss
+        idle = [seconds or 0.0 for seconds in exchange.values]
+        longest = max(idle)
+        if longest > self._timeout:
             name = Recorder.current().name(idle.index(longest))
-            raise GivenUp(f"{name} has not gone on with it for {longest:.0f} s: its disk gives no answer")
-        return all(seconds is None for seconds in told.values)
+            raise SaveAbandoned(f"{name} has made no progress for {longest:.0f} s: its disk does not respond")
+        return all(seconds is None for seconds in exchange.values)
 
-    # -- for all
+    # -- called by any thread
 
     def _check(self) -> None:
         if self.refused:
-            raise GivenUp(self.refused)
+            raise SaveAbandoned(self.refused)
 
-    def refuse(self, why: str) -> None:
-        """Let nobody commit it from now on; what is being written stops soon."""
-        is_free = self._committing.acquire(timeout=1.0)  # else the disk hangs, in the middle of a commit
-        self.refused = self.refused or why
+    def forbid_commit(self, reason: str) -> None:
+        """Prevent the save from being committed. Writing stops soon."""
+        is_free = self._committing.acquire(timeout=1.0)  # not free: the disk hangs in the middle of a commit
+        self.refused = self.refused or reason
         if is_free:
             self._committing.release()
 
     def end(self, outcome: Path | BaseException) -> None:
-        """Its path, or what it failed of; the first time counts."""
-        if isinstance(outcome, RankLost):  # which the thread that saves may not come to know of for long
+        """Complete `ended` with the path or the error. Only the first call has an effect."""
+        if isinstance(outcome, RankLost):  # the saving thread may learn of the loss much later
             self._recorder.lost = self._recorder.lost or str(outcome)
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):

@@ -1,18 +1,16 @@
-"""Saving checkpoints of a run: at once, or in the background while training goes on.
+"""Save checkpoints of a run: at once, or in the background while training continues.
 
     with Checkpoints("run/checkpoints", mesh, keep_last=3) as checkpoints:
         ...
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
-Every rank calls the same methods in the same order. What fails on one rank raises on all; see `pending` for how they
-wait for each other, `directory` for what is on disk, and `state` for what is in it.
+Every rank calls the same methods in the same order. A failure on one rank raises on all of them. `pending` describes
+how ranks wait for each other, `directory` the files on disk, and `state` their contents.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import platform
 import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,46 +20,75 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe import __version__
-from dualpipe.checkpoint.assign import Offer, plan_together
+from dualpipe.checkpoint.assign import Offer, agree_on_writers
 from dualpipe.checkpoint.directory import Directory
-from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, file_of, layout_of
-from dualpipe.checkpoint.pending import GivenUp, PendingSave
-from dualpipe.checkpoint.state import CheckpointState, as_number, capture_random, not_finite, parts_of
-from dualpipe.checkpoint.tensors import lay_out, storable
+from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, mesh_layout, tensor_file_name
+from dualpipe.checkpoint.pending import PendingSave, SaveAbandoned
+from dualpipe.checkpoint.snapshot import SaveRequest, Snapshot
+from dualpipe.checkpoint.state import CheckpointState, find_non_finite
+from dualpipe.checkpoint.tensors import NewFile, lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.mesh import TRAFFIC, Mesh
-from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.errors import RankLost, raise_for
+from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.files import CHECKSUMS, Written, reporting, write_files
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
-_WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+_MAX_LOCK_WAIT = 10.0  # seconds that rank 0 waits for the directory, while the other ranks wait for rank 0
+
+WriteFiles = Callable[[Path], dict[str, Written]]  # writes this rank's files to a folder
 
 
 class CheckpointError(OSError):
-    """A checkpoint was not saved; those that were committed before are as they were."""
+    """A checkpoint was not saved. Checkpoints that were committed before are unchanged."""
+
+
+class _WritePlan(NamedTuple):
+    """The assignment of boxes to ranks, valid while the offers of all ranks stay the same."""
+
+    offers: dict[str, Offer]  # of this rank
+    names: list[str]  # tensors that this rank writes
+    stored: dict[str, StoredTensor]  # all tensors, on rank 0
+
+
+class _RankReport(NamedTuple):
+    """The state of a rank at the start of a save."""
+
+    step: int
+    is_as_planned: bool  # its offers are those of the current write plan
+    non_finite: list[str]
+    newest: Path | None  # newest complete checkpoint, on rank 0
 
 
 class Checkpoints:
-    """Saves into one directory, and holds the one that is under way.
+    """Save checkpoints to one directory, one save at a time.
 
-    kind: what writes in the background. Both block training for the copy to host memory (15 ms for 200 MB on a CPU).
-        "thread" needs nothing more, but takes turns with training in one interpreter; "process" starts another one for
-        each save (0.1 s, 20 MB).
-    keep_last, keep_every: which checkpoints stay: the last so many, and those of steps that are multiples. None: all.
-    checksum: of the files. SHA-256 takes as long as writing them, which XXH3 does not, and withstands more than damage.
-    timeout: after which a rank that does not go on, or does not come, is given up. A save may take longer.
-    finite: refuse to save parameters and optimizer states that are infinite or NaN.
+    Constructing is collective over `mesh`, in the main thread.
+
+    Args:
+        directory: receives the checkpoints. Created if it does not exist.
+        mesh: from `build_mesh`; None: this process alone.
+        kind: writer of background saves. Both kinds block training during the copy to host memory (15 ms for 200 MB on
+            a CPU). "thread" needs nothing else, but shares the interpreter with training. "process" starts another
+            process for each save (0.1 s, 20 MB).
+        keep_last: number of newest checkpoints to keep. None: keep all.
+        keep_every: also keep checkpoints of steps that are multiples of this number.
+        checksum: algorithm for the checksums of files. SHA-256 takes as long as writing the files, which XXH3 does not.
+            SHA-256 also detects manipulation, XXH3 only damage.
+        timeout: time without progress after which a rank is given up. A save may take longer.
+        finite: refuse to save parameters and optimizer states that are infinite or NaN.
+
+    Raises:
+        ValueError: on all ranks, if an argument is invalid, the directory cannot be written to, or another job saves
+            to it.
     """
 
     def __init__(
@@ -70,10 +97,6 @@ class Checkpoints:
         checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=10),
         finite: bool = True,
     ) -> None:
-        """Collective over `mesh` (from `build_mesh`; None: this process alone); in the main thread.
-
-        Raises ValueError on all ranks for a directory that cannot be written to, or that another job saves to.
-        """
         if kind not in ("thread", "process"):
             raise ValueError(f"checkpoints are written by a 'thread' or a 'process'; got {kind!r}")
         if checksum not in CHECKSUMS:
@@ -82,30 +105,33 @@ class Checkpoints:
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
         self.directory = Path(directory).absolute()
-        self._kind, self._checksum, self._finite, self._timeout = kind, checksum, finite, timeout.total_seconds()
-        self._layout = layout_of(mesh)
-        # Which ranks have the same stages, only "pp" tells. Without it, all that have a tensor must have the same.
-        is_named = mesh is None or "pp" in (mesh.mesh_dim_names or ())
-        self._stages = Mesh.of(mesh).rank("pp") if is_named else dist.get_rank()
-        # The background talks while training does, so never in a group of training's; gloo, as it sends no tensors.
+        self._kind = kind
+        self._checksum = checksum
+        self._finite = finite
+        self._timeout = timeout.total_seconds()
+        self._layout = mesh_layout(mesh)
+        # Only "pp" says which ranks have the same stages. Without it, every rank counts as different: then all ranks
+        # that hold a tensor must have the same values.
+        has_pp = mesh is None or "pp" in (mesh.mesh_dim_names or ())
+        self._stages = Mesh.of(mesh).rank("pp") if has_pp else dist.get_rank()
+        # Background saves communicate during training, so they need a separate group; gloo, as they send no tensors.
         self._group = None if self._layout["world"] == 1 else dist.new_group(backend="gloo", timeout=timeout)
         self._ranks = RankSync.of_mesh(mesh, self._group)
-        # What this rank has to offer and, while all ranks have the same, what it writes; what all write, on rank 0.
-        self._planned: tuple[dict[str, Offer], list[str], dict[str, StoredTensor]] = {}, [], {}
+        self._write_plan = _WritePlan({}, [], {})
         self._memory = HostMemory(is_shared=kind == "process")
-        # Ctrl-C is for the rank: a process that this thread starts inherits what the thread has blocked.
-        blocked = signal.SIG_BLOCK, {signal.SIGINT}
+        # Ctrl-C is handled by the rank: a process that this thread starts inherits the signals that it blocks.
+        blocked = (signal.SIG_BLOCK, {signal.SIGINT})
         self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
         self._recorder = Recorder.current()
         self._pending: PendingSave | None = None
-        self._given_up: PendingSave | None = None  # the last save, where what writes it may go on
-        self._patience = 1.0  # s, for that to come to its end
+        self._abandoned: PendingSave | None = None  # last save, if its writer may still be running
+        self._abandoned_patience = 1.0  # seconds to wait for that writer in `close`
         self._is_open = True
         self._target: Any = None  # a Directory, on rank 0
-        patience = min(10.0, self._timeout / 2)  # of rank 0, for which the others wait
+        lock_wait = min(_MAX_LOCK_WAIT, self._timeout / 2)
         try:
             self._target = self._ranks.agree(
-                lambda: Directory(self.directory, keep_last, keep_every, patience) if self._ranks.rank == 0 else None
+                lambda: Directory(self.directory, keep_last, keep_every, lock_wait) if self._ranks.rank == 0 else None
             )
         except BaseException:
             self.close()
@@ -113,86 +139,99 @@ class Checkpoints:
 
     def save(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
              extra: Any = None) -> Path:
-        """Write a checkpoint and return its path, on the disk and committed.
+        """Write a checkpoint and return its path. On return, it is on the disk and committed. Collective.
 
-        state: this rank's tensors by name, from `training_state`; what several ranks hold is written once.
-        step: the number of optimizer steps behind it. An earlier checkpoint of the same step is replaced.
-        plan: recorded; what it saves in float32 is checked to be stored so.
-        config, extra: of rank 0, anything that JSON can hold: the run's configuration; scheduler, loader position.
+        Args:
+            state: this rank's tensors by name, from `training_state`. Boxes that several ranks hold are written once.
+            step: number of optimizer steps taken. Replaces an earlier checkpoint of the same step.
+            plan: the dtype plan, which is recorded. Tensors that it saves in float32 are checked to have that dtype.
+            config: the configuration of the run, as JSON-compatible values. Rank 0's is recorded.
+            extra: any other state, as JSON-compatible values, such as scheduler and loader position. Rank 0's is
+                recorded.
 
-        Raises on all ranks: ValueError for arguments; FloatingPointError where a parameter or a state of the optimizer
-        is not finite; CheckpointError where it could not be written, or for an earlier one that failed in the
-        background; its cause is a RankLost where a rank is gone.
+        Raises (on all ranks):
+            ValueError: an argument is invalid.
+            FloatingPointError: a parameter or an optimizer state is infinite or NaN.
+            CheckpointError: this checkpoint could not be written, or an earlier background save failed. Its cause is a
+                RankLost if a rank is lost.
         """
         self.wait()
-        with self._reported(step), self._recorder.doing("save", f"the checkpoint of step {step}"):
-            return self._begin(state, step, plan, config, extra, is_staged=False)[1]()
+        with self._report_errors(step), self._recorder.doing("save", f"the checkpoint of step {step}"):
+            _, write = self._begin(SaveRequest(state, step, plan, config, extra), is_staged=False)
+            return write()
 
     def save_async(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
-        """As `save`, but return as soon as the tensors are copied to host memory: they may change then.
+        """Like `save`, but returns as soon as the tensors are copied to host memory. They may change then.
 
-        Waits for the save before it, if that is still being written, and raises what has failed there; then nothing is
-        saved by this call, as with `save`: call it again, or `wait` first.
+        Waits for the previous save if that is still in progress, and raises its error. In that case nothing is saved by
+        this call, as with `save`: call it again, or call `wait` first.
         """
         self.wait()
-        with self._reported(step), self._recorder.doing("save", f"the copy for the checkpoint of step {step}"):
-            pending, write = self._begin(state, step, plan, config, extra, is_staged=True)
+        with self._report_errors(step), self._recorder.doing("save", f"the copy for the checkpoint of step {step}"):
+            pending, write = self._begin(SaveRequest(state, step, plan, config, extra), is_staged=True)
         lane = self._recorder.lane("checkpoint")
 
-        def fly() -> None:
+        def write_in_background() -> None:
             try:
                 with lane.activate():
                     pending.end(write())
             except BaseException as error:
                 pending.end(error)
 
-        self._executor.submit(fly)
+        self._executor.submit(write_in_background)
         self._pending = pending
 
     def wait(self) -> Path | None:
-        """Wait until no save is under way; the path of what was, None where nothing was.
+        """Wait for the save in progress and return its path, or None if there is none.
 
-        Raises on all ranks what `save` would have; once, so that a run may go on and save again.
+        Raises what `save` would have raised, on all ranks; once, so that a run may continue and save again.
         """
-        if (pending := self._pending) is None:
+        pending = self._pending
+        if pending is None:
             return None
         with self._recorder.doing("save", f"the checkpoint of step {pending.step}"):
-            wait([pending.ended])  # an interrupt leaves it pending: its memory and its directory are still in use
-        self._pending, self._given_up = None, pending if pending.refused else None
-        with self._reported(pending.step):
+            wait([pending.ended])  # after an interrupt it stays pending: its memory and directory are still in use
+        self._pending = None
+        self._abandoned = pending if pending.refused else None
+        with self._report_errors(pending.step):
             return pending.ended.result()
 
     def close(self) -> None:
-        """Wait, then give everything back: call it at the end of the run. Raises as `wait` does."""
+        """Wait for the save in progress and release all resources, at the end of the run. Raises like `wait`."""
         try:
             self.wait()
         finally:
-            is_idle = self._given_up is None or self._is_idle(self._patience)
+            is_idle = self._abandoned is None or self._is_idle(self._abandoned_patience)
             self._executor.shutdown(wait=is_idle, cancel_futures=not is_idle)
             if self._target is not None:
                 self._target.close()
-            if is_idle:  # else what hangs may go on with them
+            if is_idle:  # else the writer that hangs may still use them
                 self._memory.close()
                 if self._group is not None:
                     dist.destroy_process_group(self._group)
-            elif self._given_up is not None and self._given_up.folder is not None:
-                shutil.rmtree(self._given_up.folder, ignore_errors=True)
-            self._target = self._group = None
+            elif self._abandoned is not None and self._abandoned.folder is not None:
+                shutil.rmtree(self._abandoned.folder, ignore_errors=True)
+            self._target = None
+            self._group = None
             self._is_open = False
 
     def _is_idle(self, patience: float) -> bool:
-        """Return True if nothing of an earlier save goes on here, or has come to its end within so many seconds."""
+        """Return True if no earlier save is in progress on this rank, or if it ends within `patience` seconds."""
         return not wait([self._executor.submit(int)], patience).not_done
 
-    def anomaly(self, step: int) -> None:
-        """Keep the newest checkpoint of before this step, which may have gone wrong, whatever else is deleted. It is
-        not recorded: call it again after a start."""
+    def keep_before_anomaly(self, step: int) -> None:
+        """Keep the newest checkpoint before `step`, whose result may be wrong, whatever else is deleted.
+
+        This is not recorded on disk: call it again after a restart.
+        """
         if self._target is not None:
             self._target.anomaly = max(step, self._target.anomaly)
 
+    anomaly = keep_before_anomaly  # the former name
+
     def ignore(self, damaged: Iterable[Path]) -> None:
-        """Do not count these checkpoints, such as `Loaded.damaged`, among the last that are kept."""
+        """Exclude damaged checkpoints, such as `Loaded.damaged`, from the `keep_last` that are kept."""
         if self._target is not None:
             self._target.ignore(damaged)
 
@@ -200,15 +239,17 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """As `close`; after an error what is under way has `timeout` to come to its end, without a rank none."""
-        if error is not None and (pending := self._pending) is not None:
+        """Like `close`. After an error, a save in progress has `timeout` to end; without a rank, it has no time."""
+        pending = self._pending
+        if error is not None and pending is not None:
             if isinstance(error, RankLost) or self._recorder.lost is not None:
-                self._patience = self._timeout = 0.0
+                self._abandoned_patience = 0.0
+                self._timeout = 0.0
             wait([pending.ended], self._timeout)
             if not pending.ended.done():
-                why = GivenUp("it was still being written when the run ended")
-                pending.refuse(str(why))
-                pending.end(why)
+                reason = SaveAbandoned("it was still being written when the run ended")
+                pending.forbid_commit(str(reason))
+                pending.end(reason)
         try:
             self.close()
         except Exception as failure:
@@ -217,129 +258,133 @@ class Checkpoints:
             error.add_note(f"and: {failure}")
 
     @contextmanager
-    def _reported(self, step: int) -> Iterator[None]:
-        what = f"the checkpoint of step {step} was not saved to {self.directory}"
+    def _report_errors(self, step: int) -> Iterator[None]:
+        """Raise CheckpointError for any error inside but ValueError and FloatingPointError."""
         try:
             yield
         except (ValueError, FloatingPointError):
             raise
         except Exception as error:
-            raise CheckpointError(f"{what}: {error}") from error
+            message = f"the checkpoint of step {step} was not saved to {self.directory}: {error}"
+            raise CheckpointError(message) from error
 
-    def _begin(
-        self, state: CheckpointState, step: int, plan: DTypePlan | None, config: Any, extra: Any, *, is_staged: bool
-    ) -> tuple[PendingSave, Callable[[], Path]]:
-        """Agree on what is saved, and copy it if it is to be staged; returns what writes and commits it."""
+    def _begin(self, request: SaveRequest, *, is_staged: bool) -> tuple[PendingSave, Callable[[], Path]]:
+        """Agree on the content of a checkpoint; return the save and a function that writes and commits it.
+
+        is_staged: copy the tensors to host memory first.
+        """
         if not self._is_open:
             raise ValueError("these checkpoints are closed; make new ones to save more")
-        ranks, mine, pending = self._ranks, [], PendingSave(step, self._ranks, self._timeout)
-        patience = 0.8 * self._timeout  # before the others give this rank up
-
-        def prepare() -> tuple[int, bool, list[str], Path | None]:
-            """Check what is to be saved: its step, whether it is planned for since the last time, and what of it is not
-            finite; the newest checkpoint."""
-            if not self._is_idle(patience):  # given up, or an interrupt has hidden it from `wait`
-                raise GivenUp(f"an earlier one has not come to its end here for {patience:.0f} s")
-            manifest, parts = self._describe(step, plan, config, extra), parts_of(state)
-            offers = {name: (part.dtype, part.shape, part.box) for name, part in parts.items()}
-            raise_for("what the dtype plan saves in float32 must be stored so:",
-                      [f"{name} is stored in {short_name(dtype)}" for name, (dtype, _, _) in offers.items()
-                       if manifest.dtypes.get(name, {}).get("save") == "fp32" and isinstance(dtype, torch.dtype)
-                       and dtype not in _WIDE])
-            mine.append((manifest, json.dumps(capture_random()), parts, offers))
-            wrong = not_finite(state, parts) if self._finite else []
-            return step, offers == self._planned[0], wrong, None if self._target is None else self._target.newest
-
-        found = ranks.gather(prepare)
-        if len(steps := {step for step, *_ in found}) > 1:
-            raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
-        if wrong := [f"{name} on {self._recorder.name(rank)}" for rank, (*_, names, _) in enumerate(found)
-                     for name in names]:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            raise FloatingPointError(f"{wrong[0]}{more}: not finite, so there is no checkpoint of step {step}; the "
-                                     f"newest that is whole: {found[0][-1] or 'none'}")
-        manifest, random, parts, offers = mine[0]
-        if not all(is_as_planned for _, is_as_planned, *_ in found):
-            self._planned = offers, *plan_together(ranks, self._stages, parts)
-        _, names, stored = self._planned
-        tensors = {name: storable(parts[name].tensor) for name in names}
+        pending = PendingSave(request.step, self._ranks, self._timeout)
+        snapshot = self._agree_on_snapshot(request)
+        names = self._write_plan.names
+        tensors = {name: storable(snapshot.parts[name].tensor) for name in names}
         files = lay_out({name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}, MAX_FILE_BYTES,
-                        lambda number, _: file_of(ranks.rank, number), {RANDOM: random})
+                        lambda number, _: tensor_file_name(self._ranks.rank, number), {RANDOM: snapshot.random})
+        write = self._stage(pending, files, tensors) if is_staged else self._writer(
+            pending, {file.name: file.pieces(tensors) for file in files})
+        return pending, partial(self._write, pending, snapshot.manifest, names, self._write_plan.stored, write)
 
-        def writing() -> Callable[[Path], dict[str, Written]]:
-            """What writes the files into a folder, after the copy to host memory if it is to be staged."""
-            memory, checksum = self._memory, self._checksum
-            if is_staged:
-                memory.fill(files, tensors)
-                if self._kind == "process":
-                    return lambda folder: memory.write_in_process(folder, checksum, patience, pending.wrote)
-            pieces = memory.pieces() if is_staged else {each.name: each.pieces(tensors) for each in files}
-            watched = {name: reporting(each, pending.wrote) for name, each in pieces.items()}
-            return lambda folder: write_files(folder, watched, checksum)
+    def _agree_on_snapshot(self, request: SaveRequest) -> Snapshot:
+        """Take a snapshot on every rank, check all of them together, and update the write plan. Collective."""
+        snapshots: list[Snapshot] = []
 
-        write = ranks.agree(writing) if is_staged else writing()
-        return pending, partial(self._write, pending, manifest, names, stored, write)
+        def prepare() -> _RankReport:
+            if not self._is_idle(self._patience):  # it was given up, or an interrupt has hidden it from `wait`
+                raise SaveAbandoned(f"an earlier save has not ended on this rank for {self._patience:.0f} s")
+            snapshot = Snapshot.take(request, self._layout, self._checksum)
+            snapshots.append(snapshot)
+            non_finite = find_non_finite(request.state, snapshot.parts) if self._finite else []
+            newest = None if self._target is None else self._target.newest
+            return _RankReport(request.step, snapshot.offers == self._write_plan.offers, non_finite, newest)
 
-    def _describe(self, step: int, plan: DTypePlan | None, config: Any, extra: Any) -> Manifest:
-        """What this rank has to say of a checkpoint, as it is when saving begins."""
-        if type(step) is not int or step < 0:
-            raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
-        dtypes = {} if plan is None else {
-            name: {use: short_name(getattr(of, use)) for use in ("storage", "compute", "save")}
-            | ({"gathered" if of.gathered else "stored": of.format.name} if of.format else {})
-            for name, of in plan.tensors.items()
-        }
-        copies = []  # as they will be read
-        for what, value in (("config", config), ("extra", extra)):
-            try:
-                copies.append(json.loads(json.dumps(value, default=as_number)))
-            except TypeError as error:
-                raise ValueError(f"{what} must be what JSON can hold, as numbers, texts, lists and dicts: "
-                                 f"{error}") from None
-        return Manifest(
-            step=step, sequence=0, saved_at="", layout=self._layout,
-            own_dimensions=[name for name in self._layout if name not in ("world", *TRAFFIC)],
-            versions={"dualpipe": __version__, "torch": torch.__version__, "python": platform.python_version()},
-            dtypes=dtypes, config=copies[0], extra=copies[1], checksum=self._checksum, files={},
-        )
+        reports = self._ranks.gather(prepare)
+        self._check_reports(reports)
+        (snapshot,) = snapshots
+        if not all(report.is_as_planned for report in reports):
+            names, stored = agree_on_writers(self._ranks, self._stages, snapshot.parts)
+            self._write_plan = _WritePlan(snapshot.offers, names, stored)
+        return snapshot
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait for a writer: less than those after which the other ranks give this rank up."""
+        return 0.8 * self._timeout
+
+    def _check_reports(self, reports: Sequence[_RankReport]) -> None:
+        """Raise the same error on all ranks if steps differ or a tensor has an infinite or NaN element."""
+        steps = {report.step for report in reports}
+        if len(steps) > 1:
+            raise ValueError(f"all ranks must save the same step; got {sorted(steps)}")
+        non_finite = [f"{name} on {self._recorder.name(rank)}" for rank, report in enumerate(reports)
+                      for name in report.non_finite]
+        if non_finite:
+            more = f" and {len(non_finite) - 1} more" if len(non_finite) > 1 else ""
+            raise FloatingPointError(f"{non_finite[0]}{more}: not finite, so there is no checkpoint of step "
+                                     f"{reports[0].step}; the newest complete checkpoint: "
+                                     f"{reports[0].newest or 'none'}")
+
+    def _stage(self, pending: PendingSave, files: Sequence[NewFile], tensors: Mapping[str, Tensor]) -> WriteFiles:
+        """Copy the tensors to host memory on all ranks; return a function that writes the copy to a folder."""
+
+        def copy() -> WriteFiles:
+            memory = self._memory
+            checksum = self._checksum
+            patience = self._patience
+            memory.fill(files, tensors)
+            if self._kind == "process":
+                return lambda folder: memory.write_in_process(folder, checksum, patience, pending.report_written)
+            return self._writer(pending, memory.pieces())
+
+        return self._ranks.agree(copy)
+
+    def _writer(self, pending: PendingSave, pieces: Mapping[str, Iterable[bytes | memoryview]]) -> WriteFiles:
+        """Return a function that writes files to a folder in this process, and reports progress."""
+        checksum = self._checksum
+        reported = {name: reporting(file_pieces, pending.report_written) for name, file_pieces in pieces.items()}
+        return lambda folder: write_files(folder, reported, checksum)
 
     def _write(
         self, pending: PendingSave, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
-        write: Callable[[Path], dict[str, Written]],
+        write: WriteFiles,
     ) -> Path:
-        """Write apart, and have rank 0 commit when all have written."""
-        ranks, recorder = self._ranks, Recorder.current()
+        """Write this rank's files; rank 0 commits when all ranks have written theirs. Return the checkpoint's path.
+
+        names: the tensors that this rank writes. stored: all tensors, on rank 0.
+        """
+        ranks = self._ranks
+        recorder = Recorder.current()
 
         def begin() -> Path:
-            pending.folder = self._target.begin(manifest.step, pending.moved)
+            pending.folder = self._target.begin(manifest.step, pending.report_progress)
             return pending.folder
 
-        def write_here() -> dict[str, Written]:
-            with recorder.doing("write", f"{file_of(ranks.rank)} of step {manifest.step}"):
+        def write_own_files() -> dict[str, Written]:
+            with recorder.doing("write", f"{tensor_file_name(ranks.rank)} of step {manifest.step}"):
                 return write(folder)
 
         def commit() -> Path:
             complete = dataclasses.replace(
                 manifest, saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
-                files={name: each for files, _ in written for name, each in files.items()},
-                dtypes={name: each for _, dtypes in written for name, each in dtypes.items()},
+                files={name: file for rank_files, _ in written for name, file in rank_files.items()},
+                dtypes={name: uses for _, rank_dtypes in written for name, uses in rank_dtypes.items()},
             )
             with recorder.doing("commit", f"step {manifest.step}"):
-                return self._target.commit(folder, complete, stored, pending.moved, pending.committing())
+                return self._target.commit(folder, complete, stored, pending.report_progress, pending.committing())
 
         try:
             folder = pending.first(begin)
-            files = pending.agree(write_here)
+            files = pending.agree(write_own_files)
             dtypes = {name: manifest.dtypes[name] for name in names if name in manifest.dtypes}
             written = ranks.collect((files, dtypes)) or []
             return pending.first(commit)
         finally:
-            if pending.folder is not None:
-                shutil.rmtree(pending.folder, ignore_errors=True)  # if it was not committed: else it has another name
+            if pending.folder is not None:  # after a commit, it has another name
+                shutil.rmtree(pending.folder, ignore_errors=True)
 
 
 def save(directory: str | PathLike[str], state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,
          plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:
-    """Write one checkpoint into a directory, as `Checkpoints.save` does."""
+    """Write one checkpoint to a directory and return its path, like `Checkpoints.save`."""
     with Checkpoints(directory, mesh) as checkpoints:
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)

@@ -1,7 +1,8 @@
-"""Tensors in safetensors files: what a header says, reading any box of a tensor by its bytes, writing whole files.
+"""Safetensors files: read headers, read and write any box of a tensor by byte ranges, write whole files.
 
-A safetensors file is the length of its header (8 bytes, little-endian), the header as JSON, padded with spaces to a
-multiple of 8, and the tensors' bytes without gaps. So every rank knows where its box of a tensor goes, or lies.
+A safetensors file is an 8-byte little-endian header length, a JSON header padded with spaces to a multiple of 8 bytes,
+and the bytes of the tensors without gaps. From the header alone, every rank can compute the byte ranges of its box of a
+tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dualpipe.runtime.dtypes import SAFETENSORS_CODES, dtype_of_code
 
 
 class Box(NamedTuple):
-    """A box in a tensor: the index at which it begins, and its shape.
+    """A rectangular region of a tensor, given by its first index and its shape.
 
     Example: rows 2 and 3 of a (4, 5) tensor are Box((2, 0), (2, 5)).
     """
@@ -33,70 +34,79 @@ class Box(NamedTuple):
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """All of a tensor."""
+        """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
     @classmethod
+    def from_slices(cls, slices: Sequence[slice]) -> Box:
+        """Return the box of `tensor[slices]`. Every dimension needs a slice with start and stop."""
+        return cls(tuple(span.start for span in slices), tuple(span.stop - span.start for span in slices))
+
+    @classmethod
     def at(cls, place: Sequence[slice]) -> Box:
-        """What `tensor[place]` is; a slice with start and stop for each dimension."""
-        return cls(tuple(part.start for part in place), tuple(part.stop - part.start for part in place))
+        """Call `from_slices`: the former name of it."""
+        return cls.from_slices(place)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of it in the tensor."""
+        """The index that selects the box: `tensor[box.slices]`."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape))
 
     @property
     def numel(self) -> int:
-        """The elements that are in it."""
+        """The number of elements."""
         return prod(self.shape)
 
     def intersection(self, other: Box) -> Box | None:
-        """What two boxes in one tensor share; None where that is nothing."""
+        """Return the intersection with another box of the same tensor, or None if it is empty."""
         shared = []
         for start, size, other_start, other_size in zip(*self, *other, strict=True):
-            first, stop = max(start, other_start), min(start + size, other_start + other_size)
-            if first >= stop:  # as of most boxes of a tensor in many parts: no time is lost on them
+            first = max(start, other_start)
+            stop = min(start + size, other_start + other_size)
+            if first >= stop:  # return early: most boxes of a tensor in many parts are disjoint
                 return None
             shared.append(slice(first, stop))
-        return Box.at(shared)
+        return Box.from_slices(shared)
 
-    def within(self, outer: Box) -> Box:
-        """The same box in a tensor that is the box `outer`."""
-        return Box(tuple(ours - theirs for ours, theirs in zip(self.offsets, outer.offsets)), self.shape)
+    def relative_to(self, outer: Box) -> Box:
+        """Return this box in the coordinates of `outer`, a box that contains it."""
+        return Box(tuple(start - origin for start, origin in zip(self.offsets, outer.offsets)), self.shape)
 
-    def runs(self, shape: Sequence[int]) -> list[int]:
-        """Where the contiguous runs that make it up start, in elements of a tensor of `shape`; all equally long.
+    def run_starts(self, shape: Sequence[int]) -> list[int]:
+        """Return the start of every contiguous run of the box, in elements of a contiguous tensor of `shape`.
+
+        All runs have the same length.
 
         Example: rows 1 and 2 of (4, 5) are one run, from 5; columns 1 and 2 of (3, 5) are three, from 1, 6 and 11.
         """
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        # Within the last dimension that is cut, it is contiguous.
-        outer = max((dim for dim, size in enumerate(self.shape) if size != shape[dim]), default=0)
-        base = sum(start * stride for start, stride in zip(self.offsets[outer:], strides[outer:]))
-        indices = product(*(range(part.start, part.stop) for part in self.slices[:outer]))
-        return [base + sum(index * stride for index, stride in zip(each, strides)) for each in indices]
+        # A run spans the last dimension that the box does not cover entirely, and all dimensions after it.
+        run_dim = max((dim for dim, size in enumerate(self.shape) if size != shape[dim]), default=0)
+        base = sum(start * stride for start, stride in zip(self.offsets[run_dim:], strides[run_dim:]))
+        outer_indices = product(*(range(span.start, span.stop) for span in self.slices[:run_dim]))
+        return [base + sum(position * stride for position, stride in zip(index, strides)) for index in outer_indices]
 
 
 class TensorHeader(NamedTuple):
-    """What the header of a safetensors file says of a tensor."""
+    """The entry of a tensor in the header of a safetensors file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    file: str  # its name
-    start: int  # the first of its bytes in the file
+    file: str  # name of the file
+    start: int  # offset of its first byte in the file
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """The size in the file, in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
-    """The tensors of a file by name, and its metadata. Reads the header only.
+    """Return the tensors of a file by name, and the file's metadata. Reads the header only.
 
-    Raises ValueError for a file that cannot be opened, or whose header does not describe every byte of it, as one that
-    was cut short; and for a dtype that torch lacks.
+    Raises:
+        ValueError: the file cannot be opened; its header does not describe every byte of it, as in a truncated file;
+            or torch lacks one of its dtypes.
     """
     try:
         with safe_open(path, framework="np") as checked:
@@ -107,82 +117,110 @@ def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
     except (SafetensorError, OSError, RecursionError) as error:
         raise ValueError(f"{path} cannot be opened as safetensors ({error}); download or write it again") from error
     entries.pop("__metadata__", None)
-    return {name: TensorHeader(dtype_of_code(entry["dtype"], name), tuple(entry["shape"]), path.name,
-                               8 + length + entry["data_offsets"][0]) for name, entry in entries.items()}, metadata
+    header = {}
+    for name, entry in entries.items():
+        start = 8 + length + entry["data_offsets"][0]
+        header[name] = TensorHeader(dtype_of_code(entry["dtype"], name), tuple(entry["shape"]), path.name, start)
+    return header, metadata
 
 
 def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor) -> None:
-    """Read a box of a tensor from its open file, and no byte besides.
+    """Read a box of a tensor from its open file, and no other bytes.
 
-    out: takes it, of the box's shape, in any dtype, strides and device. Raises OSError where the file ends before, or
-    the disk fails.
+    Args:
+        out: receives the values; of the box's shape, in any dtype, strides and device.
+
+    Raises:
+        OSError: the file is too short, or reading fails.
     """
     is_direct = out.device.type == "cpu" and out.dtype is tensor.dtype and out.is_contiguous()
-    read = out if is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
-    _transfer(lambda part, start: os.preadv(descriptor, [part], start), tensor, box, read)
+    target = out if is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
+    _transfer(lambda buffer, start: os.preadv(descriptor, [buffer], start), tensor, box, target)
     if not is_direct:
-        out.copy_(read)
+        out.copy_(target)
 
 
 def write_box(descriptor: int, tensor: TensorHeader, box: Box, values: Tensor) -> None:
-    """Write a box of a tensor where it belongs in its open file; raises OSError where the disk refuses.
+    """Write a box of a tensor to its place in the open file.
 
-    values: in the dtype of the file, on any device.
+    Args:
+        values: of the box's shape and the file's dtype, on any device.
+
+    Raises:
+        OSError: writing fails.
     """
-    _transfer(lambda part, start: os.pwrite(descriptor, part, start), tensor, box, values.cpu().contiguous())
+    _transfer(lambda buffer, start: os.pwrite(descriptor, buffer, start), tensor, box, values.cpu().contiguous())
 
 
 def _transfer(move: Callable[[memoryview, int], int], tensor: TensorHeader, box: Box, values: Tensor) -> None:
-    """Call `move` with the bytes of each run of a box and where they are in the file, until it has moved them all."""
-    raw, starts = bytes_of(values), box.runs(tensor.shape) if box.numel else []
-    size = len(raw) // max(1, len(starts))
-    for index, first in enumerate(starts):
-        part, start = raw[index * size : (index + 1) * size], tensor.start + first * tensor.dtype.itemsize
-        while len(part):  # one call moves 2 GB at most
-            count = move(part, start)
+    """Call `move(buffer, file_offset)` for every run of a box until all bytes are transferred.
+
+    `move` returns the number of bytes that it transferred, 0 at the end of the file.
+    """
+    raw = bytes_of(values)
+    run_starts = box.run_starts(tensor.shape) if box.numel else []
+    run_size = len(raw) // max(1, len(run_starts))
+    for index, first_element in enumerate(run_starts):
+        buffer = raw[index * run_size : (index + 1) * run_size]
+        start = tensor.start + first_element * tensor.dtype.itemsize
+        while len(buffer):  # a call transfers at most 2 GB
+            count = move(buffer, start)
             if not count:
                 raise OSError(f"{tensor.file} ends at byte {start}")
-            part, start = part[count:], start + count
+            buffer = buffer[count:]
+            start += count
 
 
-def in_file(dtype: torch.dtype | Format, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Dtype and shape that a box of a tensor has in a safetensors file; of one in a format those of its block rows."""
+def dtype_and_shape_in_file(
+    dtype: torch.dtype | Format, shape: Sequence[int]
+) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Return the dtype and shape that a box has in a safetensors file.
+
+    A box in a format is stored as its block rows, and a dtype that safetensors lacks as bytes in an extra last
+    dimension.
+    """
     if isinstance(dtype, Format):
         return torch.uint8, block_rows(Box.whole(shape), dtype, shape[-1]).shape
-    return (dtype, tuple(shape)) if dtype in SAFETENSORS_CODES else (torch.uint8, (*shape, dtype.itemsize))
+    if dtype in SAFETENSORS_CODES:
+        return dtype, tuple(shape)
+    return torch.uint8, (*shape, dtype.itemsize)
 
 
 def bytes_in_file(dtype: torch.dtype | Format, shape: Sequence[int]) -> int:
-    """Bytes that a box of a tensor takes in a file."""
-    held, shape = in_file(dtype, shape)
-    return prod(shape) * held.itemsize
+    """Return the size of a box in a file, in bytes."""
+    file_dtype, file_shape = dtype_and_shape_in_file(dtype, shape)
+    return prod(file_shape) * file_dtype.itemsize
 
 
 def block_rows(box: Box, format: Format, columns: int) -> Box:
-    """The box of block rows (matrices, block rows, bytes) that a box of numbers, (N, K) or (M, N, K), is in."""
-    step, first, rows = format.block[0], box.offsets[-2], box.shape[-2]
-    start, stop = first // step, -(-(first + rows) // step)
-    matrices = (box.offsets[0], box.shape[0]) if len(box.shape) == 3 else (0, 1)
-    return Box((matrices[0], start, 0), (matrices[1], stop - start, format.row_bytes(columns)))
+    """Return the box of block rows (matrices, block rows, bytes) that contains a box of values, (N, K) or (M, N, K)."""
+    rows_per_block = format.block[0]
+    first = box.offsets[-2]
+    last = first + box.shape[-2]
+    start = first // rows_per_block
+    stop = -(-last // rows_per_block)
+    first_matrix, matrices = (box.offsets[0], box.shape[0]) if len(box.shape) == 3 else (0, 1)
+    return Box((first_matrix, start, 0), (matrices, stop - start, format.row_bytes(columns)))
 
 
 def storable(tensor: Tensor) -> Tensor:
-    """A view of a tensor that a safetensors file can hold: its bytes in a last dimension where the format lacks it."""
+    """Return a view that a safetensors file can hold: bytes in an extra last dimension for dtypes that it lacks."""
     return tensor if tensor.dtype in SAFETENSORS_CODES else tensor.detach().unsqueeze(-1).view(torch.uint8)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, sharing its memory."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one element may have any strides
+    """View a contiguous tensor as a one-dimensional uint8 tensor that shares its memory."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # a tensor of one element may have any strides
+    return flat.view(torch.uint8)
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, sharing it."""
+    """View a contiguous tensor in host memory as a memoryview that shares its memory."""
     return as_bytes(tensor).numpy().data
 
 
 class NewFile(NamedTuple):
-    """A safetensors file to be written: its name, its first bytes and where each tensor goes, in the file's order."""
+    """A safetensors file to write: its name, its length and header bytes, and its tensors in file order."""
 
     name: str
     head: bytes
@@ -190,45 +228,64 @@ class NewFile(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all of it."""
+        """The size of the complete file, in bytes."""
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-        """Its bytes in turn, for `write_file`: of a device's tensors at most one is in host memory besides."""
+        """Yield the bytes of the file in order, for `write_file`. Copies one device tensor at a time to the host."""
         yield self.head
         for name in self.tensors:
             yield bytes_of(tensors[name].cpu().contiguous())
 
 
 def lay_out(
-    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int, name: Callable[[int, int], str],
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int, file_name: Callable[[int, int], str],
     metadata: Mapping[str, str],
 ) -> list[NewFile]:
-    """Fill files of at most `max_bytes` of tensors in turn; a larger tensor has one of its own.
+    """Distribute tensors over files of at most `max_bytes` of tensors, in order. A larger tensor gets a separate file.
 
-    tensors: dtype (one that safetensors has) and shape by name. name: of a file, by its number from 0 and how many
-    there are. metadata: of the first. Without tensors there is one file.
+    Args:
+        tensors: dtype (one that safetensors supports) and shape by name. No tensors make one empty file.
+        max_bytes: most bytes of tensors in a file.
+        file_name: maps the number of a file, from 0, and the number of files to a name.
+        metadata: stored in the header of the first file.
     """
+    groups = _fill_files(tensors, max_bytes)
+    files = []
+    for number, group in enumerate(groups):
+        file_metadata = {"format": "pt", **({} if number else metadata)}
+        files.append(_new_file(file_name(number, len(groups)), group, file_metadata))
+    return files
+
+
+def _fill_files(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], max_bytes: int
+) -> list[dict[str, TensorHeader]]:
+    """Return the tensors of every file. File name and start are not known yet."""
     groups: list[dict[str, TensorHeader]] = [{}]
     filled = 0
-    for key, (dtype, shape) in tensors.items():
+    for name, (dtype, shape) in tensors.items():
         header = TensorHeader(dtype, tuple(shape), "", 0)
         if groups[-1] and filled + header.nbytes > max_bytes:
             groups.append({})
             filled = 0
-        groups[-1][key] = header
+        groups[-1][name] = header
         filled += header.nbytes
-    files = []
-    for number, group in enumerate(groups):
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt", **({} if number else metadata)}}
-        starts, end = {}, 0
-        for key, each in sorted(group.items(), key=lambda item: -item[1].dtype.itemsize):  # so that all are aligned
-            starts[key], end = end, end + each.nbytes
-            entries[key] = {"dtype": SAFETENSORS_CODES[each.dtype], "shape": each.shape,
-                            "data_offsets": [starts[key], end]}
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        head, file = len(text).to_bytes(8, "little") + text, name(number, len(groups))
-        files.append(NewFile(file, head, {key: group[key]._replace(file=file, start=len(head) + start)
-                                          for key, start in starts.items()}))
-    return files
+    return groups
+
+
+def _new_file(file: str, tensors: Mapping[str, TensorHeader], metadata: Mapping[str, str]) -> NewFile:
+    """Encode the header of a file, and place its tensors: the widest dtypes first, so that all are aligned."""
+    entries: dict[str, Any] = {"__metadata__": metadata}
+    starts = {}
+    end = 0
+    for name, header in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        starts[name] = end
+        end += header.nbytes
+        entries[name] = {"dtype": SAFETENSORS_CODES[header.dtype], "shape": header.shape,
+                         "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = len(text).to_bytes(8, "little") + text
+    placed = {name: tensors[name]._replace(file=file, start=len(head) + start) for name, start in starts.items()}
+    return NewFile(file, head, placed)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dualpipe.checkpoint import Checkpoints, latest, load, verify
-from dualpipe.checkpoint.manifest import Checkpoint, file_of
+from dualpipe.checkpoint.manifest import Checkpoint, tensor_file_name
 from dualpipe.checkpoint.tensors import read_header
 from native import Trainee
 from ranks import run_ranks
@@ -109,11 +109,11 @@ def test_the_files_do_not_depend_on_the_layout(saved):
         path = latest(saved(shape)[0])
         assert not verify(path)
         checkpoint = Checkpoint.read(path)
-        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.tensors()
+        manifest, (stored, wrong) = checkpoint.manifest, checkpoint.read_tensors()
         assert not wrong
         described.append({name: (entry.shape, entry.dtype) for name, entry in stored.items()})
         assert {dtype for _, dtype in described[-1].values()} == {torch.float32}
-        headers = [read_header(path / file_of(rank))[0] for rank in range(prod(shape))]
+        headers = [read_header(path / tensor_file_name(rank))[0] for rank in range(prod(shape))]
         in_files = [name for header in headers for name in header]
         assert sorted(in_files) == sorted(name for name, entry in stored.items() for _ in entry.boxes)  # each box once
         assert all(sum(box.numel for box in entry.boxes) == prod(entry.shape) for entry in stored.values())
@@ -136,7 +136,7 @@ def replicated(rank, folder):
     for saving, name in ((hybrid, "hybrid"), (sharded, "sharded")):
         with Checkpoints(f"{folder}/{name}", saving.mesh) as checkpoints:
             path = checkpoints.save(saving.state, step=3, plan=saving.plan)
-        headers = [read_header(path / file_of(each))[0] for each in range(4)]
+        headers = [read_header(path / tensor_file_name(each))[0] for each in range(4)]
         sizes.append(sum(entry.nbytes for header in headers for entry in header.values()))
         for trainee in others:
             trainee.wreck()
@@ -172,6 +172,6 @@ def test_what_fails_on_one_rank_raises_on_all(tmp_path):
     first, second = run_ranks(mismatch, 2, str(tmp_path))
     assert first == second
     assert "the same step; got [0, 1]" in first[0]
-    assert "twice is fp32 (3,) on rank 1, and another" in first[1]
+    assert "twice is fp32 (3,) on rank 1, but fp32 (2,) on an earlier one" in first[1]
     assert "rank 1 (pp 1): step must be a number" in first[2]
     assert latest(tmp_path).name == "step-00000005" and not list(tmp_path.glob(".tmp*"))

@@ -43,7 +43,7 @@ def test_damage_and_what_is_unfinished(two):
     assert "not complete: " in rows[3] and ".tmp-step-00000003-ab" in rows[3]
     lines = check(two)
     assert next(lines) == f"{two}/step-00000002: DAMAGED" and "complete" in next(lines)
-    with pytest.raises(ValueError, match=r"what cannot be loaded:\n .*rank-00000\.safetensors has 0 bytes"):
+    with pytest.raises(ValueError, match=r"cannot be loaded:\n .*rank-00000\.safetensors has 0 bytes"):
         next(lines)
     (two / "step-00000001" / "manifest.json").unlink()
     assert any("step-00000001 has no manifest.json" in row for row in ls(two))

@@ -314,7 +314,7 @@ def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypa
     found = scan(tmp_path)
     assert [each.manifest.extra for each in found.committed] == [1] and not found.damaged
     monkeypatch.setattr(Checkpoint, "read", once_without)
-    assert not found.committed[0].is_there()
+    assert not found.committed[0].still_exists()
 
 
 @pytest.mark.parametrize("keep_every", [

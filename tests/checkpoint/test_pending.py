@@ -205,8 +205,8 @@ def test_the_end_of_an_interpreter_waits_for_a_save(tmp_path, kind):
 
 
 def test_only_what_has_changed_is_planned_again(tmp_path, monkeypatch):
-    calls, plan = [], saving.plan_together
-    monkeypatch.setattr(saving, "plan_together", lambda *given: (calls.append(given), plan(*given))[1])
+    calls, plan = [], saving.agree_on_writers
+    monkeypatch.setattr(saving, "agree_on_writers", lambda *given: (calls.append(given), plan(*given))[1])
     with Checkpoints(tmp_path) as checkpoints:
         for step, size in enumerate([10, 10, 20, 20, 10]):
             checkpoints.save_async(state_of(step, size), step=step)
@@ -316,8 +316,8 @@ def save_a_half(rank, folder):
 def test_half_a_tensor_is_not_saved(tmp_path):
     for messages in run_ranks(save_a_half, 2, str(tmp_path), fresh=True):
         assert messages[0].startswith("all ranks together must have all of every tensor")
-        assert "half is not whole: its parts have 4 of 8 elements" in messages[0]
-        assert "sum is a sum that is not yet reduced" in messages[1]
+        assert "half is incomplete: its parts have 4 of 8 elements" in messages[0]
+        assert "sum is a partial sum" in messages[1]
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000002"]
 
 
@@ -426,7 +426,7 @@ def test_ranks_agree_on_what_is_damaged(tmp_path):
     assert "tensors.json has 2 bytes" in results[0][1][1][0]
     (tmp_path / "step-00000001" / "rank-00000.safetensors").write_text("")
     results = run_ranks(damaged_for_all, 2, str(tmp_path))
-    assert results[0] == results[1] and "no checkpoint that is whole" in results[0][0] and results[0][2] == 0
+    assert results[0] == results[1] and "no complete checkpoint" in results[0][0] and results[0][2] == 0
 
 
 def beside_training(rank, folder):

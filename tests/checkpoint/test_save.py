@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dualpipe.checkpoint.assign import assign
+from dualpipe.checkpoint.assign import assign_writers
 from dualpipe.checkpoint.tensors import Box
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -18,32 +18,33 @@ def rank(start, stop, dtype=F32, stages=0, sample=b""):
 
 
 def test_one_of_the_ranks_that_hold_the_same_writes_it():
-    names, stored = assign([rank(0, 4), rank(4, 8), rank(0, 4), rank(4, 8)])
+    names, stored = assign_writers([rank(0, 4), rank(4, 8), rank(0, 4), rank(4, 8)])
     assert names == [["embed_tokens.weight"], ["embed_tokens.weight"], [], []]
     assert stored["embed_tokens.weight"] == (F32, (8, 4), {box(0, 4): 0, box(4, 8): 1})
 
 
 def test_of_several_that_hold_the_same_the_one_with_least_writes_it():
     both = {"a": ((F32, (8, 4), box(0, 8)), b""), "b": ((F32, (8, 4), box(0, 8)), b"")}
-    assert assign([(0, both), (0, both)])[0] == [["a"], ["b"]]
+    assert assign_writers([(0, both), (0, both)])[0] == [["a"], ["b"]]
 
 
 def test_a_part_without_elements_is_nobodys():
-    assert assign([rank(8, 8), rank(0, 8)])[0] == [[], ["embed_tokens.weight"]]
+    assert assign_writers([rank(8, 8), rank(0, 8)])[0] == [[], ["embed_tokens.weight"]]
 
 
 def test_parts_that_do_not_make_up_a_tensor():
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is not whole: its parts have 16 of 32 elements"):
-        assign([rank(0, 4), rank(0, 4)])
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is incomplete: its parts have 16 of 32 elements"):
+        assign_writers([rank(0, 4), rank(0, 4)])
     with pytest.raises(ValueError, match="have 40 of 32"):
-        assign([rank(0, 5), rank(3, 8)])
+        assign_writers([rank(0, 5), rank(3, 8)])
     with pytest.raises(ValueError, match="some of its parts overlap"):
-        assign([rank(0, 5), rank(4, 7)])
+        assign_writers([rank(0, 5), rank(4, 7)])
 
 
 def test_ranks_that_have_other_tensors_by_a_name():
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is bf16 \(8, 4\) on rank 1, and another on an earlier"):
-        assign([rank(0, 4), rank(4, 8, dtype=BF16)])
+    with pytest.raises(ValueError, match=r"weight is bf16 \(8, 4\) on rank 1, but fp32 \(8, 4\) on an earlier"):
+        assign_writers([rank(0, 4), rank(4, 8, dtype=BF16)])
     with pytest.raises(ValueError, match=r"embed_tokens.weight has other values on rank 1"):
-        assign([rank(0, 8, stages=0, sample=b"a"), rank(0, 8, stages=1, sample=b"b")])
-    assign([rank(0, 8, stages=0, sample=b"a"), rank(0, 8, stages=0, sample=b"b")])  # replicas that have not met yet
+        assign_writers([rank(0, 8, stages=0, sample=b"a"), rank(0, 8, stages=1, sample=b"b")])
+    # Replicas that have not met yet.
+    assign_writers([rank(0, 8, stages=0, sample=b"a"), rank(0, 8, stages=0, sample=b"b")])

@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(tmp_path):
         save(tmp_path / "object", training_state([module], optimizer), step=2)
     for key in ("values", "a/b", 3):  # names in the checkpoint that mean something else, or no names
         optimizer.state[module["last"].weight] = {key: torch.ones(3)}
-        with pytest.raises(ValueError, match=f"texts as keys, without a '/' and not 'values'; it has {key!r}"):
+        with pytest.raises(ValueError, match=f"strings as keys, without a '/' and not 'values'; it has {key!r}"):
             save(tmp_path / "key", training_state([module], optimizer), step=2)
 
 
@@ -257,14 +257,14 @@ def test_on_four_ranks(tmp_path):
     for said in results:
         assert "two stages have a tensor called '0.weight'; give" in said["twice"] and "numbers" in said["twice"]
         assert "0.weight has other values on rank 2" in said["ranks"] and "numbers of the stages" in said["ranks"]
-        assert "numbers of 4 stages, the model by those of 2" in said["one"] and "same stages alone" in said["one"]
+        assert "numbers of 4 stages, the model with those of 2" in said["one"] and "the same stages" in said["one"]
         assert "has other values on rank 1" in said["apart"] and "the mesh has 2 of 4 ranks" in said["part"]
-        assert "keeps 'rows', a plain tensor (3, 1), of a sharded" in said["state"] and said["rows"]
+        assert "keeps 'rows' of a sharded parameter as a plain tensor (3, 1)" in said["state"] and said["rows"]
         assert said["v"] == said["plain"] == said["replicated"] == said["hsdp"] == []
     wanted = sum(p.numel() for p in sequential().parameters()) * 2 * 4
     for kind in ("hsdp", "plain", "replicated"):  # once, in whatever form, and to be loaded by one process
         path = tmp_path / kind / "step-00000001"
-        stored, _ = Checkpoint.read(path).tensors()
+        stored, _ = Checkpoint.read(path).read_tensors()
         sizes = [box.numel * entry.dtype.itemsize for name, entry in stored.items() if not name.endswith("/values")
                  for box in entry.boxes]
         assert sum(sizes) == wanted and len(sizes) == (16 if kind == "hsdp" else 8)
@@ -274,6 +274,6 @@ def test_on_four_ranks(tmp_path):
         assert not wrong(alone, optimizer) and optimizer.param_groups[0]["lr"] == 0.5
         assert not loaded.random_restored and loaded.manifest.layout["shard"] == 2
     assert "replicate 2, shard 2" in next(line for line in show(tmp_path / "hsdp") if line.startswith("layout"))
-    with pytest.raises(ValueError, match="numbers of 4 stages, the model by those of 0"):
+    with pytest.raises(ValueError, match="numbers of 4 stages, the model with those of 0"):
         load(tmp_path / "v", training_state([sequential()]))
     assert [file.name for file in (tmp_path / "apart").iterdir()] == [".lock"]

@@ -27,25 +27,25 @@ def test_a_box_is_what_its_slices_cut():
     generator = random.Random(0)
     for box, other in zip(boxes(generator, SHAPE, 300), boxes(generator, SHAPE, 300)):
         cut = whole[box.slices]
-        assert tuple(cut.shape) == box.shape and cut.numel() == box.numel and Box.at(box.slices) == box
+        assert tuple(cut.shape) == box.shape and cut.numel() == box.numel and Box.from_slices(box.slices) == box
         both = set(cut.flatten().tolist()) & set(whole[other.slices].flatten().tolist())
         shared = box.intersection(other)
         assert (shared is None) == (not both)
         if shared is not None:
             assert set(whole[shared.slices].flatten().tolist()) == both
-            assert torch.equal(cut[shared.within(box).slices], whole[shared.slices])
+            assert torch.equal(cut[shared.relative_to(box).slices], whole[shared.slices])
         if box.numel:
-            runs = box.runs(SHAPE)
-            length = box.numel // len(runs)
-            assert [start + i for start in runs for i in range(length)] == cut.flatten().tolist()
-            gaps = [after - before for before, after in itertools.pairwise(runs)]
-            assert all(gap > length for gap in gaps) or SHAPE[0] == 1 or len(runs) == 1
+            run_starts = box.run_starts(SHAPE)
+            length = box.numel // len(run_starts)
+            assert [start + i for start in run_starts for i in range(length)] == cut.flatten().tolist()
+            gaps = [after - before for before, after in itertools.pairwise(run_starts)]
+            assert all(gap > length for gap in gaps) or SHAPE[0] == 1 or len(run_starts) == 1
 
 
 def test_runs_are_as_long_as_can_be():
-    assert Box((1, 0), (2, 5)).runs((4, 5)) == [5]
-    assert Box((0, 1), (3, 2)).runs((3, 5)) == [1, 6, 11]
-    assert Box.whole((3, 4)).runs((3, 4)) == [0] and Box((), ()).runs(()) == [0]
+    assert Box((1, 0), (2, 5)).run_starts((4, 5)) == [5]
+    assert Box((0, 1), (3, 2)).run_starts((3, 5)) == [1, 6, 11]
+    assert Box.whole((3, 4)).run_starts((3, 4)) == [0] and Box((), ()).run_starts(()) == [0]
 
 
 TENSORS = {

@@ -79,8 +79,9 @@ def save_and_hang(rank, folder):
 def test_a_rank_that_hangs_is_named_on_all_and_what_it_writes_afterwards_is_not_committed(tmp_path):
     first, second = run_ranks(save_and_hang, 2, str(tmp_path), fresh=True)
     assert first[0] == second[0] and "step 1 was not saved to" in first[0]
-    assert "rank 1 (pp 1) has not gone on with it for 1 s" in first[0]
-    assert first[1] == second[1] and "rank 1 (pp 1): GivenUp: an earlier one has not come to its end here" in first[1]
+    assert "rank 1 (pp 1) has made no progress for 1 s" in first[0]
+    assert first[1] == second[1]
+    assert "rank 1 (pp 1): SaveAbandoned: an earlier save has not ended on this rank" in first[1]
     assert max(first[2], second[2]) < 20, "not when the disk goes on after 30 s"
     assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000003"]
 
@@ -189,8 +190,8 @@ def save_poisoned(rank, folder, value):
 def test_what_is_not_finite_is_not_committed(tmp_path, value):
     first, second = run_ranks(save_poisoned, 2, str(tmp_path), value, fresh=True)
     assert first == second == [
-        f"{name} on rank 1 (pp 1): not finite, so there is no checkpoint of step {step}; the newest that is whole: "
-        f"{tmp_path / 'step-00000001'}"
+        f"{name} on rank 1 (pp 1): not finite, so there is no checkpoint of step {step}; the newest complete "
+        f"checkpoint: {tmp_path / 'step-00000001'}"
         for step, name in ((2, "stage-1.weight"), (3, "optimizer/stage-1.bias/exp_avg_sq"))
     ]
     assert sorted(path.name for path in tmp_path.glob("*step*")) == ["step-00000001", "step-00000004"]

@@ -204,7 +204,7 @@ def chunk(box, dim, ranks, rank):
     slices = list(box.slices)
     start, stop = slices[dim].start, slices[dim].stop
     slices[dim] = slice(min(start + each * rank, stop), min(start + each * (rank + 1), stop))
-    return Box.at(slices)
+    return Box.from_slices(slices)
 
 
 def reads_of(tensors, config, layout, rank):

@@ -1,8 +1,8 @@
-"""The files of a Hugging Face checkpoint: what their headers say, and reading parts of tensors as they are stored.
+"""The files of a Hugging Face checkpoint: read their headers, and parts of tensors in stored form.
 
-A checkpoint is a directory with `config.json` and either one `model.safetensors` or several shards named by
-`model.safetensors.index.json`. An index comes from elsewhere and may hold anything, so it never leads out of the
-directory. How the values of a tensor are stored is in `stored_formats`.
+A checkpoint is a directory with `config.json` and either one `model.safetensors` or several shards listed in
+`model.safetensors.index.json`. The index is untrusted, so no name in it may lead out of the directory.
+`stored_formats` decodes the values of tensors.
 """
 
 from __future__ import annotations
@@ -20,22 +20,30 @@ from dualpipe.checkpoint.hub.stored_formats import fp8_block
 from dualpipe.checkpoint.tensors import Box, TensorHeader, read_header
 from dualpipe.runtime.errors import raise_for
 
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 StrPath = str | PathLike[str]
 
 
 def file_within(folder: StrPath, name: Any) -> Path:
-    """The path of a file of the checkpoint. Raises `ValueError` for a name that leads elsewhere, or to no file.
+    """Return the path of a file of the checkpoint.
 
     A link may lead to another file of the directory, or to the blobs of the Hugging Face cache that it belongs to.
+
+    Raises:
+        ValueError: the name leads out of the directory, or there is no such file.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(f"there is no directory {folder}; give the one that holds {CONFIG}")
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
         raise ValueError(f"{folder}: {name!r} is not the plain name of a file; refused")
-    path, real = folder / name, folder.resolve()
-    allowed = {real, real.parents[1] / "blobs"} if real.parent.name == "snapshots" else {real}
+    path = folder / name
+    real_folder = folder.resolve()
+    allowed = {real_folder}
+    if real_folder.parent.name == "snapshots":
+        allowed.add(real_folder.parents[1] / "blobs")
     if path.resolve().parent not in allowed:
         raise ValueError(f"{path} is a link to {path.resolve()}, out of the directory; refused")
     if not path.is_file():
@@ -44,89 +52,111 @@ def file_within(folder: StrPath, name: Any) -> Path:
 
 
 def read_json(folder: StrPath, name: str) -> dict[str, Any]:
-    """A JSON object in a file of the checkpoint; raises `ValueError` where it is missing or something else."""
+    """Read a JSON object from a file of the checkpoint.
+
+    Raises:
+        ValueError: the file is missing, no JSON, or another JSON value.
+    """
     path = file_within(folder, name)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} must hold a JSON object; it holds a {type(content).__name__}")
+        raise ValueError(f"{path} holds a {type(content).__name__}; it must hold a JSON object")
     return content
 
 
 def read_headers(folder: StrPath) -> dict[str, TensorHeader]:
-    """All tensors of a checkpoint, by name. Reads headers only.
+    """Return all tensors of a checkpoint by name. Reads headers only.
 
-    Raises `ValueError` with a line for each: a file that is missing, cut short or not safetensors; an index that does
-    not agree with the shards; a tensor that is in two of them.
+    Raises:
+        ValueError: a file is missing, truncated or not safetensors; the index disagrees with the shards; or a tensor is
+            in two shards. The message has a line for each problem.
     """
     folder = Path(folder)
     if not folder.is_dir() or (folder / SINGLE).exists() or not (folder / INDEX).exists():
         return read_header(file_within(folder, SINGLE))[0]
-    mapped = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(mapped, dict) or not mapped:
+    files = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(files, dict) or not files:
         raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
     header: dict[str, TensorHeader] = {}
     problems = []
-    for file in sorted({json.dumps(file): file for file in mapped.values()}.values(), key=str):
+    for file in sorted({json.dumps(file): file for file in files.values()}.values(), key=str):
         try:
             shard, _ = read_header(file_within(folder, file))
         except ValueError as error:
             problems.append(str(error))
-            mapped = {name: other for name, other in mapped.items() if other != file}  # all has been said of it
+            files = {name: other for name, other in files.items() if other != file}  # one line per bad file is enough
         else:
             problems += [f"{name} is in both {header[name].file} and {file}" for name in shard if name in header]
             header |= shard
-    problems += [f"{name} is not in {file}, where {INDEX} says it is" for name, file in mapped.items()
+    problems += [f"{name} is not in {file}, where {INDEX} says it is" for name, file in files.items()
                  if name not in header or header[name].file != file]
     raise_for(f"{folder} cannot be read:", problems)
     return header
 
 
 class Reader:
-    """Reads boxes of tensors. Files are mapped into memory when first needed; `bytes_read` counts what was asked for.
+    """Read boxes of tensors from a checkpoint. Files are memory-mapped at first use.
 
-    What it returns shares the memory of the file, so copying it is what reads it.
-    block: rows and columns that share a scale, where there is FP8.
+    Tensors that it returns share the memory of the file: copying them is what reads the disk.
+
+    Args:
+        folder: the directory of the checkpoint.
+        header: from `read_headers`.
+        block: rows and columns that share a scale, if the checkpoint has FP8.
+
+    Attributes:
+        bytes_read: total size of all boxes that were requested.
     """
 
     def __init__(self, folder: StrPath, header: Mapping[str, TensorHeader], block: tuple[int, int] | None = None):
-        self.header, self.block, self.bytes_read = header, block, 0
+        self.header = header
+        self.block = block
+        self.bytes_read = 0
         self._folder = folder
         self._files: dict[str, safe_open] = {}
 
     @classmethod
-    def of(cls, folder: StrPath, model_type: str) -> Reader:
-        """A reader of all tensors; raises `ValueError` where headers cannot be read, or are of another model type."""
+    def open(cls, folder: StrPath, model_type: str) -> Reader:
+        """Open a checkpoint.
+
+        Raises:
+            ValueError: its headers cannot be read, or it has another model type.
+        """
         hub = read_json(folder, CONFIG)
         if hub.get("model_type") != model_type:
             raise ValueError(f"{folder} holds a {hub.get('model_type')!r} model; the stages are {model_type!r}")
         return cls(folder, read_headers(folder), fp8_block(hub))
 
     def check(self, names: Iterable[str]) -> None:
-        """Open the files of these tensors; raises `ValueError` where one is not what the header says."""
+        """Open the files of these tensors.
+
+        Raises:
+            ValueError: a file differs from the header, which rank 0 may have read.
+        """
         files: dict[str, set[str]] = {}
         for name in names:
             files.setdefault(self.header[name].file, set()).add(name)
         problems = []
-        for file, inside in files.items():
+        for file, expected in files.items():
             try:
                 path = file_within(self._folder, file)
-                here, _ = read_header(path)
+                actual, _ = read_header(path)
             except ValueError as error:
                 problems.append(str(error))
                 continue
             self._files[file] = safe_open(path, framework="pt")
-            problems += [f"{name} is {here.get(name)} here, but {self.header[name]} where the headers were read"
-                         for name in inside if here.get(name) != self.header[name]]
+            problems += [f"{name} is {actual.get(name)} here, but {self.header[name]} where the headers were read"
+                         for name in expected if actual.get(name) != self.header[name]]
         raise_for(f"{self._folder} is not the same for all ranks:", problems)
 
     def __call__(self, name: str, box: Box) -> Tensor:
-        """A box of a tensor."""
+        """Return a box of a tensor, sharing the memory of its file."""
         file = self.header[name].file
         if file not in self._files:
             self._files[file] = safe_open(file_within(self._folder, file), framework="pt")
-        part = self._files[file].get_slice(name)[box.slices]
-        self.bytes_read += part.nbytes
-        return part
+        values = self._files[file].get_slice(name)[box.slices]
+        self.bytes_read += values.nbytes
+        return values

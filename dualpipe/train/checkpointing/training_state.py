@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from dualpipe.checkpoint import training_state
-from dualpipe.checkpoint.state import ParameterState
+from dualpipe.checkpoint.optimizer_state import ParameterState
 from dualpipe.models import HubConfig
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.train.config.schema import Config

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from dualpipe.checkpoint.state import ParameterState
+from dualpipe.checkpoint.optimizer_state import ParameterState
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import requantize

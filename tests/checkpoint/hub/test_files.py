@@ -157,7 +157,7 @@ BROKEN = {
     no_name: "is not the plain name of a file; refused",
     no_safetensors: "cannot be opened as safetensors",
     no_json: f"{INDEX} is no JSON",
-    no_map: "must hold a JSON object; it holds a list",
+    no_map: "holds a list; it must hold a JSON object",
     no_config: "has no file config.json",
     other_family: "holds a 'llama' model; the stages are 'qwen3_moe'",
     twice: "is in both",

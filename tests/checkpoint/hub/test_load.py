@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dualpipe.checkpoint.hub.files import Reader
-from dualpipe.checkpoint.hub.load import blocks, find_tensors, model_shapes, stage_tensors
+from dualpipe.checkpoint.hub.load import find_tensors, intersect_parts, model_shapes, stage_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
 from dualpipe.models.hub import HubTensorPart
@@ -40,7 +40,7 @@ def held_by_rank(rank, folder, shape):
     """What the DTensors of this rank hold that is not what the other tests go by."""
     stages, _, _ = stages_on_meta(folder, shape)
     tensors = {name: tensor for stage in stages for name, tensor in stage_tensors(stage).items()}
-    actual = {name: Box.at(local_part(tensor)[1]) for name, tensor in tensors.items()}
+    actual = {name: Box.from_slices(local_part(tensor)[1]) for name, tensor in tensors.items()}
     planned = held_boxes(stages[0].config, shape, rank)
     return [f"{name}: {actual[name]} {planned[name]}" for name in actual
             if actual[name] != planned[name] and (actual[name].numel or planned[name].numel)]  # empty: anywhere
@@ -112,7 +112,7 @@ def test_example_of_the_module():
 def test_blocks_of_a_transposed_part():
     """Ours (2, 6, 4) is on the hub as (2, 4, 6); rows 1 to 3 of ours are its columns 1 to 3."""
     part = HubTensorPart("w", (2, 4, 6), (slice(0, 2), slice(0, 6), slice(0, 4)), transposed=True)
-    ((found, at, into),) = blocks([part], Box((1, 1, 0), (1, 3, 3)))
+    ((found, at, into),) = intersect_parts([part], Box((1, 1, 0), (1, 3, 3)))
     assert found is part
     assert at == Box((1, 0, 1), (1, 3, 3))
     assert into == Box((0, 0, 0), (1, 3, 3))

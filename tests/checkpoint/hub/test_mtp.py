@@ -334,7 +334,7 @@ def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path, l
         folders.append(str(tmp_path / "-".join(map(str, layout))))
         holds = run_ranks(write_run, prod(layout[1:]), folders[-1], layout)
         assert sum(holds) == (len(holds) if layout[0] == "1f1b" else layout[2])
-        stored, _ = Checkpoint.read(latest(folders[-1])).tensors()
+        stored, _ = Checkpoint.read(latest(folders[-1])).read_tensors()
         ours = [each.boxes for name, each in stored.items() if "embed_tokens" in name and each.shape]
         assert list(map(len, ours)) == [layout[2]] * 3  # the master and its moments, once for each of "dp"
         if prod(layout[1:]) == 2:

@@ -11,7 +11,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers import quantizer_finegrained_fp8, quantizer_mxfp4
 
 from dualpipe.checkpoint import hub_dtypes, load_hf, save_hf
-from dualpipe.checkpoint.hub.load import cut_through, open_hf
+from dualpipe.checkpoint.hub.load import find_cut_block, open_hf
 from dualpipe.checkpoint.tensors import bytes_of
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import build_stages, read_config
@@ -99,7 +99,7 @@ def test_of_another_form_there_are_no_blocks(tmp_path):
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"moe_intermediate_size": 136}, r"experts.0.gate_proj.weight is rows 0 to 136 here, which are no whole blocks"),
+    ({"moe_intermediate_size": 136}, r"experts.0.gate_proj.weight is rows 0 to 136 of it, which are no whole blocks"),
     ({"block": 64}, r"experts.0.gate_proj.weight is in blocks of \(64, 64\) in the files, and fp8_block is in"),
     ({"plain": "model.layers.1.mlp.experts.2.up_proj.weight"}, r"experts.2.up_proj.weight is torch.bfloat16 in the f"),
 ])
@@ -244,7 +244,7 @@ def test_layers_that_are_not_quantized_are_named(tmp_path):
     ("deepseek_v3", {}, "mxfp8", "*.down_proj", r"down_proj.weight cannot be .* in mxfp8, and checkpoints of deepseek"),
     ("deepseek_v3", {}, "mxfp4", "*.o_proj", r"o_proj.weight cannot be exported quantized: it is in mxfp4, and check"),
     ("gpt_oss", {}, "mxfp4", "*.o_proj", r"in checkpoints of gpt_oss, experts alone are in mxfp4"),
-    ("deepseek_v3", {"moe_intermediate_size": 136}, "fp8_block", "*.experts", r"gate_proj.weight is rows 0 to 136 he"),
+    ("deepseek_v3", {"moe_intermediate_size": 136}, "fp8_block", "*.experts", r"gate_proj.weight is rows 0 to 136 of"),
     ("deepseek_v3", {}, None, "*", r"the dtype plan stores no weight in fp8_block; give it a rule"),
 ])
 def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, format, pattern, message):
@@ -266,7 +266,7 @@ def test_weights_of_real_models_are_whole_blocks(model):
     assert len(weights) > 200
     for each in weights:
         parts = config.hub_parts(each.name, each.param.shape)[0]
-        assert not cut_through(parts, each.param.shape, FORMATS["fp8_block"]), each.name
+        assert not find_cut_block(parts, each.param.shape, FORMATS["fp8_block"]), each.name
 
 
 def load_and_save(rank, source, target, shape, format):

@@ -20,7 +20,7 @@ def mxfp4(seed=0):
 
 
 def decode(stored, files, part, dtype):
-    box = Box.at(part)
+    box = Box.from_slices(part)
     out = torch.empty(box.shape, dtype=dtype)
     stored.decode([files[name][at.slices] for name, at in stored.raw(box)], box, out)
     return out
@@ -88,15 +88,15 @@ def test_stored_forms_are_found():
 @pytest.mark.parametrize("tensors, block, message", [
     ({"w": (F8, (4, 4))}, (2, 2), "w is .*its scales w_scale_inv are missing"),
     ({"w": (F8, (4, 4)), "w_scale_inv": (F32, (2, 2))}, None, "config.json does not say how"),
-    ({"w": (F8, (4, 4)), "w_scale_inv": (F32, (2, 3))}, (2, 2), r"w_scale_inv is \(2, 3\); \(2, 2\) is needed"),
+    ({"w": (F8, (4, 4)), "w_scale_inv": (F32, (2, 3))}, (2, 2), r"w_scale_inv has shape \(2, 3\); .* \(2, 2\)"),
     ({"w": (F8, (4, 4)), "w_scale_inv": (U8, (2, 2))}, (2, 2), "must be floating-point"),
     ({"w": (torch.float8_e5m2, (4, 4)), "w_scale_inv": (F32, (2, 2))}, (2, 2), "only torch.float8_e4m3fn"),
     ({"w": (F8, (4,)), "w_scale_inv": (F32, (2,))}, (2, 2), "only torch.float8_e4m3fn matrices"),
     ({"w_blocks": (U8, (2, 1, 16))}, None, "w_scales is missing"),
     ({"w_scales": (U8, (2, 1))}, None, "w_blocks is missing"),
-    ({"w_blocks": (U8, (2, 1, 8)), "w_scales": (U8, (2, 1))}, None, "w_blocks must be torch.uint8"),
-    ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (U8, (2, 2))}, None, r"w_scales is \(2, 2\)"),
-    ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (F32, (2, 1))}, None, "w_scales must be torch.uint8"),
+    ({"w_blocks": (U8, (2, 1, 8)), "w_scales": (U8, (2, 1))}, None, r"w_blocks is .*it must be torch.uint8"),
+    ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (U8, (2, 2))}, None, r"w_scales has shape \(2, 2\)"),
+    ({"w_blocks": (U8, (2, 1, 16)), "w_scales": (F32, (2, 1))}, None, "w_scales is .*it must be torch.uint8"),
 ])
 def test_incomplete_forms_are_refused(tensors, block, message):
     with pytest.raises(ValueError, match=message):

@@ -110,8 +110,8 @@ def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
     assert in_one_process(run_folder, monkeypatch, "poisoned", 3, 1) == 1
     folder = (run_folder / "poisoned" / "checkpoints").resolve()
     assert capsys.readouterr().err == (
-        "error: embed_tokens.weight on rank 0: not finite, so there is no checkpoint of step 2; the newest that is "
-        f"whole: {folder / 'step-00000001'}\n"
+        "error: embed_tokens.weight on rank 0: not finite, so there is no checkpoint of step 2; the newest complete "
+        f"checkpoint: {folder / 'step-00000001'}\n"
     )
 
 
