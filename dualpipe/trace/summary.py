@@ -75,9 +75,8 @@ class Summary:
         other_uses = sorted({use for times in totals.values() for use in times} - {*first_uses, last_use})
         uses = [*first_uses, *other_uses, last_use]
         rows: list[tuple[str, ...]] = [("ms a step", "all", *uses)]
-        for rank in ranks:
-            rows.append((self.trace.name(rank), _short(self.window),
-                         *(_short(totals[rank].get(use, 0.0)) for use in uses)))
+        rows += [(self.trace.name(rank), _short(self.window), *(_short(totals[rank].get(use, 0.0)) for use in uses))
+                 for rank in ranks]
         communication = self._communication_by_rank()
         return f"{aligned(rows)}\n{communication}" if communication else aligned(rows)
 
