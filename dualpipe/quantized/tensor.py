@@ -17,9 +17,7 @@ Dimension letters: M matrices, N rows, K columns, R block rows, B bytes of a blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -29,32 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
-
-_operators: dict[Any, Callable[..., Any]] = {}  # that work on bytes; registered by dualpipe/quantized/operators.py
-is_strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
-
-
-@contextmanager
-def strict() -> Iterator[None]:
-    """Context manager in which operators that would dequantize a `QuantizedTensor` raise ValueError instead."""
-    token = is_strict.set(True)
-    try:
-        yield
-    finally:
-        is_strict.reset(token)
-
-
-def operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the implementation of operators for quantized tensors.
-
-    The function returns NotImplemented if the operator needs the values, which are then dequantized.
-    """
-
-    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
-        _operators.update(dict.fromkeys(functions, implementation))
-        return implementation
-
-    return register
+from dualpipe.quantized.registry import implementation_of, is_strict
 
 
 class _PreAllGather:
@@ -357,7 +330,7 @@ class QuantizedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        implementation = _operators.get(function)
+        implementation = implementation_of(function)
         if implementation is not None:
             # As outside of dispatch: views of the bytes then share their version, and writing increases it, on which
             # `transposed_rows` relies.
@@ -380,9 +353,9 @@ class QuantizedTensor(Tensor):
 
 
 def finish_gather(weight: Tensor, *, exact: bool) -> tuple[Tensor, ...]:
-    """Update what a gathered weight has besides its bytes, in the memory of an earlier gather. Return these tensors.
+    """Update and return the tensors that a gathered weight has besides its bytes, in the memory of an earlier gather.
 
-    Today these are the block rows of the transposed matrices of a format with square blocks.
+    These are the block rows of the transposed matrices, for a format with square blocks.
 
     Args:
         weight: the unsharded weight, or a DTensor with it as local part.
@@ -427,10 +400,3 @@ torch.serialization.add_safe_globals([rebuild, QuantizedTensor])
 def _stack(x: Tensor) -> Tensor:
     """Return a matrix as a stack of one."""
     return x[None] if x.dim() == 2 else x
-
-
-def plain_values(x: Tensor) -> Tensor:
-    """Return the values of a tensor as a plain one: of a quantized tensor the master, else the dequantized bytes."""
-    if not isinstance(x, QuantizedTensor):
-        return x
-    return x.dequantize() if x.master is None else x.master
