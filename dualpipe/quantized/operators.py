@@ -85,7 +85,8 @@ def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], 
     contiguous_stride = [prod(size[dim + 1 :]) for dim in range(len(size))]
     is_contiguous = list(stride) == contiguous_stride or not prod(size)
     if not is_contiguous or offset:
-        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) is no view of {x!r}; dequantize() first")
+        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) of {x!r} is not a contiguous view from "
+                         "its start; call dequantize() first")
     if len(size) == x.dim() and tuple(size[1:]) == tuple(x.shape[1:]) and size[0] < x.shape[0]:
         num_rows = x.format.block_rows(size[0])
         block_rows = x.block_rows[:, :num_rows] if x.dim() == 2 else x.block_rows[: size[0]]
@@ -100,7 +101,8 @@ def _reshape(x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     block_rows = x.block_rows
     if size not in (shape, (x.numel(),)):
         if not _can_view_as_matrices(x, size):
-            raise ValueError(f"{x!r} cannot be viewed as {size}: it is {shape} in blocks, or flat; dequantize() first")
+            raise ValueError(f"{x!r} cannot be viewed as {size}; give {shape}, matrices of whole blocks, or a flat "
+                             "shape, or call dequantize() first")
         num_matrices = 1 if len(size) == 2 else size[0]
         block_rows = block_rows.view(num_matrices, x.format.block_rows(size[-2]), block_rows.shape[-1])
         shape = size
@@ -125,17 +127,20 @@ def _slice(
 ) -> QuantizedTensor:
     begin, end, stride = slice(start, stop, step).indices(x.shape[dim])
     if stride != 1:
-        raise ValueError(f"every {stride}th row of {x!r} is no range of bytes; dequantize() first")
+        raise ValueError(f"every {stride}th row of {x!r} is not a range of bytes; use step 1, or call "
+                         "dequantize() first")
     return x.cut(dim, begin, max(begin, end))
 
 
 @operator(aten.select.int)
 def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if x.dim() != 3 or dim % 3:
-        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is no matrix; slice rows, or dequantize() first")
+        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is not a matrix; slice rows, or call "
+                         "dequantize() first")
     num_matrices = x.shape[0]
     if not -num_matrices <= index < num_matrices:
-        raise IndexError(f"there is no matrix {index} in {x!r}; give an index below {num_matrices}")
+        raise IndexError(f"matrix {index} is out of range for {x!r}; give an index from {-num_matrices} to "
+                         f"{num_matrices - 1}")
     index %= num_matrices
     part = x.cut(0, index, index + 1)
     return x.like(part.block_rows, x.shape[1:], master=None if part.master is None else part.master[0])
@@ -202,8 +207,8 @@ def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
     """Gather the bytes along the first dimension, as for a state dict of whole tensors. Masters are not gathered."""
     num_rows, num_columns = x.matrix_shape[-2:]
     if x.dim() == 2 and size > 1 and num_rows % x.format.block[0]:
-        raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}; shard it over "
-                         "fewer ranks, or dequantize() first")
+        raise ValueError(f"cannot gather {x!r}: its {num_rows} rows are not a multiple of {x.format.block[0]}; shard "
+                         "it over fewer ranks, or call dequantize() first")
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
     if x.dim() == 2:
         return x.like(gathered.view(1, -1, gathered.shape[-1]), (size * num_rows, num_columns))

@@ -78,8 +78,8 @@ def _matching_weights(module: nn.Module, patterns: Sequence[str]) -> list[Weight
         if not any(fnmatchcase(weight.name, pattern) for weight in weights):
             nearest_names = errors.nearest(pattern, [weight.name for weight in weights], 3, cutoff=0.0)
             names = ", ".join(map(repr, nearest_names))
-            raise ValueError(f"no weight that can be quantized matches {pattern!r}, nearest: {names or 'none'}; these "
-                             "are the matrices of linear layers and experts, but for heads and routers")
+            raise ValueError(f"no weight that can be quantized matches {pattern!r}, nearest: {names or 'none'}; give "
+                             "patterns of matrices of linear layers and experts, except heads and routers")
     return [weight for weight in weights if any(fnmatchcase(weight.name, pattern) for pattern in patterns)]
 
 
@@ -91,7 +91,7 @@ def _check_weight(weight: Weight, format: Format, *, is_tied: bool) -> None:
     elif isinstance(weight.param, QuantizedTensor):
         problem = "is quantized already"
     elif is_tied:
-        problem = "is tied to another module, which may need its numbers; untie it"
+        problem = "is tied to another module, which may need its values; untie it"
     if problem:
         raise ValueError(f"{weight.name} cannot be stored in {format}: it {problem}, or leave it out of match")
     try:

@@ -33,9 +33,8 @@ from dualpipe.quantized.registry import implementation_of, is_strict
 class _PreAllGather:
     """Descriptor of `fsdp_pre_all_gather`, which FSDP2 calls for the tensors to gather: the bytes, without the master.
 
-    FSDP2 compares the size of a shard that is smaller than others with that of the bytes, and fails on that rank alone,
-    unless the function takes only the mesh. Such a shard therefore has the second function, which returns the padded
-    shape; FSDP2 takes a part of it.
+    FSDP2 compares the size of a smaller shard with that of the bytes, and fails on that rank alone, unless the function
+    takes only the mesh. Such a shard has the second function; of the padded shape it returns, FSDP2 takes a part.
     """
 
     def __get__(self, tensor: QuantizedTensor, kind: type) -> Callable[..., Any]:
@@ -112,8 +111,8 @@ class QuantizedTensor(Tensor):
         """
         format = format_of(format)
         if not x.is_floating_point() or x.dim() not in (2, 3):
-            raise ValueError(f"{format} takes floating-point numbers of shape (N, K) or (M, N, K); got "
-                             f"{tuple(x.shape)} {x.dtype}")
+            raise ValueError(f"got {x.dtype} values of shape {tuple(x.shape)}; {format} takes floating-point values of "
+                             "shape (N, K) or (M, N, K)")
         format.check(x.shape)
         dtype = dtype or x.dtype
         x = x.detach()
@@ -192,7 +191,7 @@ class QuantizedTensor(Tensor):
         if is_flat or dim == num_dims - 1 or (is_row_dim and stop > start and cuts_block):
             if (start, stop) != (0, self.shape[dim]):
                 raise ValueError(f"[{start}:{stop}] of dimension {dim} of {tuple(self.shape)} in {self.format} would "
-                                 f"cut through blocks; cut rows at multiples of {block_height}, or dequantize() first")
+                                 f"cut through blocks; cut rows at multiples of {block_height}, or call dequantize()")
         else:
             block_rows = block_rows[:, first_block:last_block] if is_row_dim else block_rows[start:stop]
         part_shape = list(shape)
@@ -223,10 +222,9 @@ class QuantizedTensor(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, policy: Any
     ) -> tuple[tuple[Tensor], torch.Size]:
         if self.shape[1:] != outer_size[1:]:
-            raise ValueError(f"FSDP2 gathers bytes of dimension 0 only; {tuple(outer_size)} was sharded into "
-                             f"{tuple(self.shape)}: leave shard_placement_fn out, or shard by dualpipe.parallel.shard")
-        rows = self.block_rows if self.dim() == 3 else self.block_rows[0]
-        return (rows.contiguous(),), outer_size
+            raise ValueError(f"{tuple(outer_size)} was sharded into {tuple(self.shape)}, but FSDP2 gathers bytes along "
+                             "dimension 0 only; leave out shard_placement_fn, or use dualpipe.parallel.shard")
+        return ((self.block_rows if self.dim() == 3 else self.block_rows[0]).contiguous(),), outer_size
 
     def _pre_all_gather_padded(self, mesh: Any) -> tuple[tuple[Tensor], torch.Size]:
         padded = cast(Tensor, self.padded)
@@ -265,7 +263,7 @@ class QuantizedTensor(Tensor):
 
     def __dlpack__(self, **_: Any) -> Any:
         """Raise ValueError: a consumer would read at address 0."""
-        raise ValueError(f"{self!r} has no memory that others could read as numbers; dequantize() first")
+        raise ValueError(f"{self!r} has no memory of plain values; call dequantize() first")
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
@@ -342,11 +340,11 @@ class QuantizedTensor(Tensor):
         written = [args[index] if index < len(args) else kwargs.get(argument.name)
                    for index, argument in enumerate(function._schema.arguments) if argument.is_write]
         if any(isinstance(tensor, QuantizedTensor) for tensor in tree_leaves(written)):
-            raise ValueError(f"{function} would change a quantized tensor in place; update its master, or a plain "
-                             "copy, and copy_ that into it")
+            raise ValueError(f"{function} would change a quantized tensor in place; update its master, or "
+                             "update a plain copy and copy_ that into it")
         if is_strict.get():
-            raise ValueError(f"{function} would dequantize a quantized tensor to compute; call dequantize() where that "
-                             "is meant")
+            raise ValueError(f"{function} would dequantize a quantized tensor to compute; call dequantize() first if "
+                             "that is intended")
         plain_args, plain_kwargs = tree_map_only(
             QuantizedTensor, lambda tensor: tensor.dequantize().to(tensor.dtype), (args, kwargs))
         return function(*plain_args, **plain_kwargs)
@@ -385,8 +383,8 @@ def rebuild(
     """
     format = format_of(name)
     if tuple(block) != format.block:
-        raise ValueError(f"the file holds {name} in blocks of {tuple(block)}, which are {format.block} here; write it "
-                         "again with this version, or load it dequantized")
+        raise ValueError(f"the file has {name} in blocks of {tuple(block)}, but this version has blocks of "
+                         f"{format.block}; write it with this version, or load it dequantized")
     tensor = QuantizedTensor(block_rows, tuple(shape), getattr(torch, dtype), format, master, flat=flat)
     if is_param:
         return cast(QuantizedTensor, nn.Parameter(tensor, requires_grad))

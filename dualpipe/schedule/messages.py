@@ -110,7 +110,7 @@ sent = sent_message  # earlier name
 
 def outgoing_streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
     """Return the stream that carries each result off its rank, by kind ("F" or "B") and stage of the result."""
-    streams = {}
+    streams: dict[tuple[str, int], MessageStream] = {}
     for stage in range(schedule.num_stages):
         for action in (Action("F", stage, 0), Action("B", stage, 0)):
             message = sent_message(schedule, action)

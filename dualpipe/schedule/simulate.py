@@ -258,7 +258,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     for rank, remaining in enumerate(play(schedule.ranks, try_run)):
         if remaining:
-            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start")
+            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start; "
+                                "validate() says why")
     reductions = tuple(_reductions(rank, row, costs) for rank, row in enumerate(spans))
     return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
 

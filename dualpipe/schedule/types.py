@@ -148,7 +148,7 @@ class Schedule:
         )
         actions = list(chain.from_iterable(chain.from_iterable(ranks)))
         if not actions:
-            raise ScheduleError(f"schedule {name!r}: the CSV has no actions")
+            raise ScheduleError(f"schedule {name!r}: the CSV has no actions; give cells like 0F7")
         num_stages = 1 + max(action.stage for action in actions)
         if num_stages > len(actions):  # checked before memory is allocated for every stage
             raise ScheduleError(f"schedule {name!r}: stage {num_stages - 1} among only {len(actions)} actions; number "

@@ -94,7 +94,9 @@ def _check_step(schedule: Schedule, rank: int, index: int, kinds_run: Sequence[l
     last_stage = schedule.num_stages - 1
     last_microbatch = schedule.num_microbatches - 1
     for action in step:
-        kind, stage, mb = action.kind, action.stage, action.microbatch
+        kind = action.kind
+        stage = action.stage
+        mb = action.microbatch
         if kind not in KINDS:
             _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
         if not (isinstance(stage, int) and 0 <= stage <= last_stage):
@@ -177,7 +179,7 @@ def _check_messages(schedule: Schedule) -> None:
     ]
     if stuck:
         waits = "; ".join(
-            f"rank {rank} waits at step {index} to {'take' if message.dst == rank else 'send'} the {message}"
+            f"rank {rank} waits at step {index} to {'receive' if message.dst == rank else 'send'} the {message}"
             for rank, index, message in stuck
         )
         first_rank, first_index, _ = stuck[0]
@@ -222,7 +224,7 @@ def _check_stream_order(schedule: Schedule, streams: dict[tuple[str, int], Messa
                 if arrived not in received:
                     message = all_messages(schedule)[rank][index].incoming[position]
                     next_message = sent_message(schedule, Action(cast("Kind", arrived[0]), *arrived[1:]))
-                    cause = f"takes the {message}, but the next to arrive is the {next_message}"
+                    cause = f"receives the {message}, but the next to arrive is the {next_message}"
                     _refuse(schedule, rank, index, cause)
 
 

@@ -34,8 +34,8 @@ class MeasuredCosts:
     def __init__(self, measured: Measured) -> None:
         step_costs = {step: [span.cost / 1e6 for span in spans] for step, spans in measured.samples().items()}
         if not step_costs:
-            raise ValueError("no step of training is in the trace by itself, not within something else; trace "
-                             "Pipeline.step outside of other recorded activities")
+            raise ValueError("the trace has no step of training outside of other activities; call Pipeline.step "
+                             "outside of them")
         self.samples: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
         for step, costs in step_costs.items():
             for action in step:

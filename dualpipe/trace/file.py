@@ -21,7 +21,7 @@ from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
 FORMAT = "dualpipe trace 2"
-TRACED = "what was traced until then: "  # begins the note of an error that ended a trace; the file's path follows
+TRACED = "trace until the error: "  # begins the note of an error that ended a trace, before the file's path
 COMPUTE = "compute"
 COMMUNICATION = "communication"
 DEVICE = "device"
@@ -175,10 +175,10 @@ def read(path: str | Path) -> Trace:
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no trace, or was cut off: {error}") from error
+        raise ValueError(f"{path} is not a trace, or is cut off: {error}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no trace of this library ({type(error).__name__}: {error}); take one by dualpipe "
-                         "train --trace steps=10..12, or Pipeline.trace") from error
+        raise ValueError(f"{path} is not a trace of this library ({type(error).__name__}: {error}); take one by "
+                         "dualpipe train --trace steps=10..12, or Pipeline.trace") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -189,7 +189,7 @@ def _parse(content: Any) -> Trace:
     events = content["traceEvents"]
     version = info.pop("format")
     if version != FORMAT:
-        raise ValueError(f"it is a {version!r}, of which this version reads {FORMAT!r} alone; take the trace again")
+        raise ValueError(f"the format is {version!r}, but this version reads only {FORMAT!r}; take the trace again")
     threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events
                if event["name"] == "thread_name"}
     slices = []

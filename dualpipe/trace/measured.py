@@ -107,8 +107,8 @@ class Measured:
 
     def _median_latency(self, slices: list[Slice]) -> int:
         """Return the median latency of messages that were waited for; if none was, the least of the others."""
-        waited_latencies = []
-        other_latencies = []
+        waited_latencies: list[int] = []
+        other_latencies: list[int] = []
         for item in slices:
             send = self._sends.get(item.args.get("flow", "")) if item.kind == "receive" else None
             if send is not None:

@@ -57,13 +57,13 @@ class Summary:
         """Return the time of a rank by use. Together they are the `window`."""
         totals = Counter[str]()
         for span in self.measured.spans[rank]:
-            totals["bubble"] += span.late.total()
-            totals["exposed"] += span.exposed.total()
-            if span.slice.step:
-                totals["compute"] += span.own
-            elif not (span.late or span.exposed or span.slice.kind in ("gather", "reduce")):
-                totals[span.slice.kind] += span.own
-        times = {use: self._ms(time) for use, time in (+totals).items()}  # without zeros
+            totals += Counter({  # without zeros
+                _use(span): span.own,
+                "bubble": span.late.total(),
+                "exposed": span.exposed.total(),
+            })
+        del totals["host gaps"]  # is the rest of the window
+        times = {use: self._ms(time) for use, time in totals.items()}
         return {**times, "host gaps": self.window - sum(times.values())}
 
     def by_rank(self) -> str:
@@ -185,6 +185,14 @@ class Summary:
             )
             timelines.append(Timeline(self.trace.schedule, Costs(), spans, ((),) * len(spans)))
         return sorted(timelines, key=lambda timeline: timeline.makespan)
+
+
+def _use(span: Activity) -> str:
+    """Return the use of the time of an activity without its waits: "compute", "host gaps", or its kind."""
+    if span.slice.step:
+        return "compute"
+    is_communication = span.late or span.exposed or span.slice.kind in ("gather", "reduce")  # of one rank without waits
+    return "host gaps" if is_communication else span.slice.kind
 
 
 def _add_idle(causes: Counter[Cause], idle: int, planned_idle: int, between: list[Activity]) -> None:

@@ -61,7 +61,7 @@ class Tracer(Observer):
     """Context manager that traces steps of a pipeline. All ranks of `group` enter and leave it at the same place.
 
     At the end, the first rank writes the file `path`. After an error inside, the error is raised with a note that names
-    the file of what was traced until then. That file is `path` after an error of a step, which all ranks of the
+    the file with the trace until the error. That file is `path` after an error of a step, which all ranks of the
     pipeline raise, if they are the ranks of `group`. After any other error, or if a rank is lost, no rank waits for
     others: each writes its own file, `path` with its number.
 
@@ -92,7 +92,7 @@ class Tracer(Observer):
 
     def __enter__(self) -> Self:
         if self._recorder.whole:
-            raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
+            raise ValueError(f"a trace is being taken already; end it before the trace {self._path} begins")
         self._open: list[Entry] = []
         self._runs: dict[int, int] = {}  # number of the run by the id of an action's entry
         self._events: dict[int, list[Any]] = {}  # by the entry's id: entry, stream, begin event, end event
@@ -131,7 +131,7 @@ class Tracer(Observer):
         except (ValueError, RuntimeError) as failure:
             if error is None:
                 raise
-            error.add_note(f"there is no trace: {failure}")
+            error.add_note(f"the trace was not written: {failure}")
         else:
             if error is not None:
                 error.add_note(f"{TRACED}{path}")
@@ -316,7 +316,7 @@ class Tracer(Observer):
 def check_path(path: Path) -> None:
     """Raise ValueError if a file `path` cannot be created."""
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; make it")
+        raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; create it")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file for the trace")
 
