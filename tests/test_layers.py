@@ -208,6 +208,7 @@ ELSEWHERE = {
     "dualpipe/runtime/ranks/records.py": "tests/runtime/ranks/test_agreement.py",
     "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",
     "dualpipe/quantized/quantize_model.py": "tests/quantized/test_tensor.py",
+    "dualpipe/quantized/registry.py": "tests/quantized/test_tensor.py",
     "dualpipe/runtime/printing.py": "tests/test_cli.py and tests/train/test_metrics.py, which read what is printed",
     "dualpipe/train/export.py": "tests/train/test_hf.py",
     "dualpipe/train/replay.py": "tests/train/anomaly/test_guard.py",

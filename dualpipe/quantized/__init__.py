@@ -1,11 +1,12 @@
-"""Tensors of blocks with scales, as parameters: see `tensor`.
+"""Tensors stored as quantized blocks with scales, for use as parameters: see `tensor`.
 
 Imports `kernels` and `runtime`.
 """
 
 from dualpipe.kernels.formats import FORMATS, Format
-from dualpipe.quantized import operators  # noqa: F401  (which the tensors need)
+from dualpipe.quantized import operators  # noqa: F401  (registers the operators of the tensors)
 from dualpipe.quantized.quantize_model import quantize_weights, requantize
-from dualpipe.quantized.tensor import QuantizedTensor, strict
+from dualpipe.quantized.registry import strict
+from dualpipe.quantized.tensor import QuantizedTensor
 
 __all__ = ["FORMATS", "Format", "QuantizedTensor", "quantize_weights", "requantize", "strict"]

@@ -1,6 +1,7 @@
-"""What operators do with the bytes of quantized tensors: those that move, cut, copy, gather, or make another one alike.
+"""Operators that work on the bytes of quantized tensors: those that move, slice, copy, gather or create tensors.
 
-All others are given the numbers, or raise: see `QuantizedTensor.__torch_dispatch__`. Letters are those of tensor.py.
+All other operators get dequantized values, or raise: see `QuantizedTensor.__torch_dispatch__`. Dimension letters are
+those of tensor.py.
 """
 
 from __future__ import annotations
@@ -12,21 +13,34 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dualpipe.quantized.tensor import QuantizedTensor, is_strict, numbers_of, operator
+from dualpipe.quantized.registry import is_strict, operator
+from dualpipe.quantized.tensor import QuantizedTensor
 
-aten, functional, c10d = torch.ops.aten, torch.ops._c10d_functional, torch.ops.c10d
+aten = torch.ops.aten
+functional = torch.ops._c10d_functional
+c10d = torch.ops.c10d
+
+
+def plain_values(x: Tensor) -> Tensor:
+    """Return the values of a tensor as a plain one: of a quantized tensor the master, else the dequantized bytes."""
+    if not isinstance(x, QuantizedTensor):
+        return x
+    return x.dequantize() if x.master is None else x.master
+
+
+# -- copies
 
 
 @operator(aten.detach.default, aten.alias.default)
 def _alias(x: QuantizedTensor) -> QuantizedTensor:
-    same = x.both(lambda part: part.detach())
-    same.transposed = x.transposed
-    return same
+    alias = x.map_storage(lambda part: part.detach())
+    alias.transposed = x.transposed
+    return alias
 
 
 @operator(aten.clone.default)
 def _clone(x: QuantizedTensor, **_: Any) -> QuantizedTensor:
-    return x.both(lambda part: part.contiguous().clone())
+    return x.map_storage(lambda part: part.contiguous().clone())
 
 
 @operator(aten._to_copy.default)
@@ -34,12 +48,12 @@ def _to(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = N
     if dtype not in (None, x.dtype):
         return x.dequantize().to(device=device, dtype=dtype)
     non_blocking = options.get("non_blocking", False)
-    return x.both(lambda part: part.to(device or part.device, copy=True, non_blocking=non_blocking))
+    return x.map_storage(lambda part: part.to(device or part.device, copy=True, non_blocking=non_blocking))
 
 
 @operator(aten._pin_memory.default)
 def _pin_memory(x: QuantizedTensor, device: Any = None) -> QuantizedTensor:
-    return x.both(lambda part: part.contiguous().pin_memory())
+    return x.map_storage(lambda part: part.contiguous().pin_memory())
 
 
 @operator(aten.is_pinned.default)
@@ -54,38 +68,57 @@ def _record_stream(x: QuantizedTensor, stream: Any) -> None:
             part.record_stream(stream)
 
 
+# -- views and parts
+
+
 @operator(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(x: QuantizedTensor, size: Sequence[int]) -> Any:
-    return _reshaped(x, torch.empty(x.shape, device="meta").view(size).shape)
+    return _reshape(x, torch.empty(x.shape, device="meta").view(size).shape)
 
 
 @operator(aten.as_strided.default)
 def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Only what FSDP2 asks for of a gathered parameter: contiguous, from the start, perhaps without the last rows."""
-    contiguous = list(stride) == [prod(size[dim + 1 :]) for dim in range(len(size))] or not prod(size)
-    if not contiguous or offset:
-        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) is no view of {x!r}; dequantize() first")
+    """Return a contiguous view from the start, possibly without the last rows: FSDP2 takes it of a gathered parameter.
+
+    Raises ValueError for any other view.
+    """
+    contiguous_stride = [prod(size[dim + 1 :]) for dim in range(len(size))]
+    is_contiguous = list(stride) == contiguous_stride or not prod(size)
+    if not is_contiguous or offset:
+        raise ValueError(f"as_strided({list(size)}, {list(stride)}, {offset}) of {x!r} is not a contiguous view from "
+                         "its start; call dequantize() first")
     if len(size) == x.dim() and tuple(size[1:]) == tuple(x.shape[1:]) and size[0] < x.shape[0]:
-        rows = x.format.block_rows(size[0])
-        data = x.block_rows[:, :rows] if x.dim() == 2 else x.block_rows[: size[0]]
-        return x.like(data, tuple(size), master=None if x.master is None else x.master[: size[0]])
-    return _reshaped(x, size)
+        num_rows = x.format.block_rows(size[0])
+        block_rows = x.block_rows[:, :num_rows] if x.dim() == 2 else x.block_rows[: size[0]]
+        return x.like(block_rows, tuple(size), master=None if x.master is None else x.master[: size[0]])
+    return _reshape(x, size)
 
 
-def _reshaped(x: QuantizedTensor, size: Sequence[int]) -> Any:
-    size, shape = tuple(size), x.matrix_shape
-    data = x.block_rows
+def _reshape(x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    """Return a view as matrices of whole block rows, or a flat view."""
+    size = tuple(size)
+    shape = x.matrix_shape
+    block_rows = x.block_rows
     if size not in (shape, (x.numel(),)):
-        between = all(rows % x.format.block[0] == 0 for rows in (*size[-2:-1], shape[-2]))  # block rows of two matrices
-        if not (len(size) in (2, 3) and size[-1] == shape[-1] and prod(size) == x.numel()
-                and (size[-2] == shape[-2] or between)):
-            raise ValueError(f"{x!r} cannot be viewed as {size}: it is {shape} in blocks, or flat; dequantize() first")
-        data = data.view(1 if len(size) == 2 else size[0], x.format.block_rows(size[-2]), data.shape[-1])
+        if not _can_view_as_matrices(x, size):
+            raise ValueError(f"{x!r} cannot be viewed as {size}; give {shape}, matrices of whole blocks, or a flat "
+                             "shape, or call dequantize() first")
+        num_matrices = 1 if len(size) == 2 else size[0]
+        block_rows = block_rows.view(num_matrices, x.format.block_rows(size[-2]), block_rows.shape[-1])
         shape = size
     master = None if x.master is None else x.master.view(size)
-    same = x.like(data, shape, flat=len(size) == 1, master=master)
-    same.transposed = x.transposed if shape == x.matrix_shape else None
-    return same
+    view = x.like(block_rows, shape, flat=len(size) == 1, master=master)
+    view.transposed = x.transposed if shape == x.matrix_shape else None
+    return view
+
+
+def _can_view_as_matrices(x: QuantizedTensor, size: tuple[int, ...]) -> bool:
+    """Return True if `size` has the same columns, and the same rows or no block row with rows of two matrices."""
+    shape = x.matrix_shape
+    if len(size) not in (2, 3) or size[-1] != shape[-1] or prod(size) != x.numel():
+        return False
+    block_height = x.format.block[0]
+    return size[-2] == shape[-2] or (size[-2] % block_height == 0 and shape[-2] % block_height == 0)
 
 
 @operator(aten.slice.Tensor)
@@ -94,29 +127,34 @@ def _slice(
 ) -> QuantizedTensor:
     begin, end, stride = slice(start, stop, step).indices(x.shape[dim])
     if stride != 1:
-        raise ValueError(f"every {stride}th row of {x!r} is no range of bytes; dequantize() first")
+        raise ValueError(f"every {stride}th row of {x!r} is not a range of bytes; use step 1, or call "
+                         "dequantize() first")
     return x.cut(dim, begin, max(begin, end))
 
 
 @operator(aten.select.int)
 def _select(x: QuantizedTensor, dim: int, index: int) -> QuantizedTensor:
     if x.dim() != 3 or dim % 3:
-        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is no matrix; slice rows, or dequantize() first")
-    if not -x.shape[0] <= index < x.shape[0]:
-        raise IndexError(f"there is no matrix {index} in {x!r}")
-    index %= x.shape[0]
+        raise ValueError(f"[{index}] of dimension {dim} of {x!r} is not a matrix; slice rows, or call "
+                         "dequantize() first")
+    num_matrices = x.shape[0]
+    if not -num_matrices <= index < num_matrices:
+        raise IndexError(f"matrix {index} is out of range for {x!r}; give an index from {-num_matrices} to "
+                         f"{num_matrices - 1}")
+    index %= num_matrices
     part = x.cut(0, index, index + 1)
     return x.like(part.block_rows, x.shape[1:], master=None if part.master is None else part.master[0])
 
 
 @operator(aten.split.Tensor)
 def _split(x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    return _split_with_sizes(x, [part.shape[dim] for part in torch.empty(x.shape, device="meta").split(size, dim)], dim)
+    parts = torch.empty(x.shape, device="meta").split(size, dim)
+    return _split_with_sizes(x, [part.shape[dim] for part in parts], dim)
 
 
 @operator(aten.split_with_sizes.default)
 def _split_with_sizes(x: QuantizedTensor, sizes: Sequence[int], dim: int = 0) -> list[QuantizedTensor]:
-    torch.empty(x.shape, device="meta").split_with_sizes(sizes, dim)  # raises where they are not all there is
+    torch.empty(x.shape, device="meta").split_with_sizes(sizes, dim)  # raises if the sizes do not add up
     ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
     return [x.cut(dim, end - size, end) for size, end in zip(sizes, ends)]
 
@@ -128,90 +166,118 @@ def _unbind(x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
 
 @operator(aten.cat.default)
 def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # or what that raises
-    first, dims = parts[0], len(shape)
-    if dims == 1 and not is_strict.get():  # what DDP sends, and writes into all of them: masters must not be lost by it
-        return torch.cat([numbers_of(part).to(part.dtype) for part in parts])
-    dim %= dims
-    # Only the last part may end within a block row.
-    if (not all(isinstance(part, QuantizedTensor) and part.format == first.format for part in parts) or dim == dims - 1
-            or (dim == dims - 2 and any(part.shape[dim] % first.format.block[0] for part in parts[:-1]))):
+    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # raises as for plain ones
+    num_dims = len(shape)
+    if num_dims == 1 and not is_strict.get():
+        # DDP sends flat tensors and writes the result into all of them: the values of masters must not be lost by it.
+        return torch.cat([plain_values(part).to(part.dtype) for part in parts])
+    dim %= num_dims
+    if dim == num_dims - 1 or not all(isinstance(part, QuantizedTensor) for part in parts):
+        return NotImplemented
+    first = parts[0]
+    is_row_dim = dim == num_dims - 2
+    ends_in_block = any(part.shape[dim] % first.format.block[0] for part in parts[:-1])  # the last part may
+    if any(part.format != first.format for part in parts) or (is_row_dim and ends_in_block):
         return NotImplemented
     masters = [part.master for part in parts]
-    return first.like(torch.cat([part.block_rows for part in parts], 1 if dim == dims - 2 else 0), shape,
-                      master=None if any(master is None for master in masters) else torch.cat(masters, dim))
+    master = None if any(master is None for master in masters) else torch.cat(masters, dim)
+    return first.like(torch.cat([part.block_rows for part in parts], 1 if is_row_dim else 0), shape, master=master)
 
 
 @operator(aten.constant_pad_nd.default)
 def _pad(x: QuantizedTensor, pad: Sequence[int], value: float = 0) -> Any:
-    """With rows or matrices of zeros at the end, as of shards before they are gathered: their bytes are zeros too."""
+    """Append rows or matrices of zeros, as to shards before a gather. The bytes of zeros are zeros."""
     if value or any(pad[::2]) or any(pad[1:2]) or x.dim() == 1:
         return NotImplemented
-    grown = [size + more for size, more in zip(reversed(x.shape), [*pad[1::2], 0, 0])]
-    (matrices, rows, _), padded = x.block_rows.shape, cast(QuantizedTensor, x.new_zeros(grown[::-1]))
-    padded.block_rows[:matrices, :rows].copy_(x.block_rows)
+    added = [*pad[1::2], 0, 0]  # by dimension, last first
+    padded_size = [size + more for size, more in zip(reversed(x.shape), added)]
+    num_matrices, num_rows, _ = x.block_rows.shape
+    padded = cast(QuantizedTensor, x.new_zeros(padded_size[::-1]))
+    padded.block_rows[:num_matrices, :num_rows].copy_(x.block_rows)
     if padded.master is not None:
         padded.master[tuple(map(slice, x.shape))].copy_(cast(Tensor, x.master))
     return padded
 
 
+# -- collectives
+
+
 @operator(functional.all_gather_into_tensor.default)
 def _all_gather(x: QuantizedTensor, size: int, group: str) -> QuantizedTensor:
-    """Bytes only, along the first dimension: of a state dict of whole tensors. Masters stay where they are."""
-    rows, columns = x.matrix_shape[-2:]
-    if x.dim() == 2 and size > 1 and rows % x.format.block[0]:
-        raise ValueError(f"{x!r} cannot be gathered: its rows must be a multiple of {x.format.block[0]}")
-    data = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
+    """Gather the bytes along the first dimension, as for a state dict of whole tensors. Masters are not gathered."""
+    num_rows, num_columns = x.matrix_shape[-2:]
+    if x.dim() == 2 and size > 1 and num_rows % x.format.block[0]:
+        raise ValueError(f"cannot gather {x!r}: its {num_rows} rows are not a multiple of {x.format.block[0]}; shard "
+                         "it over fewer ranks, or call dequantize() first")
+    gathered = functional.wait_tensor(functional.all_gather_into_tensor(x.block_rows.contiguous(), size, group))
     if x.dim() == 2:
-        return x.like(data.view(1, -1, data.shape[-1]), (size * rows, columns))
-    return x.like(data, (len(data), rows, columns))
+        return x.like(gathered.view(1, -1, gathered.shape[-1]), (size * num_rows, num_columns))
+    return x.like(gathered, (len(gathered), num_rows, num_columns))
 
 
-@operator(functional.wait_tensor.default, *(
-    wrap.default for name in ("_wrap_tensor_autograd",) if (wrap := getattr(functional, name, None))  # since torch 2.13
-))
-def _gathered(x: QuantizedTensor) -> QuantizedTensor:
+def _wait_operators() -> list[Any]:
+    operators = [functional.wait_tensor.default]
+    if hasattr(functional, "_wrap_tensor_autograd"):  # since torch 2.13
+        operators.append(functional._wrap_tensor_autograd.default)
+    return operators
+
+
+@operator(*_wait_operators())
+def _wait(x: QuantizedTensor) -> QuantizedTensor:
     return x  # `_all_gather` has waited
 
 
 @operator(c10d.scatter_.default)
-def _scatter(into: Sequence[QuantizedTensor], parts: Sequence[Sequence[QuantizedTensor]], *rest: Any) -> Any:
-    """What `distribute_tensor` does for shards: bytes, and masters where there are some, are sent."""
+def _scatter(outputs: Sequence[QuantizedTensor], inputs: Sequence[Sequence[QuantizedTensor]], *rest: Any) -> Any:
+    """Scatter the bytes, and the masters if there are any, as `distribute_tensor` does for shards."""
+    names = ("block_rows",) if outputs[0].master is None else ("block_rows", "master")
     work = None
-    for name in ("block_rows", "master") if into[0].master is not None else ("block_rows",):
-        sent = [[getattr(part, name).contiguous() for part in each] for each in parts]
-        _, work = c10d.scatter_([getattr(each, name) for each in into], sent, *rest)
+    for name in names:
+        sent = [[getattr(part, name).contiguous() for part in parts] for parts in inputs]
+        received = [getattr(output, name) for output in outputs]
+        _, work = c10d.scatter_(received, sent, *rest)
         work.wait()
-    return into, work
+    return outputs, work
 
 
 @operator(c10d.broadcast_.default)
 def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
-    """Numbers are sent, as the other ranks may have plain tensors for them, and quantized again by whoever has not."""
-    sent = [numbers_of(each).to(each.dtype, copy=True) for each in tensors]
-    _, work = c10d.broadcast_(sent, *rest)
+    """Broadcast values, as other ranks may have plain tensors for them, and quantize the received ones."""
+    values = [plain_values(tensor).to(tensor.dtype, copy=True) for tensor in tensors]
+    _, work = c10d.broadcast_(values, *rest)
     work.wait()
-    for each, numbers in zip(tensors, sent):
-        each.quantize_(numbers)
+    for tensor, received in zip(tensors, values):
+        tensor.quantize_(received)
     return tensors, work
 
 
+# -- writing
+
+
 @operator(aten.copy_.default)
-def _copy(into: Any, source: Any, non_blocking: bool = False) -> Any:
-    if not isinstance(into, QuantizedTensor):
-        into.copy_(source.dequantize(), non_blocking)
-    elif not (isinstance(source, QuantizedTensor) and source.format == into.format and source.shape == into.shape):
-        into.quantize_(numbers_of(source))
+def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
+    if not isinstance(target, QuantizedTensor):
+        target.copy_(source.dequantize(), non_blocking)
+    elif isinstance(source, QuantizedTensor) and source.format == target.format and source.shape == target.shape:
+        _copy_bytes(target, source, non_blocking)
     else:
-        if source.master is not None and into.master is not None:
-            into.master.copy_(source.master, non_blocking)
-        elif into.master is not None and not torch.equal(into.block_rows, source.block_rows):  # else it is closer
-            into.master.copy_(source.dequantize(), non_blocking)
-        into.block_rows.copy_(source.block_rows, non_blocking)
-    return into
+        target.quantize_(plain_values(source))
+    return target
+
+
+def _copy_bytes(target: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
+    """Copy bytes and master. A target's master stays if the source has the same bytes and no master: it is closer."""
+    if target.master is not None:
+        if source.master is not None:
+            target.master.copy_(source.master, non_blocking)
+        elif not torch.equal(target.block_rows, source.block_rows):
+            target.master.copy_(source.dequantize(), non_blocking)
+    target.block_rows.copy_(source.block_rows, non_blocking)
 
 
 def _filler(function: Any) -> Callable[..., QuantizedTensor]:
+    """Return the in-place operator `function` for quantized tensors: fill a plain tensor, then quantize it."""
+
     def fill(x: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
         x.quantize_(function(torch.empty(x.shape, device=x.device), *args, **kwargs))
         return x
@@ -219,8 +285,8 @@ def _filler(function: Any) -> Callable[..., QuantizedTensor]:
     return fill
 
 
-for _each in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.normal_.default, aten.uniform_.default):
-    operator(_each)(_filler(_each))
+for _fill in (aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default, aten.normal_.default, aten.uniform_.default):
+    operator(_fill)(_filler(_fill))
 
 
 @operator(aten.equal.default)
@@ -230,22 +296,26 @@ def _equal(x: Any, y: Any) -> bool:
     return cast(bool, NotImplemented)
 
 
+# -- new tensors
+
+
 def _new(x: QuantizedTensor, size: Sequence[int], dtype: torch.dtype | None, device: Any) -> QuantizedTensor | None:
-    """One of zeros in this format; None where a plain tensor is asked for, or all that can have this size."""
+    """Return zeros in the format of `x`; None if another dtype is requested or no such tensor has this size."""
     size = tuple(size)
-    odd = size and size[-1] * x.format.bits % 8
-    if dtype not in (None, x.dtype) or odd or (len(size) not in (2, 3) and size != (x.numel(),)):
+    is_flat = size == (x.numel(),)
+    has_partial_byte = size and size[-1] * x.format.bits % 8
+    if dtype not in (None, x.dtype) or has_partial_byte or not (len(size) in (2, 3) or is_flat):
         return None
     shape = x.matrix_shape if len(size) == 1 else size
-    fresh = QuantizedTensor.empty(shape, x.format, dtype=x.dtype, device=device or x.device,
-                                  keep_master=x.master is not None)
-    return cast(QuantizedTensor, _reshaped(fresh, size))
+    new = QuantizedTensor.empty(shape, x.format, dtype=x.dtype, device=device or x.device,
+                                keep_master=x.master is not None)
+    return _reshape(new, size)
 
 
 @operator(aten.empty_like.default, aten.zeros_like.default)
 def _empty_like(x: QuantizedTensor, *, dtype: torch.dtype | None = None, device: Any = None, **options: Any) -> Any:
-    fresh = _new(x, x.shape, dtype, device)
-    return torch.zeros(x.shape, dtype=dtype or x.dtype, device=device or x.device) if fresh is None else fresh
+    new = _new(x, x.shape, dtype, device)
+    return torch.zeros(x.shape, dtype=dtype or x.dtype, device=device or x.device) if new is None else new
 
 
 @operator(aten.full_like.default)
@@ -259,10 +329,11 @@ def _full_like(
 def _new_empty(
     x: QuantizedTensor, size: Sequence[int], *, dtype: torch.dtype | None = None, device: Any = None, **options: Any
 ) -> Any:
-    if (fresh := _new(x, size, dtype, device)) is None:
+    new = _new(x, size, dtype, device)
+    if new is None:
         return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device)
-    fresh.padded = fresh.block_rows  # FSDP2 takes such for a shard and what there is too much of it
-    return fresh
+    new.padded = new.block_rows  # FSDP2 uses such a tensor for a shard with its padding
+    return new
 
 
 @operator(aten.new_full.default)

@@ -1,6 +1,6 @@
-"""Pipeline schedules as data: types, the known families, proof, timing, pictures. Imports no torch.
+"""Pipeline schedules as data: types, known schedules, validation, simulation and drawing. Pure Python, no torch.
 
-search/ looks for better orders, and by_name/ is above both: schedules by name, and the command. Imports nothing.
+search/ looks for better schedules; by_name/ builds schedules by name and holds the command. Imports nothing.
 """
 
 from dualpipe.schedule.by_name.build import build

@@ -1,21 +1,21 @@
-"""Timelines as text, as tables that compare them, and as pictures in the manner of DeepSeek's README of DualPipe."""
+"""Timelines as text, as SVG pictures in the style of DeepSeek's README of DualPipe, and tables that compare them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from math import ceil, floor
-from typing import Any
+from typing import Any, NamedTuple
 
 from dualpipe.schedule.simulate import Reduction, Span, Timeline
 from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
-from dualpipe.schedule.types import Kind
+from dualpipe.schedule.types import Action, Kind
 
-PARTS = 6  # of a text timeline, one below the other, at most
+PARTS = 6  # maximum number of parts of a text timeline, one below the other
 CUT = "~"
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
 
-# What a kind is, and the fills of the first and of the second half of a rank's stages: all light enough for dark text.
+# Name of a kind, and its fills on the first and on the second half of a rank's stages, light enough for dark text.
 LOOKS: dict[Kind, tuple[str, str, str]] = {
     "F": ("forward", "#f5b041", "#fce0ac"),
     "B": ("backward", "#58b368", "#bfe3c2"),
@@ -23,10 +23,18 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "W": ("weight gradients", "#8f9be0", "#d3d8f5"),
 }
 REDUCTION = "#c2554d"
-ROW, GAP, LEFT, RIGHT, TOP, BOTTOM = 30, 6, 64, 76, 76, 34  # pixels
+
+# Pixels: height of a rank's row, gap below it, and margins around the rows.
+ROW = 30
+GAP = 6
+LEFT = 64
+RIGHT = 76
+TOP = 76
+BOTTOM = 34
 CELL = 17  # pixels of the shortest step, so that two digits fit
-WIDEST = 6000  # pixels of time axis at most, unless given; numbers that do not fit are left out
-STYLE = (  # numbers in cells, of pairs, at the axis; the back of a row, the frame of a pair
+WIDEST = 6000  # default for the maximum width of the time axis in pixels; numbers that do not fit are left out
+# Numbers in a cell (n), in a pair (p) and at the axis (a); background of a row (b), frame of a pair (o).
+STYLE = (
     ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}"
     ".a{text-anchor:middle;fill:#6b7785;font-size:10px}"
     "rect{stroke:#fff;stroke-width:.8}.b{fill:#f1f3f5;stroke:none}.o{fill:none;stroke:#1f2933;stroke-width:1.3}"
@@ -35,94 +43,120 @@ STYLE = (  # numbers in cells, of pairs, at the axis; the back of a row, the fra
 
 
 def upper_half(timeline: Timeline) -> set[int]:
-    """The stages in the upper half of those of their rank: on a V, the way back."""
-    stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
-    return {stage for mine in stages for stage in mine[(len(mine) + 1) // 2 :]}
+    """Return the stages in the upper half of their rank's stages: on a V, the way back."""
+    rank_stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
+    return {stage for stages in rank_stages for stage in stages[(len(stages) + 1) // 2 :]}
+
+
+# -- text
+
+
+class _Columns(NamedTuple):
+    """Columns of one part of a text timeline."""
+
+    part: int  # index of the part
+    width: int  # columns of a part
+    scale: float  # columns per unit of time
 
 
 def to_text(timeline: Timeline, width: int = 120) -> str:
-    """One line a rank, at most `width` characters: each step's kinds and micro-batches.
+    """Draw a timeline as text of at most `width` characters, one line per rank.
 
-    Where these need more columns than there are, the timeline is cut into parts, one below the other; where it would
-    take more than PARTS of them, it is one line a rank again, and micro-batches are left out of steps without room.
+    A step is drawn as its kinds and micro-batches. Lower case marks the upper half of a rank's stages: on a V, the way
+    back. If reductions cost anything, a line below the rank's shows when they run.
 
-    Lower case marks the upper half of a rank's stages: on a V, the way back. Where reductions cost something, a line
-    below the rank's shows when they run.
+    A timeline that needs more columns is cut into parts, one below the other. If that takes more than `PARTS` parts, it
+    stays one line per rank, and steps without room are drawn without micro-batches.
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     columns = max(1, width - margin)
     needed = _columns_needed(timeline)
     is_squeezed = needed > PARTS * columns
-    parts = 1 if is_squeezed else max(1, ceil(needed / columns))
-    scale = parts * columns / timeline.makespan if timeline.makespan else 0.0
-    upper = upper_half(timeline)
-
-    def cell(span: Span, room: int) -> str:
-        """As much of the step as fits: kinds and micro-batches, else kinds, else the first kind."""
-        kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
-        full = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
-        return next((text for text in (full, "".join(kinds)) if len(text) <= room), kinds[0]).ljust(room)
-
-    def bar(reduction: Reduction, room: int) -> str:
-        return f"R{reduction.stage}".ljust(room, "=")
-
+    num_parts = 1 if is_squeezed else max(1, ceil(needed / columns))
+    scale = num_parts * columns / timeline.makespan if timeline.makespan else 0.0
     lines = []
-    for part in range(parts):
-        if parts > 1:
+    for part in range(num_parts):
+        if num_parts > 1:
             lines.append(f"time {number(part * columns / scale)} to {number((part + 1) * columns / scale)}")
-        for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
-            row = _line(spans, ".", cell, scale, part, columns)
-            lines.append(f"{f'rank {rank}':<{margin}}{row}".rstrip())
-            if reductions:
-                lines.append(" " * margin + _line(reductions, " ", bar, scale, part, columns))
-        if parts > 1:
+        lines += _rank_lines(timeline, margin, _Columns(part, columns, scale))
+        if num_parts > 1:
             lines.append("")
-    lines.append(LEGEND + ("; lower case: the later stages of a rank" if upper else ""))
+    lines.append(LEGEND + ("; lower case: the later stages of a rank" if upper_half(timeline) else ""))
     if any(timeline.reductions):
         lines.append("=: gradients being reduced over data-parallel ranks")
-    if parts > 1:
+    if num_parts > 1:
         lines.append(f"{CUT}: part of a step that is named in the lines above or below")
     if is_squeezed:
         lines.append(f"to name all micro-batches takes {margin + needed} columns; --svg and --html draw them")
     return "\n".join(lines) + "\n"
 
 
+def _rank_lines(timeline: Timeline, margin: int, columns: _Columns) -> Iterator[str]:
+    """Yield the lines of all ranks in one part of a timeline."""
+    upper = upper_half(timeline)
+
+    def step_label(span: Span, room: int) -> str:
+        """Return the longest that fits of: kinds and micro-batches, kinds, the first kind."""
+        kinds = [action.kind.lower() if action.stage in upper else action.kind for action in span.step]
+        with_microbatches = "".join(f"{kind}{action.microbatch}" for kind, action in zip(kinds, span.step))
+        labels = (with_microbatches, "".join(kinds))
+        return next((label for label in labels if len(label) <= room), kinds[0]).ljust(room)
+
+    def reduction_label(reduction: Reduction, room: int) -> str:
+        return f"R{reduction.stage}".ljust(room, "=")
+
+    for rank, (spans, reductions) in enumerate(zip(timeline.spans, timeline.reductions)):
+        row = _line(spans, ".", step_label, columns)
+        yield f"{f'rank {rank}':<{margin}}{row}".rstrip()
+        if reductions:
+            yield " " * margin + _line(reductions, " ", reduction_label, columns)
+
+
 def _line(
-    pieces: Sequence[Span] | Sequence[Reduction], idle: str, label: Callable[[Any, int], str], scale: float, part: int,
-    columns: int,
+    intervals: Sequence[Span] | Sequence[Reduction], idle: str, label: Callable[[Any, int], str], columns: _Columns
 ) -> str:
-    """A rank's columns of a part of a timeline; `scale`: columns per unit of time."""
-    first, last = part * columns, (part + 1) * columns
-    row = [idle] * columns
-    for piece in pieces:
-        start = floor(piece.start * scale + 0.5)  # rounded alike everywhere, so that rows stay aligned
-        end = floor(piece.end * scale + 0.5)
-        left, right = max(start, first), min(end, last)
+    """Return the columns of a rank in one part of a timeline.
+
+    An interval that crosses two parts has its label in the part with more of it, and `CUT` in the other.
+    """
+    width = columns.width
+    first = columns.part * width
+    last = first + width
+    row = [idle] * width
+    for interval in intervals:
+        start = floor(interval.start * columns.scale + 0.5)  # one way of rounding everywhere keeps rows aligned
+        end = floor(interval.end * columns.scale + 0.5)
+        left = max(start, first)
+        right = min(end, last)
         if left >= right:
             continue
-        begun_in = start // columns
-        columns_there = min(end, (begun_in + 1) * columns) - start
-        named_in = begun_in if columns_there >= min(end - start - columns_there, columns) else begun_in + 1
+        start_part = start // width
+        columns_there = min(end, (start_part + 1) * width) - start
+        columns_after = min(end - start - columns_there, width)
+        label_part = start_part if columns_there >= columns_after else start_part + 1
         room = right - left
-        row[left - first : right - first] = label(piece, room)[:room] if part == named_in else CUT * room
+        row[left - first : right - first] = label(interval, room)[:room] if columns.part == label_part else CUT * room
     return "".join(row).rstrip(". ")
 
 
 def _columns_needed(timeline: Timeline) -> int:
-    """Columns for a rank's steps at which each has room for its kinds and micro-batches."""
-    most = 0.0  # per unit of time
+    """Return the number of columns at which every step has room for its kinds and micro-batches."""
+    densest = 0.0  # characters per unit of time
     for span in chain.from_iterable(timeline.spans):
         if span.end > span.start:
-            letters = sum(1 + len(str(action.microbatch)) for action in span.step)
-            most = max(most, letters / (span.end - span.start))
-    return ceil(most * timeline.makespan * (1 - 1e-9))
+            num_characters = sum(1 + len(str(action.microbatch)) for action in span.step)
+            densest = max(densest, num_characters / (span.end - span.start))
+    return ceil(densest * timeline.makespan * (1 - 1e-9))
 
 
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
-    """A row for each timeline: makespan, and that of the first relative to it; bubble; peaks of activations, which are
-    alive until their "W", and of memory, of which an "I" frees a part (see `Timeline.peak_memory`).
+    """Return a table with a row per timeline that compares it with the first.
 
-    sizes: how big the stages of each timeline are, in stages of the first; activations are counted in those.
+    The columns are the makespan, alone and relative to the first; the bubble; the peak of live activations, which live
+    until their "W"; and the peak of memory, of which an "I" frees a part (see `Timeline.peak_memory`). Both peaks are
+    in activations of a stage of the first timeline.
+
+    sizes: size of the stages of each timeline, in stages of the first.
     """
     rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations", "peak memory")]
     for timeline, size in zip(timelines, sizes):
@@ -139,83 +173,102 @@ def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text: the first to the left, the others to the right."""
-    first, *others = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]
+    """Return rows as text with aligned columns: the first column to the left, the others to the right."""
+    first_width, *widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join([name.ljust(first_width), *map(str.rjust, cells, widths)]) for name, *cells in rows]
     return "\n".join(lines) + "\n"
 
 
-def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
-    """A row for each rank, colour by kind and lighter for the way back, an overlapped pair framed in one cell.
-    widest: pixels of time axis at most.
+# -- SVG
 
-    Reductions of gradients, which run beside the steps, are bars below the row.
-    Hovering over a step tells what it is and when it runs.
+
+def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
+    """Draw a timeline as SVG, with a row per rank.
+
+    Colours show the kind, lighter ones the way back of a V. The two actions of a pair share a framed cell. Reductions
+    of gradients, which run beside the steps, are bars below the row. Hovering over a step shows its actions and times.
+
+    widest: maximum width of the time axis in pixels.
     """
     durations = [span.end - span.start for span in chain.from_iterable(timeline.spans) if span.end > span.start]
     scale = min(CELL / min(durations), widest / timeline.makespan) if durations else 1.0  # pixels per unit of time
-    end, bottom = LEFT + timeline.makespan * scale, TOP + len(timeline.spans) * (ROW + GAP)
+    right = LEFT + timeline.makespan * scale
+    bottom = TOP + len(timeline.spans) * (ROW + GAP)
     upper = upper_half(timeline)
-    shapes = [*_heading(timeline, bool(upper)), text(LEFT - 10, bottom + 16, "time", "m e"),
-              text(end + 10, TOP - 8, "peak alive", "m")]
-    step = tick_step(60 / scale)  # pixels apart, at least
-    for i in range(floor(timeline.makespan / step + 1e-9) + 1):
-        x = LEFT + i * step * scale
-        shapes += [f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>',
-                   text(x, bottom + 16, f"{i * step:g}", "a")]
+    shapes = [
+        *_heading(timeline, has_halves=bool(upper)),
+        text(LEFT - 10, bottom + 16, "time", "m e"),
+        text(right + 10, TOP - 8, "peak alive", "m"),
+        *_axis(timeline, scale, bottom),
+    ]
     for rank in range(len(timeline.spans)):
         shapes += _row(timeline, rank, scale, upper)
-    return picture(max(end + RIGHT, LEFT + 960), bottom + BOTTOM, shapes, STYLE)  # room for the legend
+    return picture(max(right + RIGHT, LEFT + 960), bottom + BOTTOM, shapes, STYLE)  # with room for the legend
 
 
-def _heading(timeline: Timeline, halves: bool) -> Iterator[str]:
-    """What is drawn, and a legend of what is in it; `halves`: some ranks have stages of both halves."""
-    schedule, spans = timeline.schedule, list(chain.from_iterable(timeline.spans))
+def _axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[str]:
+    """Yield the lines and numbers of the time axis, at least 60 pixels apart."""
+    step = tick_step(60 / scale)
+    for i in range(floor(timeline.makespan / step + 1e-9) + 1):
+        x = LEFT + i * step * scale
+        yield f'<line x1="{x:.1f}" y1="{TOP - 8}" x2="{x:.1f}" y2="{bottom + 2}"/>'
+        yield text(x, bottom + 16, f"{i * step:g}", "a")
+
+
+def _heading(timeline: Timeline, has_halves: bool) -> Iterator[str]:
+    """Yield the title, and a legend of the colours in use. has_halves: some rank has stages on both halves of a V."""
+    schedule = timeline.schedule
+    spans = list(chain.from_iterable(timeline.spans))
     yield text(LEFT, 26, schedule.name, "h")
     yield text(LEFT + 10 + 9.2 * len(schedule.name), 26, f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, "
                f"{schedule.num_microbatches} micro-batches; makespan {number(timeline.makespan)}, bubble "
                f"{100 * timeline.bubble_fraction:.1f}%", "m")
-    used = {action.kind for span in spans for action in span.step}
+    used_kinds = {action.kind for span in spans for action in span.step}
     x = float(LEFT)
-    for meaning, *colours in (LOOKS[kind] for kind in LOOKS if kind in used):
-        width = 14 if halves else 28
-        for i, colour in enumerate(colours if halves else colours[:1]):
+    for name, *colours in (LOOKS[kind] for kind in LOOKS if kind in used_kinds):
+        width = 14 if has_halves else 28
+        for i, colour in enumerate(colours if has_halves else colours[:1]):
             yield rect(x + width * i, 41, width, 12, colour)
-        yield text(x + 34, 51, meaning)
-        x += 62 + 5.8 * len(meaning)
+        yield text(x + 34, 51, name)
+        x += 62 + 5.8 * len(name)
     if any(len(span.step) == 2 for span in spans):
         yield rect(x, 41, 28, 12, kind="o") + text(x + 34, 51, "overlapped")
         x += 118
     if any(timeline.reductions):
         yield rect(x, 45, 28, GAP - 1, REDUCTION) + text(x + 34, 51, "gradients reduced")
         x += 160
-    if halves:
+    if has_halves:
         yield text(x, 51, "lighter: later stages of the rank", "m")
 
 
 def _row(timeline: Timeline, rank: int, scale: float, upper: set[int]) -> Iterator[str]:
-    def place(start: float, end: float) -> tuple[float, float, str]:
-        """Where it begins, how wide it is, and what is said of that."""
-        said = f"\nrank {rank}, {number(start)} to {number(end)}"
-        return LEFT + start * scale, (end - start) * scale, said
-
-    top, middle = TOP + rank * (ROW + GAP), TOP + rank * (ROW + GAP) + ROW / 2 + 4
-    x, width, _ = place(0, timeline.makespan)
-    yield text(LEFT - 10, middle, f"rank {rank}", "e") + rect(x, top, width, ROW, kind="b")
-    yield text(x + width + 10, middle, timeline.peak_activations[rank])
+    """Yield the shapes of a rank: its name, its peak of live activations, its steps and its reductions."""
+    top = TOP + rank * (ROW + GAP)
+    baseline = top + ROW / 2 + 4
+    row_width = timeline.makespan * scale
+    yield text(LEFT - 10, baseline, f"rank {rank}", "e") + rect(LEFT, top, row_width, ROW, kind="b")
+    yield text(LEFT + row_width + 10, baseline, timeline.peak_activations[rank])
     for _, start, end, step in timeline.spans[rank]:
-        x, width, when = place(start, end)
-        height, shapes = ROW / len(step), []
-        for i, action in enumerate(step):  # of a pair, which runs at the same time, one lies above the other
-            y = top + i * height
-            shapes.append(rect(x, y, width, height, LOOKS[action.kind][2 if action.stage in upper else 1]))
-            if width >= 7 * len(str(action.microbatch)):
-                kind = "n" if len(step) == 1 else "p"
-                shapes.append(text(x + width / 2, y + height / 2 + 3.7, action.microbatch, kind))
-        if len(step) == 2:
-            shapes.append(rect(x + 0.6, top + 0.6, width - 1.2, ROW - 1.2, kind="o"))
         names = (f"{LOOKS[a.kind][0]} of micro-batch {a.microbatch}, stage {a.stage}" for a in step)
-        yield titled(" overlapped with ".join(names) + when, shapes)
+        title = " overlapped with ".join(names) + _times(rank, start, end)
+        yield titled(title, _cell(step, LEFT + start * scale, top, (end - start) * scale, upper))
     for _, start, end, stage in timeline.reductions[rank]:
-        x, width, when = place(start, end)
-        yield titled(f"gradients of stage {stage} reduced{when}", [rect(x, top + ROW, width, GAP - 1, REDUCTION)])
+        title = f"gradients of stage {stage} reduced{_times(rank, start, end)}"
+        yield titled(title, [rect(LEFT + start * scale, top + ROW, (end - start) * scale, GAP - 1, REDUCTION)])
+
+
+def _times(rank: int, start: float, end: float) -> str:
+    return f"\nrank {rank}, {number(start)} to {number(end)}"
+
+
+def _cell(step: Sequence[Action], x: float, top: float, width: float, upper: set[int]) -> Iterator[str]:
+    """Yield the shapes of a step; the actions of a pair, which run at the same time, are one above the other."""
+    height = ROW / len(step)
+    for i, action in enumerate(step):
+        y = top + i * height
+        yield rect(x, y, width, height, LOOKS[action.kind][2 if action.stage in upper else 1])
+        if width >= 7 * len(str(action.microbatch)):
+            kind = "n" if len(step) == 1 else "p"
+            yield text(x + width / 2, y + height / 2 + 3.7, action.microbatch, kind)
+    if len(step) == 2:
+        yield rect(x + 0.6, top + 0.6, width - 1.2, ROW - 1.2, kind="o")

@@ -1,16 +1,16 @@
-"""What an action needs and what it hands on: the one place that knows how data flows between stages.
+"""Data flow between stages: the input of an action, its result, and the messages between ranks.
 
-A forward hands its output to the next stage's forward, a backward ("B" or "I") its input gradient to the previous
-stage's backward. Where both stages live on one rank nothing is sent.
+A forward passes its output to the next stage's forward. A backward ("B" or "I") passes its input gradient to the
+previous stage's backward. Nothing is sent between two stages on the same rank.
 
-All messages of one kind from one rank to another form a stream. It must be taken in the order in which it is sent: that
-of the sender's steps and, within a step, of its actions (NCCL has no tags that could tell messages apart). Activations
-and gradients are streams apart, for DeepSeek's order mixes them in different ways on the two sides: rank 1 takes its
-first gradients from rank 0 before an activation that was sent earlier.
+All messages of one kind (activations or gradients) from one rank to another form a stream. A stream is received in the
+order in which it is sent, which is the order of the sender's steps and, within a step, of its actions: NCCL has no tags
+to tell messages apart. Activations and gradients are separate streams because DeepSeek's order mixes them in different
+ways on the two sides: rank 1 receives its first gradients from rank 0 before an activation that was sent earlier.
 
-The receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time that a message is taken.
-A step takes all its messages, then runs, then sends. This is what `validate` proves free of deadlocks where each send
-blocks until its receive is posted, and the least that an engine must do.
+Receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time a message is received. A
+step receives all its messages, then computes, then sends. `validate` proves that this is free of deadlocks even if each
+send blocks until its receive is posted, and it is the least that an engine must do.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
-from dualpipe.schedule.types import KINDS, Action, Schedule, Step
+from dualpipe.schedule.types import Action, Schedule, Step
 
 RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
 MessageStream = tuple[int, int, str]  # source rank, destination rank, kind of message
-Result = tuple[str, int, int]  # an activation "F" or a gradient "B" (or "W"), the stage that yields it, micro-batch
+Result = tuple[str, int, int]  # activation "F" or gradient "B" (or "W"), the stage that computes it, micro-batch
 T = TypeVar("T")
 
 
 class Message(NamedTuple):
-    """An activation (for "F") or a gradient (for "B") for `stage`'s `microbatch`, on its way between two ranks."""
+    """An activation (kind "F") or a gradient (kind "B") for `microbatch` on `stage`, sent from rank `src` to `dst`."""
 
     kind: str
     stage: int
@@ -39,112 +39,155 @@ class Message(NamedTuple):
 
     @property
     def stream(self) -> MessageStream:
-        """The stream that this message is part of."""
+        """Stream that carries this message."""
         return self.src, self.dst, self.kind
 
     @property
     def title(self) -> str:
-        """What it is, such as "the activation for stage 2, micro-batch 5"."""
-        what = "activation" if self.kind == "F" else "gradient"
-        return f"the {what} for stage {self.stage}, micro-batch {self.microbatch}"
+        """Text for error messages, such as "the activation for stage 2, micro-batch 5"."""
+        return f"the {self._noun} for stage {self.stage}, micro-batch {self.microbatch}"
 
     def __str__(self) -> str:
-        what = "activation" if self.kind == "F" else "gradient"
-        return f"{what} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"
+        return f"{self._noun} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"
+
+    @property
+    def _noun(self) -> str:
+        return "activation" if self.kind == "F" else "gradient"
 
 
 class StepMessages(NamedTuple):
-    """What one step receives before it runs and sends after it, in order."""
+    """Messages that a step receives before it computes, and sends after it, in order."""
 
     incoming: list[Message]
     outgoing: list[Message]
 
 
 def result(action: Action) -> Result:
-    """What `action` yields. An "I" yields what a "B" does; nothing takes what a "W" yields."""
+    """Return the result of `action`. "I" and "B" have the same result; no action needs that of a "W"."""
     return "B" if action.kind == "I" else action.kind, action.stage, action.microbatch
 
 
-def need(schedule: Schedule, action: Action) -> Result | None:
-    """What `action` takes, from any rank; None for the first forward. A "W" takes what the "I" of its stage left."""
-    kind, stage, mb = action.kind, action.stage, action.microbatch
+def required_input(schedule: Schedule, action: Action) -> Result | None:
+    """Return the result that `action` needs, from any rank; None for the forward of stage 0.
+
+    A "W" needs the backward "I" of its stage. The backward of the last stage needs its forward.
+    """
+    kind = action.kind
+    stage = action.stage
+    microbatch = action.microbatch
     if kind == "F":
-        return ("F", stage - 1, mb) if stage > 0 else None
+        return ("F", stage - 1, microbatch) if stage > 0 else None
     if kind == "W":
-        return "B", stage, mb
-    return ("F", stage, mb) if stage == schedule.num_stages - 1 else ("B", stage + 1, mb)
+        return "B", stage, microbatch
+    if stage == schedule.num_stages - 1:
+        return "F", stage, microbatch
+    return "B", stage + 1, microbatch
 
 
-def sent(schedule: Schedule, action: Action) -> Message | None:
-    """The message that `action` produces, or None where its result stays on its rank."""
-    kind = "F" if action.kind == "F" else "B"
-    target = action.stage + (1 if kind == "F" else -1)
-    if action.kind == "W" or not 0 <= target < schedule.num_stages:
+def message_input(schedule: Schedule, action: Action) -> Result | None:
+    """Return the result that `action` needs and that a message can carry; None for a "W".
+
+    A "W" runs on the rank of its "I". The gradient that the "I" sends on is not an input of the "W".
+    """
+    return None if action.kind == "W" else required_input(schedule, action)
+
+
+def sent_message(schedule: Schedule, action: Action) -> Message | None:
+    """Return the message that `action` sends, or None if its result stays on its rank."""
+    if action.kind == "W":
         return None
-    src, dst = schedule.placement[action.stage], schedule.placement[target]
+    kind = "F" if action.kind == "F" else "B"
+    target = action.stage + 1 if kind == "F" else action.stage - 1
+    if not 0 <= target < schedule.num_stages:
+        return None
+    src = schedule.placement[action.stage]
+    dst = schedule.placement[target]
     return None if src == dst else Message(kind, target, action.microbatch, src, dst)
 
 
-def streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
-    """Which stream carries what a stage yields, an activation "F" or a gradient "B", where that leaves the rank."""
-    first = (Action(kind, stage, 0) for kind in KINDS[:2] for stage in range(schedule.num_stages))
-    return {result(each)[:2]: message.stream for each in first if (message := sent(schedule, each))}
+sent = sent_message  # earlier name
+
+
+def outgoing_streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
+    """Return the stream that carries each result off its rank, by kind ("F" or "B") and stage of the result."""
+    streams: dict[tuple[str, int], MessageStream] = {}
+    for stage in range(schedule.num_stages):
+        for action in (Action("F", stage, 0), Action("B", stage, 0)):
+            message = sent_message(schedule, action)
+            if message is not None:
+                streams[action.kind, stage] = message.stream
+    return streams
 
 
 def all_messages(schedule: Schedule) -> list[list[StepMessages]]:
-    """For each rank and each of its steps, what it receives and what it sends.
+    """Return the messages of each step of each rank: `all_messages(schedule)[rank][index]`.
 
-    What it receives comes in the order of the step's actions, but two messages of one stream in the order in which
-    they are sent. For a schedule that `validate` accepts, every stream is then taken in its order.
+    Messages that a step receives are in the order of the step's actions, except that two messages of one stream are in
+    the order in which they are sent. In a schedule that `validate` accepts, every stream is then received in order.
     """
-    messages: dict[Result, Message] = {}  # in the order in which each rank sends them
-    outgoing = [
-        [[messages.setdefault(result(action), message) for action in step if (message := sent(schedule, action))]
-         for step in steps]
-        for steps in schedule.ranks
-    ]
-    ranks: list[list[StepMessages]] = []
-    for steps, sends in zip(schedule.ranks, outgoing):
-        ranks.append(row := [])
-        for step, leaving in zip(steps, sends):
-            # What an "I" sends on is nothing that its "W" takes.
-            taken = (messages.get(found) for action in step if action.kind != "W" and (found := need(schedule, action)))
-            row.append(StepMessages([message for message in taken if message is not None], leaving))
-    sequence: dict[Message, int] = {}
-    for incoming in (step.incoming for row in ranks for step in row):
-        if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
-            sequence = sequence or {message: number for number, message in enumerate(messages.values())}
-            incoming.sort(key=sequence.__getitem__)
-    return ranks
+    messages: dict[Result, Message] = {}  # by the result they carry, rank after rank in the order of sending
+    for steps in schedule.ranks:
+        for step in steps:
+            for action in step:
+                message = sent_message(schedule, action)
+                if message is not None:
+                    messages.setdefault(result(action), message)
+    send_order = {message: position for position, message in enumerate(messages.values())}
+    return [[_messages_of_step(schedule, step, messages, send_order) for step in steps] for steps in schedule.ranks]
 
 
-def completed(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[int, ...], ...]:
-    """For each step, the stages whose last action of `kinds` it holds, ascending: their gradients are complete.
+def _messages_of_step(
+    schedule: Schedule, step: Step, messages: dict[Result, Message], send_order: dict[Message, int]
+) -> StepMessages:
+    incoming: list[Message] = []
+    outgoing: list[Message] = []
+    for action in step:
+        needed = message_input(schedule, action)
+        if needed in messages:
+            incoming.append(messages[needed])
+        if result(action) in messages:
+            outgoing.append(messages[result(action)])
+    if len(incoming) == 2 and incoming[0].stream == incoming[1].stream:
+        incoming.sort(key=send_order.__getitem__)
+    return StepMessages(incoming, outgoing)
 
-    That is where data parallelism reduces them. The place follows from the order of the actions, so that a schedule
-    need not hold it and one from elsewhere has it too.
 
-    Example: of the steps (0I0), (0I1), (0W0), (0W1) the last one completes stage 0. With kinds "F", stages are done
-    after their last forward, as in an evaluation.
+def completed_stages(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[int, ...], ...]:
+    """Return, for each step, the stages that have their last action of `kinds` in it, ascending.
+
+    With the default kinds the gradients of these stages are complete after the step, so that data parallelism can
+    reduce them. The steps alone determine this, so a schedule does not store it and a schedule from elsewhere has it
+    too. With `kinds="F"`, stages are complete after their last forward, as in an evaluation.
+
+    Example: of the steps (0I0), (0I1), (0W0), (0W1), the last one completes stage 0.
     """
-    last = {action.stage: i for i, step in enumerate(steps) for action in step if action.kind in kinds}
-    done: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
-    for stage in sorted(last):
-        done[last[stage]] += (stage,)
-    return tuple(done.get(i, ()) for i in range(len(steps)))
+    last_step = {action.stage: index for index, step in enumerate(steps) for action in step if action.kind in kinds}
+    stages_at: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    for stage in sorted(last_step):
+        stages_at[last_step[stage]] += (stage,)
+    return tuple(stages_at.get(index, ()) for index in range(len(steps)))
 
 
-def play(programs: Iterable[Iterable[T]], do: Callable[[int, T], bool]) -> list[deque[T]]:
-    """Take every rank through its program, each as far as `do(rank, item)` is true of the next item; what is left.
+completed = completed_stages  # earlier name
 
-    The order of play does not matter where, as for messages and inputs, nothing takes back what lets an item go on.
+
+def play(programs: Iterable[Iterable[T]], try_run: Callable[[int, T], bool]) -> list[deque[T]]:
+    """Run the programs of all ranks as far as they go, and return the items of each rank that could not run.
+
+    The result does not depend on the order in which ranks take turns, provided that an item that can run stays able to
+    run whatever other ranks do. Messages and inputs have this property.
+
+    Args:
+        programs: items of each rank, in order.
+        try_run: called with a rank and its next item; runs the item and returns True, or returns False if the item
+            cannot run yet.
     """
-    left = [deque(program) for program in programs]
-    moving = True
-    while moving:
-        moving = False
-        for rank, program in enumerate(left):
-            while program and do(rank, program[0]):
+    remaining = [deque(program) for program in programs]
+    is_progressing = True
+    while is_progressing:
+        is_progressing = False
+        for rank, program in enumerate(remaining):
+            while program and try_run(rank, program[0]):
                 program.popleft()
-                moving = True
-    return left
+                is_progressing = True
+    return remaining

@@ -1,4 +1,4 @@
-"""Timelines on one page of HTML that needs nothing besides: no network, no file, only a browser."""
+"""Timelines on one HTML page that needs only a browser: no network, and no other file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpipe.schedule.draw import LOOKS, REDUCTION, upper_half
-from dualpipe.schedule.messages import need, result
+from dualpipe.schedule.messages import required_input, result
 from dualpipe.schedule.simulate import Costs, Span, Timeline
 from dualpipe.schedule.types import Action, Schedule
 
 TEMPLATE = Path(__file__).with_name("page.html")
-PLACE = "__DATA__"  # in the template, of what is drawn
+PLACEHOLDER = "__DATA__"  # of the JSON data, in the template
 
 
 class WholeStep(NamedTuple):
-    """A step of training around its schedule, in the unit of the timeline.
+    """Parts of a step of training outside of its schedule, in the unit of the timeline.
 
-    before, after: time that every rank spends before the schedule begins, and after it ends, by name.
-    idle: idle time of an average rank within the schedule, by cause.
+    Args:
+        before: time that every rank spends before the schedule begins, by name.
+        after: time that every rank spends after the schedule ends, by name.
+        idle: idle time of an average rank within the schedule, by cause.
     """
 
     before: Mapping[str, float]
@@ -37,85 +39,100 @@ def to_html(
     notes: str = "",
     steps: Sequence[WholeStep] = (),
 ) -> str:
-    """A page that draws `timelines` one below the other on one time axis, each compared with the first.
+    """Return a page that draws timelines one below the other on one time axis, each compared with the first.
 
-    timelines: simulated ones, or the steps of all ranks as they were measured, in any order and from any origin of
-        time; those of a rank do not overlap.
-    names: what each is called; its schedule's name, or "measured", unless given.
-    unit: the unit of all times, such as "ms".
-    notes: text of any number of lines below the title, in letters of one width.
-    steps: the whole step around each timeline, which is then drawn, timed and compared as such.
+    Colours are those of `to_svg`.
 
-    Colours are those of `to_svg`. Raises ValueError for no timelines, measured ones without a step, and names or
-    steps of another number.
+    Args:
+        timelines: simulated timelines, or the measured steps of all ranks, in any order and from any origin of time;
+            the steps of one rank must not overlap.
+        title: title of the page.
+        names: name of each timeline. Default: the name of its schedule, or "measured".
+        unit: unit of all times, such as "ms".
+        notes: lines of text below the title, in a monospaced font.
+        steps: the whole step of training around each timeline. If passed, whole steps are drawn and compared.
+
+    Raises:
+        ValueError: no timelines, a measured timeline without steps, or another number of names or whole steps than of
+            timelines.
     """
     names = names or [line.schedule.name if isinstance(line, Timeline) else "measured" for line in timelines]
     if not timelines or len(names) != len(timelines):
         raise ValueError(f"{len(timelines)} timelines and {len(names)} names; give one or more, and a name for each")
     if steps and len(steps) != len(timelines):
         raise ValueError(f"{len(timelines)} timelines and {len(steps)} whole steps; give one for each, or none")
-    around: Sequence[WholeStep | None] = steps or [None] * len(timelines)
-    drawn = [_drawn(line, name, step) for line, name, step in zip(timelines, names, around)]
+    whole_steps: Sequence[WholeStep | None] = steps or [None] * len(timelines)
+    drawn = []
+    for line, name, whole_step in zip(timelines, names, whole_steps):
+        timeline = line if isinstance(line, Timeline) else _measured_timeline(line, name)
+        drawn.append(_timeline_data(timeline, name, whole_step))
     data = dict(title=title, unit=unit, notes=notes, looks=LOOKS, reduction=REDUCTION, timelines=drawn)
-    # Within a script only "<" can end it, or open a comment; JSON has it in strings alone.
+    # In a script element only "<" can end the script or open a comment; in JSON it occurs in strings alone.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text, 1)
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, text, 1)
 
 
-def _drawn(given: Timeline | Sequence[Span], name: str, step: WholeStep | None) -> dict[str, Any]:
-    """What the page knows of a timeline.
+def _timeline_data(timeline: Timeline, name: str, whole_step: WholeStep | None) -> dict[str, Any]:
+    """Return the data of a timeline for the page.
 
-    A step is [start, end, action, ...], an action [kind, stage, micro-batch, number of the action that its input comes
-    from, or -1]. Actions are numbered in the order of ranks, steps, actions. `around` has the [start, end] of what
-    every rank does before and after the schedule.
+    A step is [start, end, action, ...]. An action is [kind, stage, micro-batch, number of the action that computes its
+    input, or -1]; actions are numbered in the order of ranks, steps and actions. `around` has the [start, end] of the
+    parts of the whole step before and after the schedule.
     """
-    timeline = given if isinstance(given, Timeline) else _measured(given, name)
-    steps = [span.step for row in timeline.spans for span in row]
+    steps = [span.step for spans in timeline.spans for span in spans]
     numbers = {result(action): number for number, action in enumerate(action for step in steps for action in step)}
-    origin = min((row[0].start for row in timeline.spans if row), default=0.0)
-    before = sum(step.before.values()) if step else 0.0
-    after = sum(step.after.values()) if step else 0.0
+    origin = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
+    before = sum(whole_step.before.values()) if whole_step else 0.0
+    after = sum(whole_step.after.values()) if whole_step else 0.0
 
     def time(value: float) -> float:
         return float(f"{value - origin + before:.9g}")
 
-    def action_of(action: Action) -> tuple[str, int, int, int]:
-        taken = need(timeline.schedule, action)
-        return action.kind, action.stage, action.microbatch, numbers.get(taken, -1) if taken else -1
+    def action_data(action: Action) -> tuple[str, int, int, int]:
+        source = required_input(timeline.schedule, action)
+        return action.kind, action.stage, action.microbatch, numbers.get(source, -1) if source else -1
 
     end = time(timeline.makespan + after)
     return {
         "name": name,
-        "words": _words(timeline, step, end),
+        "words": _heading(timeline, whole_step, end),
         "makespan": end,
-        "around": [[0.0, time(origin)], [time(timeline.makespan), end]] if step else [],
+        "around": [[0.0, time(origin)], [time(timeline.makespan), end]] if whole_step else [],
         "p2p": timeline.costs.p2p,
         "upper": sorted(upper_half(timeline)),
-        "ranks": [[[time(s.start), time(s.end), *map(action_of, s.step)] for s in row] for row in timeline.spans],
+        "ranks": [[[time(s.start), time(s.end), *map(action_data, s.step)] for s in row] for row in timeline.spans],
         "reductions": [[[time(r.start), time(r.end), r.stage] for r in row] for row in timeline.reductions],
     }
 
 
-def _words(timeline: Timeline, step: WholeStep | None, length: float) -> tuple[str, ...]:
-    """What the heading of a timeline is made of: its size, what its length and its idle time are called, why it is
-    idle, and its memory."""
+def _heading(timeline: Timeline, whole_step: WholeStep | None, length: float) -> tuple[str, ...]:
+    """Return the parts of a timeline's heading: size, name of its length, name of its idle time, causes, memory.
+
+    length: duration of the whole step.
+    """
     schedule = timeline.schedule
-    counts = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
+    size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
     memory = f"at most {max(timeline.peak_activations)} live activations"
-    if step is None:
-        return counts, "makespan", "bubble", "", memory
-    around = {**step.before, **step.after}
-    causes = ", ".join(f"{name} {time / length:.1%}" for name, time in step.idle.items())
-    grey = ", ".join(f"{name} {time / length:.1%}" for name, time in around.items())
-    return counts, "step", "idle", f" ({causes})", f"in grey {grey}; {memory}"
+    if whole_step is None:
+        return size, "makespan", "bubble", "", memory
+    causes = ", ".join(f"{name} {time / length:.1%}" for name, time in whole_step.idle.items())
+    outside = {**whole_step.before, **whole_step.after}
+    in_grey = ", ".join(f"{name} {time / length:.1%}" for name, time in outside.items())
+    return size, "step", "idle", f" ({causes})", f"in grey {in_grey}; {memory}"
 
 
-def _measured(spans: Sequence[Span], name: str) -> Timeline:
-    """The timeline of steps that were measured, of the schedule that they make up; what it costs is not known."""
+def _measured_timeline(spans: Sequence[Span], name: str) -> Timeline:
+    """Return the timeline of measured steps, with the schedule that they form. Its costs are not known."""
     if not spans:
         raise ValueError(f"timeline {name!r} has no steps; give one span or more")
-    rows = [sorted(s for s in spans if s.rank == rank) for rank in range(1 + max(span.rank for span in spans))]
+    num_ranks = 1 + max(span.rank for span in spans)
+    rows = [tuple(sorted(span for span in spans if span.rank == rank)) for rank in range(num_ranks)]
     actions = [action for span in spans for action in span.step]
-    stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
-    schedule = Schedule(name, len(rows), stages, microbatches, tuple(tuple(s.step for s in row) for row in rows))
-    return Timeline(schedule, Costs(), tuple(map(tuple, rows)), ((),) * len(rows))
+    schedule = Schedule(
+        name=name,
+        num_ranks=num_ranks,
+        num_stages=1 + max(action.stage for action in actions),
+        num_microbatches=1 + max(action.microbatch for action in actions),
+        ranks=tuple(tuple(span.step for span in row) for row in rows),
+    )
+    return Timeline(schedule, Costs(), tuple(rows), ((),) * num_ranks)

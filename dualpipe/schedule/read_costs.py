@@ -1,4 +1,4 @@
-"""Costs from text such as "F=1,B=2,FB=2.6", and from JSON, as `dualpipe schedule --costs` takes them."""
+"""Parsing of `dualpipe schedule --costs`: text such as "F=1,B=2,FB=2.6", or a JSON file."""
 
 from __future__ import annotations
 
@@ -10,48 +10,62 @@ from typing import Any
 from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import KINDS
 
+_NESTED = ("pairs", "per_stage")  # fields of `Costs` that are JSON objects
+
 
 def parse_costs(text: str) -> Costs:
-    """Costs from "F=1,B=2,FB=2.6", or from a JSON file. Raises ValueError for what is neither."""
+    """Parse costs from text such as "F=1,B=2,FB=2.6", or read them from a JSON file if `text` ends with ".json".
+
+    Raises ValueError for text or a file that does not hold costs, and OSError for a file that cannot be read.
+    """
     if not text.endswith(".json"):
-        parts = [part.partition("=") for part in text.split(",") if part.strip()]
-        return costs_from({name.strip(): value for name, _, value in parts})
+        assignments = [part.partition("=") for part in text.split(",") if part.strip()]
+        return costs_from({name.strip(): value for name, _, value in assignments})
     try:
-        given = json.loads(Path(text).read_text(encoding="utf-8"))
+        content = json.loads(Path(text).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{text} is not valid JSON: {error}") from error
-    return costs_from(given, what=text)
+    return costs_from(content, source=text)
 
 
-def costs_from(given: object, base: Costs = Costs(), what: str = "per_stage") -> Costs:  # noqa: B008 - it is frozen
-    """Costs from what such a JSON file holds, else those of `base`; names of two kinds other than FB are pairs.
+def costs_from(
+    content: object, base: Costs = Costs(), source: str = "per_stage",  # noqa: B008 - the default is frozen
+) -> Costs:
+    """Return the costs in the content of a JSON file.
 
-    Raises ValueError where it, which is called `what`, holds something else.
+    Args:
+        content: an object with the names of the fields of `Costs`. Names of two kinds other than FB are pairs.
+        base: costs of the names that `content` leaves out.
+        source: name of `content` in error messages.
+
+    Raises:
+        ValueError: `content` is not such an object.
     """
-    if not isinstance(given, dict):
-        raise ValueError(f"{what} has {given!r}; give an object such as {{\"F\": 1, \"B\": 2}}")
-    inner = {name: given.get(name, {}) for name in ("pairs", "per_stage")}
-    for name, value in inner.items():
+    if not isinstance(content, dict):
+        raise ValueError(f"{source} has {content!r}; give an object such as {{\"F\": 1, \"B\": 2}}")
+    nested = {name: content.get(name, {}) for name in _NESTED}
+    for name, value in nested.items():
         if not isinstance(value, dict):
             raise ValueError(f"{name} is {value!r}; give an object")
-    plain = {field.name for field in fields(Costs)} - inner.keys()
-    values, pairs = dict[str, Any](), dict(base.pairs or {})
-    for name, value in {**given, **inner["pairs"]}.items():
-        if name in inner:
+    scalar_names = {field.name for field in fields(Costs)}.difference(_NESTED)
+    scalars: dict[str, Any] = {}
+    pairs = dict(base.pairs or {})
+    for name, value in {**content, **nested["pairs"]}.items():
+        if name in _NESTED:
             continue
-        if name not in plain and not (len(name) == 2 and set(name) <= set(KINDS)):
-            raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(plain))}, pairs like FI")
+        if name not in scalar_names and not (len(name) == 2 and set(name) <= set(KINDS)):
+            raise ValueError(f"no cost is called {name!r}; known are {', '.join(sorted(scalar_names))}, pairs like FI")
         try:
             cost = float(value)
         except (TypeError, ValueError):
             raise ValueError(f"cost {name} is {value!r}; give a number") from None
-        if name in plain:
-            values[name] = cost
+        if name in scalar_names:
+            scalars[name] = cost
         else:
             pairs[name[0], name[1]] = cost
-    costs = replace(base, **values, pairs=pairs or None)
-    for stage in inner["per_stage"]:
+    costs = replace(base, **scalars, pairs=pairs or None)
+    for stage in nested["per_stage"]:
         if not stage.isdecimal():
             raise ValueError(f"per_stage has {stage!r}; give the number of a stage")
-    stages = {int(stage): costs_from(each, costs) for stage, each in inner["per_stage"].items()}
+    stages = {int(stage): costs_from(stage_content, costs) for stage, stage_content in nested["per_stage"].items()}
     return replace(costs, per_stage=stages or None)

@@ -1,4 +1,4 @@
-"""Times a schedule without running it: what each kind of work costs, in any one unit of time, and when each runs."""
+"""Simulation of a schedule: costs of each kind of action, in any one unit of time, and the timeline that they give."""
 
 from __future__ import annotations
 
@@ -8,28 +8,31 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
-from dualpipe.schedule.messages import Result, completed, need, play, result
-from dualpipe.schedule.types import KINDS, Schedule, ScheduleError, Step
+from dualpipe.schedule.messages import Result, completed_stages, play, required_input, result
+from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
 
-PENDING = 0.5  # of a stage's activations, what a weight gradient keeps between "I" and "W"
-FREES = {"F": 0.0, "B": 1.0, "I": 1 - PENDING, "W": PENDING}  # stage activations, at an action's end
+PENDING = 0.5  # fraction of a stage's activations that a deferred weight gradient holds between "I" and "W"
+FREES = {"F": 0.0, "B": 1.0, "I": 1 - PENDING, "W": PENDING}  # stage activations freed at an action's end
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of the actions of one stage, of overlapping them, and of sending.
+    """Costs of the actions of one stage, of overlapping two of them, and of sending. All in one unit of time.
 
-    F, B, W, I: a forward, a whole backward, the weight gradients, a backward for the input only. I is B - W unless
-        given.
-    FB: a forward overlapped with a whole backward; F + B, nothing saved, unless given.
-    pairs: costs of other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Their sum unless
-        given.
-    p2p: from the end of a step until its result is on another rank. It takes no time of either rank.
-    per_stage: the Costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their own
-        `p2p` and `per_stage` are not used. A pair from two stages saves the mean of what it saves on each.
-    R: reducing a stage's gradients over data-parallel ranks, once they are complete and beside the computing.
+    Args:
+        F: forward.
+        B: full backward.
+        W: weight gradients.
+        I: backward of the input only. Default: B - W.
+        FB: forward that overlaps a full backward. Default: F + B, nothing saved.
+        pairs: other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Default: the sum of both.
+        p2p: time from the end of a step until its result is on another rank. It takes no time of either rank.
+        per_stage: costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their
+            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of the savings on each.
+        R: reduction of a stage's gradients over data-parallel ranks, beside computation, once they are complete.
 
-    Raises ValueError for a cost that is negative or not finite, and a pair that is shorter than one of its actions.
+    Raises:
+        ValueError: a cost is negative or not finite, or a pair is shorter than one of its actions.
     """
 
     F: float = 1.0
@@ -45,9 +48,9 @@ class Costs:
     def __post_init__(self) -> None:
         if isinstance(self.per_stage, Sequence):
             object.__setattr__(self, "per_stage", dict(enumerate(self.per_stage)))
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pairs", "per_stage")}
-        given |= {"&".join(kinds): cost for kinds, cost in (self.pairs or {}).items()}
-        for name, cost in given.items():
+        costs = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("pairs", "per_stage")}
+        costs |= {"&".join(kinds): cost for kinds, cost in (self.pairs or {}).items()}
+        for name, cost in costs.items():
             if cost is not None and not (isfinite(cost) and cost >= 0):
                 raise ValueError(f"cost {name} is {cost}; give a number of 0 or more")
         if self.I is None and self.W > self.B:
@@ -56,52 +59,60 @@ class Costs:
             if len(kinds) != 2 or not set(kinds) <= set(KINDS):
                 raise ValueError(f"pairs has a cost for {kinds!r}; give two kinds out of {', '.join(KINDS)}")
         for kinds in (("F", "B"), *(self.pairs or {})):
-            if (both := self._of_kinds(*kinds)) < (longest := max(map(self._of_kinds, kinds))) * (1 - 1e-9):
-                raise ValueError(f"cost {'&'.join(kinds)} is {both}, less than the {longest} that one of the two takes "
-                                 "alone; give as much or more")
+            pair_cost = self._of_kinds(*kinds)
+            longest = max(map(self._of_kinds, kinds))
+            if pair_cost < longest * (1 - 1e-9):
+                raise ValueError(f"cost {'&'.join(kinds)} is {pair_cost}, less than the {longest} that one of the two "
+                                 "takes alone; give as much or more")
 
     def of(self, step: Step) -> float:
-        """How long `step` takes; ValueError unless it is one action or two."""
+        """Return the duration of `step`. Raises ValueError unless it has one action or two."""
         if len(step) not in (1, 2):
             raise ValueError(f"a step has one action or two, not {len(step)}")
         kinds = [action.kind for action in step]
         if not self.per_stage:
             return self._of_kinds(*kinds)
         costs = [self.on(action.stage) for action in step]
-        if all(on is costs[0] for on in costs):
+        if all(stage_costs is costs[0] for stage_costs in costs):
             return costs[0]._of_kinds(*kinds)
-        saved = (sum(map(on._of_kinds, kinds)) - on._of_kinds(*kinds) for on in costs)
-        return sum(map(Costs._of_kinds, costs, kinds)) - sum(saved) / 2
+        savings = (sum(map(stage_costs._of_kinds, kinds)) - stage_costs._of_kinds(*kinds) for stage_costs in costs)
+        return sum(map(Costs._of_kinds, costs, kinds)) - sum(savings) / 2
 
     def on(self, stage: int) -> Costs:
-        """The costs of `stage`."""
+        """Return the costs of `stage`."""
         return cast("Mapping[int, Costs]", self.per_stage or {}).get(stage, self)
 
     def scaled(self, factor: float) -> Costs:
-        """The same for stages that are `factor` times as big; what crosses between them, `p2p`, stays as it is."""
-        given = {name: cost for name in ("F", "B", "W", "I", "FB", "R") if (cost := getattr(self, name)) is not None}
-        stages = cast("Mapping[int, Costs] | None", self.per_stage)
+        """Return the costs of stages that are `factor` times as big. `p2p` stays, as messages keep their size."""
+        costs = {name: getattr(self, name) for name in ("F", "B", "W", "I", "FB", "R")}
+        per_stage = cast("Mapping[int, Costs] | None", self.per_stage)
         return replace(
             self,
-            **{name: cost * factor for name, cost in given.items()},
+            **{name: cost * factor for name, cost in costs.items() if cost is not None},
             pairs=self.pairs and {kinds: cost * factor for kinds, cost in self.pairs.items()},
-            per_stage=stages and {stage: costs.scaled(factor) for stage, costs in stages.items()},
+            per_stage=per_stage and {stage: stage_costs.scaled(factor) for stage, stage_costs in per_stage.items()},
         )
 
     def _of_kinds(self, *kinds: str) -> float:
-        """The cost of an action, or of two of one stage that overlap."""
+        """Return the cost of an action, or of two overlapping actions of one stage, by their kinds."""
         if len(kinds) == 1:
             return self.B - self.W if kinds == ("I",) and self.I is None else getattr(self, kinds[0])
         if self.FB is not None and set(kinds) == {"F", "B"}:
             return self.FB
-        given: Mapping[Any, float] = self.pairs or {}
-        return given.get(kinds, given.get(kinds[::-1], sum(map(self._of_kinds, kinds))))
+        pairs: Mapping[Any, float] = self.pairs or {}
+        return pairs.get(kinds, pairs.get(kinds[::-1], sum(map(self._of_kinds, kinds))))
 
 
 def lengthen_pairs(costs: Mapping[str, float]) -> tuple[dict[str, float], list[str]]:
-    """Correct measured pairs that are shorter than one of their actions, as noise makes them and `Costs` refuses them.
+    """Raise the cost of measured pairs that are shorter than one of their actions.
 
-    costs: by kinds, of a pair by two letters. Returns them with the longer cost, and a line for each one that changed.
+    Noise makes such measurements, and `Costs` refuses them.
+
+    Args:
+        costs: milliseconds by kind; two letters for a pair.
+
+    Returns:
+        The costs with these pairs as long as their longer action, and a line of text for each changed pair.
     """
     corrected = dict(costs)
     notes = []
@@ -124,7 +135,7 @@ class Span(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """The gradients of `stage` on their way between data-parallel ranks, beside the steps of `rank`."""
+    """The reduction of the gradients of `stage` over data-parallel ranks, beside the steps of `rank`."""
 
     rank: int
     start: float
@@ -134,10 +145,14 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each step of a schedule runs, in the unit of its costs. `spans[r]` are those of rank r, in order.
+    """Start and end of each step of a schedule, in the unit of its costs.
 
-    `reductions[r]` are those of rank r where they cost anything: each starts when the stage's gradients are complete
-    and the one before it is done.
+    Args:
+        schedule: the schedule.
+        costs: the costs it is timed with.
+        spans: steps of each rank, in order; `spans[r]` belongs to rank r.
+        reductions: gradient reductions of each rank that cost anything. Each starts when the stage's gradients are
+            complete and the rank's previous reduction has ended.
     """
 
     schedule: Schedule
@@ -147,34 +162,38 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """From the start of the first step to the end of the last step or reduction, over all ranks."""
+        """Time from the start of the first step to the end of the last step or reduction, over all ranks."""
         return max((row[-1].end for rows in (self.spans, self.reductions) for row in rows if row), default=0.0)
 
     @cached_property
     def bubble(self) -> tuple[float, ...]:
-        """Per rank, the time within the makespan that it does not compute."""
+        """Time within the makespan in which a rank does not compute, by rank."""
         return tuple(self.makespan - sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of all ranks' time that is bubble."""
+        """Bubble of all ranks as a fraction of the time of all ranks."""
         total = self.makespan * len(self.spans)
         return sum(self.bubble) / total if total else 0.0
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Per rank, the most stage activations alive at once: from the start of an "F" until the end of its "B", or of
-        its "W" where the backward is split."""
-        return tuple(int(self._peak(rank, {"F": 0, "B": 1, "I": 0, "W": 1})) for rank in range(len(self.spans)))
+        """Peak number of live stage activations, by rank.
+
+        Activations live from the start of an "F" until the end of its "B", or of its "W" if the backward is split.
+        """
+        freed_by_weights = {"F": 0, "B": 1, "I": 0, "W": 1}
+        return tuple(int(self._peak(rank, freed_by_weights)) for rank in range(len(self.spans)))
 
     @cached_property
     def peak_memory(self) -> float:
-        """The most that a rank holds at once, in stage activations, of which `PENDING` of one is left after an "I"."""
+        """Peak memory of any rank, in stage activations; after an "I" the fraction `PENDING` of one is still held."""
         return max((self._peak(rank, FREES) for rank in range(len(self.spans))), default=0.0)
 
     def _peak(self, rank: int, frees: Mapping[str, float]) -> float:
-        """Steps of one rank do not overlap, so that within one its activations are alive, and freed, together."""
-        peak = held = 0.0
+        """Return the peak of held activations. All activations of a step are allocated, and freed, together."""
+        peak = 0.0
+        held = 0.0
         for span in self.spans[rank]:
             held += sum(action.kind == "F" for action in span.step)
             peak = max(peak, held)
@@ -183,52 +202,76 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Each rank runs its steps in order, each as soon as its inputs are there; `costs` are Costs() unless given.
+    """Compute when each step of a schedule runs.
 
-    A result is there `costs.p2p` after the step that yields it where it comes from another rank. Sends and receives
-    cost a rank no time and are never waited for otherwise. The actions of a pair start and end together.
-    Raises ScheduleError where the steps wait for each other, of which `validate` says why, or one of them has not one
-    action or two; ValueError for costs of a stage that there is not.
+    Each rank runs its steps in order, each as soon as its inputs are available. An input from another rank is available
+    `costs.p2p` after the step that computes it. Sends and receives cost a rank no time and never block it otherwise.
+    The two actions of a pair start and end together.
+
+    Args:
+        schedule: the schedule; it need not be validated.
+        costs: costs of the actions. Default: `Costs()`.
+
+    Raises:
+        ScheduleError: a step can never start (`validate` says why), or does not have one action or two.
+        ValueError: `costs.per_stage` names a stage that the schedule does not have.
     """
     costs = costs or Costs()
     for stage in costs.per_stage or ():
         if stage not in range(schedule.num_stages):
             raise ValueError(f"per_stage has costs of stage {stage}, but the stages of schedule {schedule.name!r} are "
                              f"0 to {schedule.num_stages - 1}; leave it out")
-    finished: dict[Result, float] = {}  # when
+    finish_times: dict[Result, float] = {}
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
-    ends = [0.0] * len(spans)  # of the ranks' last steps so far
+    rank_ends = [0.0] * len(spans)  # end of the last step so far
     durations: dict[tuple[tuple[str, int], ...], float] = {}  # by the kinds and stages of a step
 
-    def run(rank: int, step: Step) -> bool:
+    def arrival(rank: int, action: Action) -> float | None:
+        """Return when the action's input is on the rank; None if it is not computed yet."""
+        source = required_input(schedule, action)
+        if source is None:
+            return 0.0
+        finished = finish_times.get(source)
+        if finished is None or schedule.placement[source[1]] == rank:
+            return finished
+        return finished + costs.p2p
+
+    def try_run(rank: int, step: Step) -> bool:
         if len(step) not in (1, 2):
             raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {len(spans[rank])}: a step has one "
                                 f"action or two, not {len(step)}")
-        start = ends[rank]
+        start = rank_ends[rank]
         for action in step:
-            if taken := need(schedule, action):
-                there = finished.get(taken)
-                if there is None:
-                    return False
-                start = max(start, there if schedule.placement[taken[1]] == rank else there + costs.p2p)
+            arrived = arrival(rank, action)
+            if arrived is None:
+                return False
+            start = max(start, arrived)
         work = tuple([(action.kind, action.stage) for action in step])
         if work not in durations:
             durations[work] = costs.of(step)
-        ends[rank] = end = start + durations[work]
+        end = start + durations[work]
+        rank_ends[rank] = end
         spans[rank].append(Span(rank, start, end, step))
         for action in step:
-            finished[result(action)] = end
+            finish_times[result(action)] = end
         return True
 
-    for rank, left in enumerate(play(schedule.ranks, run)):
-        if left:
-            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start")
+    for rank, remaining in enumerate(play(schedule.ranks, try_run)):
+        if remaining:
+            raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: step {len(spans[rank])} can never start; "
+                                "validate() says why")
+    reductions = tuple(_reductions(rank, row, costs) for rank, row in enumerate(spans))
+    return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
+
+
+def _reductions(rank: int, spans: Sequence[Span], costs: Costs) -> tuple[Reduction, ...]:
+    """Return the gradient reductions of a rank, one after the other, without those that cost nothing."""
     reductions = []
-    for rank, steps in enumerate(schedule.ranks):
-        row, free = [], 0.0  # when the one before is done
-        for span, stages in zip(spans[rank], completed(steps)):
-            for stage in stages:
-                row.append(Reduction(rank, max(span.end, free), max(span.end, free) + costs.on(stage).R, stage))
-                free = row[-1].end
-        reductions.append(tuple(reduction for reduction in row if reduction.end > reduction.start))
-    return Timeline(schedule, costs, tuple(map(tuple, spans)), tuple(reductions))
+    previous_end = 0.0
+    for span, stages in zip(spans, completed_stages([span.step for span in spans])):
+        for stage in stages:
+            start = max(span.end, previous_end)
+            previous_end = start + costs.on(stage).R
+            if previous_end > start:
+                reductions.append(Reduction(rank, start, previous_end, stage))
+    return tuple(reductions)

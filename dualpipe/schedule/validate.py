@@ -1,12 +1,13 @@
-"""Proves that a schedule can be run: complete, in order, and free of deadlocks. Runs nothing.
+"""Validation of a schedule: complete, in order, and free of deadlocks. Runs nothing.
 
-torch.distributed.pipelining's own check accepts duplicated actions and some wrong orders; this one accepts a schedule
-only where every rank reaches the end with blocking sends and each stream of messages matches in order.
+torch.distributed.pipelining's own check accepts duplicated actions and some wrong orders. This one accepts a schedule
+only if every rank reaches its end with blocking sends, and every stream of messages is received in order.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from itertools import chain, islice
 from typing import NoReturn, cast
 
@@ -16,39 +17,33 @@ from dualpipe.schedule.messages import (
     MessageStream,
     Result,
     all_messages,
-    need,
+    message_input,
+    outgoing_streams,
     play,
+    required_input,
     result,
-    sent,
-    streams,
+    sent_message,
 )
-from dualpipe.schedule.types import KINDS, Action, Kind, Schedule, ScheduleError
+from dualpipe.schedule.types import KINDS, Action, Kind, Schedule, ScheduleError, Step
 
 
 def validate(schedule: Schedule) -> None:
-    """Raises ScheduleError, naming rank, step and cause, unless `schedule` can be run as it stands.
+    """Raise ScheduleError, naming rank, step and cause, unless `schedule` can be run as it is.
 
     Proves that
+
     - ranks, stages, micro-batches and kinds are in range, and each step is one action or two independent ones;
     - each (stage, micro-batch) has one "F", one of "B" or "I", and one "W" if and only if it has an "I";
     - each action is on the rank that owns its stage, after everything that it needs;
-    - between two ranks, activations are taken in the order in which they are sent, and so are gradients;
+    - between two ranks, activations are received in the order in which they are sent, and so are gradients;
     - no rank waits forever, even if a send blocks until its receive is posted (see `messages.RECEIVE_AHEAD`).
     """
-    name = f"schedule {schedule.name!r}"
-    for what in ("num_ranks", "num_stages", "num_microbatches"):
-        size = getattr(schedule, what)
-        if not isinstance(size, int) or size < 1:
-            raise ScheduleError(f"{name}: {what} is {size!r}; it must be an integer of 1 or more")
-    if len(schedule.ranks) != schedule.num_ranks:
-        raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
-    if len(schedule.placement) != schedule.num_stages:
-        raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
-    for stage, rank in enumerate(schedule.placement):
-        if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
-            where = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
-            raise ScheduleError(f"{name}: stage {stage} is {where}; ranks are 0 to {schedule.num_ranks - 1}")
-    _check_actions(schedule)
+    _check_sizes(schedule)
+    kinds_run = [[""] * schedule.num_microbatches for _ in range(schedule.num_stages)]  # by stage, then micro-batch
+    for rank, steps in enumerate(schedule.ranks):
+        for index in range(len(steps)):
+            _check_step(schedule, rank, index, kinds_run)
+    _check_completeness(schedule, kinds_run)
     _check_order(schedule)
     _check_messages(schedule)
 
@@ -56,8 +51,8 @@ def validate(schedule: Schedule) -> None:
 def independent(a: Action, b: Action) -> bool:
     """Return True if neither action needs the other's result, directly or through other actions.
 
-    Micro-batches never need each other. Within one, the forwards and the backwards form a single chain; a "W" hangs on
-    the "I" of its stage, hence on all that comes before it in the chain.
+    Micro-batches never need each other. The forwards and backwards of one micro-batch form a single chain; a "W" needs
+    the "I" of its stage, hence everything before that in the chain.
     """
     if a.microbatch != b.microbatch:
         return True
@@ -71,31 +66,58 @@ def _refuse(schedule: Schedule, rank: int, index: int, cause: str) -> NoReturn:
     raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}, step {index} ({step}): {cause}")
 
 
-def _check_actions(schedule: Schedule) -> None:
-    """Each action may be where it is, and none is missing."""
-    stages, microbatches = schedule.num_stages, schedule.num_microbatches
-    found = [[""] * microbatches for _ in range(stages)]  # kinds
-    for rank, index, step in ((r, i, step) for r, steps in enumerate(schedule.ranks) for i, step in enumerate(steps)):
-        if len(step) not in (1, 2):
-            _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
-        for action in step:
-            kind, stage, mb = action.kind, action.stage, action.microbatch
-            if kind not in KINDS:
-                _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
-            if not (isinstance(stage, int) and 0 <= stage < stages):
-                _refuse(schedule, rank, index, f"stage {stage} of {action} is not one of 0 to {stages - 1}")
-            if not (isinstance(mb, int) and 0 <= mb < microbatches):
-                _refuse(schedule, rank, index, f"micro-batch {mb} of {action} is not one of 0 to {microbatches - 1}")
-            if (owner := schedule.placement[stage]) != rank:
-                _refuse(schedule, rank, index, f"stage {stage} of {action} is placed on rank {owner}")
-            if kind in found[stage][mb]:
-                there = _place(schedule, action)
-                _refuse(schedule, rank, index, "{} is also at rank {}, step {}".format(action, *there))
-            found[stage][mb] += kind
-        if len(step) == 2 and not independent(*step):
-            _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
+def _check_sizes(schedule: Schedule) -> None:
+    """Check the numbers of ranks, stages and micro-batches, and that every stage is placed on a rank."""
+    name = f"schedule {schedule.name!r}"
+    for field in ("num_ranks", "num_stages", "num_microbatches"):
+        size = getattr(schedule, field)
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(f"{name}: {field} is {size!r}; it must be an integer of 1 or more")
+    if len(schedule.ranks) != schedule.num_ranks:
+        raise ScheduleError(f"{name} has steps for {len(schedule.ranks)} ranks, but num_ranks is {schedule.num_ranks}")
+    if len(schedule.placement) != schedule.num_stages:
+        raise ScheduleError(f"{name} places {len(schedule.placement)} stages, but num_stages is {schedule.num_stages}")
     for stage, rank in enumerate(schedule.placement):
-        for mb, kinds in enumerate(found[stage]):
+        if not isinstance(rank, int) or not 0 <= rank < schedule.num_ranks:
+            place = "on no rank: it has no actions" if rank == -1 else f"on rank {rank!r}"
+            raise ScheduleError(f"{name}: stage {stage} is {place}; ranks are 0 to {schedule.num_ranks - 1}")
+
+
+def _check_step(schedule: Schedule, rank: int, index: int, kinds_run: Sequence[list[str]]) -> None:
+    """Check that the actions of a step are in range, on their rank, not duplicated, and independent.
+
+    kinds_run: kinds of the actions so far, by stage and micro-batch; those of the step are added.
+    """
+    step = schedule.ranks[rank][index]
+    if len(step) not in (1, 2):
+        _refuse(schedule, rank, index, f"a step has one action or two, not {len(step)}")
+    last_stage = schedule.num_stages - 1
+    last_microbatch = schedule.num_microbatches - 1
+    for action in step:
+        kind = action.kind
+        stage = action.stage
+        mb = action.microbatch
+        if kind not in KINDS:
+            _refuse(schedule, rank, index, f"{action!r} is not an Action of kind {', '.join(KINDS)}")
+        if not (isinstance(stage, int) and 0 <= stage <= last_stage):
+            _refuse(schedule, rank, index, f"stage {stage} of {action} is not one of 0 to {last_stage}")
+        if not (isinstance(mb, int) and 0 <= mb <= last_microbatch):
+            _refuse(schedule, rank, index, f"micro-batch {mb} of {action} is not one of 0 to {last_microbatch}")
+        owner = schedule.placement[stage]
+        if owner != rank:
+            _refuse(schedule, rank, index, f"stage {stage} of {action} is placed on rank {owner}")
+        if kind in kinds_run[stage][mb]:
+            other_rank, other_index = _find(schedule, action)
+            _refuse(schedule, rank, index, f"{action} is also at rank {other_rank}, step {other_index}")
+        kinds_run[stage][mb] += kind
+    if len(step) == 2 and not independent(*step):
+        _refuse(schedule, rank, index, "these two depend on each other, so they cannot overlap")
+
+
+def _check_completeness(schedule: Schedule, kinds_run: Sequence[Sequence[str]]) -> None:
+    """Check that each stage runs "F" and "B", or "F", "I" and "W", for each micro-batch."""
+    for stage, rank in enumerate(schedule.placement):
+        for mb, kinds in enumerate(kinds_run[stage]):
             if "".join(sorted(kinds)) in ("BF", "FIW"):
                 continue
             forward, full, inputs, weights = (Action(kind, stage, mb) for kind in KINDS)
@@ -104,73 +126,110 @@ def _check_actions(schedule: Schedule) -> None:
             if "B" not in kinds and "I" not in kinds:
                 raise ScheduleError(f"schedule {schedule.name!r}, rank {rank}: {full} (or {inputs}) is missing")
             if "B" in kinds and "I" in kinds:
-                whole = _place(schedule, full)[1]
-                _refuse(schedule, *_place(schedule, inputs), f"{full} at step {whole} is the whole backward already")
+                _, full_index = _find(schedule, full)
+                cause = f"{full} at step {full_index} is the whole backward already"
+                _refuse(schedule, *_find(schedule, inputs), cause)
             if "I" in kinds:
-                _refuse(schedule, *_place(schedule, inputs), f"its weight gradients, {weights}, are missing")
-            _refuse(schedule, *_place(schedule, weights), f"there is no {inputs} that defers weight gradients to it")
+                _refuse(schedule, *_find(schedule, inputs), f"its weight gradients, {weights}, are missing")
+            _refuse(schedule, *_find(schedule, weights), f"there is no {inputs} that defers weight gradients to it")
 
 
-def _place(schedule: Schedule, action: Action) -> tuple[int, int]:
-    """Where `action` stands first: the rank, and the number of the step."""
+def _find(schedule: Schedule, action: Action) -> tuple[int, int]:
+    """Return the rank and the index of the first step that has `action`."""
     return next((r, i) for r, steps in enumerate(schedule.ranks) for i, step in enumerate(steps) if action in step)
 
 
 def _check_order(schedule: Schedule) -> None:
-    """What an action takes from its own rank comes in an earlier step; of two ranks, the messages decide."""
+    """Check that an input from the action's own rank is computed in an earlier step.
+
+    Inputs from another rank are checked by `_check_messages`.
+    """
     for rank, steps in enumerate(schedule.ranks):
-        yielded: set[Result] = set()
+        computed: set[Result] = set()
         for index, step in enumerate(steps):
             for action in step:
-                taken = need(schedule, action)
-                if taken and taken not in yielded and schedule.placement[taken[1]] == rank:
-                    source = next(other for step in steps for other in step if result(other) == taken)
-                    there = _place(schedule, source)[1]
-                    _refuse(schedule, rank, index, f"{action} needs {source}, which comes later, at step {there}")
-            yielded.update(map(result, step))
+                needed = required_input(schedule, action)
+                if needed and needed not in computed and schedule.placement[needed[1]] == rank:
+                    source = next(other for step in steps for other in step if result(other) == needed)
+                    _, source_index = _find(schedule, source)
+                    cause = f"{action} needs {source}, which comes later, at step {source_index}"
+                    _refuse(schedule, rank, index, cause)
+            computed.update(map(result, step))
 
 
 def _check_messages(schedule: Schedule) -> None:
-    """Every stream is taken in its order, and all takes and sends can be played; computing takes no time here."""
-    carrier = streams(schedule)
-    arriving: defaultdict[MessageStream, deque[Result]] = defaultdict(deque)
-    for action in (action for steps in schedule.ranks for step in steps for action in step):
-        yielded = result(action)
-        if stream := carrier.get(yielded[:2]):
-            arriving[stream].append(yielded)
+    """Check that every stream is received in order, and that all receives and sends can complete."""
+    streams = outgoing_streams(schedule)
+    programs = [_message_program(schedule, rank, streams) for rank in range(schedule.num_ranks)]
+    _check_stream_order(schedule, streams)
+    in_flight: Counter[MessageStream] = Counter()  # messages sent and not yet received
 
-    def message_of(rank: int, number: int) -> tuple[int, Message]:
-        """The step, and the message, of this place in the rank's program."""
-        steps = all_messages(schedule)[rank]
-        program = ((index, message) for index, step in enumerate(steps) for message in chain(*step))
-        return next(islice(program, number, None))
-
-    programs: list[list[MessageStream]] = [[] for _ in schedule.ranks]  # of messages taken and sent
-    for rank, (steps, program) in enumerate(zip(schedule.ranks, programs)):
-        for step in steps:
-            taken = [found for action in step if action.kind != "W" and (found := need(schedule, action))]
-            for each in taken:
-                if stream := carrier.get(each[:2]):
-                    if (other := arriving[stream].popleft()) not in taken:
-                        index, message = message_of(rank, len(program))
-                        arrives = sent(schedule, Action(cast("Kind", other[0]), *other[1:]))
-                        _refuse(schedule, rank, index, f"takes the {message}, but the next to arrive is the {arrives}")
-                    program.append(stream)
-            program += [stream for action in step if (stream := carrier.get(result(action)[:2]))]
-    in_flight: Counter[MessageStream] = Counter()  # sent and not yet taken
-
-    def move(rank: int, stream: MessageStream) -> bool:
-        taking = stream[1] == rank
-        if in_flight[stream] == (0 if taking else RECEIVE_AHEAD):
+    def try_move(rank: int, stream: MessageStream) -> bool:
+        """Receive from the stream if `rank` is its destination, else send; False if that has to wait."""
+        is_receive = stream[1] == rank
+        if in_flight[stream] == (0 if is_receive else RECEIVE_AHEAD):
             return False
-        in_flight[stream] += -1 if taking else 1
+        in_flight[stream] += -1 if is_receive else 1
         return True
 
-    left = play(programs, move)
-    stuck = [(rank, *message_of(rank, len(programs[rank]) - len(rest))) for rank, rest in enumerate(left) if rest]
+    remaining = play(programs, try_move)
+    stuck = [
+        (rank, *_message_at(schedule, rank, len(programs[rank]) - len(rest)))
+        for rank, rest in enumerate(remaining) if rest
+    ]
     if stuck:
         waits = "; ".join(
-            f"rank {rank} waits at step {index} to {'take' if message.dst == rank else 'send'} the {message}"
+            f"rank {rank} waits at step {index} to {'receive' if message.dst == rank else 'send'} the {message}"
             for rank, index, message in stuck
         )
-        _refuse(schedule, *stuck[0][:2], f"deadlock: {waits}")
+        first_rank, first_index, _ = stuck[0]
+        _refuse(schedule, first_rank, first_index, f"deadlock: {waits}")
+
+
+def _received_results(
+    schedule: Schedule, step: Step, streams: dict[tuple[str, int], MessageStream]
+) -> list[Result]:
+    """Return the results that a step receives from other ranks, in the order of its actions."""
+    sources = (message_input(schedule, action) for action in step)
+    return [source for source in sources if source is not None and source[:2] in streams]
+
+
+def _message_program(
+    schedule: Schedule, rank: int, streams: dict[tuple[str, int], MessageStream]
+) -> list[MessageStream]:
+    """Return the stream of each message that a rank receives or sends, in order. Computation takes no time here."""
+    program: list[MessageStream] = []
+    for step in schedule.ranks[rank]:
+        sent_results = (result(action) for action in step)
+        carried = [*_received_results(schedule, step, streams), *sent_results]
+        program += [streams[kind, stage] for kind, stage, _ in carried if (kind, stage) in streams]
+    return program
+
+
+def _check_stream_order(schedule: Schedule, streams: dict[tuple[str, int], MessageStream]) -> None:
+    """Check that the messages that a step receives are the next to arrive on their streams.
+
+    A step may receive two messages of one stream in either order, as it computes after both.
+    """
+    arriving: defaultdict[MessageStream, deque[Result]] = defaultdict(deque)
+    for action in chain.from_iterable(chain.from_iterable(schedule.ranks)):
+        kind, stage, microbatch = result(action)
+        if (kind, stage) in streams:
+            arriving[streams[kind, stage]].append((kind, stage, microbatch))
+    for rank, steps in enumerate(schedule.ranks):
+        for index, step in enumerate(steps):
+            received = _received_results(schedule, step, streams)
+            for position, (kind, stage, _) in enumerate(received):
+                arrived = arriving[streams[kind, stage]].popleft()
+                if arrived not in received:
+                    message = all_messages(schedule)[rank][index].incoming[position]
+                    next_message = sent_message(schedule, Action(cast("Kind", arrived[0]), *arrived[1:]))
+                    cause = f"receives the {message}, but the next to arrive is the {next_message}"
+                    _refuse(schedule, rank, index, cause)
+
+
+def _message_at(schedule: Schedule, rank: int, position: int) -> tuple[int, Message]:
+    """Return the index of the step, and the message, at a position of the rank's receives and sends."""
+    steps = all_messages(schedule)[rank]
+    program = ((index, message) for index, step in enumerate(steps) for message in chain(*step))
+    return next(islice(program, position, None))

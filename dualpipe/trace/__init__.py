@@ -1,4 +1,4 @@
-"""Traces: what all ranks did in some steps, on one clock, as a file; and where the time went by it.
+"""Traces: the work of all ranks in some steps of training on one clock, as a file, and reports on where time went.
 
 Imports `schedule` and `runtime`.
 """

@@ -1,16 +1,16 @@
-"""The file of a trace: Chrome's trace event format, which ui.perfetto.dev opens, with the schedule in its metadata.
+"""Trace files: Chrome's trace event format, which ui.perfetto.dev opens, with the schedule in the metadata.
 
-A process is a rank. Its threads are what its host computes, its communication, its lanes (other threads of the host)
-and the streams of its device; flows lead from a send to its receive. Imports no torch.
+A process is a rank. Its threads are the computation of its host, its communication, its lanes (other threads of the
+host) and the streams of its device. A flow leads from a send to its receive. Imports no torch.
 
-The format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
+Source of the format: docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU ("Trace Event Format").
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,16 +21,27 @@ from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
 FORMAT = "dualpipe trace 2"
-TRACED = "what was traced until then: "  # with the file, in a note of the error that has ended a trace
-COMPUTE, COMMUNICATION, DEVICE = THREADS = ("compute", "communication", "device")
+TRACED = "trace until the error: "  # begins the note of an error that ended a trace, before the file's path
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+DEVICE = "device"
+THREADS = (COMPUTE, COMMUNICATION, DEVICE)
+_MAX_RANKS = 10**6  # of a trace: threads are numbered in steps of it
+
+Sample = tuple[int, int, int]  # rank, nanoseconds, bytes
 
 
 class Slice(NamedTuple):
-    """One piece of work of a thread of a rank, from `start` to `end`, in nanoseconds.
+    """An interval of work on a thread of a rank, from `start` to `end` in nanoseconds.
 
-    args: of an action `actions`, such as ["0F1", "3B0"], and, unless another pipeline's, the number of the `run` of the
-    pipeline that it is part of; of one alone, and of a segment, `stage` and `microbatch`; of a communication `bytes`,
-    `ranks` and its `number` among those of its kind; of a send and its receive the same `flow`; the optimizer's `step`.
+    `args` holds, where they apply:
+
+    - of actions: `actions`, such as ["0F1", "3B0"]; the number of the `run` of the pipeline they belong to, unless it
+      is another pipeline; and of a single action `stage` and `microbatch`;
+    - of a segment: `stage` and `microbatch`;
+    - of a communication: `bytes`, `ranks`, and its sequence `number` among those of its kind;
+    - of a send and its receive: the same `flow`;
+    - of all: `step`, the optimizer step.
     """
 
     rank: int
@@ -43,113 +54,162 @@ class Slice(NamedTuple):
 
     @property
     def step(self) -> Step:
-        """The actions that it is; none where it is something else."""
+        """Actions of the slice; empty if it is something else."""
         return tuple(map(Action.read, self.args.get("actions", ())))
 
 
 @dataclass(frozen=True)
 class Trace:
-    """memory: samples (rank, nanoseconds, bytes). info: `ranks`, by number as text, each with its `name`, the ranks of
-    its pipeline (`members`), its `place` there, what was added to its clock (`clock_offset_us`) and how wrong it can be
-    then (`clock_error_us`); `schedule`; tokens of experts by step and rank (`loads`), where they are known."""
+    """Slices and memory samples of all ranks.
+
+    Args:
+        slices: the slices.
+        memory: samples of (rank, nanoseconds, bytes).
+        info: the metadata. `ranks` holds, by the rank's number as text, its `name`, the ranks of its pipeline
+            (`members`), its `place` among them, the time added to its clock (`clock_offset_us`) and the possible error
+            of its clock then (`clock_error_us`). `schedule` is the schedule that was run, or None. `loads` holds the
+            tokens of experts by optimizer step and rank, where they are known.
+    """
 
     slices: list[Slice]
-    memory: list[tuple[int, int, int]]
+    memory: list[Sample]
     info: dict[str, Any]
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Return the schedule of the steps. Raises ValueError where there is none, or no valid one."""
-        if not (given := self.info["schedule"]):
+        """Schedule of the steps. Raises ValueError if the trace has none, or an invalid one."""
+        content = self.info["schedule"]
+        if not content:
             raise ValueError("the trace holds no step of training by a whole pipeline; trace one, on all of its ranks")
-        ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in given["ranks"])
-        schedule = Schedule(given["name"], len(ranks), len(given["placement"]), given["num_microbatches"], ranks,
-                            tuple(given["placement"]))
+        ranks = tuple(tuple(tuple(map(Action.read, step.split(";"))) for step in steps) for steps in content["ranks"])
+        placement = tuple(content["placement"])
+        schedule = Schedule(content["name"], len(ranks), len(placement), content["num_microbatches"], ranks, placement)
         validate(schedule)
         return schedule
 
     @cached_property
     def rows(self) -> dict[int, list[Slice]]:
-        """By rank the slices that its time is made of, outer ones first: of the stream that computes, where there is a
-        device, else of the host."""
-        timed = {each.rank for each in self.slices if each.thread == DEVICE}
+        """Slices that make up the time of each rank, outer ones first.
+
+        They are those of the stream that computes if the rank has a device, else those of the host.
+        """
+        device_ranks = {item.rank for item in self.slices if item.thread == DEVICE}
         rows: dict[int, list[Slice]] = {int(rank): [] for rank in self.info["ranks"]}
-        for each in sorted(self.slices, key=lambda each: (each.start, -each.end)):
-            if each.thread == DEVICE or (each.rank not in timed and each.thread in THREADS):
-                rows[each.rank].append(each)
+        for item in sorted(self.slices, key=lambda item: (item.start, -item.end)):
+            if item.thread == DEVICE or (item.rank not in device_ranks and item.thread in THREADS):
+                rows[item.rank].append(item)
         return rows
 
     def name(self, rank: int) -> str:
-        """Such as "rank 3 (pp 1, dp 1)"."""
+        """Return the name of a rank, such as "rank 3 (pp 1, dp 1)"."""
         return self.info["ranks"][str(rank)]["name"]
 
     def write(self, path: Path) -> None:
-        """Write the file, whole or not at all; an event a line."""
+        """Write the file, with one event per line. The file is written whole or not at all."""
         head = json.dumps({"displayTimeUnit": "ms", "otherData": {"format": FORMAT, **self.info}})
         events = ",\n".join(json.dumps(event, separators=(",", ":")) for event in self._events())
         replace_file(path, f'{head[:-1]}, "traceEvents": [\n{events}\n]}}\n')
 
     def _events(self) -> Iterator[dict[str, Any]]:
-        others = sorted({each.thread for each in self.slices} - {*THREADS})
-        order = {thread: number for number, thread in enumerate((*THREADS, *others))}
-        # Numbers from 1, as Perfetto merges 0 with others; no two threads have the same, as it goes by them alone at
-        # times; what the host computes has the process's own, which makes it the main thread.
-        places = {(rank, thread): {"pid": rank + 1, "tid": rank + 1 + order[thread] * 10**6}
-                  for rank, thread in sorted({(each.rank, each.thread) for each in self.slices})}
-        for rank in sorted({rank for rank, _ in places}):
+        """Yield the trace events."""
+        ids = self._thread_ids()
+        for rank in sorted({rank for rank, _ in ids}):
             yield {"ph": "M", "name": "process_name", "pid": rank + 1, "args": {"name": self.name(rank)}}
-        for (_, thread), place in places.items():
-            yield {"ph": "M", "name": "thread_name", **place, "args": {"name": thread}}
-        flows = [each.args["flow"] for each in self.slices if each.thread == COMMUNICATION and "flow" in each.args]
-        ends, ids = Counter(flows), {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
-        for each in self.slices:
-            place = places[each.rank, each.thread]
-            yield {"ph": "X", "cat": each.kind, "name": each.name, "ts": _us(each.start),
-                   "dur": _us(each.end - each.start), **place, "args": each.args}
-            if each.thread == COMMUNICATION and ends[flow := each.args.get("flow", "")] == 2:
-                ph, time = ("s", each.start) if each.kind == "send" else ("f", max(each.start, each.end - 1))
-                yield {"ph": ph, "cat": "message", "name": "message", "id": ids[flow], "ts": _us(time), **place,
-                       **({"bp": "e"} if ph == "f" else {})}  # bound to the slice around it
+        for (_, thread), thread_id in ids.items():
+            yield {"ph": "M", "name": "thread_name", **thread_id, "args": {"name": thread}}
+        flows = [item.args["flow"] for item in self.slices if item.thread == COMMUNICATION and "flow" in item.args]
+        num_ends = Counter(flows)
+        flow_ids = {flow: number for number, flow in enumerate(dict.fromkeys(flows))}
+        for item in self.slices:
+            thread_id = ids[item.rank, item.thread]
+            yield {"ph": "X", "cat": item.kind, "name": item.name, "ts": _us(item.start),
+                   "dur": _us(item.end - item.start), **thread_id, "args": item.args}
+            flow = item.args.get("flow", "")
+            if item.thread == COMMUNICATION and num_ends[flow] == 2:
+                yield _flow_event(item, flow_ids[flow], thread_id)
         for rank, time, size in self.memory:
             yield {"ph": "C", "name": "memory", "pid": rank + 1, "ts": _us(time), "args": {"bytes": size}}
 
+    def _thread_ids(self) -> dict[tuple[int, str], dict[str, int]]:
+        """Return the process and thread number of each (rank, thread).
+
+        Numbers begin at 1, as Perfetto merges 0 with others. No two threads of any ranks share a number, as Perfetto
+        sometimes goes by the thread number alone. The host's computation has the number of its process, which makes it
+        the main thread.
+        """
+        other_threads = sorted({item.thread for item in self.slices} - {*THREADS})
+        order = {thread: position for position, thread in enumerate((*THREADS, *other_threads))}
+        return {(rank, thread): {"pid": rank + 1, "tid": rank + 1 + order[thread] * _MAX_RANKS}
+                for rank, thread in sorted({(item.rank, item.thread) for item in self.slices})}
+
+
+def _flow_event(item: Slice, flow_id: int, thread_id: Mapping[str, int]) -> dict[str, Any]:
+    """Return the event that starts a flow at a send, or ends it at a receive."""
+    if item.kind == "send":
+        return {"ph": "s", "cat": "message", "name": "message", "id": flow_id, "ts": _us(item.start), **thread_id}
+    end = max(item.start, item.end - 1)
+    bind_to_enclosing_slice = {"bp": "e"}
+    return {"ph": "f", "cat": "message", "name": "message", "id": flow_id, "ts": _us(end), **thread_id,
+            **bind_to_enclosing_slice}
+
 
 def _us(nanoseconds: int) -> float:
-    """Microseconds, from which also who cuts off has the nanosecond: Perfetto does, and leaves out what overlaps then
-    (CoerceToTs of its importer of JSON; slice_drop_overlapping_complete_event)."""
+    """Return microseconds that give the same nanosecond when cut off.
+
+    Perfetto cuts off, and then leaves out slices that overlap (CoerceToTs of its JSON importer;
+    slice_drop_overlapping_complete_event).
+    """
     return (nanoseconds + 0.25) / 1e3
 
 
 def read(path: str | Path) -> Trace:
-    """The trace in a file. Raises ValueError, in one line, where it cannot be read, is none of ours, or is cut off."""
+    """Read a trace file.
+
+    Raises:
+        ValueError: the file cannot be read, is not a trace of this library, or is cut off. The message is one line.
+    """
     try:
-        found = json.loads(Path(path).read_bytes())
-        info, events = found["otherData"], found["traceEvents"]
-        if (version := info.pop("format")) != FORMAT:
-            raise ValueError(f"it is a {version!r}, of which this version reads {FORMAT!r} alone; take the trace again")
-        threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-        slices = [Slice(e["pid"] - 1, threads[e["pid"], e["tid"]], e["cat"], e["name"], round(e["ts"] * 1e3),
-                        round(e["ts"] * 1e3) + round(e["dur"] * 1e3), e["args"]) for e in events if e["ph"] == "X"]
-        memory = [(e["pid"] - 1, round(e["ts"] * 1e3), e["args"]["bytes"]) for e in events if e["ph"] == "C"]
-        trace = Trace(slices, memory, info)
-        _ = trace.rows, trace.schedule  # made now, while the file can be named
+        trace = _parse(json.loads(Path(path).read_bytes()))
+        _ = trace.rows, trace.schedule  # computed here, where their errors can name the file
         return trace
     except OSError as error:
         raise ValueError(f"cannot read the trace {path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is no trace, or was cut off: {error}") from error
+        raise ValueError(f"{path} is not a trace, or is cut off: {error}") from error
     except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no trace of this library ({type(error).__name__}: {error}); take one by dualpipe "
-                         "train --trace steps=10..12, or Pipeline.trace") from error
+        raise ValueError(f"{path} is not a trace of this library ({type(error).__name__}: {error}); take one by "
+                         "dualpipe train --trace steps=10..12, or Pipeline.trace") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
+def _parse(content: Any) -> Trace:
+    """Return the trace in the content of a JSON file."""
+    info = content["otherData"]
+    events = content["traceEvents"]
+    version = info.pop("format")
+    if version != FORMAT:
+        raise ValueError(f"the format is {version!r}, but this version reads only {FORMAT!r}; take the trace again")
+    threads = {(event["pid"], event["tid"]): event["args"]["name"] for event in events
+               if event["name"] == "thread_name"}
+    slices = []
+    memory = []
+    for event in events:
+        if event["ph"] == "X":
+            start = round(event["ts"] * 1e3)
+            end = start + round(event["dur"] * 1e3)
+            thread = threads[event["pid"], event["tid"]]
+            slices.append(Slice(event["pid"] - 1, thread, event["cat"], event["name"], start, end, event["args"]))
+        elif event["ph"] == "C":
+            memory.append((event["pid"] - 1, round(event["ts"] * 1e3), event["args"]["bytes"]))
+    return Trace(slices, memory, info)
+
+
 def training_runs(row: Iterable[Slice]) -> dict[int, list[Slice]]:
-    """The actions of a rank by the number of the run of the pipeline, without runs that are forward only."""
-    runs = defaultdict[int, list[Slice]](list)
-    for each in row:
-        if "run" in each.args:
-            runs[each.args["run"]].append(each)
-    kinds = {number: {action.kind for each in run for action in each.step} for number, run in runs.items()}
-    return {number: run for number, run in runs.items() if kinds[number] != {"F"}}
+    """Return the actions of a rank by the number of the pipeline's run, without runs that are forward only."""
+    runs: defaultdict[int, list[Slice]] = defaultdict(list)
+    for item in row:
+        if "run" in item.args:
+            runs[item.args["run"]].append(item)
+    return {number: run for number, run in runs.items()
+            if any(action.kind != "F" for item in run for action in item.step)}

@@ -1,4 +1,4 @@
-"""`dualpipe trace summary`: where the time of the steps in a trace went, by rank, and against a simulation of them."""
+"""`dualpipe trace summary`: where the time of the steps in a trace went, by rank and compared with a simulation."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
 from statistics import mean
+from typing import Any
 
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.draw import aligned, to_svg
@@ -16,25 +17,36 @@ from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
 
-_SHOWN, _LEAST = 4, 0.05  # causes of a rank's loss that are named, and the part of it that the least one has
-_NOTHING = 0.005  # ms, which are not said
-_SLOWEST = 5  # actions that are named
-_WIDEST = 1600  # pixels: some actions are short beside others
-_LOAD = 1.1  # times the mean, from which on a load is named
+_MAX_CAUSES = 4  # of a rank's loss that are named
+_MIN_SHARE = 0.05  # of a rank's loss from which on a cause is named
+_NEGLIGIBLE_MS = 0.005
+_NUM_SLOWEST = 5  # actions
+_WIDEST = 1600  # pixels, as some actions are short compared with others
+_HIGH_LOAD = 1.1  # times the mean, from which on a load is named
 
-Cause = tuple[str, str]  # what kind of cause; what or who it is
+Cause = tuple[str, str]  # kind of cause; action, rank or communication
 
 
 class Summary:
-    """The parts of the report; in milliseconds a step."""
+    """Parts of the report. Times are in milliseconds per step.
+
+    Attributes:
+        measured: the analysis of the trace.
+        trace: the trace.
+        costs: the measured costs.
+        ideal: simulation of the schedule with the measured costs.
+        steps: number of complete steps of training.
+        window: time from the first slice to the last.
+    """
 
     def __init__(self, measured: Measured) -> None:
-        self.measured, self.trace = measured, measured.trace
-        self.costs = costs_from(MeasuredCosts(measured).given)
+        self.measured = measured
+        self.trace = measured.trace
+        self.costs = costs_from(MeasuredCosts(measured).json_costs)
         self.ideal = simulate(self.trace.schedule, self.costs)
         self.steps = max(1, max(map(len, measured.runs.values())))
-        every = [each for row in self.trace.rows.values() for each in row]
-        self.window = self._ms(max(each.end for each in every) - min(each.start for each in every))
+        slices = [item for row in self.trace.rows.values() for item in row]
+        self.window = self._ms(max(item.end for item in slices) - min(item.start for item in slices))
 
     def _ms(self, nanoseconds: float) -> float:
         return nanoseconds / 1e6 / self.steps
@@ -42,115 +54,171 @@ class Summary:
     # -- where the time went
 
     def totals(self, rank: int) -> dict[str, float]:
-        """Return the time of a rank by its use; all together are the `window`."""
-        found = Counter[str]()
+        """Return the time of a rank by use. Together they are the `window`."""
+        totals = Counter[str]()
         for span in self.measured.spans[rank]:
-            of_host = span.late or span.exposed or span.slice.kind in ("gather", "reduce")  # these of one rank alone
-            kind = "compute" if span.slice.step else "host gaps" if of_host else span.slice.kind
-            found += Counter({kind: span.own, "bubble": span.late.total(), "exposed": span.exposed.total()})
-        times = {kind: self._ms(time) for kind, time in found.items() if kind != "host gaps"}
+            totals += Counter({  # without zeros
+                _use(span): span.own,
+                "bubble": span.late.total(),
+                "exposed": span.exposed.total(),
+            })
+        del totals["host gaps"]  # is the rest of the window
+        times = {use: self._ms(time) for use, time in totals.items()}
         return {**times, "host gaps": self.window - sum(times.values())}
 
     def by_rank(self) -> str:
-        """A table of that, and one of communication by kind."""
-        totals, ranks = {rank: self.totals(rank) for rank in self.trace.rows}, self.trace.rows
-        first, last = ("compute", "bubble", "exposed"), "host gaps"
-        kinds = [*first, *sorted({kind for each in totals.values() for kind in each} - {*first, last}), last]
-        rows: list[tuple[str, ...]] = [("ms a step", "all", *kinds)]
-        rows += [(self.trace.name(rank), _short(self.window), *(_short(totals[rank].get(kind, 0.0)) for kind in kinds))
+        """Return a table of `totals`, and one of exposed and hidden communication by kind."""
+        ranks = self.trace.rows
+        totals = {rank: self.totals(rank) for rank in ranks}
+        first_uses = ("compute", "bubble", "exposed")
+        last_use = "host gaps"
+        other_uses = sorted({use for times in totals.values() for use in times} - {*first_uses, last_use})
+        uses = [*first_uses, *other_uses, last_use]
+        rows: list[tuple[str, ...]] = [("ms a step", "all", *uses)]
+        rows += [(self.trace.name(rank), _short(self.window), *(_short(totals[rank].get(use, 0.0)) for use in uses))
                  for rank in ranks]
+        communication = self._communication_by_rank()
+        return f"{aligned(rows)}\n{communication}" if communication else aligned(rows)
+
+    def _communication_by_rank(self) -> str:
+        """Return a table of exposed and hidden communication by kind; "" if there is none."""
+        ranks = self.trace.rows
         exposed = {rank: sum((span.exposed for span in self.measured.spans[rank]), Counter[str]()) for rank in ranks}
         hidden = self.measured.hidden
         kinds = sorted({kind for rank in ranks for kind in exposed[rank] | hidden[rank]})
-        both: list[tuple[str, ...]] = [("exposed + hidden", *kinds)]
-        both += [(self.trace.name(rank), *(" + ".join(_short(self._ms(each[rank][kind])) for each in (exposed, hidden))
-                                           for kind in kinds)) for rank in ranks]
-        return f"{aligned(rows)}\n{aligned(both)}" if kinds else aligned(rows)
+        if not kinds:
+            return ""
+        rows: list[tuple[str, ...]] = [("exposed + hidden", *kinds)]
+        for rank in ranks:
+            cells = (f"{_short(self._ms(exposed[rank][kind]))} + {_short(self._ms(hidden[rank][kind]))}"
+                     for kind in kinds)
+            rows.append((self.trace.name(rank), *cells))
+        return aligned(rows)
 
-    # -- against the simulation
+    # -- compared with the simulation
 
     def lost(self, rank: int) -> dict[Cause, float]:
-        """By cause how much later a rank was through its actions than in the simulation, negative where it was earlier,
-        counted from when the ranks had agreed on the step. All together are the whole of it."""
-        causes, spans = Counter[Cause](), self.measured.spans[rank]
+        """Return by cause how much later than in the simulation a rank finished its actions.
+
+        A negative time is a gain. Both are counted from the agreement of the ranks on the step. Together the causes
+        make up the whole difference.
+        """
+        causes = Counter[Cause]()
+        spans = self.measured.spans[rank]
         starts = [span.slice.start for span in spans]
+        place = self.trace.info["ranks"][str(rank)]["place"]
         for run in self.measured.runs[rank]:
-            here, due = bisect_left(starts, run[0].slice.start), 0.0
-            agreed = next((i + 1 for i in range(here - 1, -1, -1) if spans[i].slice.kind == "agree"), here)
-            until = spans[agreed - 1].slice.end if agreed < here else run[0].slice.start
-            for span, box in zip(run, self.ideal.spans[self.trace.info["ranks"][str(rank)]["place"]]):
-                here = bisect_left(starts, span.slice.start)
-                planned = round(1e6 * (box.start - due))
-                _add_idle(causes, span.slice.start - until, planned, spans[agreed:here])
-                title = " with ".join(f"{action.kind}(stage {action.stage})" for action in box.step)
-                causes["slower", title] += span.cost - round(1e6 * (box.end - box.start))
+            first = bisect_left(starts, run[0].slice.start)
+            next_index = next((i + 1 for i in range(first - 1, -1, -1) if spans[i].slice.kind == "agree"), first)
+            end = spans[next_index - 1].slice.end if next_index < first else run[0].slice.start
+            ideal_end = 0.0
+            for span, ideal in zip(run, self.ideal.spans[place]):
+                index = bisect_left(starts, span.slice.start)
+                planned_idle = round(1e6 * (ideal.start - ideal_end))
+                _add_idle(causes, span.slice.start - end, planned_idle, spans[next_index:index])
+                title = " with ".join(f"{action.kind}(stage {action.stage})" for action in ideal.step)
+                causes["slower", title] += span.cost - round(1e6 * (ideal.end - ideal.start))
                 _add_waits(causes, span.late, Counter({**span.exposed, ALL_TO_ALL: 0}))
-                agreed, until, due = here + 1, span.slice.end, box.end
+                next_index = index + 1
+                end = span.slice.end
+                ideal_end = ideal.end
         return {cause: self._ms(time) for cause, time in causes.items()}
 
     def losses(self) -> Iterator[str]:
-        """A line for each rank."""
+        """Yield a line about the losses of each rank."""
         for rank in self.trace.rows:
             causes = self.lost(rank)
-            total = rest = sum(causes.values())
-            said = []
-            for cause, time in sorted(causes.items(), key=lambda each: -each[1])[:_SHOWN]:
-                if time > _LEAST * abs(total):
-                    said.append(f"{_short(time)} {self._said(rank, *cause)}")
-                    rest -= time
-            said.append(f"{_short(rest)} elsewhere" if rest >= 0 else f"{_short(-rest)} gained elsewhere")
-            what = f"{'lost' if total > 0 else 'gained'} {_short(abs(total))} ms: {', '.join(said)}"
-            yield f"{self.trace.name(rank)} {what if abs(total) > _NOTHING else 'lost nothing'}"
+            total = sum(causes.values())
+            if abs(total) <= _NEGLIGIBLE_MS:
+                yield f"{self.trace.name(rank)} lost nothing"
+                continue
+            elsewhere = total
+            parts = []
+            for cause, time in sorted(causes.items(), key=lambda item: -item[1])[:_MAX_CAUSES]:
+                if time > _MIN_SHARE * abs(total):
+                    parts.append(f"{_short(time)} {self._describe(rank, *cause)}")
+                    elsewhere -= time
+            parts.append(f"{_short(elsewhere)} elsewhere" if elsewhere >= 0 else
+                         f"{_short(-elsewhere)} gained elsewhere")
+            verb = "lost" if total > 0 else "gained"
+            yield f"{self.trace.name(rank)} {verb} {_short(abs(total))} ms: {', '.join(parts)}"
 
     def slowest(self) -> Iterator[str]:
-        """The actions that took longest in comparison with their medians."""
-        more = [(span.cost / 1e6 - self.costs.of(step), span)
-                for step, spans in self.measured.samples().items() for span in spans]
-        for time, span in sorted(more, key=lambda each: -each[0])[:_SLOWEST]:
+        """Yield a line about each of the actions that took longest compared with their medians."""
+        excesses = [(span.cost / 1e6 - self.costs.of(step), span)
+                    for step, spans in self.measured.samples().items() for span in spans]
+        for excess, span in sorted(excesses, key=lambda item: -item[0])[:_NUM_SLOWEST]:
             step = f"step {span.slice.args['step']}, " if "step" in span.slice.args else ""
             yield (f"{self.trace.name(span.slice.rank)}, {step}{span.slice.name}: {_short(span.cost / 1e6)} ms, "
-                   f"{_short(time)} more than its median")
+                   f"{_short(excess)} more than its median")
 
-    def _said(self, rank: int, cause: str, what: str) -> str:
-        if cause == "waiting":
-            return f"waiting for {self.trace.name(int(what))}"
-        load = self._load(rank)
-        more = f" (experts {load:.1f}x mean load)" if load > _LOAD else ""
-        return f"in {what} slower than its median{more}" if cause == "slower" else f"in {what}"
+    def _describe(self, rank: int, kind: str, detail: str) -> str:
+        """Return the text of a cause of a rank's loss."""
+        if kind == "waiting":
+            return f"waiting for {self.trace.name(int(detail))}"
+        if kind != "slower":
+            return f"in {detail}"
+        load = self._relative_load(rank)
+        load_note = f" (experts {load:.1f}x mean load)" if load > _HIGH_LOAD else ""
+        return f"in {detail} slower than its median{load_note}"
 
-    def _load(self, rank: int) -> float:
-        """Load of a rank's experts over the mean of the ranks with the same stages; 0 where it is not known."""
-        ranks, loads = self.trace.info["ranks"], self.trace.info["loads"].values()
-        same = [int(other) for other in ranks if ranks[other]["place"] == ranks[str(rank)]["place"]]
-        return mean([load[rank] / mean([load[other] for other in same]) for load in loads if load[rank]] or [0.0])
+    def _relative_load(self, rank: int) -> float:
+        """Return the load of a rank's experts over the mean of the ranks with the same stages; 0 if not known."""
+        ranks = self.trace.info["ranks"]
+        place = ranks[str(rank)]["place"]
+        same_stages = [int(other) for other in ranks if ranks[other]["place"] == place]
+        ratios = [loads[rank] / mean([loads[other] for other in same_stages])
+                  for loads in self.trace.info["loads"].values() if loads[rank]]
+        return mean(ratios or [0.0])
 
     def timelines(self) -> list[Timeline]:
-        """The steps of the first pipeline as they were measured, the shortest one first."""
-        ranks, found = self.trace.info["ranks"], []
+        """Return the measured steps of the first pipeline, shortest first."""
+        ranks = self.trace.info["ranks"]
         members = ranks[min(ranks, key=int)]["members"]
+        timelines = []
         for runs in zip(*(self.measured.runs[member] for member in members)):
-            first = min(run[0].slice.start for run in runs)
+            origin = min(run[0].slice.start for run in runs)
             spans = tuple(
-                tuple(Span(place, (each.slice.start - first) / 1e6, (each.slice.end - first) / 1e6, each.slice.step)
-                      for each in run) for place, run in enumerate(runs)
+                tuple(Span(place, (span.slice.start - origin) / 1e6, (span.slice.end - origin) / 1e6, span.slice.step)
+                      for span in run)
+                for place, run in enumerate(runs)
             )
-            found.append(Timeline(self.trace.schedule, Costs(), spans, ((),) * len(spans)))
-        return sorted(found, key=lambda timeline: timeline.makespan)
+            timelines.append(Timeline(self.trace.schedule, Costs(), spans, ((),) * len(spans)))
+        return sorted(timelines, key=lambda timeline: timeline.makespan)
 
 
-def _add_idle(causes: Counter[Cause], idle: int, planned: int, between: list[Activity]) -> None:
-    """Add the causes of the time between two actions, of which so much is `planned`: first of all that others are late,
-    then that messages take their time."""
+def _use(span: Activity) -> str:
+    """Return the use of the time of an activity without its waits: "compute", "host gaps", or its kind."""
+    if span.slice.step:
+        return "compute"
+    is_communication = span.late or span.exposed or span.slice.kind in ("gather", "reduce")  # of one rank without waits
+    return "host gaps" if is_communication else span.slice.kind
+
+
+def _add_idle(causes: Counter[Cause], idle: int, planned_idle: int, between: list[Activity]) -> None:
+    """Add the causes of the time between two actions.
+
+    The idle time of the simulation is taken off the causes: first off the lateness of other ranks, then off the time of
+    messages, then off the gaps of the host.
+
+    between: activities between the two actions.
+    """
     late = sum((span.late for span in between), Counter[int]())
     exposed = sum((span.exposed for span in between), Counter[str]())
-    causes["host", "gaps between actions"] += idle - late.total() - exposed.total()
-    for found in (late, exposed):
-        for key, time in found.items():
-            part = min(planned, time)
-            planned -= part
-            found[key] -= part  # type: ignore[index]
-    causes["host", "gaps between actions"] -= planned  # which was not needed
+    host_gaps = idle - late.total() - exposed.total()
+    planned_idle = _subtract_planned(late, planned_idle)
+    planned_idle = _subtract_planned(exposed, planned_idle)
+    causes["host", "gaps between actions"] += host_gaps - planned_idle
     _add_waits(causes, late, exposed)
+
+
+def _subtract_planned(waits: Counter[Any], planned_idle: int) -> int:
+    """Subtract planned idle time from waits, in place. Return the rest of it."""
+    for key, time in waits.items():
+        planned = min(planned_idle, time)
+        planned_idle -= planned
+        waits[key] = time - planned
+    return planned_idle
 
 
 def _add_waits(causes: Counter[Cause], late: Counter[int], exposed: Counter[str]) -> None:
@@ -160,34 +228,50 @@ def _add_waits(causes: Counter[Cause], late: Counter[int], exposed: Counter[str]
         causes["exposed", f"{kind} that nothing hid"] += time
 
 
-def _number(of: int, what: str) -> str:
-    return f"{of} {what}{'s' if of > 1 else ''}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
 
 
 def _short(milliseconds: float) -> str:
-    """Three digits."""
-    whole = len(f"{abs(milliseconds):.0f}")
-    return f"{milliseconds:.{max(0, 3 - whole)}f}"
+    """Format a time with three digits."""
+    num_whole_digits = len(f"{abs(milliseconds):.0f}")
+    return f"{milliseconds:.{max(0, 3 - num_whole_digits)}f}"
 
 
 def report(path: str, svg: str | None, html: str | None = None) -> str:
-    """The report on a trace; its middle step drawn into the file `svg`, and beside the simulation into `html`."""
+    """Return the report on the trace `path`.
+
+    Args:
+        path: the trace file.
+        svg: file to draw the middle step into, if any.
+        html: file to draw the middle step and the simulation into, if any.
+
+    Raises:
+        ValueError: the trace cannot be read or has no step of training.
+        OSError: a file cannot be written.
+    """
     trace = read(path)
-    summary, schedule = Summary(Measured(trace)), trace.schedule
-    steps = summary.timelines()
-    middle, average = steps[len(steps) // 2], mean(timeline.makespan for timeline in steps)
-    error = max(rank["clock_error_us"] for rank in trace.info["ranks"].values()) / 1e3
+    schedule = trace.schedule
+    summary = Summary(Measured(trace))
+    timelines = summary.timelines()
+    middle = timelines[len(timelines) // 2]
+    average = mean(timeline.makespan for timeline in timelines)
+    clock_error = max(rank["clock_error_us"] for rank in trace.info["ranks"].values()) / 1e3
     lines = [
-        f"{path}: {_number(summary.steps, 'step')} of {_number(len(trace.rows), 'rank')}, {schedule.name}, "
-        f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(error)} ms", "", summary.by_rank(),
+        f"{path}: {_counted(summary.steps, 'step')} of {_counted(len(trace.rows), 'rank')}, {schedule.name}, "
+        f"{schedule.num_microbatches} micro-batches; clocks are right to {_short(clock_error)} ms",
+        "",
+        summary.by_rank(),
         f"the actions of a step, first to last: {_short(average)} ms on average, {_short(middle.makespan)} in the "
         f"middle step; simulated with their medians {_short(summary.ideal.makespan)}, against which",
         *(f"  {line}" for line in summary.losses()),
-        "the slowest actions", *(f"  {line}" for line in summary.slowest()),
+        "the slowest actions",
+        *(f"  {line}" for line in summary.slowest()),
     ]
     text = "\n".join(lines) + "\n"
-    return text + "".join(f"{line}\n" for line in write_wanted(
+    written_lines = write_wanted(
         (svg, lambda: to_svg(middle, _WIDEST)),
         (html, lambda: to_html((middle, summary.ideal), title=path, notes=text, names=("measured", "simulated"),
                                unit="ms")),
-    ))
+    )
+    return text + "".join(f"{line}\n" for line in written_lines)

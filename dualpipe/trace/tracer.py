@@ -1,7 +1,7 @@
-"""Takes a trace: what the recorders of all ranks hold of some steps, gathered on the first one and written as one file.
+"""Tracing: the recorders' entries of some steps on all ranks, gathered on the first rank and written as one file.
 
-Little is recorded for it that is not recorded anyway: details of communications and, where there is a device, an event
-at the begin and the end of each entry. Until the end no host waits for a device because of it.
+Tracing records little that is not recorded anyway: details of communication and, with a device, an event at the begin
+and the end of each entry. Until the end of the trace it makes no host wait for a device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Observer, Recorder
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, DEVICE, TRACED, Slice, Trace, training_runs
 
-_TRIPS = 32  # of a message, there and back, to compare two clocks
-_TAG = 16  # gloo's, of these; any that nothing else uses
+_ROUND_TRIPS = 32  # of a message, to compare two clocks
+_TAG = 16  # of these messages for gloo; nothing else uses it
 
 
 class PipelinePlace(NamedTuple):
-    """Where a rank is in its pipeline, whose ranks are `members` (global numbers); the name of the schedule, and the
-    ranks of its stages."""
+    """Place of a rank in its pipeline.
+
+    Args:
+        place: index of the rank in its pipeline.
+        members: global ranks of the pipeline.
+        schedule: name of the schedule.
+        placement: index of the rank of each stage.
+    """
 
     place: int
     members: tuple[int, ...]
@@ -38,7 +44,13 @@ class PipelinePlace(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """A time of this rank's clock; what to add to it for the first rank's, and by how much that can be wrong. In ns."""
+    """Comparison of this rank's clock with that of the first rank, in nanoseconds.
+
+    Args:
+        at: time of this rank's clock.
+        offset: time to add for the first rank's clock.
+        error: possible error of the offset.
+    """
 
     at: int
     offset: float = 0.0
@@ -46,212 +58,285 @@ class Clock(NamedTuple):
 
 
 class Tracer(Observer):
-    """For a `with` around steps of a pipeline, which all ranks of `group` enter and leave at the same place; the first
-    of them writes the file `path` at the end.
+    """Context manager that traces steps of a pipeline. All ranks of `group` enter and leave it at the same place.
 
-    An error inside goes on, with a note that names the file of what was traced until then: `path` after an error of a
-    step, which all ranks of the pipeline raise, where they are those of `group`. After any other, or where a rank is
-    lost, nobody is waited for: each rank writes a file of its own, `path` with its number.
+    At the end, the first rank writes the file `path`. After an error inside, the error is raised with a note that names
+    the file with the trace until the error. That file is `path` after an error of a step, which all ranks of the
+    pipeline raise, if they are the ranks of `group`. After any other error, or if a rank is lost, no rank waits for
+    others: each writes its own file, `path` with its number.
 
-    group: one that can carry host tensors, and that a step which fails does not end. running: the number of the run of
-    the pipeline that is under way, 0 where none is; what other pipelines do is in the trace, but in none of its runs.
+    Args:
+        path: file to write.
+        group: process group that can carry host tensors and that stays usable after a failed step.
+        device: device of the pipeline.
+        place: place of this rank in its pipeline.
+        running: returns the number of the pipeline's current run, 0 outside of a run. The trace has the work of other
+            pipelines too, without a run.
 
-    Raises ValueError where a trace is being taken already, and on every rank where the file cannot be written.
+    Raises:
+        ValueError: a trace is being taken already, or, on every rank, the file cannot be written.
     """
 
     def __init__(
         self, path: Path, group: ProcessGroup | None, device: torch.device, place: PipelinePlace,
         running: Callable[[], int],
     ) -> None:
-        self._path, self._device, self._place, self._running = path, device, place, running
+        self._path = path
         self._group: Any = group
+        self._device = device
+        self._place = place
+        self._running = running
         self._recorder = Recorder.current()
         self.loads: dict[int, list[float]] = {}
-        """tokens that each rank's experts got, by optimizer step: for who knows them to fill in"""
+        """tokens of each rank's experts by optimizer step; filled in by the caller if it knows them"""
 
     def __enter__(self) -> Self:
         if self._recorder.whole:
-            raise ValueError(f"a trace is being taken already; leave that one before that for {self._path}")
+            raise ValueError(f"a trace is being taken already; end it before the trace {self._path} begins")
         self._open: list[Entry] = []
-        self._runs: dict[int, int] = {}  # their numbers by the ids of actions' entries
-        self._events: dict[int, list[Any]] = {}  # by an entry's id: it, its stream, events at its begin and end
-        self._memory: list[tuple[int, int]] = []
+        self._runs: dict[int, int] = {}  # number of the run by the id of an action's entry
+        self._events: dict[int, list[Any]] = {}  # by the entry's id: entry, stream, begin event, end event
+        self._memory: list[tuple[int, int]] = []  # nanoseconds, bytes
         self._ranks = RankSync(self._group)
         self._clocks = [self._compare_clocks()]
-        self._ranks.first(partial(check_path, self._path))  # and so all begin at once
+        self._ranks.first(partial(check_path, self._path))  # also makes all ranks begin at once
         if self._device.type == "cuda":
             devices.synchronize(self._device)  # orders: the host knows when the event comes that others are timed by
-        zero, self._since = devices.record(self._device, timed=True), perf_counter_ns()
-        self._zero: Any = zero  # None on the CPU
+        zero_event = devices.record(self._device, timed=True)
+        self._since = perf_counter_ns()
+        self._zero_event: Any = zero_event  # None on CPU
         self._recorder.keep(True)
         self._recorder.subscribe(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        of_step = isinstance(error, PipelineError) and self._ranks.size == len(self._place.members)
-        self.finish(error, together=error is None or of_step)
+        is_on_all_ranks = isinstance(error, PipelineError) and self._ranks.size == len(self._place.members)
+        self.finish(error, together=error is None or is_on_all_ranks)
 
     def finish(self, error: BaseException | None = None, *, together: bool = True) -> None:
-        """Write what there is. together: whether all ranks do so now, unless they have lost one."""
+        """End the trace and write it.
+
+        Args:
+            error: the error that ended the trace; gets a note that names the file.
+            together: all ranks call this now; ignored if a rank is lost.
+        """
         self._recorder.unsubscribe(self)
-        entries, until = self._recorder.since(self._since), perf_counter_ns()
+        entries = self._recorder.since(self._since)
+        until = perf_counter_ns()
         self._recorder.keep(False)
         if isinstance(error, PipelineError) and error.is_loss:
             together = False
-        path, rank = self._path, self._recorder.rank
         try:
-            # Not after an error: the device may wait for what never comes.
-            if error is None and self._device.type == "cuda":
-                devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
-            if together:
-                self._clocks.append(self._compare_clocks())
-            own = self._own(entries, until)
-            if together:
-                found = self._ranks.collect(own)
-                self._ranks.first(partial(self._write, found or (), path))
-            else:
-                path = path.with_stem(f"{path.stem}-rank{rank}") if self._ranks.size > 1 else path
-                self._write([own], path)
+            path = self._collect_and_write(entries, until, has_failed=error is not None, together=together)
         except (ValueError, RuntimeError) as failure:
             if error is None:
                 raise
-            error.add_note(f"there is no trace: {failure}")
+            error.add_note(f"the trace was not written: {failure}")
         else:
             if error is not None:
                 error.add_note(f"{TRACED}{path}")
 
-    def _own(self, entries: dict[str, list[Entry]], until: int) -> Trace:
-        """Return this rank's part of the trace, on the first rank's clock."""
-        rank, offset, error = self._recorder.rank, self._clocks[-1].offset, max(clock.error for clock in self._clocks)
-        told = {"name": self._recorder.name(rank), "clock_offset_us": round(offset / 1e3, 3),
-                "clock_error_us": round(error / 1e3, 3), **self._place._asdict()}
-        slices = [*self._of_host(entries, until)]
-        with suppress(RuntimeError):  # of a device that has failed
-            slices += self._of_device()
-        memory = [(rank, self._common(at), size) for at, size in self._memory]
-        return Trace(slices, memory, {"ranks": {f"{rank}": told}})
+    def _collect_and_write(
+        self, entries: dict[str, list[Entry]], until: int, *, has_failed: bool, together: bool
+    ) -> Path:
+        """Write one file for all ranks together, or a file of this rank. Return its path."""
+        # Not after an error: the device may wait for work that never comes.
+        if not has_failed and self._device.type == "cuda":
+            devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
+        if together:
+            self._clocks.append(self._compare_clocks())
+        part = self._part_of_rank(entries, until)
+        if together:
+            parts = self._ranks.collect(part)
+            self._ranks.first(partial(self._write, parts or (), self._path))
+            return self._path
+        path = self._path
+        if self._ranks.size > 1:
+            path = path.with_stem(f"{path.stem}-rank{self._recorder.rank}")
+        self._write([part], path)
+        return path
 
-    def _write(self, found: Sequence[Trace], path: Path) -> None:
-        zero = min((each.start for own in found for each in own.slices), default=0)
-        slices = [each._replace(start=each.start - zero, end=each.end - zero) for own in found for each in own.slices]
-        memory = [(rank, at - zero, size) for own in found for rank, at, size in own.memory]
-        ranks = {rank: told for own in found for rank, told in own.info["ranks"].items()}
+    def _part_of_rank(self, entries: dict[str, list[Entry]], until: int) -> Trace:
+        """Return this rank's part of the trace, on the first rank's clock."""
+        rank = self._recorder.rank
+        clock_error = max(clock.error for clock in self._clocks)
+        rank_info = {
+            "name": self._recorder.name(rank),
+            "clock_offset_us": round(self._clocks[-1].offset / 1e3, 3),
+            "clock_error_us": round(clock_error / 1e3, 3),
+            **self._place._asdict(),
+        }
+        slices = [*self._host_slices(entries, until)]
+        with suppress(RuntimeError):  # of a device that has failed
+            slices += self._device_slices()
+        memory = [(rank, self._on_first_clock(at), size) for at, size in self._memory]
+        return Trace(slices, memory, {"ranks": {f"{rank}": rank_info}})
+
+    def _write(self, parts: Sequence[Trace], path: Path) -> None:
+        """Write the parts of all ranks as one trace that begins at 0."""
+        zero = min((item.start for part in parts for item in part.slices), default=0)
+        slices = [item._replace(start=item.start - zero, end=item.end - zero) for part in parts for item in part.slices]
+        memory = [(rank, at - zero, size) for part in parts for rank, at, size in part.memory]
+        ranks = {rank: rank_info for part in parts for rank, rank_info in part.info["ranks"].items()}
         info = {"ranks": ranks, "schedule": _schedule(ranks, slices), "loads": self.loads}
         try:
             Trace(slices, memory, info).write(path)
         except OSError as error:
             raise ValueError(f"the trace {path} cannot be written: {error.strerror}") from error
 
-    # -- what is recorded
+    # -- recording
 
     def began(self, recorder: Recorder, entry: Entry) -> None:
-        """Note the run that an action is of and, where there is a device, its time there."""
+        """Note the run of an action and, with a device, the begin of the entry on it."""
         self._open.append(entry)
-        if hasattr(entry[WHAT], "actions") and (number := self._running()):
-            self._runs[id(entry)] = number
-        if self._zero is not None:
-            begin = devices.record(self._device, timed=True)
-            self._events[id(entry)] = [entry, devices.stream(self._device), begin]
+        if hasattr(entry[WHAT], "actions"):
+            run = self._running()
+            if run:
+                self._runs[id(entry)] = run
+        if self._zero_event is not None:
+            begin_event = devices.record(self._device, timed=True)
+            self._events[id(entry)] = [entry, devices.stream(self._device), begin_event]
 
     def ended(self, recorder: Recorder, entry: Entry) -> None:
-        """Note its end on the device and, outside of all others, the memory that is in use."""
-        if not self._open:  # it was begun before
+        """Note the end of the entry on the device and, after an outermost entry, the memory in use."""
+        if not self._open:  # the entry began before the trace
             return
         self._open.pop()
-        if self._zero is not None:
+        if self._zero_event is not None:
             self._events[id(entry)].append(devices.record(self._device, timed=True))
         if not self._open and not entry[RANKS]:
             self._memory.append((perf_counter_ns(), devices.memory_in_use(self._device)))
 
-    # -- what that comes to
+    # -- slices
 
-    def _of_host(self, lanes: dict[str, list[Entry]], until: int) -> Iterator[Slice]:
+    def _host_slices(self, lanes: dict[str, list[Entry]], until: int) -> Iterator[Slice]:
+        """Yield the slices of the host by lane; entries that are still open end at `until`."""
         for lane, entries in lanes.items():
-            messages = Counter[str]()
+            num_messages = Counter[str]()
             for entry in entries:
-                beside = entry[RANKS] or entry[KIND] == "exchange"
-                thread = lane or (COMMUNICATION if beside else COMPUTE)
-                yield self._slice(entry, thread, entry[BEGAN], entry[ENDED] or until, messages)
+                is_communication = entry[RANKS] or entry[KIND] == "exchange"
+                thread = lane or (COMMUNICATION if is_communication else COMPUTE)
+                yield self._slice(entry, thread, entry[BEGAN], entry[ENDED] or until, num_messages)
 
-    def _of_device(self) -> Iterator[Slice]:
-        rows: dict[Any, str] = {}  # by stream; the first one that is given anything computes
-        messages = Counter[str]()
+    def _device_slices(self) -> Iterator[Slice]:
+        """Yield the slices of the device's streams. The first stream that is used is the one that computes."""
+        threads: dict[Any, str] = {}  # by stream
+        num_messages = Counter[str]()
         for entry, stream, *events in self._events.values():
             if len(events) == 2 and all(event.query() for event in events):  # else it has not ended
-                row = rows.setdefault(stream, f"{DEVICE}, stream {len(rows)}" if rows else DEVICE)
-                start, end = (self._since + round(1e6 * self._zero.elapsed_time(event)) for event in events)
-                yield self._slice(entry, row, start, end, messages)
+                name = f"{DEVICE}, stream {len(threads)}" if threads else DEVICE
+                thread = threads.setdefault(stream, name)
+                start, end = (self._since + round(1e6 * self._zero_event.elapsed_time(event)) for event in events)
+                yield self._slice(entry, thread, start, end, num_messages)
 
-    def _slice(self, entry: Entry, thread: str, start: int, end: int, messages: Counter[str]) -> Slice:
-        """An entry, by this rank's clock. messages: how many of each there were before."""
-        rank = self._recorder.rank
-        _, _, step, kind, what, ranks, nbytes, number = entry
-        name, args = str(what) or kind, {"step": step} if step else {}
-        if actions := getattr(what, "actions", ()):
-            args |= {"actions": list(map(str, actions))}
-            args |= {"run": self._runs[id(entry)]} if id(entry) in self._runs else {}
-            args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch} if len(actions) == 1 else {}
+    def _slice(self, entry: Entry, thread: str, start: int, end: int, num_messages: Counter[str]) -> Slice:
+        """Return the slice of an entry, on the first rank's clock.
+
+        Args:
+            entry: the entry.
+            thread: thread of the slice.
+            start: begin on this rank's clock.
+            end: end on this rank's clock.
+            num_messages: number of earlier messages of each name between each two ranks; it is updated.
+        """
+        _, _, step, kind, what, ranks, num_bytes, number = entry
+        name = str(what) or kind
+        args: dict[str, Any] = {}
+        if step:
+            args["step"] = step
+        actions = getattr(what, "actions", ())
+        if actions:
+            args["actions"] = list(map(str, actions))
+            if id(entry) in self._runs:
+                args["run"] = self._runs[id(entry)]
+            if len(actions) == 1:
+                args |= {"stage": actions[0].stage, "microbatch": actions[0].microbatch}
         elif kind == "segment":
             args |= {key: value for key, value in what._asdict().items() if key != "kind"}
         elif kind == "wgrad":
-            args |= dict(zip(("stage", "microbatch"), what))
-            name = f"weight gradients of stage {what[0]}, micro-batch {what[1]}"
+            stage, microbatch = what
+            args |= {"stage": stage, "microbatch": microbatch}
+            name = f"weight gradients of stage {stage}, micro-batch {microbatch}"
         if ranks:
             args |= {"ranks": list(ranks), "number": number}
-        if nbytes:
-            args["bytes"] = nbytes
-        if nbytes and kind in ("send", "receive"):
-            message = f"{name} from {rank} to {ranks[0]}" if kind == "send" else f"{name} from {ranks[0]} to {rank}"
-            messages[message] += 1
-            args["flow"] = f"{message}, {messages[message]}"
-        return Slice(rank, thread, kind, name, self._common(start), self._common(end), args)
+        if num_bytes:
+            args["bytes"] = num_bytes
+        rank = self._recorder.rank
+        if num_bytes and kind in ("send", "receive"):
+            src, dst = (rank, ranks[0]) if kind == "send" else (ranks[0], rank)
+            message = f"{name} from {src} to {dst}"
+            num_messages[message] += 1
+            args["flow"] = f"{message}, {num_messages[message]}"
+        return Slice(rank, thread, kind, name, self._on_first_clock(start), self._on_first_clock(end), args)
 
     # -- one clock
 
     def _compare_clocks(self) -> Clock:
-        """This rank's clock against the first one's, rank after rank: of many messages there and back the fastest. The
-        first rank's time was that of some moment on the way; it is taken for the middle. Collective.
+        """Compare this rank's clock with that of the first rank, one rank after the other. Collective.
+
+        Of many round trips of a message, the fastest counts. The first rank read its clock at some moment of the round
+        trip, which is taken to be the middle; the error is at most half of it.
 
         Method: Cristian, "Probabilistic clock synchronization", 1989.
         """
-        best, word = Clock(perf_counter_ns()), torch.zeros(1, dtype=torch.int64, device="cpu")
+        best = Clock(perf_counter_ns())
+        message = torch.zeros(1, dtype=torch.int64, device="cpu")
         with self._recorder.collective("agree", "the clocks of all ranks", self._recorder.members(self._group)):
-            for peer, trip in ((peer, trip) for peer in range(1, self._ranks.size) for trip in range(_TRIPS)):
-                if self._ranks.rank == 0:
-                    self._group.recv([word], peer, _TAG).wait()
-                    self._group.send([word.fill_(perf_counter_ns())], peer, _TAG).wait()
-                elif self._ranks.rank == peer:
-                    sent = perf_counter_ns()
-                    self._group.send([word], 0, _TAG).wait()
-                    self._group.recv([word], 0, _TAG).wait()
-                    half = (perf_counter_ns() - sent) / 2
-                    if not trip or half < best.error:
-                        best = Clock(sent, int(word) - sent - half, half)
+            for peer in range(1, self._ranks.size):
+                for trip in range(_ROUND_TRIPS):
+                    if self._ranks.rank == 0:
+                        self._answer(message, peer)
+                    elif self._ranks.rank == peer:
+                        clock = self._ask_first_rank(message)
+                        if trip == 0 or clock.error < best.error:
+                            best = clock
         return best
 
-    def _common(self, at: int) -> int:
-        """A time on the first rank's clock: between two comparisons by both, as clocks differ in speed."""
-        first, last = self._clocks[0], self._clocks[-1]
+    def _answer(self, message: torch.Tensor, peer: int) -> None:
+        """Send the time of this rank's clock to `peer`, which has asked for it."""
+        self._group.recv([message], peer, _TAG).wait()
+        self._group.send([message.fill_(perf_counter_ns())], peer, _TAG).wait()
+
+    def _ask_first_rank(self, message: torch.Tensor) -> Clock:
+        """Ask the first rank for the time of its clock, and compare it with this rank's."""
+        asked_at = perf_counter_ns()
+        self._group.send([message], 0, _TAG).wait()
+        self._group.recv([message], 0, _TAG).wait()
+        half_trip = (perf_counter_ns() - asked_at) / 2
+        return Clock(asked_at, int(message) - asked_at - half_trip, half_trip)
+
+    def _on_first_clock(self, at: int) -> int:
+        """Return a time on the first rank's clock, interpolated between two comparisons, as clocks differ in speed."""
+        first = self._clocks[0]
+        last = self._clocks[-1]
         drift = (last.offset - first.offset) / max(1, last.at - first.at)
         return at + round(first.offset + drift * (at - first.at))
 
 
 def check_path(path: Path) -> None:
-    """Raise ValueError where there can be no file `path`."""
+    """Raise ValueError if a file `path` cannot be created."""
     if not path.parent.is_dir():
-        raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; make it")
+        raise ValueError(f"there is no folder {path.parent} for the trace {path.name}; create it")
     if path.is_dir():
         raise ValueError(f"{path} is a folder; give the name of a file for the trace")
 
 
 def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str, Any] | None:
-    """The schedule of the pipeline of the first rank, as it was run; None where not all of its ranks have trained."""
-    first = ranks[min(ranks, key=int)]
-    runs = [training_runs(each for each in slices if (each.rank, each.thread) == (member, COMPUTE))
-            for member in first["members"]]
-    if not all(runs):
-        return None
-    whole = [max(own.values(), key=len) for own in runs]  # of one that failed there is less
-    microbatches = {action.microbatch for own in whole for each in own for action in each.step}
-    return {"name": first["schedule"], "num_microbatches": len(microbatches), "placement": first["placement"],
-            "ranks": [[";".join(each.args["actions"]) for each in own] for own in whole]}
+    """Return the schedule of the first rank's pipeline as it was run; None unless all of its ranks have trained.
+
+    Of each rank, it is taken from the run with the most actions, as a run that failed has fewer.
+    """
+    first_rank = ranks[min(ranks, key=int)]
+    longest_runs = []
+    for member in first_rank["members"]:
+        runs = training_runs(item for item in slices if (item.rank, item.thread) == (member, COMPUTE))
+        if not runs:
+            return None
+        longest_runs.append(max(runs.values(), key=len))
+    microbatches = {action.microbatch for run in longest_runs for item in run for action in item.step}
+    return {
+        "name": first_rank["schedule"],
+        "num_microbatches": len(microbatches),
+        "placement": first_rank["placement"],
+        "ranks": [[";".join(item.args["actions"]) for item in run] for run in longest_runs],
+    }

@@ -113,12 +113,12 @@ def test_chunks_that_cut_through_blocks_are_refused(shape):
         make(shape, "mxfp8")[::2]
     with pytest.raises(ValueError, match="cannot be viewed"):
         make(shape, "mxfp8").view(-1, 32)
-    with pytest.raises(ValueError, match="is no view of"):
+    with pytest.raises(ValueError, match="is not a contiguous view"):
         make(shape, "mxfp8").as_strided((4, 4), (1, 4))
     stack = make((3, 256, COLUMNS), "mxfp8")
     for parts in (lambda: stack.split([1, 1]), lambda: stack.split([2, 2]), lambda: stack.split([-1, 4]),
                   lambda: stack.split(0), lambda: stack.select(0, 3), lambda: stack.select(0, -4)):
-        with pytest.raises((RuntimeError, IndexError), match=r"split_with_sizes expects|split_size|no matrix"):
+        with pytest.raises((RuntimeError, IndexError), match=r"split_with_sizes expects|split_size|is out of range"):
             parts()
     # The end of the last block may be padding, which FSDP2 cuts off.
     padded = make((384, COLUMNS), "fp8_block")
@@ -313,7 +313,7 @@ def test_pickles_have_the_own_bytes_alone(tensor):
 def test_pickles_of_other_blocks_are_refused():
     function, (rows, master, name, _, *rest) = make((ROWS, COLUMNS), "fp8_block").__reduce_ex__(2)
     assert function is rebuild
-    with pytest.raises(ValueError, match=r"fp8_block in blocks of \(64, 64\), which are \(128, 128\) here"):
+    with pytest.raises(ValueError, match=r"in blocks of \(64, 64\), but this version has blocks of \(128, 128\)"):
         rebuild(rows, master, name, (64, 64), *rest)
 
 

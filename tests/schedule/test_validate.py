@@ -56,7 +56,7 @@ REFUSED = {
     "stage out of range": (("0F0 0B0", "2F0 1F0 1B0"), "rank 1, step 0 (2F0): stage 2 of 2F0 is not one of 0 to 1"),
     "micro-batch out of range": (("0F0 0F1 0B0", "1F0 1B0"), "micro-batch 1 of 0F1 is not one of 0 to 0"),
     "unknown kind": (("0F0 0B0", "1F0 1X0"), "is not an Action of kind F, B, I, W"),
-    "waits for itself": (("0B0 0F0", "1F0 1B0"), "rank 0, step 0 (0B0): deadlock: rank 0 waits at step 0 to take"),
+    "waits for itself": (("0B0 0F0", "1F0 1B0"), "rank 0, step 0 (0B0): deadlock: rank 0 waits at step 0 to receive"),
 }
 
 
@@ -141,7 +141,7 @@ def test_messages_that_arrive_in_another_order():
     with pytest.raises(ScheduleError) as refused:
         validate(schedule("0F0 0F1 0B1 0B0", "1F1 1F0 1B1 1B0", microbatches=2))
     assert str(refused.value) == (
-        "schedule 'mine', rank 1, step 0 (1F1): takes the activation of micro-batch 1 for stage 1 (rank 0 to 1), "
+        "schedule 'mine', rank 1, step 0 (1F1): receives the activation of micro-batch 1 for stage 1 (rank 0 to 1), "
         "but the next to arrive is the activation of micro-batch 0 for stage 1 (rank 0 to 1)"
     )
     validate(schedule("0F0&0F1 0B1 0B0", "1F1&1F0 1B1 1B0", microbatches=2))  # one step may take both in any order

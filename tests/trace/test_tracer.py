@@ -154,7 +154,7 @@ def test_of_many_messages_the_fastest_one_tells_the_clock():
 def failing(rank, folder):
     """What is raised, of an error that the pipeline tells all ranks, and of a file without a folder."""
     pipe, said = pipeline(rank, 2), []
-    with pytest.raises(ValueError, match=r"there is no folder .*/none for the trace trace.json; make it"):
+    with pytest.raises(ValueError, match=r"there is no folder .*/none for the trace trace.json; create it"):
         pipe.trace(f"{folder}/none/trace.json").__enter__()
     with pytest.raises(PipelineError) as raised, pipe.trace(f"{folder}/trace.json"):
         step(pipe)
@@ -163,7 +163,7 @@ def failing(rank, folder):
     assert not Recorder.current().whole and "begin" not in vars(Recorder.current())
     pipe = pipeline(rank, 2, process_group=dist.new_group([0, 1]))
     with pipe.trace(f"{folder}/after.json"):
-        with pytest.raises(ValueError, match="a trace is being taken already; leave that one before that for twice"):
+        with pytest.raises(ValueError, match="a trace is being taken already; end it before the trace twice begins"):
             pipe.trace("twice").__enter__()
         step(pipe)
     return said
@@ -172,7 +172,7 @@ def failing(rank, folder):
 def test_an_error_goes_on_and_says_what_was_traced_until_then(tmp_path):
     (said, same) = run_ranks(failing, 2, str(tmp_path))
     assert said == same and "ZeroDivisionError" in said[0]
-    assert said[1:] == [f"what was traced until then: {tmp_path}/trace.json"]
+    assert said[1:] == [f"trace until the error: {tmp_path}/trace.json"]
     assert {path.name for path in tmp_path.iterdir()} == {"trace.json", "after.json"}
     check_format(json.loads((tmp_path / "trace.json").read_text()))
     assert "1 step of 2 ranks" in summary.report(str(tmp_path / "trace.json"), None), "of the one that failed is less"
@@ -210,7 +210,7 @@ def test_a_step_within_something_else(tmp_path):
     with Recorder().activate(), pipe.trace(path), Recorder.current().doing("mine"):
         step(pipe)
     for report in (summary.report, costs.report):
-        with pytest.raises(ValueError, match="no step of training is in the trace by itself"):
+        with pytest.raises(ValueError, match="no step of training outside of other activities"):
             report(path, None)
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_fails_alone_waits_for_nobody_and_is_named_by_the_one_that_w
     lost, (seconds, notes) = run_ranks(leaving, 2, str(tmp_path), group_timeout=40, check=False, fresh=True)
     assert isinstance(lost, RankLost) and re.search(r"waited .* for the clocks of all ranks from rank 1", str(lost))
     own = tmp_path / "trace-rank1.json"
-    assert list(tmp_path.iterdir()) == [own] and notes == [f"what was traced until then: {own}"] and seconds < 20
+    assert list(tmp_path.iterdir()) == [own] and notes == [f"trace until the error: {own}"] and seconds < 20
     found = json.loads(own.read_text())
     check_format(found)
     assert list(found["otherData"]["ranks"]) == ["1"]
@@ -242,7 +242,7 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
     monkeypatch.setattr(tracer, "_schedule", mock.Mock(side_effect=ValueError("no room")))
     with Recorder().activate(), pytest.raises(KeyError) as raised, pipeline(0, 1).trace(tmp_path / "trace.json"):
         raise KeyError("mine")
-    assert raised.value.__notes__ == ["there is no trace: no room"]
+    assert raised.value.__notes__ == ["the trace was not written: no room"]
 
 
 # -- a device, which is pretended

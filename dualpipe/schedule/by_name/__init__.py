@@ -1,4 +1,4 @@
-"""Schedules by name, those that are searched for among them, and the command that shows them.
+"""Schedules by name, including "auto", which searches for one, and the command that shows them.
 
 Imports `schedule` and `runtime`.
 """

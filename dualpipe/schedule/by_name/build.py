@@ -15,40 +15,51 @@ from dualpipe.schedule.types import Schedule
 
 
 def build(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:
-    """Build the schedule called `name`, for 1 or more pipeline ranks and 1 or more micro-batches.
+    """Build the schedule called `name`.
 
-    "dualpipev", "dualpipev_full", "zbv" and "1f1b" take no options; "interleaved_1f1b" takes `stages_per_rank` (2).
-    "auto" searches for the best; it takes `costs`, `memory`, `seed`, `effort`, `progress`: see `search.driver.search`.
-    Raises ValueError for an unknown name or option, or a size that is not a positive integer.
+    Args:
+        name: "dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b" or "auto", which searches for
+            the best schedule.
+        num_ranks: number of pipeline ranks, 1 or more.
+        num_microbatches: number of micro-batches in a step of training, 1 or more.
+        options: `stages_per_rank` (2) for "interleaved_1f1b"; `costs`, `memory`, `seed`, `effort` and `progress` for
+            "auto", see `search.driver.search`. The others take none.
+
+    Raises:
+        ValueError: an unknown name or option, or a size that is not a positive integer.
     """
-
-    def remedy(given: str, known: Sequence[str]) -> str:
-        near = nearest(str(given).lower(), known)
-        return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}" if known else "it takes none"
-
     builder = BUILDERS.get(name)
     if builder is None:
-        raise ValueError(f"no schedule is called {name!r}; {remedy(name, list(BUILDERS))}")
+        raise ValueError(f"no schedule is called {name!r}; {_remedy(name, list(BUILDERS))}")
     check_size("num_ranks", num_ranks)
     check_size("num_microbatches", num_microbatches)
-    if builder is not auto:  # which checks its own options
+    if builder is not auto:  # `search` checks the options of "auto"
         for option, value in options.items():
             check_size(option, value)
-    known = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    known_options = [p.name for p in inspect.signature(builder).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for option in options:
-        if option not in known:
-            raise ValueError(f"schedule {name!r} has no option {option!r}; {remedy(option, known)}")
+        if option not in known_options:
+            raise ValueError(f"schedule {name!r} has no option {option!r}; {_remedy(option, known_options)}")
     return builder(num_ranks, num_microbatches, **options)
+
+
+def _remedy(name: str, known: Sequence[str]) -> str:
+    """Return the end of an error message that suggests the known name nearest to `name`, or lists all."""
+    suggestions = nearest(str(name).lower(), known)
+    if suggestions:
+        return f"did you mean {suggestions[0]!r}?"
+    return f"known are {', '.join(known)}" if known else "it takes none"
 
 
 def auto(
     num_ranks: int, num_microbatches: int, *, costs: Costs | None = None, memory: float | None = None, seed: int = 0,
     effort: int | None = None, progress: Callable[[float, float], None] | None = None,
 ) -> Schedule:
-    """Search for the best order; the first time it takes up to a minute. See `search.driver.search`."""
-    found = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed,
-                   effort=EFFORT if effort is None else effort, progress=progress)
-    return found.timeline.schedule
+    """Search for the best schedule. The first search takes up to a minute; see `search.driver.search`."""
+    effort = EFFORT if effort is None else effort
+    result = search(num_ranks, num_microbatches, costs=costs, memory=memory, seed=seed, effort=effort,
+                    progress=progress)
+    return result.timeline.schedule
 
 
 def search_with_progress(num_ranks: int, num_microbatches: int, **options: Any) -> Schedule:

@@ -1,12 +1,14 @@
-"""`dualpipe schedule`: builds, proves, times and draws a schedule, and compares it with others."""
+"""`dualpipe schedule`: builds, validates, times and draws a schedule, and compares it with others."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
 from shutil import get_terminal_size
+from typing import Any
 
 from dualpipe.runtime.files import write_wanted
 from dualpipe.schedule.by_name.build import BUILDERS, build
@@ -28,7 +30,7 @@ COSTS_HELP = (
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Adds the command `schedule`; `args.run(args)` then runs it."""
+    """Add the command `schedule` to a parser; `args.run(args)` then runs it."""
     parser = subparsers.add_parser("schedule", help="show, time and draw a pipeline schedule", description=__doc__)
     parser.add_argument("--name", default="dualpipev", help=f"one of {', '.join(BUILDERS)} (default: %(default)s)")
     parser.add_argument("--ranks", type=int, required=True, help="pipeline ranks")
@@ -40,14 +42,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--seed", type=int, help="for auto (default: 0)")
     parser.add_argument("--compare", default="", metavar="NAMES", help="other schedules, separated by commas")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw the timeline into FILE")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="one page, for a browser, with all timelines in it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page for a browser with all timelines")
     parser.add_argument("--csv", type=Path, metavar="FILE", help="write the order as CSV of torch's pipelining")
-    parser.add_argument("--width", type=int, help="characters of the text timeline (default: those of the terminal)")
+    parser.add_argument("--width", type=int, help="width of the text timeline (default: that of the terminal)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """The exit status: 0, or 2 with one line on stderr where the arguments cannot be used."""
+    """Run the command. Return the exit status: 0, or 2 after one line on stderr if the arguments cannot be used."""
     try:
         print(_report(args), end="")
     except (ValueError, OSError) as error:
@@ -56,62 +58,100 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@dataclass
+class _Comparison:
+    """Timelines of the compared schedules. The first is the one that the others are compared with."""
+
+    timelines: list[Timeline] = field(default_factory=list)
+    stage_sizes: list[float] = field(default_factory=list)  # size of a stage, in stages of the first schedule
+    notes: str = ""
+
+    def add(self, schedule: Schedule, costs: Costs) -> None:
+        """Validate and time a schedule. Its stages are scaled so that all schedules run the same model."""
+        validate(schedule)
+        first = self.timelines[0].schedule if self.timelines else schedule
+        stage_size = first.num_stages / schedule.num_stages
+        if stage_size != 1 and costs.per_stage:
+            raise ValueError(f"costs per stage are for {first.num_stages} stages, but {schedule.name} has "
+                             f"{schedule.num_stages}; compare with a schedule of as many stages")
+        self.timelines.append(simulate(schedule, costs if stage_size == 1 else costs.scaled(stage_size)))
+        self.stage_sizes.append(stage_size)
+        if stage_size != 1:
+            self.notes += (f"{schedule.name} cuts the same model into {schedule.num_stages} stages: each costs, and "
+                           f"keeps, {number(stage_size)} times as much as one of {first.name}'s\n")
+
+
 def _report(args: argparse.Namespace) -> str:
-    costs, notes = parse_costs(args.costs), ""
-    timelines: list[Timeline] = []
-    sizes: list[float] = []  # of stages, in those of the first: with fewer of the same model, each costs as much more
-    for name in (args.name, *filter(None, map(str.strip, args.compare.split(",")))):
-        options = {option: value for option in ("stages_per_rank", "memory", "seed")
-                   if not timelines and (value := getattr(args, option)) is not None}
+    """Return the table of all schedules with notes and the text timeline of the first; write the requested files."""
+    costs = parse_costs(args.costs)
+    comparison = _Comparison()
+    compared_names = [name.strip() for name in args.compare.split(",") if name.strip()]
+    for name in (args.name, *compared_names):
+        is_first = not comparison.timelines
+        options = _options(args) if is_first else {}
         if name == "auto" and "stages_per_rank" not in options:
-            schedule, said = _found(args, costs, alternative=not timelines)
-            notes += said
+            schedule, search_notes = _search(args, costs, try_half_memory=is_first)
+            comparison.notes += search_notes
         else:
             schedule = build(name, args.ranks, args.microbatches, **options)
-        validate(schedule)
-        first = timelines[0].schedule if timelines else schedule
-        sizes.append(size := first.num_stages / schedule.num_stages)
-        if size != 1 and costs.per_stage:
-            raise ValueError(f"costs per stage are for {first.num_stages} stages, but {name} has "
-                             f"{schedule.num_stages}; compare with a schedule of as many stages")
-        timelines.append(simulate(schedule, costs if size == 1 else costs.scaled(size)))
-        if size != 1:
-            notes += (f"{schedule.name} cuts the same model into {schedule.num_stages} stages: each costs, and keeps, "
-                      f"{number(size)} times as much as one of {first.name}'s\n")
-    compared = table(timelines, sizes) + notes
-    text = compared + "\n" + to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
+        comparison.add(schedule, costs)
+    timelines = comparison.timelines
+    summary = table(timelines, comparison.stage_sizes) + comparison.notes
+    drawing = to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
-    return text + "".join(f"{line}\n" for line in write_wanted(
+    written_lines = write_wanted(
         (args.svg, lambda: to_svg(timelines[0])),
         (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
-        (args.html, lambda: to_html(timelines, title=title, notes=compared)),
-    ))
+        (args.html, lambda: to_html(timelines, title=title, notes=summary)),
+    )
+    return f"{summary}\n{drawing}" + "".join(f"{line}\n" for line in written_lines)
 
 
-def _found(args: argparse.Namespace, costs: Costs, *, alternative: bool) -> tuple[Schedule, str]:
-    """What the search finds, and what is to be said of it; `alternative`: also of half the memory."""
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of the schedule `--name` that were passed."""
+    options = {name: getattr(args, name) for name in ("stages_per_rank", "memory", "seed")}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _search(args: argparse.Namespace, costs: Costs, *, try_half_memory: bool) -> tuple[Schedule, str]:
+    """Search for the best schedule, and return it with notes that compare it with DualPipeV and its lower bound.
+
+    try_half_memory: also search with half the memory, and note the makespan.
+    """
     memory = 2 * args.ranks + 1 if args.memory is None else args.memory
+    dualpipev = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
+    result = _search_with_memory(args, costs, memory)
+    makespan = result.timeline.makespan
+    notes = _notes(result, costs, memory, dualpipev)
+    half_memory = ceil(memory / 2)
+    if try_half_memory and makespan and half_memory >= 2:
+        other = _search_with_memory(args, costs, half_memory).timeline.makespan
+        notes += f"with memory {half_memory}: {number(other)}, {100 * (other / makespan - 1):.1f}% more time\n"
+    return result.timeline.schedule, notes
 
-    def look(cap: float) -> SearchResult:
-        what = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {number(cap)}"
-        with SearchProgress(what) as progress:
-            return search(args.ranks, args.microbatches, costs=costs, memory=cap, seed=args.seed or 0,
-                          progress=progress)
 
-    base = simulate(build("dualpipev", args.ranks, args.microbatches), costs).makespan
-    found = look(memory)
-    time, bound = found.timeline.makespan, max(found.bounds)
-    work = least_work(found.timeline.schedule.placement, args.microbatches, costs)
-    said = (
-        f"auto: {100 * (1 - time / base):.1f}% less time than dualpipev ({number(base)}), with at most "
-        f"{number(found.timeline.peak_memory)} of {number(memory)} stage activations on a rank\n"
-        f"lower bound {number(bound)} (by rank {', '.join(map(number, found.bounds))}): auto is "
-        f"{100 * (time / bound - 1):.1f}% above it\n"
-    ) if base and bound else ""
-    if base > work:
-        said += (f"time beyond the least work of a rank, {number(work)}: {number(time - work)}, of dualpipev "
-                 f"{number(base - work)} ({(time - work) / (base - work):.2f} of it)\n")
-    if alternative and time and (half := ceil(memory / 2)) >= 2:
-        other = look(half).timeline.makespan
-        said += f"with memory {half}: {number(other)}, {100 * (other / time - 1):.1f}% more time\n"
-    return found.timeline.schedule, said
+def _search_with_memory(args: argparse.Namespace, costs: Costs, memory: float) -> SearchResult:
+    title = f"a schedule of {args.ranks} ranks, {args.microbatches} micro-batches and memory {number(memory)}"
+    with SearchProgress(title) as progress:
+        return search(args.ranks, args.microbatches, costs=costs, memory=memory, seed=args.seed or 0,
+                      progress=progress)
+
+
+def _notes(result: SearchResult, costs: Costs, memory: float, dualpipev: float) -> str:
+    """Return lines that compare a found schedule with the makespan of DualPipeV and with lower bounds."""
+    timeline = result.timeline
+    makespan = timeline.makespan
+    bound = max(result.bounds)
+    work = least_work(timeline.schedule.placement, timeline.schedule.num_microbatches, costs)
+    notes = ""
+    if dualpipev and bound:
+        bounds = ", ".join(map(number, result.bounds))
+        notes += (f"auto: {100 * (1 - makespan / dualpipev):.1f}% less time than dualpipev ({number(dualpipev)}), with "
+                  f"at most {number(timeline.peak_memory)} of {number(memory)} stage activations on a rank\n"
+                  f"lower bound {number(bound)} (by rank {bounds}): auto is {100 * (makespan / bound - 1):.1f}% above "
+                  "it\n")
+    if dualpipev > work:
+        share = (makespan - work) / (dualpipev - work)
+        notes += (f"time beyond the least work of a rank, {number(work)}: {number(makespan - work)}, of dualpipev "
+                  f"{number(dualpipev - work)} ({share:.2f} of it)\n")
+    return notes

@@ -1,4 +1,4 @@
-"""The search of `schedule="auto"`: annealing from known schedules, lower bounds, a cache of what was found.
+"""Search of `schedule="auto"`: annealing that starts from known schedules, lower bounds, and a cache of results.
 
 Imports `schedule` and `runtime`.
 """

@@ -1,292 +1,326 @@
-"""Better orders by simulated annealing: orders of work that change a little at a time, and are timed in microseconds.
+"""Simulated annealing of schedules: orders of work that change a little at a time and are timed in microseconds.
 
-An order has for each rank what its steps do, without micro-batches: ("F", 0), or ("F", 0), ("B", 7) for a pair. Each
-stage takes its micro-batches in turn, and a "W" is the oldest that an "I" of its stage left, so that whatever is moved
-stays complete, and on a V each stream of messages is taken as it is sent. An order that waits for itself, that holds
-more than the memory allows or that blocking sends would stop (see `messages`) is no candidate.
+An order holds the work of each step of a rank without micro-batches: (("F", 0),), or (("F", 0), ("B", 7)) for a pair.
+Each stage runs its micro-batches in sequence, and a "W" is that of the oldest "I" of its stage. So every change keeps
+the order complete, and on a V each stream of messages is received in the order in which it is sent. An order that waits
+for itself, exceeds the memory or deadlocks with blocking sends (see `messages`) is not a candidate.
 
-Source: simulated annealing, Kirkpatrick et al., Science 220 (1983); the orders of a rank as the state is ours.
+Source: simulated annealing, Kirkpatrick et al., Science 220 (1983). The rank orders as its state are our own.
 """
 
 from __future__ import annotations
 
-import random
 from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from math import inf, log
+from random import Random
 from typing import NamedTuple
 
-from dualpipe.schedule.messages import RECEIVE_AHEAD, MessageStream, need, play, result, sent
+from dualpipe.schedule.messages import RECEIVE_AHEAD, MessageStream, play, required_input, result, sent_message
+from dualpipe.schedule.search.changes import Key, RankOrder, random_change
 from dualpipe.schedule.simulate import FREES, Costs
-from dualpipe.schedule.types import Action, Kind, Schedule, Step
+from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import independent
 
-Work = tuple[Kind, int]  # a kind, and the stage
-Key = tuple[Kind, int, int]  # of an action
-RankOrder = list[tuple[Work, ...]]
-EVENLY = 0.02  # how much the mean of the ranks' ends counts beside the last: it leads over plateaus of equal makespan
-COOLING = 50.0  # the first temperature over the last
+EVENLY = 0.02  # weight of the mean of the ranks' ends beside the makespan: it leads across plateaus of equal makespan
+COOLING = 50.0  # ratio of the first to the last temperature
+NOT_YET = -1.0  # time of a result that is not computed
 
 assert RECEIVE_AHEAD == 1, "`plays` holds one message of a stream"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Timed:
-    """A step with micro-batches: its duration; what it takes (results by number, and their time on the way) and yields;
-    by how much it fills and empties the memory; and the messages of other ranks: whether taken, stream, number."""
+class TimedStep:
+    """A step with its micro-batches, as far as timing needs it. Results are numbered, see `Timing`.
+
+    Args:
+        step: the actions.
+        duration: time that it takes.
+        inputs: number of each result that it needs, and the time to transfer it from another rank.
+        results: numbers of its results.
+        allocates: stage activations allocated at its start.
+        frees: stage activations freed at its end.
+        messages: for each message, True if it is received, its stream, and the number of the result it carries.
+    """
 
     step: Step
     duration: float
-    takes: tuple[tuple[int, float], ...]
-    yields: tuple[int, ...]
-    fills: float
+    inputs: tuple[tuple[int, float], ...]
+    results: tuple[int, ...]
+    allocates: float
     frees: float
-    traffic: tuple[tuple[bool, MessageStream, int], ...]
+    messages: tuple[tuple[bool, MessageStream, int], ...]
 
 
-class Times(NamedTuple):
-    """The steps of each rank, the work that is left at each, when each starts; when each result is there (below 0: not
-    yet)."""
+class OrderTimes(NamedTuple):
+    """Times at which the steps of all ranks run.
 
-    ranks: list[list[Timed]]
-    left: list[list[float]]
+    Args:
+        ranks: steps of each rank.
+        remaining_work: for each rank, the duration of all steps from each step on.
+        starts: for each rank, the start of each step.
+        result_times: time of each result by its number; `NOT_YET` if it is not computed.
+    """
+
+    ranks: list[list[TimedStep]]
+    remaining_work: list[list[float]]
     starts: list[list[float]]
-    there: list[float]
+    result_times: list[float]
 
     def ends(self) -> list[float]:
-        """When each rank has done its last step."""
+        """Return the end of each rank's last step."""
         return [starts[-1] + steps[-1].duration if steps else 0.0 for steps, starts in zip(self.ranks, self.starts)]
 
     def score(self) -> float:
-        """What is to become less: the makespan, and a little of all ranks' ends."""
+        """Return the value that annealing minimizes: the makespan, and a little of the mean of all ranks' ends."""
         ends = self.ends()
         return max(ends) + EVENLY * sum(ends) / len(ends)
 
 
 class Timing:
-    """Times orders for the placement and the micro-batches of a schedule; steps that have been met are kept.
+    """Times orders for the placement and the micro-batches of a schedule.
 
-    memory: that a rank has, see `Timeline.peak_memory`.
+    Results are numbered by kind ("F", "B", "W"), stage and micro-batch. Steps are cached, so that an order made of
+    known steps is timed without building any.
+
+    Args:
+        schedule: gives the placement and the number of micro-batches; its steps are not used.
+        costs: costs of the actions.
+        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
     """
 
     def __init__(self, schedule: Schedule, costs: Costs, memory: float) -> None:
-        self.schedule, self.costs, self.memory = schedule, costs, memory
-        self._known: dict[tuple[Key, ...], Timed | None] = {}
+        self.schedule = schedule
+        self.costs = costs
+        self.memory = memory
+        self._cached_steps: dict[tuple[Key, ...], TimedStep | None] = {}
 
-    def ranks(self, orders: Sequence[RankOrder]) -> list[list[Timed]] | None:
-        """The steps of all ranks; None where those of one cannot be."""
-        ranks = [steps for order in orders if (steps := self.timed_steps(order)) is not None]
-        return ranks if len(ranks) == len(orders) else None
+    def ranks(self, orders: Sequence[RankOrder]) -> list[list[TimedStep]] | None:
+        """Return the steps of all ranks; None if the order of one of them is impossible or exceeds the memory."""
+        ranks = []
+        for order in orders:
+            steps = self.timed_steps(order)
+            if steps is None:
+                return None
+            ranks.append(steps)
+        return ranks
 
-    def timed_steps(self, order: RankOrder) -> list[Timed] | None:
-        """The steps of a rank with their micro-batches; None where they cannot be, or do not fit the memory."""
-        forwards, backwards = [0] * self.schedule.num_stages, [0] * self.schedule.num_stages
-        deferred: defaultdict[int, deque[int]] = defaultdict(deque)
-        held, steps, known = 0.0, [], self._known
+    def timed_steps(self, order: RankOrder) -> list[TimedStep] | None:
+        """Return the steps of a rank with their micro-batches; None if they are impossible or exceed the memory."""
+        next_forward = [0] * self.schedule.num_stages  # micro-batch, by stage
+        next_backward = [0] * self.schedule.num_stages
+        deferred: defaultdict[int, deque[int]] = defaultdict(deque)  # micro-batches of weight gradients, by stage
+        held = 0.0
+        steps = []
+        cached_steps = self._cached_steps
         for works in order:
-            actions = []
+            keys = []
             for kind, stage in works:
                 if kind == "W":
                     if not deferred[stage]:
                         return None
                     microbatch = deferred[stage].popleft()
                 else:
-                    turns = forwards if kind == "F" else backwards
-                    microbatch = turns[stage]
-                    turns[stage] += 1
+                    next_microbatch = next_forward if kind == "F" else next_backward
+                    microbatch = next_microbatch[stage]
+                    next_microbatch[stage] += 1
                     if kind == "I":
                         deferred[stage].append(microbatch)
-                actions.append((kind, stage, microbatch))
-            key = tuple(actions)
-            step = known[key] if key in known else self.timed_step(key)
-            if step is None or held + step.fills > self.memory:
+                keys.append((kind, stage, microbatch))
+            step_key = tuple(keys)
+            step = cached_steps[step_key] if step_key in cached_steps else self.timed_step(step_key)
+            if step is None or held + step.allocates > self.memory:
                 return None
-            held += step.fills - step.frees
+            held += step.allocates - step.frees
             steps.append(step)
         return steps
 
-    def timed_step(self, key: tuple[Key, ...]) -> Timed | None:
-        """The step of these actions; None where they depend on each other."""
-        if key in self._known:
-            return self._known[key]
-        schedule, costs, takes, taken = self.schedule, self.costs, [], []
-        step = tuple(Action(*each) for each in key)
+    def timed_step(self, keys: tuple[Key, ...]) -> TimedStep | None:
+        """Return the step of these actions; None if they depend on each other."""
+        if keys not in self._cached_steps:
+            actions = tuple(Action(*key) for key in keys)
+            is_possible = len(actions) == 1 or independent(*actions)
+            self._cached_steps[keys] = self._build(actions) if is_possible else None
+        return self._cached_steps[keys]
+
+    def _build(self, step: Step) -> TimedStep:
+        placement = self.schedule.placement
+        inputs = []
+        received = []
+        sent = []
         for action in step:
-            if source := need(schedule, action):
-                src, dst = schedule.placement[source[1]], schedule.placement[action.stage]
-                takes.append((self._number(*source), 0.0 if src == dst else costs.p2p))
+            source = required_input(self.schedule, action)
+            if source is not None:
+                src = placement[source[1]]
+                dst = placement[action.stage]
+                number = self._number(*source)
+                inputs.append((number, 0.0 if src == dst else self.costs.p2p))
                 if src != dst:
-                    taken.append((True, (src, dst, source[0]), takes[-1][0]))
-        if len(taken) == 2 and taken[0][1] == taken[1][1]:
-            taken.sort()  # by their micro-batches, as they are sent
-        given = [(False, message.stream, self._number(*result(action)))
-                 for action in step if (message := sent(schedule, action))]
-        frees = sum(FREES[action.kind] for action in step)
-        self._known[key] = timed = None if len(step) == 2 and not independent(*step) else Timed(
-            step, costs.of(step), tuple(takes), tuple(self._number(*result(action)) for action in step),
-            sum(action.kind == "F" for action in step), frees, (*taken, *given),
+                    received.append((True, (src, dst, source[0]), number))
+            message = sent_message(self.schedule, action)
+            if message is not None:
+                sent.append((False, message.stream, self._number(*result(action))))
+        if len(received) == 2 and received[0][1] == received[1][1]:
+            received.sort()  # by micro-batch, as they are sent
+        return TimedStep(
+            step=step,
+            duration=self.costs.of(step),
+            inputs=tuple(inputs),
+            results=tuple(self._number(*result(action)) for action in step),
+            allocates=sum(action.kind == "F" for action in step),
+            frees=sum(FREES[action.kind] for action in step),
+            messages=(*received, *sent),
         )
-        return timed
 
     def _number(self, kind: str, stage: int, microbatch: int) -> int:
         return ("FBW".index(kind) * self.schedule.num_stages + stage) * self.schedule.num_microbatches + microbatch
 
-    def times(self, ranks: list[list[Timed]], limit: float = inf) -> Times | None:
-        """When each step runs; None where one never does, or where it would take longer than `limit`."""
-        nothing = [-1.0] * (3 * self.schedule.num_stages * self.schedule.num_microbatches)
-        begun = Times(ranks, [*map(_left, ranks)], [[] for _ in ranks], nothing)
-        return _run(begun, [0.0] * len(ranks), limit)
+    def times(self, ranks: list[list[TimedStep]], limit: float = inf) -> OrderTimes | None:
+        """Return the times of all steps; None if one of them never runs, or if the makespan would exceed `limit`."""
+        num_results = 3 * self.schedule.num_stages * self.schedule.num_microbatches
+        times = OrderTimes(ranks, [*map(_remaining_work, ranks)], [[] for _ in ranks], [NOT_YET] * num_results)
+        return _run(times, [0.0] * len(ranks), limit)
 
-    def changed(self, times: Times, rank: int, steps: list[Timed], limit: float) -> Times | None:
-        """`times` with other steps of one rank, as `times` would give them."""
+    def changed(self, times: OrderTimes, rank: int, steps: list[TimedStep], limit: float) -> OrderTimes | None:
+        """Return the times with other steps on one rank, as `times` would return them.
+
+        Steps that start before the first changed one keep their times.
+        """
         pairs = enumerate(zip(times.ranks[rank], steps))
-        first = next((index for index, (old, new) in pairs if old is not new), 0)
-        since = times.starts[rank][first - 1] + steps[first - 1].duration if first else 0.0
-        there, kept, ends = times.there[:], [], [0.0] * len(times.ranks)
-        for r, starts in enumerate(times.starts):  # whatever has started before is as it was
-            count = first if r == rank else bisect_left(starts, since)
-            for step in times.ranks[r][count:]:
-                for number in step.yields:
-                    there[number] = -1.0
-            if count:
-                ends[r] = starts[count - 1] + times.ranks[r][count - 1].duration
-            kept.append(starts[:count])
-        ranks, left = times.ranks[:], times.left[:]
-        ranks[rank], left[rank] = steps, _left(steps)
-        return _run(Times(ranks, left, kept, there), ends, limit)
+        first_changed = next((index for index, (old, new) in pairs if old is not new), 0)
+        change_time = 0.0
+        if first_changed:
+            change_time = times.starts[rank][first_changed - 1] + steps[first_changed - 1].duration
+        result_times = times.result_times[:]
+        unchanged_starts = []
+        ends = [0.0] * len(times.ranks)
+        for other, starts in enumerate(times.starts):
+            num_unchanged = first_changed if other == rank else bisect_left(starts, change_time)
+            for step in times.ranks[other][num_unchanged:]:
+                for number in step.results:
+                    result_times[number] = NOT_YET
+            if num_unchanged:
+                ends[other] = starts[num_unchanged - 1] + times.ranks[other][num_unchanged - 1].duration
+            unchanged_starts.append(starts[:num_unchanged])
+        ranks = times.ranks[:]
+        ranks[rank] = steps
+        remaining_work = times.remaining_work[:]
+        remaining_work[rank] = _remaining_work(steps)
+        return _run(OrderTimes(ranks, remaining_work, unchanged_starts, result_times), ends, limit)
 
 
 def orders_of(schedule: Schedule) -> list[RankOrder]:
-    """What its steps do, without micro-batches."""
+    """Return the orders of all ranks: the work of their steps, without micro-batches."""
     return [[tuple((action.kind, action.stage) for action in step) for step in steps] for steps in schedule.ranks]
 
 
-def with_steps(schedule: Schedule, ranks: Sequence[Sequence[Timed]]) -> Schedule:
-    """The schedule with other steps."""
-    return replace(schedule, ranks=tuple(tuple(step.step for step in steps) for steps in ranks))
+def with_steps(schedule: Schedule, ranks: Sequence[Sequence[TimedStep]]) -> Schedule:
+    """Return the schedule with other steps."""
+    return replace(schedule, ranks=tuple(tuple(timed.step for timed in steps) for steps in ranks))
 
 
-def plays(ranks: Sequence[Sequence[Timed]]) -> bool:
-    """Return True if every stream is taken in its order and no rank waits forever where sends block."""
-    in_flight: dict[MessageStream, int | None] = {}
+def plays(ranks: Sequence[Sequence[TimedStep]]) -> bool:
+    """Return True if every stream is received in order and no rank waits forever with blocking sends."""
+    in_flight: dict[MessageStream, int | None] = {}  # number of the result that each stream carries
 
-    def move(_: int, item: tuple[bool, MessageStream, int]) -> bool:
-        taking, stream, number = item
-        if in_flight.get(stream) != (number if taking else None):
+    def try_move(_: int, message: tuple[bool, MessageStream, int]) -> bool:
+        is_receive, stream, number = message
+        if in_flight.get(stream) != (number if is_receive else None):
             return False
-        in_flight[stream] = None if taking else number
+        in_flight[stream] = None if is_receive else number
         return True
 
-    return not any(play([chain.from_iterable(step.traffic for step in steps) for steps in ranks], move))
+    return not any(play([chain.from_iterable(step.messages for step in steps) for steps in ranks], try_move))
 
 
-def _left(steps: list[Timed]) -> list[float]:
-    """The work from each step on: what shows early that a limit will be passed."""
+def _remaining_work(steps: list[TimedStep]) -> list[float]:
+    """Return the work from each step on. It shows early that a limit will be exceeded."""
     return [*accumulate((step.duration for step in reversed(steps)), initial=0.0)][::-1]
 
 
-def _run(times: Times, ends: list[float], limit: float) -> Times | None:
-    """Run what has not started yet, in place. A rank that waits for a result is woken by it, so each is asked once."""
-    ranks, work_left, starts, there = times
-    waiting: dict[int, int] = {}
+def _run(times: OrderTimes, ends: list[float], limit: float) -> OrderTimes | None:
+    """Run the steps that have not started yet, in place. The result that a rank waits for wakes it, once.
+
+    ends: for each rank, the end of its last step that has started.
+    """
+    ranks, all_remaining_work, all_starts, result_times = times
+    waiting: dict[int, int] = {}  # rank by the number of the result that it waits for
     ready = list(range(len(ranks)))
     while ready:
         rank = ready.pop()
-        steps, row, left, time = ranks[rank], starts[rank], work_left[rank], ends[rank]
-        for index in range(len(row), len(steps)):
+        steps = ranks[rank]
+        starts = all_starts[rank]
+        remaining_work = all_remaining_work[rank]
+        time = ends[rank]
+        for index in range(len(starts), len(steps)):
             step = steps[index]
-            for number, on_the_way in step.takes:
-                arrives = there[number]
-                if arrives < 0:
-                    waiting[number] = rank
+            missing = None
+            for number, transfer in step.inputs:
+                result_time = result_times[number]
+                if result_time < 0:
+                    missing = number
                     break
-                if arrives + on_the_way > time:
-                    time = arrives + on_the_way
-            else:
-                if time + left[index] > limit:
-                    return None
-                row.append(time)
-                time += step.duration
-                for number in step.yields:
-                    there[number] = time
-                    if number in waiting:
-                        ready.append(waiting.pop(number))
-                continue
-            break
+                if result_time + transfer > time:
+                    time = result_time + transfer
+            if missing is not None:
+                waiting[missing] = rank
+                break
+            if time + remaining_work[index] > limit:
+                return None
+            starts.append(time)
+            time += step.duration
+            for number in step.results:
+                result_times[number] = time
+                if number in waiting:
+                    ready.append(waiting.pop(number))
         ends[rank] = time
-    return times if all(len(row) == len(steps) for row, steps in zip(starts, ranks)) else None
+    is_complete = all(len(starts) == len(steps) for starts, steps in zip(all_starts, ranks))
+    return times if is_complete else None
 
 
 def anneal(
     start: Schedule, costs: Costs, memory: float, iterations: int, temperature: float, cooling: float, seed: int
 ) -> tuple[float, Schedule]:
-    """The best score and schedule met in so many random changes, from `start`, which must be possible.
+    """Anneal a schedule, and return the best score and the schedule that has it.
 
-    temperature: a change that makes the score worse by so much is taken once in e times; at the end by so much divided
-    by `cooling`.
+    Args:
+        start: first schedule; it must be valid and fit the memory.
+        costs: costs of the actions.
+        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
+        iterations: number of random changes.
+        temperature: a change that makes the score worse by this much is accepted with probability 1/e.
+        cooling: ratio of the first to the last temperature.
+        seed: seed of the random changes.
     """
-    timing, chance, orders = Timing(start, costs, memory), random.Random(seed), orders_of(start)
-    ranks = timing.ranks(orders) or []
-    times = timing.times(ranks)
-    assert ranks and times is not None and plays(ranks), "annealing starts from an order that can be run"
+    timing = Timing(start, costs, memory)
+    random = Random(seed)
+    orders = orders_of(start)
+    first_ranks = timing.ranks(orders) or []
+    times = timing.times(first_ranks)
+    assert first_ranks and times is not None and plays(first_ranks), "annealing starts from a valid order"
     score = times.score()
-    best, found = score, ranks
+    best_score = score
+    best_ranks = first_ranks
     for i in range(iterations):
-        rank = chance.randrange(len(orders))
-        order = _change(orders[rank], chance)
-        if order is None or (steps := timing.timed_steps(order)) is None:
+        rank = random.randrange(len(orders))
+        order = random_change(orders[rank], random)
+        steps = None if order is None else timing.timed_steps(order)
+        if order is None or steps is None:
             continue
-        limit = score - temperature * cooling ** (-i / iterations) * log(1 - chance.random())
+        limit = score - temperature * cooling ** (-i / iterations) * log(1 - random.random())
         changed = timing.changed(times, rank, steps, limit)
-        if changed is None or changed.score() > limit or not plays(changed.ranks):
+        if changed is None:
             continue
-        times, score, orders = changed, changed.score(), [*orders[:rank], order, *orders[rank + 1 :]]
-        if score < best - 1e-9:
-            best, found = score, changed.ranks
-    return best, with_steps(start, found)
-
-
-def _change(order: RankOrder, chance: random.Random) -> RankOrder | None:
-    """A copy of a rank's order with one step moved, paired, parted, or its backward split or made whole; None where
-    what was drawn is not possible."""
-
-    def near(mean: float) -> int:
-        return i + chance.choice((-1, 1)) * (1 + int(chance.expovariate(1 / mean)))
-
-    if not order:
-        return None
-    i, what, new = chance.randrange(len(order)), chance.random(), order[:]
-    step = list(order[i])
-    chance.shuffle(step)
-    if what < 0.4:  # move
-        j = near(4)
-        if not 0 <= j < len(order) or order[i] == order[j]:
-            return None
-        new.insert(j, new.pop(i))
-    elif what < 0.65:  # pair, or change partners
-        j = near(2.5)
-        if not 0 <= j < len(order) or len(order[j]) != 1:
-            return None
-        new[j] = (order[j][0], step[0]) if step[0][0] == "W" else (step[0], order[j][0])  # a "W" fills what is left
-        new[i : i + 1] = [(step[1],)] if len(step) == 2 else []
-    elif what < 0.8:  # part
-        if len(step) == 1:
-            return None
-        new[i : i + 1] = [(step[0],), (step[1],)]
-    elif step[0][0] == "B":  # split: its weight gradients come later
-        new[i] = (("I", step[0][1]), *step[1:])
-        j = min(len(order), i + 1 + int(chance.expovariate(0.3)))
-        new.insert(j, (("W", step[0][1]),))
-    elif step[0][0] == "I":  # whole
-        weights: Work = ("W", step[0][1])
-        j = next(j for j in range(i + 1, len(order)) if weights in order[j])
-        new[i] = (("B", step[0][1]), *step[1:])
-        rest = list(order[j])
-        rest.remove(weights)
-        new[j : j + 1] = [tuple(rest)] if rest else []
-    else:
-        return None
-    return new
+        changed_score = changed.score()
+        if changed_score > limit or not plays(changed.ranks):
+            continue
+        times = changed
+        score = changed_score
+        orders = [*orders[:rank], order, *orders[rank + 1 :]]
+        if score < best_score - 1e-9:
+            best_score = score
+            best_ranks = changed.ranks
+    return best_score, with_steps(start, best_ranks)

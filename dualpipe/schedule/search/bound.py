@@ -1,10 +1,13 @@
-"""The least time that any order of the work can take, for each rank: its work, and the fill that no order avoids.
+"""Lower bounds on the makespan of any schedule, for each rank: its work, and the bubble that no order avoids.
 
-A rank's work is at least the sum of prices of its actions, where no action's price is above its cost alone and no two
-prices are together above the cost of their pair: a solution of the dual of covering the work by steps. Before its first
-action a rank waits for a forward through all stages before it; before its first backward for the way through all
-others, and back, during which it can do no more forwards than it has memory for. After its last forward or backward
-there is still the way of a gradient back to stage 0, and only weight gradients can be put off until then.
+The work of a rank is at least the sum of the prices of its actions, if no price is above the action's cost alone and no
+two prices are together above the cost of their pair. (Such prices are a solution of the dual of the problem to cover
+the work by steps.)
+
+Before its first action, a rank waits for a forward through all earlier stages. Before its first backward, it waits
+until a micro-batch has passed through all other stages and back; meanwhile it can run only as many forwards as it has
+memory for. After its last forward or backward, a gradient still has to reach stage 0, and only weight gradients can be
+deferred until then.
 """
 
 from __future__ import annotations
@@ -12,72 +15,109 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
 from math import inf
+from typing import NamedTuple
 
 from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import KINDS, Action, Kind
 
 
+class _Path(NamedTuple):
+    """Least times on the way of one micro-batch through all stages and back, in the unit of the costs."""
+
+    into: list[float]  # until its forward can start, by stage
+    out: list[float]  # from the end of its backward until that of stage 0, by stage
+    backward: list[float]  # of a "B" or "I", by stage
+    turn: float  # until the first backward can start
+    total: float  # there and back, with the weight gradients of stage 0
+
+
 def lower_bounds(
     placement: Sequence[int], num_microbatches: int, costs: Costs, memory: float = inf
 ) -> tuple[float, ...]:
-    """For each rank the time before which a step of `num_microbatches` cannot be done; the greatest holds for all.
+    """Return, for each rank, a time before which a step of training cannot end. The greatest holds for the schedule.
 
-    memory: of stage activations at most, see `Timeline.peak_memory`.
+    Args:
+        placement: rank of each stage.
+        num_microbatches: number of micro-batches in a step of training.
+        costs: costs of the actions.
+        memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
     """
-    stages = range(len(placement))
-    mine = [[s for s in stages if placement[s] == rank] for rank in range(1 + max(placement))]
-    fastest = {(kind, s): _fastest(kind, s, mine[placement[s]], costs) for kind in KINDS for s in stages}
-    back = [min(fastest["B", s], fastest["I", s]) for s in stages]
-    hop = [costs.p2p if s and placement[s] != placement[s - 1] else 0.0 for s in stages]  # on the way to stage s
-    into = [sum(fastest["F", earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
-    out = [sum(back[earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
-    turn = into[-1] + fastest["F", stages[-1]]  # when the first gradient can be computed
-    last = min(fastest["B", 0], fastest["I", 0] + fastest["W", 0]) - back[0]  # the weights of stage 0 come after all
-    way = turn + back[-1] + out[-1] + last  # of one micro-batch, there and back
+    rank_stages = _stages_by_rank(placement)
+    path = _fastest_path(placement, rank_stages, costs)
     bounds = []
-    for owned in mine:
-        top = owned[-1]
-        head, tail = into[owned[0]], out[owned[0]]
-        first = turn + out[-1] + back[-1] - out[top] - back[top]  # its first backward can begin
-        held = min(memory // 1, num_microbatches * len(owned))  # forwards before it, at most
-        bounds.append(max([way, *(
-            num_microbatches * work + max(head, first - held * forward) + after
-            for weights, after in ((True, 0.0), (False, tail))
-            for work, forward in _prices(owned, costs, weights=weights)
-        )]))
+    for stages in rank_stages:
+        first = stages[0]
+        last = stages[-1]
+        first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
+        forwards_before = min(memory // 1, num_microbatches * len(stages))  # at most, before the first backward
+        rank_bounds = [path.total]
+        for with_weights, tail in ((True, 0.0), (False, path.out[first])):
+            for work, forward in _priced_work(stages, costs, with_weights=with_weights):
+                head = max(path.into[first], first_backward - forwards_before * forward)
+                rank_bounds.append(num_microbatches * work + head + tail)
+        bounds.append(max(rank_bounds))
     return tuple(bounds)
 
 
 def least_work(placement: Sequence[int], num_microbatches: int, costs: Costs) -> float:
-    """The time that the fullest rank computes at least: what a makespan has above it is bubble, or work in worse
-    pairs than there could be."""
-    owned = ([s for s, owner in enumerate(placement) if owner == rank] for rank in range(1 + max(placement)))
-    return num_microbatches * max(work for stages in owned for work, _ in _prices(stages, costs, weights=True))
+    """Return the least time that the busiest rank computes.
 
-
-def _fastest(kind: Kind, stage: int, owned: Sequence[int], costs: Costs) -> float:
-    """The shortest step with this action in it."""
-    action = Action(kind, stage, 0)
-    others = [(Action(other, each, 1),) for other in KINDS for each in owned]
-    return min(costs.of((action, *other)) for other in [(), *others])
-
-
-def _prices(owned: Sequence[int], costs: Costs, *, weights: bool) -> Iterator[tuple[float, float]]:
-    """The least time that a rank computes for a micro-batch in its stages, and for a forward at most, by some prices.
-
-    weights: with what an "I" puts off. A price is the cost less a discount; of two kinds the discounts are at least
-    what their pair saves on any stage. They are lowered one after the other as far as that allows, in every order.
+    The rest of a makespan is bubble, or work in worse pairs than possible.
     """
-    alone = {(kind, s): costs.of((Action(kind, s, 0),)) for kind in KINDS for s in owned}
-    saved = {
-        (a, b): max([0.0, *(alone[a, s] + alone[b, s] - costs.of((Action(a, s, 0), Action(b, s, 1))) for s in owned)])
-        for a, b in product(KINDS, KINDS)
-    }
+    work_by_rank = (
+        max(work for work, _ in _priced_work(stages, costs, with_weights=True)) for stages in _stages_by_rank(placement)
+    )
+    return num_microbatches * max(work_by_rank)
+
+
+def _stages_by_rank(placement: Sequence[int]) -> list[list[int]]:
+    return [[stage for stage, owner in enumerate(placement) if owner == rank] for rank in range(1 + max(placement))]
+
+
+def _fastest_path(placement: Sequence[int], rank_stages: Sequence[Sequence[int]], costs: Costs) -> _Path:
+    stages = range(len(placement))
+    fastest = {(kind, s): _fastest(kind, s, rank_stages[placement[s]], costs) for kind in KINDS for s in stages}
+    backward = [min(fastest["B", s], fastest["I", s]) for s in stages]
+    hop = [costs.p2p if s and placement[s] != placement[s - 1] else 0.0 for s in stages]  # between s - 1 and s
+    into = [sum(fastest["F", earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
+    out = [sum(backward[earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
+    turn = into[-1] + fastest["F", stages[-1]]
+    weights_of_first = min(fastest["B", 0], fastest["I", 0] + fastest["W", 0]) - backward[0]  # come after all else
+    total = turn + backward[-1] + out[-1] + weights_of_first
+    return _Path(into, out, backward, turn, total)
+
+
+def _fastest(kind: Kind, stage: int, stages_of_rank: Sequence[int], costs: Costs) -> float:
+    """Return the duration of the shortest step that has this action, alone or in a pair."""
+    action = Action(kind, stage, 0)
+    partners = [(Action(other_kind, other_stage, 1),) for other_kind in KINDS for other_stage in stages_of_rank]
+    return min(costs.of((action, *partner)) for partner in [(), *partners])
+
+
+def _priced_work(stages: Sequence[int], costs: Costs, *, with_weights: bool) -> Iterator[tuple[float, float]]:
+    """Yield, for several sets of prices, the least work of a rank for a micro-batch, and the greatest price of an "F".
+
+    A price is the cost less a discount. The discounts of two kinds are together at least the saving of their pair on
+    any stage. They are lowered one after the other as far as that allows, in every order.
+
+    with_weights: include the weight gradients that an "I" defers.
+    """
+    alone = {(kind, s): costs.of((Action(kind, s, 0),)) for kind in KINDS for s in stages}
+    savings = {(a, b): max(0.0, *(_saving(a, b, s, costs) for s in stages)) for a, b in product(KINDS, KINDS)}
     for order in permutations(KINDS):
-        discount = {a: max(saved[a, b] for b in KINDS) for a in KINDS}
+        discounts = {a: max(savings[a, b] for b in KINDS) for a in KINDS}
         for a in order:
-            discount[a] = max(saved[a, a] / 2, *(saved[a, b] - discount[b] for b in KINDS if b != a))
-        price = {(kind, s): alone[kind, s] - discount[kind] for kind, s in alone}
-        split = {s: price["I", s] + (price["W", s] if weights else min(0.0, price["W", s])) for s in owned}
-        forwards = [price["F", s] for s in owned]
-        yield sum(forwards) + sum(min(price["B", s], split[s]) for s in owned), max(0.0, *forwards)
+            discounts[a] = max(savings[a, a] / 2, *(savings[a, b] - discounts[b] for b in KINDS if b != a))
+        prices = {(kind, s): cost - discounts[kind] for (kind, s), cost in alone.items()}
+        forwards = [prices["F", s] for s in stages]
+        backwards = []
+        for s in stages:
+            weights = prices["W", s] if with_weights else min(0.0, prices["W", s])
+            backwards.append(min(prices["B", s], prices["I", s] + weights))
+        yield sum(forwards) + sum(backwards), max(0.0, *forwards)
+
+
+def _saving(a: Kind, b: Kind, stage: int, costs: Costs) -> float:
+    """Return the time that a pair of two kinds on one stage saves over running them apart."""
+    apart = costs.of((Action(a, stage, 0),)) + costs.of((Action(b, stage, 0),))
+    return apart - costs.of((Action(a, stage, 0), Action(b, stage, 1)))

@@ -1,7 +1,7 @@
-"""Schedules that were found, kept on disk by what they were searched for.
+"""Cache of found schedules on disk, by the inputs of the search.
 
-One JSON file each under $XDG_CACHE_HOME or ~/.cache: CSV cannot hold every pair. A file that is damaged counts as none;
-where nothing can be written, nothing is kept.
+Each is a JSON file under $XDG_CACHE_HOME or ~/.cache, as CSV cannot hold every pair. A damaged file is ignored, and
+where nothing can be written, nothing is cached.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from dualpipe.schedule.validate import validate
 
 
 def key_of(*inputs: object) -> str:
-    """What the file is called: a digest of the inputs, which their `repr` tells apart."""
+    """Return the name of the file: a digest of the `repr` of all inputs."""
     return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
 
 
 def _path(key: str) -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"  # RuntimeError: there is no home
+    """Return the path of the file. Raises RuntimeError if there is no home directory."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base, "dualpipe", "schedules", f"{key}.json")
 
 
 def read(key: str) -> Schedule | None:
-    """The schedule that was kept under `key`, proved again; None where there is none that is whole."""
+    """Return the schedule cached under `key`, validated again; None if there is none or its file is damaged."""
     with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
-        kept = json.loads(_path(key).read_text(encoding="utf-8"))
-        ranks = tuple(tuple(tuple(map(Action.read, step)) for step in steps) for steps in kept["ranks"])
-        placement = tuple(kept["placement"])
-        schedule = Schedule("auto", len(ranks), len(placement), kept["num_microbatches"], ranks, placement)
+        content = json.loads(_path(key).read_text(encoding="utf-8"))
+        ranks = tuple(tuple(tuple(map(Action.read, step)) for step in steps) for steps in content["ranks"])
+        placement = tuple(content["placement"])
+        schedule = Schedule("auto", len(ranks), len(placement), content["num_microbatches"], ranks, placement)
         validate(schedule)
         return schedule
     return None
 
 
 def write(key: str, schedule: Schedule) -> None:
-    """Keep a schedule, in a file that is whole or not there."""
-    kept = {"placement": schedule.placement, "num_microbatches": schedule.num_microbatches,
-            "ranks": [[[*map(str, step)] for step in steps] for steps in schedule.ranks]}
+    """Cache a schedule under `key`. The file is written whole or not at all."""
+    content = {
+        "placement": schedule.placement,
+        "num_microbatches": schedule.num_microbatches,
+        "ranks": [[[*map(str, step)] for step in steps] for steps in schedule.ranks],
+    }
     with suppress(OSError, RuntimeError):
         path = _path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(kept), is_shared=True)  # others may search for the same
+        replace_file(path, json.dumps(content), is_shared=True)  # other processes may search for the same

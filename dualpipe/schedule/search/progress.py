@@ -1,4 +1,4 @@
-"""Progress of a search for a schedule, on stderr: one line that changes on a terminal, a few lines elsewhere."""
+"""Progress of a search, on stderr: one line that is updated on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -9,56 +9,58 @@ from typing import Self
 
 from dualpipe.schedule.svg import number
 
-TICK = 1.0  # seconds between two looks at the clock, on a terminal
-INTERVAL = 10.0  # seconds between two lines, elsewhere
+TICK = 1.0  # seconds between updates of the line on a terminal
+INTERVAL = 10.0  # seconds between lines elsewhere
 
 
 class SearchProgress:
-    """Callback for `search`, to be used in a `with` statement around it.
+    """Callback for `search`, used in a `with` statement around it.
 
-    what: what is searched for, such as "a schedule of 4 ranks and 8 micro-batches".
-    A search whose result is read from disk never calls it, and nothing is printed.
+    Nothing is printed for a search whose result is read from disk, as it never calls the callback.
+
+    Args:
+        title: the result that is searched for, such as "a schedule of 4 ranks and 8 micro-batches".
     """
 
-    def __init__(self, what: str) -> None:
-        self.what = what
+    def __init__(self, title: str) -> None:
+        self._title = title
         self._is_terminal = sys.stderr.isatty()
         self._started = time.monotonic()
-        self._printed = -INTERVAL  # seconds after the start
+        self._last_printed = -INTERVAL  # seconds after the start
         self._state = ""
-        self._is_done = threading.Event()
-        self._ticking = threading.Thread(target=self._tick, daemon=True)
+        self._stop = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, daemon=True)
 
     def __enter__(self) -> Self:
         if self._is_terminal:
-            self._ticking.start()
+            self._ticker.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._is_done.set()
+        self._stop.set()
         if not self._is_terminal:
             return
-        self._ticking.join()
+        self._ticker.join()
         if self._state:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    def __call__(self, done: float, best: float) -> None:
-        """Report the share of the search that is done, and the best makespan so far."""
-        self._state = f"{done:.0%} done, best {number(best)}"
+    def __call__(self, fraction_done: float, best_makespan: float) -> None:
+        """Print the fraction of the search that is done and the best makespan so far."""
+        self._state = f"{fraction_done:.0%} done, best {number(best_makespan)}"
         elapsed = time.monotonic() - self._started
         if self._is_terminal:
-            self._print_over()
-        elif done == 1.0 or elapsed - self._printed >= INTERVAL:
-            self._printed = elapsed
+            self._update_line()
+        elif fraction_done == 1.0 or elapsed - self._last_printed >= INTERVAL:
+            self._last_printed = elapsed
             print(self._line(), file=sys.stderr, flush=True)
 
     def _line(self) -> str:
-        return f"searching for {self.what}: {self._state}, {time.monotonic() - self._started:.0f} s"
+        return f"searching for {self._title}: {self._state}, {time.monotonic() - self._started:.0f} s"
 
-    def _print_over(self) -> None:
+    def _update_line(self) -> None:
         print(f"\r\033[K{self._line()}", end="", file=sys.stderr, flush=True)
 
     def _tick(self) -> None:
-        while not self._is_done.wait(TICK):
+        while not self._stop.wait(TICK):
             if self._state:
-                self._print_over()
+                self._update_line()

@@ -17,7 +17,7 @@ from searches import QUICK, overlapped
 def test_a_found_schedule_is_kept(own_cache, monkeypatch):
     first = build("auto", 3, 6, effort=QUICK // 10, costs=overlapped())
     (file,) = own_cache.iterdir()
-    monkeypatch.setattr(driver, "_searched", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(driver, "_search_schedules", lambda *_: pytest.fail("searched again"))
     assert build("auto", 3, 6, effort=QUICK // 10, costs=overlapped()) == first
     with pytest.raises(pytest.fail.Exception):
         build("auto", 3, 6, effort=QUICK // 10, costs=overlapped(0.3))

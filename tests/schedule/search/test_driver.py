@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from itertools import starmap
 from pathlib import Path
 
 import pytest
 
-from default_signals import set_default_signals
 from dualpipe.schedule import Costs, build, simulate, validate
-from dualpipe.schedule.search import driver
-from processes import is_alive
+from dualpipe.schedule.search import driver, workers
 from searches import QUICK, held, overlapped, random_costs
 
 GAINS = Path(__file__).with_name("search_gains.json")
@@ -81,16 +75,6 @@ def test_half_the_memory_costs_time():
     assert more < less < 1.6 * more
 
 
-def test_many_micro_batches_repeat_the_steady_state(monkeypatch):
-    """Ten are searched for. What is saved at the ends stays."""
-    monkeypatch.setattr(driver, "SMALL", 40)
-    result = found(4, 60, overlapped(), effort=QUICK)
-    few = found(4, 10, overlapped(), effort=QUICK)
-    assert result.timeline.makespan < result.best_known.makespan
-    saved = [each.best_known.makespan - each.timeline.makespan for each in (result, few)]
-    assert saved[0] == pytest.approx(saved[1], abs=2)
-
-
 # -- a set of random costs
 
 
@@ -120,38 +104,12 @@ def test_gains_on_all_random_costs():
 
 def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     options = {"costs": overlapped(), "effort": QUICK // 5}
-    monkeypatch.setattr(driver, "HERE", 0)
+    monkeypatch.setattr(driver, "MIN_WORKER_SIZE", 0)
     first = build("auto", 4, 8, **options)  # in processes of its own
     next(own_cache.iterdir()).unlink()
-    monkeypatch.setattr(driver, "_elsewhere", lambda jobs: [*starmap(driver.anneal, jobs)])
+    monkeypatch.setattr(workers, "anneal_in_processes", lambda jobs: [*starmap(driver.anneal, jobs)])
     assert build("auto", 4, 8, **options) == first
     assert build("auto", 4, 8, seed=1, **options) != first
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end after their round")
-def test_an_interrupted_search_ends_at_once_with_its_processes():
-    """As by Ctrl-C, by which processes at work would write their own tracebacks."""
-    program = ("from dualpipe.schedule import Costs, build\nfrom dualpipe.schedule.search import driver as search\n"
-               "def started(job, start=search._started):\n"
-               "    worker = start(job)\n"
-               "    print(worker.pid, flush=True)\n"
-               "    return worker\n"
-               "search._started = started\n"
-               "search.THOROUGH = 10**12  # a round that takes hours\n"
-               "build('auto', 4, 8, costs=Costs(FB=2.5, p2p=0.2), effort=10**12)\n")
-    for how in (signal.SIGINT, signal.SIGKILL):
-        searching = subprocess.Popen([sys.executable, "-P", "-c", program], stdout=subprocess.PIPE,
-                                     stderr=subprocess.PIPE, text=True, preexec_fn=set_default_signals)
-        with searching:
-            pids = [int(searching.stdout.readline()) for _ in range(driver.CHAINS)]
-            searching.send_signal(how)
-            begun = time.monotonic()
-            _, said = searching.communicate()
-        assert time.monotonic() - begun < 30, "a chain's round takes hours"
-        assert said.count("Traceback") == (how == signal.SIGINT)
-        while any(map(is_alive, pids)):
-            assert time.monotonic() - begun < 30, "a process still searches"
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("options, message", [
@@ -166,8 +124,3 @@ def test_an_interrupted_search_ends_at_once_with_its_processes():
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
         build("auto", 2, 2, **options)
-
-
-def test_a_process_that_searches_loads_no_torch():
-    program = driver.WORKER.split(";")[0] + "; import sys; assert not {'torch', 'numpy'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)

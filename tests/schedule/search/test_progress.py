@@ -12,7 +12,7 @@ def test_progress_on_a_terminal_goes_on_between_rounds(capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setattr("dualpipe.schedule.search.progress.TICK", 0.001)
     printed = threading.Semaphore(0)
-    monkeypatch.setattr(SearchProgress, "_print_over", lambda self: printed.release())
+    monkeypatch.setattr(SearchProgress, "_update_line", lambda self: printed.release())
     with SearchProgress("something") as progress:
         progress(0.5, 3.0)
         for _ in range(4):

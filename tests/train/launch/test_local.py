@@ -342,7 +342,7 @@ import os
 from dualpipe.schedule.search import driver
 os.environ["XDG_CACHE_HOME"] = "cache"
 if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "1":
-    del driver._searched
+    del driver._search_schedules
 """
 
 

@@ -140,7 +140,7 @@ def test_a_step_that_stops_the_run_is_in_the_trace(run_toml, monkeypatch, capsys
     monkeypatch.chdir(run_toml.parent)
     with planted("nan rank=0 step=3 action=F"):
         assert alone("--trace", "steps=2..3") == 1
-    assert "\nwhat was traced until then: out/trace-2-3.json\n" in capsys.readouterr().err
+    assert "\ntrace until the error: out/trace-2-3.json\n" in capsys.readouterr().err
     trace = read("out/trace-2-3.json")
     assert {each.args.get("step") for each in trace.slices} == {2, 3}
     assert any(each.kind == "check" for each in trace.slices), "the step again"
@@ -153,7 +153,7 @@ def test_each_rank_that_is_left_writes_what_it_has(run_folder, dualpipe):
                     before=planting("kill rank=1 step=3 action=F"))
     assert lost.returncode == 128 + 9, lost.stderr
     assert [path.name for path in run_folder.glob("left*.json")] == ["left-rank0.json"]
-    assert "\nwhat was traced until then: left-rank0.json\n" in lost.stderr
+    assert "\ntrace until the error: left-rank0.json\n" in lost.stderr
     check_format(json.loads((run_folder / "left-rank0.json").read_text()))
 
 
@@ -170,7 +170,7 @@ def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, m
 
 
 @pytest.mark.parametrize("file, message", [
-    ("none/trace.json", "there is no folder none for the trace trace.json; make it"),
+    ("none/trace.json", "there is no folder none for the trace trace.json; create it"),
     ("text", "text is a folder; give the name of a file for the trace"),
 ])
 def test_a_place_without_a_file_is_refused_before_the_first_step(file, message, run_toml, monkeypatch, capsys):
