@@ -88,11 +88,11 @@ class _Blocks:
         """Return the results of one block and their log-sum-exp, for the queries from `ranges.first` on."""
         layer, tokens = self._attention, sum(stop - start for start, stop in ranges.keys)
         each = rows_BTC[:, :tokens].split([heads * dim for heads, dim in layer.shared], -1)
-        k_BGTD, v_BGTV = layer.expand(*(
+        k_BGTD, v_BGTV = layer.expand_kv(*(
             rearrange(x, "B T (G D) -> B G T D", G=heads) for x, (heads, _) in zip(each, layer.shared)
         ))
         return attend_part(q_BASD[:, :, ranges.first :], k_BGTD, v_BGTV, context, ranges.queries, ranges.keys,
-                           scale=layer.scale, window=layer.window, peaks_A=layer.peaks_A)
+                           scale=layer.scale, window=layer.window, peaks_A=layer.max_logits_A)
 
     def _finish(self, y_BASV: Tensor, lse_BAS: Tensor) -> Tensor:
         if self._attention.sinks is not None:

@@ -28,13 +28,13 @@ class SharedAttention(Protocol):
     window: int | None
     scale: float
     sinks: nn.Parameter | None
-    peaks_A: Tensor | None
+    max_logits_A: Tensor | None
     shared: tuple[tuple[int, int], ...]
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries, and what `expand` takes."""
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+    def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values, made of what ranks share of them."""
 
     def output(self, y_BASV: Tensor) -> Tensor:

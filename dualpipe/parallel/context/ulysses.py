@@ -50,7 +50,7 @@ class ByHeads:
     def _project(self, x_BSH: Tensor, context: Context) -> Tensor:
         """Queries, keys and values of each rank's heads, for one rank after the other."""
         q_BASD, *shared = self._attention.project(x_BSH, context)
-        k_BGSD, v_BGSV = self._attention.expand(*shared)
+        k_BGSD, v_BGSV = self._attention.expand_kv(*shared)
         each = (x.to(v_BGSV.dtype) for x in (q_BASD, k_BGSD, v_BGSV))
         rows = [rearrange(x, "B (N A) S D -> (N B S) (A D)", N=self._size) for x in each]
         return torch.cat(rows, -1)
@@ -71,7 +71,7 @@ class ByHeads:
         layer, mine = self._attention, slice(self._split.rank * self._heads, (self._split.rank + 1) * self._heads)
         y_BASV = attend(q_BASD, k_BGSD, v_BGSV, context, scale=layer.scale, window=layer.window,
                         sinks_A=None if layer.sinks is None else layer.sinks[mine],
-                        peaks_A=None if layer.peaks_A is None else layer.peaks_A[mine])
+                        peaks_A=None if layer.max_logits_A is None else layer.max_logits_A[mine])
         y_BSX = rearrange(y_BASV, "B A S V -> B S (A V)")
         return torch.cat([cut(y_BSX, parts).flatten(0, 1) for parts in chunks])
 

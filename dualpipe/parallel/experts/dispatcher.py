@@ -338,7 +338,7 @@ class _PendingDispatch(PendingRows):
         rows, weights, plan = inputs
         row_format = _packed_format(rows, weights, plan.ids, fp8_rows)
         # (2, G, 3), sent and received: for each rank the rows, the (row, expert) pairs and the format of a row.
-        with stream.beside(self._made, plan.counts):
+        with stream.beside(self._ready, plan.counts):
             records = torch.empty(2, stream.size, 3, dtype=torch.int64, device=stream.device)
             records[0, :, :2] = plan.counts
             records[0, :, 2].fill_(row_format)
@@ -375,7 +375,7 @@ class _PendingDispatch(PendingRows):
 
     def _packed_rows(self, rows_SH: Tensor, weights_SK: Tensor, ids_SK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows to send, and their weights, choices and FP8 scales as bytes side by side."""
-        with self._stream.beside(self._made, rows_SH, weights_SK, ids_SK):
+        with self._stream.beside(self._ready, rows_SH, weights_SK, ids_SK):
             if self._fp8_rows is None:
                 parts = [weights_SK.view(torch.int32), ids_SK.view(torch.int32)]
                 return rows_SH, torch.cat(parts, 1).view(torch.uint8)

@@ -45,7 +45,7 @@ class PendingFp8Rows(PendingRows):
         self._dtype = rows_SH.dtype
         self._weights_RK = weights_RK
         self._dispatched = received
-        with stream.beside(self._made, rows_SH):
+        with stream.beside(self._ready, rows_SH):
             elements, scales = quantize_rows(rows_SH, block)
         self.send(elements, sent, received_rows)
         self.send(scales, sent, received_rows)
