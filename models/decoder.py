@@ -31,6 +31,11 @@ ShouldRecompute = Callable[[str], bool]
 """Return True if a part of a layer is recomputed before its backward; see `dualpipe.models.stages.Recompute`."""
 
 
+_FORMER_NAMES = {  # former names of methods of `Attention`
+    "products": "qkv_proj", "turned": "apply_rope", "expand": "expand_kv", "scaled": "logit_row_scales",
+}
+
+
 def _no_recompute(part: str) -> bool:
     """Recompute nothing: the choice of a plain forward."""
     return False
@@ -39,7 +44,8 @@ def _no_recompute(part: str) -> bool:
 class Attention(nn.Module):
     """Base class of causal attention, called as `attention(x_BSH, context)`.
 
-    The attributes describe its sizes; cost estimates and context parallelism read them.
+    The attributes describe its sizes; cost estimates and context parallelism read them. Subclasses may define methods
+    under their former names too: `products`, `turned`, `expand` and `scaled`.
     """
 
     num_heads: int
@@ -53,6 +59,15 @@ class Attention(nn.Module):
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # supplies the keys and values of other ranks' tokens
     max_logits_A: Tensor | None = None  # largest score of each head since the last reset; None: not recorded
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Alias the methods that a subclass defines: former names to current ones, and the reverse."""
+        super().__init_subclass__(**kwargs)
+        for former, name in _FORMER_NAMES.items():
+            if former in vars(cls):
+                setattr(cls, name, vars(cls)[former])
+            elif name in vars(cls):
+                setattr(cls, former, vars(cls)[name])
 
     @property
     def peaks_A(self) -> Tensor | None:
@@ -166,7 +181,7 @@ class GroupedQueryAttention(Attention):
     def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Scale the queries alone: several query heads share each key head."""
         if self.norms:
-            raise ValueError("queries and keys have norms, which bound their scores already: leave out optimizer.qk_clip")
+            raise ValueError("queries and keys have norms, which bound their scores: leave out optimizer.qk_clip")
         rows = share_A.repeat_interleave(self.head_dim)
         return [(parameter, rows) for parameter in self.q_proj.parameters()]
 

@@ -29,7 +29,7 @@ _DEFAULT_ROPE = {
 
 @dataclass(frozen=True, kw_only=True)
 class GptOssConfig(GroupedQueryConfig):
-    """Sizes and options of gpt-oss, named as in the hub's `config.json`, except `num_experts` for `num_local_experts`."""
+    """Sizes and options of gpt-oss, named as in the hub's `config.json`; `num_experts` is its `num_local_experts`."""
 
     model_type: ClassVar[str] = "gpt_oss"
     architecture: ClassVar[str] = "GptOssForCausalLM"
@@ -50,8 +50,8 @@ class GptOssConfig(GroupedQueryConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= set(_LAYER_TYPES):
-            raise ValueError(f"layer_types must name {' or '.join(_LAYER_TYPES)} for each of the {self.num_hidden_layers} "
-                             f"layers; got {list(self.layer_types)}")
+            raise ValueError(f"layer_types must name {' or '.join(_LAYER_TYPES)} for each of the "
+                             f"{self.num_hidden_layers} layers; got {list(self.layer_types)}")
         if _SLIDING in self.layer_types and self.sliding_window < 1:
             raise ValueError(f"sliding_window must be at least 1 for layers of {_SLIDING}; got {self.sliding_window}")
 

@@ -218,7 +218,7 @@ class HubConfig:
 
     @property
     def carried_layers(self) -> range:
-        """Global indices of layers on the hub that are not trained, for multi-token prediction; `save_hf` copies them."""
+        """Global indices of MTP layers that are on the hub and not trained; `save_hf` copies them."""
         return range(0)
 
     @property

@@ -233,8 +233,8 @@ class Stage(nn.Module):
     def _embed_ahead(self, depth: int, ahead_BSD: Tensor | None) -> Tensor:
         """Return the embeddings of the tokens `depth` + 1 places ahead."""
         if ahead_BSD is None:
-            raise ValueError("the input `ahead` is missing, which a model with layers for multi-token prediction needs: "
-                             'give the step side={"ahead": tokens (B, S, depth)}')
+            raise ValueError("the input `ahead` is missing, which layers for multi-token prediction read: give the "
+                             'step side={"ahead": tokens (B, S, depth)}')
         return self.embed_tokens(ahead_BSD[..., depth].clamp(min=0))
 
     @torch.no_grad()
