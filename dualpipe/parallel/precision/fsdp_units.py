@@ -161,9 +161,9 @@ class ModuleUnits:
                              f"cannot keep apart: {parameters}; give them the same dtypes with a rule or pin, or move "
                              "some to a submodule")
         node.keys.update(first_names)
-        key = node.direct_key
-        if key is not None and key.compute is self._plan.policy.param_dtype and not key.expert:
-            node.sizes[key] = sum(param.numel() for param in module.parameters(recurse=False))
+        direct_key = node.direct_key
+        if direct_key and direct_key.compute is self._plan.policy.param_dtype and not direct_key.expert:
+            node.sizes[direct_key] = sum(param.numel() for param in module.parameters(recurse=False))
         return node
 
     def _add_casts(self, host: _Node, output: torch.dtype | None) -> None:

@@ -407,9 +407,10 @@ def _can_widen(record: _TensorRecord) -> bool:
 def _check_quantized(record: _TensorRecord, format: Format) -> None:
     """Raise ValueError if a weight cannot be quantized as its rules say."""
     problem = f"{' = '.join(record.names)} cannot be quantized to {format}, as {record.rules} says"
-    is_quantized = isinstance(record.tensor, QuantizedTensor)
-    if is_quantized and (record.tensor.format != format or record.rule_dtypes.get("gather")):
-        raise ValueError(f"{problem}: it is stored in {record.tensor.format} already; leave one of them out")
+    if isinstance(record.tensor, QuantizedTensor):
+        stored = record.tensor.format
+        if stored != format or record.rule_dtypes.get("gather"):
+            raise ValueError(f"{problem}: it is stored in {stored} already; leave one of them out")
     if len(record.names) > 1:
         raise ValueError(f"{problem}: it is tied, and the other module may need its unquantized values; untie it, or "
                          "make the pattern narrower")
