@@ -224,7 +224,7 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """Mixture of experts: sends every token to its K best experts, on any expert-parallel rank; drops none.
 
-    shared_experts: an MLP that processes all tokens besides; its output is added.
+    shared_experts: an MLP that processes all tokens; its output is added to that of the experts.
     """
 
     def __init__(self, gate: Router, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:

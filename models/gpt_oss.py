@@ -88,10 +88,10 @@ class GptOssConfig(GroupedQueryConfig):
         MXFP4 instead, as tensors with `_blocks` and `_scales` appended to the same name. Dequantized, those are (E, 2I,
         H) and (E, H, I), as in this model: `transposed` does not apply to them.
         """
-        prefix, experts_infix, rest = name.partition(".mlp.experts.")
+        prefix, experts_infix, suffix = name.partition(".mlp.experts.")
         if not experts_infix:
             return super().hub_parts(name.replace(".mlp.gate.", ".mlp.router."), shape)
-        projection, _, kind = rest.partition(".")
+        projection, _, kind = suffix.partition(".")
         if kind == "bias":
             return [[whole(f"model.{prefix}{experts_infix}{projection}_bias", shape)]]
         experts, outputs, inputs = shape

@@ -300,7 +300,7 @@ def split_layers(
     layers_per_stage: the split to use instead.
 
     The split minimizes the cost of the costliest stage, then the sum of squared costs; remaining ties put layers in the
-    middle, since the first stage has the embedding besides. The first and the last stage may have no layer. Raises
+    middle, since the first stage also has the embedding. The first and the last stage may have no layer. Raises
     `ValueError` if a middle stage would have none. Example: 6 layers in 4 stages are 1, 2, 2, 1.
     """
     costs = [1.0] * layers if isinstance(layers, int) else list(layers)

@@ -286,18 +286,18 @@ def mesh_sizes(ranks: int, **sizes: int | None) -> dict[str, int]:
     Raises ValueError if their product cannot be `ranks`.
     """
     names = [name for name in TRAFFIC if name in sizes]
-    known: dict[str, int] = {}
+    fixed: dict[str, int] = {}
     for name in names:
         size = sizes[name]
         if size is not None:
-            known[name] = size
-    _check_positive(known)
-    all_known = len(known) == len(names)
-    remaining, remainder = divmod(ranks, prod(known.values()))
-    if remainder == 0 and (remaining == 1 or not all_known):
-        return {name: known.get(name, remaining) for name in names}
-    possible = "; ".join(_possible_sizes(ranks, known, name, exact=all_known) for name in known)
-    raise ValueError(f"{_product(known)} does not fit {ranks} ranks: {' * '.join(names)} must be {ranks}. "
+            fixed[name] = size
+    _check_positive(fixed)
+    all_fixed = len(fixed) == len(names)
+    remaining, remainder = divmod(ranks, prod(fixed.values()))
+    if remainder == 0 and (remaining == 1 or not all_fixed):
+        return {name: fixed.get(name, remaining) for name in names}
+    possible = "; ".join(_possible_sizes(ranks, fixed, name, exact=all_fixed) for name in fixed)
+    raise ValueError(f"{_product(fixed)} does not fit {ranks} ranks: {' * '.join(names)} must be {ranks}. "
                      f"Possible: {possible}; or start another number of ranks")
 
 

@@ -167,11 +167,11 @@ def is_interface_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
-def _share(what: str, experts: int, ranks: int) -> int:
-    """Return the number of experts of each rank. what: the owner of the experts, for the message."""
+def _share(owner: str, experts: int, ranks: int) -> int:
+    """Return the number of experts of each rank; `owner` names the model or parameter in the error message."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
-        raise ValueError(f"{what}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
+        raise ValueError(f"{owner}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
                          f"possible numbers of ranks: {possible}")
     return experts // ranks
 

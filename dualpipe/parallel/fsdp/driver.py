@@ -103,7 +103,7 @@ class StageParameters:
                 frozen_in = " and ".join(sorted(map(short_name, dtypes)))
                 trained_in = " and ".join(sorted(map(short_name, trained)))
                 raise ValueError(
-                    f"{name} ({type(tower).__name__}) is frozen and computes in {frozen_in}, what is trained in "
+                    f"{name} ({type(tower).__name__}) is frozen and computes in {frozen_in}, trained modules in "
                     f"{trained_in}, and fully_shard casts nothing between them: cast it first (.to(dtype)), or shard "
                     "the stage by dualpipe.parallel.shard, which adds casts; if the stage's forward casts by itself, "
                     "give fully_shard MixedPrecisionPolicy(..., cast_forward_inputs=False)")

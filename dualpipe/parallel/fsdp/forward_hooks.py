@@ -40,13 +40,14 @@ def with_forward_hooks(
             raise ValueError(f"a {type(module).__name__} is compiled as a whole and has segments that communicate or "
                              "are recomputed, which run one by one; compile the modules inside it instead")
         return [Compute(module, inputs, outputs)]
-    first, last = segments[0].recompute, segments[-1].recompute
     arguments: Names = ()
     if any(_fsdp_state(hook) is None for hook in module._forward_hooks.values()):
         # Not valid identifiers, so that they cannot collide with the names of segments.
         arguments = tuple(f"(argument {name} of {id(module):x})" for name in inputs)
-    before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments), first)
-    after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs, last)
+    before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments),
+                     segments[0].recompute)
+    after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs,
+                    segments[-1].recompute)
     return [before, *segments, after]
 
 
@@ -55,7 +56,7 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, ...]:
+def _run_pre_hooks(module: nn.Module, save_arguments: bool, *args: Any) -> tuple[Any, ...]:
     """Run the forward pre-hooks; return the arguments, as changed by the hooks, twice if forward hooks need them."""
     kwargs: dict[str, Any] = {}
     for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
@@ -72,7 +73,7 @@ def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, 
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return (*args, *args) if are_kept else args
+    return (*args, *args) if save_arguments else args
 
 
 def _run_hooks(module: nn.Module, num_arguments: int, *values: Any) -> Any:

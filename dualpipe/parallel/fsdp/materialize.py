@@ -239,9 +239,9 @@ def _value_problems(module: nn.Module, plan: DTypePlan, source: Mapping[str, Sli
                 yield f"{name}: {tuple(tensors[name].shape)} in the source, {tuple(first.tensor.shape)} in the module"
         yield from _rounded(dtypes, first, storage)
         yield from _rounded({name: tensors[name].dtype for name in present}, first, storage)
-    known = {slot.name for places in all_places for slot in places}
+    module_names = {slot.name for places in all_places for slot in places}
     for name in tensors:
-        if name not in known:
+        if name not in module_names:
             yield f"{name}: the source has it and the module does not; leave it out"
 
 
@@ -257,7 +257,8 @@ def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
     """Return True if a cast may change values, by precision or range; of integers and booleans, any cast."""
     if not (dtype.is_floating_point and storage.is_floating_point):
         return dtype != storage
-    old, new = torch.finfo(dtype), torch.finfo(storage)
+    old = torch.finfo(dtype)
+    new = torch.finfo(storage)
     return new.eps > old.eps or new.max < old.max or new.tiny > old.tiny
 
 

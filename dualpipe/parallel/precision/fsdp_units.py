@@ -4,7 +4,7 @@
     unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
     cast      of the inputs of a module that owns parameters to their compute dtype, in a host of several dtypes
     narrow    cast of a parameter for its module's forward, if it is gathered in a wider dtype than it computes in, for
-              the sake of the parameters that the module owns besides
+              the sake of other parameters that the module owns
 
 FSDP2 gathers a unit in one dtype and reduces it in one. It asserts so in the first forward only, and not for frozen
 parameters; therefore parameters are grouped here, before anything is sharded. Nothing in the module is changed.
@@ -182,7 +182,8 @@ class ModuleUnits:
                 (self.casts[node.module],) = node.dtypes
                 continue
             if len({output for _, output in node.casts}) > 1:
-                raise ValueError(f"rules disagree on what {node.name} returns: {set(node.casts)}")
+                raise ValueError(f"rules disagree on the output_dtype of {node.name}, got {set(node.casts)}: give all "
+                                 "of them the same output_dtype")
             if node.casts and _has_forward(node.module):
                 inputs, returned = next(iter(node.casts))
                 self.casts[node.module] = node.narrow or inputs, returned
@@ -242,7 +243,7 @@ class ModuleUnits:
             if len({unit_of[module] for module in tied}) > 1:
                 if not moved.isdisjoint(tied) or any(self._nodes[module].children for module in tied):
                     raise ValueError(f"{[type(module).__name__ for module in tied]} share a parameter across units and "
-                                     "have other tensors or modules besides: tie modules that own nothing else")
+                                     "contain other modules or are tied twice: tie modules that contain no others")
                 joined[tuple(tied)] = self.units[unit_of[tied[0]]][1]
                 moved.update(tied)
         remaining = [(tuple(module for module in modules if module not in moved), key) for modules, key in self.units]

@@ -114,9 +114,10 @@ def matches(pattern: str, name: str) -> bool:
     return match(pattern.split("."), name.split("."))
 
 
-def _require_floating(dtype: torch.dtype, what: str) -> None:
+def _require_floating(dtype: torch.dtype, owner: str) -> None:
+    """Raise ValueError for another kind of dtype; `owner` names the rule or field in the message."""
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"{what}: the dtype must be a floating-point one, such as torch.float32; got {dtype!r}")
+        raise ValueError(f"{owner}: the dtype must be a floating-point one, such as torch.float32; got {dtype!r}")
 
 
 @dataclass(frozen=True)
