@@ -1,12 +1,18 @@
-# make train | test | test-slow | test-all | test-idle | lint | bench | clean
+# make train | test | test-slow | test-all | test-idle | test-gpu | lint | bench | wheels | gpu | gpu-node | clean
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
 # (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the matrices.
+# Where there is a folder wheels/, which `make wheels` fills, everything is installed from it, without a package index.
 PYTHON ?= python3
 TORCH  ?=
 VENV   ?= .venv$(if $(TORCH),-$(TORCH))
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
-SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) EXTRA=$(1) bash setup.sh
+WHEELS ?= $(if $(wildcard wheels/*.whl),wheels)
+SETUP   = PYTHON=$(PYTHON) TORCH=$(TORCH) VENV=$(VENV) WHEELS=$(WHEELS) EXTRA=$(1) bash setup.sh
+
+# What `make wheels` downloads for: a GPU machine that has torch and no package index.
+TARGET    ?= 3.12
+PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64 manylinux_2_17_x86_64
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
 # tool that comes with an interpreter's own packages has no script in $(BIN). Two workers more than there are cores, as
@@ -19,7 +25,7 @@ PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest
 # matrix of the kernels, which takes hours and runs in test-all alone.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
-.PHONY: train test test-slow test-all test-idle lint bench clean
+.PHONY: train test test-slow test-all test-idle test-gpu lint bench wheels gpu gpu-node clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
 	$(call SETUP,train)
@@ -34,19 +40,23 @@ train: $(READY)
 	$(BIN)/dualpipe train examples/tiny-cpu.toml
 
 test: $(READY)-test
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(READY)-test
 	@echo "part $(MATRIX_PART) of the matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
-	$(PYTEST) -m "slow and not idle" --matrix-part $(MATRIX_PART) $(ARGS)
+	$(PYTEST) -m "slow and not idle and not gpu" --matrix-part $(MATRIX_PART) $(ARGS)
 
 test-all: $(READY)-test
-	$(PYTEST) -m "not idle" $(ARGS)
+	$(PYTEST) -m "not idle and not gpu" $(ARGS)
 
 # Tests that time steps, which CI cannot: by hand, on two idle cores, after a change of what `dualpipe plan` predicts.
 # One file, as to collect all tests is load enough.
 test-idle: $(READY)-test
 	$(PYTEST) --numprocesses 0 -m idle -rs -s tests/plan/test_cpu_runs.py $(ARGS)
+
+# Those that need a GPU, all cases, one after the other, as they share the card; --gpu-cases 4 runs a few of each test.
+test-gpu: $(READY)-test
+	$(PYTEST) --numprocesses 0 -m gpu -rs $(ARGS)
 
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
@@ -57,6 +67,13 @@ bench: $(READY)
 	@status=0; for script in wgrad_split engine_overhead $(notdir $(basename $(wildcard benchmarks/bench_*.py))); do \
 	    echo "== $$script"; $(BIN)/python benchmarks/$$script.py $(ARGS) || status=1; \
 	done; exit $$status
+
+wheels:
+	PYTHON=$(PYTHON) WHEELS=wheels TARGET=$(TARGET) PLATFORMS="$(PLATFORMS)" bash wheels.sh
+
+# One card in ten minutes, and a machine of eight: correctness, then times, into out/gpu/session.json. See docs/gpu.md.
+gpu gpu-node: $(READY)-test
+	$(BIN)/python -P benchmarks/gpu_session.py $(if $(findstring node,$@),--node) $(ARGS)
 
 clean:
 	rm -rf .venv* build *.egg-info out

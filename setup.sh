@@ -3,6 +3,7 @@
 #   EXTRA   train, which makes the environment anew, or test or lint, which add to it
 #   PYTHON  interpreter to use (3.11 or newer)
 #   TORCH   a torch release to install instead of the pinned one
+#   WHEELS  a folder that `make wheels` has filled: everything but torch and Triton comes from there, without an index
 # An interpreter that already has torch >= 2.11 lends its packages; no other torch is downloaded in its place.
 set -euo pipefail
 constraints=$VENV/constraints.txt  # exact versions, for all extras
@@ -12,6 +13,12 @@ describe_torch='
 import importlib.metadata, sys, torch
 assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 print(importlib.metadata.version("torch"), *(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))), sep="\n")'
+
+from=()
+if [ -n "${WHEELS:-}" ]; then
+    [ -z "$TORCH" ] || { echo "TORCH=$TORCH: $WHEELS has no torch; leave TORCH out, or WHEELS" >&2; exit 2; }
+    from=(--no-index --find-links "$WHEELS")
+fi
 
 if [ "$EXTRA" = train ]; then
     rm -rf "$VENV"
@@ -23,12 +30,16 @@ if [ "$EXTRA" = train ]; then
         # Not --system-site-packages: in a virtual environment that would show the packages of the interpreter below it.
         tail -n +2 <<< "$lent" > "$("$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/lent.pth"
         { grep -vE '^(torch|triton)==' constraints.txt; echo "torch==$(head -n 1 <<< "$lent")"; } > "$constraints"
+    elif [ -n "${WHEELS:-}" ]; then
+        echo "$PYTHON has no torch 2.11 or newer, and $WHEELS has none; name an interpreter that has: PYTHON=python3.12" >&2
+        exit 2
     else
         cp constraints.txt "$constraints"
     fi
     # The interpreter of Triton before 3.7, which torch 2.11 comes with, fails with numpy 2.4.
     case $("$VENV/bin/pip" list --format freeze | grep '^triton==') in
-        triton==[0-2].* | triton==3.[0-6].*) sed -i 's/^numpy==.*/numpy==2.3.5/' "$constraints" ;;
+        triton==[0-2].* | triton==3.[0-6].*)
+            sed -i -e '/^numpy==/d' -e 's/^# with Triton before 3.7: //' "$constraints" ;;
     esac
 fi
-"$VENV/bin/pip" install -e ".[$EXTRA]" -c "$constraints"
+"$VENV/bin/pip" install -e ".[$EXTRA]" -c "$constraints" "${from[@]}"

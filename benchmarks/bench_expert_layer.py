@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from bench_routing import torch_sort
 from bench_swiglu import ALPHA, LIMIT, eager
-from expert_shapes import MODELS, ROUTINGS, TOKENS, Model, choices, every
+from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Model, choices, every
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -245,9 +245,9 @@ def ways(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
 
 def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
     """Forward, and forward with backward, of a layer."""
-    layer = make_layer(MODELS[model], tokens, routing == "skewed", machine.device)
+    layer = make_layer(SIZES[model], tokens, routing == "skewed", machine.device)
     check(layer)
-    shapes = dense_shapes(MODELS[model], tokens)
+    shapes = dense_shapes(SIZES[model], tokens)
     for direction, runs in ways(layer).items():
         ms = {way: time_ms(run) for way, run in runs.items()}
         dense = dense_ms(shapes[direction], machine.device)

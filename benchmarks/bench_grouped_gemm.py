@@ -2,9 +2,10 @@
 
 For the expert shapes of three models, their number of tokens, balanced and skewed routing, all experts on one rank or
 an eighth of them; forward of both GEMMs of an expert (the first one also gathering its rows, and with the activation in
-it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows). Each
-result is checked before it is timed. `dense` is a `torch.mm` with as many operations, `bound` what the dense rate and
-the copy bandwidth of the same run allow together; `x` how many times longer a rival takes.
+it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows).
+quack-kernels is a rival where it is installed. Each result is checked before it is timed. `dense` is a `torch.mm` with
+as many operations, `bound` what the dense rate and the copy bandwidth of the same run allow together; `x` how many
+times longer a rival takes.
 
     python benchmarks/bench_grouped_gemm.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -15,13 +16,14 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import quack_rival
 import torch
 import torch.nn.functional as F
 from bench_swiglu import eager
-from expert_shapes import MODELS, ROUTINGS, TOKENS, Layer, Model, every, route
+from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Layer, Model, every, route
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -42,6 +44,7 @@ class Case:
     bytes: int
     dense: tuple[int, int, int]  # m, n, k of a dense product with as many operations
     reset: Callable[[], Any] = lambda: None  # of a result that is written in place, before it is checked
+    by_quack: Callable[[], Any] | None = None  # a rival that may be missing, or fail
 
     @property
     def flops(self) -> int:
@@ -101,6 +104,7 @@ def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None
         rivals={"grouped_mm": grouped_mm, "cublas": cublas},
         bytes=2 * (x.numel() + w.numel() + y.numel()),
         dense=(*y.shape, x.shape[1]),
+        by_quack=quack_rival.forward(x, w, layer, gather),
     )
 
 
@@ -117,6 +121,7 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
         expected=then_activated(plain.expected),
         rivals={rival: then_activated(product) for rival, product in plain.rivals.items()},
         bytes=plain.bytes + gather.shape[0] * w.shape[1],
+        by_quack=None,
     )
 
 
@@ -175,6 +180,7 @@ def weight_gradient(
         bytes=2 * (dy.numel() + x.numel()) + 4 * out.numel() * (2 if accumulate else 1),
         dense=(dy.shape[1], x.shape[1], dy.shape[0]),
         reset=lambda: out.fill_(0.0 if accumulate else math.nan),
+        by_quack=quack_rival.weight_gradient(dy, partial(taken_rows, x, gather), layer, out, accumulate),
     )
 
 
@@ -211,9 +217,9 @@ def float32_from_cublas(device: str, accumulate: bool) -> bool:
 
 def measure(machine: Machine, model: str, tokens: int, share: int, routing: str) -> Iterator[Row]:
     """Every product of one expert layer, of which this rank has one expert in `share`."""
-    experts = MODELS[model].experts // share
-    layer = route(MODELS[model], tokens, experts, routing == "skewed", machine.device)
-    for case in cases(MODELS[model], layer, machine.device):
+    experts = SIZES[model].experts // share
+    layer = route(SIZES[model], tokens, experts, routing == "skewed", machine.device)
+    for case in cases(SIZES[model], layer, machine.device):
         yield {"rows/expert": sum(layer.counts) // experts} | measure_case(case, machine)
 
 
@@ -230,7 +236,11 @@ def measure_case(case: Case, machine: Machine) -> Row:
         "of dense": dense_ms([case.dense], machine.device) / ms,
         "of bound": bound_ms / ms,
     }
-    return row | {f"x {name}": time_ms(run) / ms for name, run in case.rivals.items()}
+    row |= {f"x {name}": time_ms(run) / ms for name, run in case.rivals.items()}
+    if quack_rival.is_installed():
+        quack_ms = quack_rival.time_or_none(case.by_quack)
+        row["x quack"] = None if quack_ms is None else quack_ms / ms
+    return row
 
 
 def is_weight(row: Row) -> bool:

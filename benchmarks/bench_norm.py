@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from expert_shapes import MODELS, TOKENS, every
+from expert_shapes import MODELS, SIZES, TOKENS, every
 from gpu_bench import Bench, Goal, Machine, Row, check_close, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -32,7 +32,7 @@ Ways = tuple[Callable[[], Any], Callable[[], Any], Callable[..., Any], list[Tens
 
 
 def norm(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
-    width = MODELS[model].hidden
+    width = SIZES[model].hidden
     x, residual, dy, d_sum = (random(tokens, width) for _ in range(4))
     weight = random(width)
     _, total, scale = rms_norm(x, weight, EPS, residual)
@@ -59,7 +59,7 @@ def rotary(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
 
 
 def top_k(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
-    experts, chosen = MODELS[model].experts, MODELS[model].top_k
+    experts, chosen = SIZES[model].experts, SIZES[model].top_k
     logits, d_weights = random(tokens, experts).argsort(-1).bfloat16() / 16, random(tokens, chosen)  # none are equal
     _, indices, probs = softmax_top_k(logits, chosen, True)
     return (

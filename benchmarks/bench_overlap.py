@@ -44,7 +44,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from balanced_routes import BalancedRoutes
-from expert_shapes import MODELS, Model, every
+from expert_shapes import MODELS, SIZES, Model, every
 from gpu_bench import RESULTS, Bench, Goal, Machine, Row, Spans, add_save, report, require_gpu, run_settings, save
 from stand_ins import STAND_INS, Blocks
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ HEADS = {  # query heads, key/value heads, head dimension
     "gpt-oss-20b": (64, 8, 64),
     "tiny": (4, 2, 16),
 }
-TINY = {"tiny": Model(64, 32, 8, 2)}
+TINY = ("tiny",)
 KINDS = ("F", "B", "I", "W")
 WORK = [*KINDS, *("".join(pair) for pair in combinations_with_replacement(KINDS, 2) if pair != ("W", "W"))]
 FLUSHED = 2**28  # bytes written before each action: what is in the L2 cache is not the last one's
@@ -217,7 +217,7 @@ class Options:
 
 def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iterator[Row]:
     """A row for each kind and pair."""
-    sizes, device = (MODELS | TINY)[model], machine.device
+    sizes, device = SIZES[model], machine.device
     occupy = STAND_INS[options.stand_in](device) if device.type == "cuda" and options.group is None else None
     mirror = Mirror(options.ranks, device, occupy)
     free, real = (ExpertParallel(sizes.experts, a2a) for a2a in (mirror, options.group or mirror))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from expert_shapes import MODELS, ROUTINGS, TOKENS, Layer, every, route
+from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Layer, every, route
 from gpu_bench import Bench, Goal, Machine, Row, check_close, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -97,7 +97,7 @@ def cases(format: Format, layer: Layer, n: int, h: int, device: torch.device) ->
 
 def measure(machine: Machine, model: str, tokens: int, share: int, routing: str, format: str) -> Iterator[Row]:
     """Every product of one expert layer, of which this rank has one expert in `share`."""
-    sizes, arch = MODELS[model], architecture(machine.device)
+    sizes, arch = SIZES[model], architecture(machine.device)
     layer = route(sizes, tokens, sizes.experts // share, routing == "skewed", machine.device)
     rows = sum(layer.counts) / layer.experts
     for gemm, n, h in (("up", 2 * sizes.intermediate, sizes.hidden), ("down", sizes.hidden, sizes.intermediate)):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from expert_shapes import MODELS, ROUTINGS, TOKENS, choices, every
+from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, choices, every
 from gpu_bench import Bench, Goal, Machine, Row, check_close, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def moves(
 
 def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
     """The sort, and every way of moving rows by its result."""
-    sizes = MODELS[model]
+    sizes = SIZES[model]
     expert_idx = choices(tokens, sizes.experts, sizes.top_k, routing == "skewed", machine.device)
     yield measure_sort(expert_idx, sizes.experts)
     x = torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16, device=machine.device)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from expert_shapes import MODELS, TOKENS, every
+from expert_shapes import MODELS, SIZES, TOKENS, every
 from gpu_bench import Bench, Goal, Machine, Row, check_close, compiled, poisoned, run_bench, time_ms
 from torch import Tensor
 
@@ -57,7 +57,7 @@ def check(ways: dict[str, list[Callable[[], Any]]], operands: list[Tensor], dh: 
 
 def measure(machine: Machine, model: str, tokens: int, weighted: bool) -> Iterator[Row]:
     """Forward and backward of one activation."""
-    clamped, width, rows = MODELS[model].clamped, MODELS[model].intermediate, tokens * MODELS[model].top_k
+    clamped, width, rows = SIZES[model].clamped, SIZES[model].intermediate, tokens * SIZES[model].top_k
     gate_up = 3 * torch.randn(rows, 2 * width, dtype=torch.bfloat16, device=machine.device)
     dh = torch.randn(rows, width, dtype=torch.bfloat16, device=machine.device)
     weight = [torch.rand(rows, dtype=torch.bfloat16, device=machine.device)] if weighted else []

@@ -197,7 +197,7 @@ def compared(rows: Sequence[Row]) -> None:
 # -------------------------------------------------------------------------------------------------------- main program
 
 
-def parse() -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="a config.json, or a folder of examples/models: qwen3-30b-a3b")
     parser.add_argument("--layers", type=int, help="only the first ones, for a model that does not fit")
@@ -213,7 +213,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, help="to start, without torchrun and SLURM: all GPUs; on CPU 2")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: tiny sizes")
     add_save(parser, "training")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def options_of(args: argparse.Namespace, ranks: int, folder: str) -> Options:
@@ -269,20 +269,26 @@ def describe(row: Row) -> str:
     return f"{row['run by']} {row['mesh']} {row['schedule'] or ''}{overlap}, recompute {row['recompute']}"
 
 
+def measured_rows(processes: RankProcesses, options: Options, args: argparse.Namespace) -> Iterator[Row]:
+    """Run every setting, and yield its row, or its reason, as soon as it is there."""
+    rows: list[Row] = []
+    for setting in settings(args, options):
+        print(f"{describe(setting)} ...", flush=True)
+        row = setting | row_of(processes.run((options, setting)), options)
+        rows.append(checked(row, rows, TOLERANCE[options.dtype]))
+        print(f"    {rows[-1]['error'] or '{:.0f} ms a step'.format(row['step ms'])}", flush=True)
+        yield rows[-1]
+
+
 def main() -> int:
     args = parse()
     alone = args.ranks or (2 if args.device == "cpu" else require_gpu() and cuda.count())
     processes = RankProcesses(measure, alone=alone, seconds=args.seconds)
     if not processes.first:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
-    rows: list[Row] = []
     with TemporaryDirectory() as folder:
         options = options_of(args, processes.size, folder)
-        for setting in settings(args, options):
-            print(f"{describe(setting)} ...", flush=True)
-            row = setting | row_of(processes.run((options, setting)), options)
-            rows.append(checked(row, rows, TOLERANCE[options.dtype]))
-            print(f"    {row['error'] or '{:.0f} ms a step'.format(row['step ms'])}", flush=True)
+        rows = list(measured_rows(processes, options, args))
     compared(rows)
     print_table([row | {"error": row["error"] and row["error"].partition("\n")[0][:SHOWN]} for row in rows])
     print()

@@ -28,6 +28,12 @@ MODELS = {
     "qwen3-30b-a3b": Model(2048, 768, 128, 8),
     "gpt-oss-20b": Model(2880, 2880, 32, 4, clamped=True),
 }
+# All models by name: those that every benchmark measures, and those that `make gpu` asks for.
+SIZES = MODELS | {
+    "deepseek-v3": Model(7168, 2048, 256, 8),
+    "tiny": Model(64, 32, 8, 2),
+    "tiny clamped": Model(64, 32, 8, 2, clamped=True),
+}
 TOKENS = (4096, 16384, 65536)
 ROUTINGS = ("balanced", "skewed")
 
@@ -39,6 +45,11 @@ class Layer:
     experts: int
     counts: list[int]
     offs: Tensor  # (E,) int32: where they end
+
+    @cached_property
+    def bounds(self) -> Tensor:
+        """(E + 1,) int32: the start of each expert's rows, and the end of the last one's."""
+        return torch.cat([self.offs.new_zeros(1), self.offs])
 
     @cached_property
     def slices(self) -> list[tuple[int, slice]]:

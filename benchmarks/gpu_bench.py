@@ -279,7 +279,12 @@ def peak_gb(fn: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.compile` for exactly these shapes. Forgets earlier ones: after eight it would quietly run eagerly."""
+    """`torch.compile` for exactly these shapes. Forgets earlier ones: after eight it would quietly run eagerly.
+
+    Without a GPU the function itself, as then nothing that it says counts.
+    """
+    if not torch.cuda.is_available():
+        return function
     torch.compiler.reset()
     return torch.compile(function, dynamic=False)
 

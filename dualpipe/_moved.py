@@ -45,6 +45,7 @@ MOVED = {
     "dualpipe.parallel.shared_loads": "dualpipe.parallel.experts.shared_loads",
     "dualpipe.plan.context_traffic": "dualpipe.plan.communication",
     "dualpipe.plan.costs": "dualpipe.plan.stage_costs",
+    "dualpipe.plan.meta_run": "dualpipe.plan.on_meta.meta_run",
     "dualpipe.quantized.weights": "dualpipe.quantized.quantize_model",
     "dualpipe.ranks": "dualpipe.runtime.ranks.rank_sync",
     "dualpipe.recorder": "dualpipe.runtime.recorder",

@@ -192,23 +192,22 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
     from dualpipe.plan.memory import estimate, table
+    from dualpipe.plan.on_meta.counted_models import uncounted_layers
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.config.model_config import read_model_config, read_own_model_config
+    from dualpipe.train.config.model_config import read_model_config
 
     args, overrides = _after_config(args)
     config = load_config(args.config, overrides)
-    model = read_own_model_config(config, "--timeline") if args.timeline else read_model_config(config)
-    for line in table(estimate(config, model), config.memory.capacity):
+    model = read_model_config(config)
+    for line in (*table(estimate(config, model), config.memory.capacity), *uncounted_layers(model)):
         print(line)
-    if not isinstance(model, HubConfig):
-        print(f"without activations and messages, which of transformers' {model.model_type} are not counted")
-        return
     if args.timeline:
         ranks = memory_timeline.timeline(config, model)
         Path(args.timeline).write_text(memory_timeline.to_svg(ranks), encoding="utf-8")
         for line in (*memory_timeline.table(ranks), f"wrote {args.timeline}"):
             print(line)
-    if layers := len(model.carried_layers):
+    layers = len(model.carried_layers) if isinstance(model, HubConfig) else 0
+    if layers:
         print(f"{layers} layer{'s' * (layers > 1)} for multi-token prediction: not trained without mtp.weight > 0, so "
               "nothing is needed; an export carries what its source has")
 

@@ -8,8 +8,10 @@ import gc
 from types import SimpleNamespace
 
 import pytest
+from _pytest.mark.expression import Expression
 
 from dualpipe.runtime.recorder import Recorder
+from gpu_cases import spread_cases
 from matrix_parts import PARTS, part_of
 from pictures import write_stand_in
 from run_files import write_files
@@ -22,18 +24,42 @@ def pytest_addoption(parser):
         "--matrix-part", type=int, metavar="N",
         help=f"of the tests marked `matrix`, run only part N modulo {PARTS}; without it, all of them",
     )
+    parser.addoption(
+        "--gpu-cases", type=int, metavar="N",
+        help="of each test marked `gpu`, run N cases, spread over all: compiling takes longer than running them",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist starts its workers
+def pytest_cmdline_main(config):
+    """Run with one worker where a run is of tests marked `gpu` alone: they share one card."""
+    if asks_for_gpu_alone(config.option.markexpr):
+        config.option.numprocesses = 0
+        config.option.dist = "no"
+        config.option.tx = []
+
+
+def asks_for_gpu_alone(markexpr):
+    """Return True if an expression of marks takes tests that are marked `gpu`, and none that have no mark."""
+    if not markexpr:
+        return False
+    chosen = Expression.compile(markexpr)
+    return chosen.evaluate(lambda name, **_: name == "gpu") and not chosen.evaluate(lambda name, **_: False)
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests marked `matrix` that belong to another part than the one asked for."""
-    part = config.getoption("--matrix-part")
-    if part is None:
-        return
-    others = [item for item in items if item.get_closest_marker("matrix") and part_of(item.nodeid) != part % PARTS]
-    if others:
-        left_out = set(others)
+    """Leave out the tests of other parts of the matrices, and the cases of GPU tests beyond those asked for."""
+    part, most = config.getoption("--matrix-part"), config.getoption("--gpu-cases")
+    left_out = set()
+    if part is not None:
+        left_out |= {item for item in items
+                     if item.get_closest_marker("matrix") and part_of(item.nodeid) != part % PARTS}
+    if most is not None:
+        on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+        left_out |= set(on_gpu) - set(spread_cases(on_gpu, most))
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish():

@@ -1,5 +1,6 @@
 """The sdist and the wheel: what is in them, what they say of themselves, and that they run by what they ask for."""
 
+import os
 import re
 import subprocess
 import sys
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
-    "pyproject.toml", "setup.py", "setup.sh",
+    "pyproject.toml", "setup.py", "setup.sh", "wheels.sh",
 )
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
@@ -102,15 +103,69 @@ def made_by(target):
 
 @pytest.mark.parametrize("target, extras", [
     ("train", ["train"]), ("bench", ["train"]), ("test", ["train", "test"]), ("lint", ["train", "lint"]),
+    ("gpu", ["train", "test"]), ("gpu-node", ["train", "test"]),
 ])
 def test_make_installs_what_a_target_needs_and_no_more(target, extras):
     assert re.findall(r"\bEXTRA=(\w+) bash setup\.sh", made_by(target)) == extras
     assert 'install -e ".[$EXTRA]"' in (ROOT / "setup.sh").read_text()
 
 
+@pytest.fixture
+def recorded_pip(tmp_path):
+    """(an interpreter in place of python3, a function that returns what its pip was asked for)."""
+    calls = tmp_path / "calls"
+    python = tmp_path / "python3.12"
+    python.write_text(f"""#!/bin/sh
+if [ "$1" = -m ]; then echo "$@" >> {calls}; else exec {sys.executable} "$@"; fi
+""")
+    python.chmod(0o755)
+    return python, lambda: calls.read_text().splitlines()
+
+
+def test_wheels_are_those_of_the_tests_without_torch(recorded_pip, tmp_path):
+    python, calls = recorded_pip
+    environment = {**os.environ, "PYTHON": str(python), "TARGET": "3.12", "PLATFORMS": "manylinux_2_28_x86_64",
+                   "WHEELS": str(tmp_path / "wheels")}
+    subprocess.run(["bash", "wheels.sh"], cwd=ROOT, env=environment, check=True, capture_output=True)
+    packages, older = calls()
+    for words in ("--only-binary=:all:", "--python-version 3.12", "--platform manylinux_2_28_x86_64", "packages.txt"):
+        assert words in packages
+    assert "--no-deps" in older and "numpy==2.3.5" in (tmp_path / "wheels/before-triton-3.7.txt").read_text()
+    named = (tmp_path / "wheels/packages.txt").read_text().split()
+    assert {"einops>=0.8", "pytest>=8", "transformers>=5.0", "zstandard>=0.22", "setuptools<82"} <= set(named)
+    both = named + (tmp_path / "wheels/constraints.txt").read_text().splitlines()
+    assert not [name for name in both if re.match(r"(torch|triton|dualpipe)\b", name)]
+
+
+@pytest.mark.parametrize("triton, numpy", [("3.6.0", "2.3.5"), ("3.7.1", "2.4.6")])
+def test_numpy_goes_by_the_release_of_triton(tmp_path, triton, numpy):
+    """Of what is lent; from a folder of wheels, without an index."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text("""#!/bin/sh
+case "$*" in
+    list*) echo triton==TRITON ;;
+    install*) echo "$@" ;;
+    *venv*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/pip" ;;
+    *sysconfig*) dirname "$0" ;;
+    *import*) printf '2.11.0+cu130\n/lent/site-packages\n' ;;
+esac
+""".replace("TRITON", triton))
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "TORCH": "", "EXTRA": "train", "WHEELS": "some",
+                   "VENV": str(tmp_path / "venv")}
+    done = subprocess.run(["bash", "setup.sh"], cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    assert "--no-index --find-links some" in done.stdout
+    lines = (tmp_path / "venv" / "constraints.txt").read_text().splitlines()
+    assert f"numpy=={numpy}" in lines and "torch==2.11.0+cu130" in lines
+    assert not any(line.startswith("triton==") for line in lines)
+
+
 def test_each_mark_of_slow_tests_is_run_by_a_target():
-    assert '-m "not slow"' in made_by("test") and '-m "slow and not idle"' in made_by("test-slow")
-    assert '-m "not idle"' in made_by("test-all") and "-m idle" in made_by("test-idle")
+    assert '-m "not slow and not gpu"' in made_by("test")
+    assert '-m "slow and not idle and not gpu"' in made_by("test-slow")
+    assert '-m "not idle and not gpu"' in made_by("test-all") and "-m idle" in made_by("test-idle")
+    assert "--numprocesses 0 -m gpu" in made_by("test-gpu"), "they share one card"
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.idle\n" in path.read_text()]
     assert marked
     for path in marked:

@@ -129,7 +129,8 @@ def torchrun_takes_it(command):
 def make_would_run_it(command):
     shown = [*shlex.split(command), "--dry-run", "--always-make"]
     done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and re.search("pytest|ruff|benchmarks/|tiny-cpu.toml", done.stdout), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert re.search("pytest|ruff|benchmarks/|tiny-cpu.toml|wheels.sh", done.stdout), done.stdout
 
 
 def script_says_it_needs_a_gpu(command):
@@ -161,6 +162,15 @@ CHECKED = {  # what is checked of a command in place of running it
     "make test-slow": make_would_run_it,
     "make test-all": make_would_run_it,
     "make test-idle": make_would_run_it,
+    "make wheels": make_would_run_it,
+    "make TARGET=3.13 wheels": make_would_run_it,
+    "make PYTHON=python3.12 gpu": make_would_run_it,
+    "make gpu": make_would_run_it,
+    'make gpu ARGS="--only grouped-gemm fp8"': make_would_run_it,
+    'make gpu ARGS="--again overlap"': make_would_run_it,
+    "make gpu ARGS=--dry": make_would_run_it,
+    "make gpu-node": make_would_run_it,
+    "make test-gpu": make_would_run_it,
     "make bench": make_would_run_it,
     "make bench ARGS=--save": make_would_run_it,
     'make test ARGS="tests/schedule -x"': make_would_run_it,

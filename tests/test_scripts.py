@@ -36,10 +36,13 @@ ON_CPU = {
 }
 STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
 ON_A_GPU = (
-    "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py", "bench_overlap.py",
-    "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py", "tune_grouped_gemm.py",
+    "bench_attention.py", "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py",
+    "bench_overlap.py", "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py",
+    "tune_grouped_gemm.py",
 )
 ELSEWHERE = {  # the tests that run the others
+    "gpu_session.py": "benchmarks/test_gpu_session.py::test_a_dry_session_writes_json_and_summary",
+    "kernel_budget.py": "benchmarks/test_kernel_budget.py::test_the_script_compares_a_kernel_with_its_budget",
     "compile_kernels.py": "benchmarks/test_compile_kernels.py::test_main_configurations_compile",
     "wrap_your_model.py": "test_examples.py::test_finds_its_gradients_right",
     "wrap_your_moe.py": "test_examples.py::test_finds_its_gradients_right",

@@ -40,7 +40,7 @@ class NumberedLayers(nn.ModuleList):
             yield int(name), layer
 
 
-def cut_model(causal_lm: Any, layers: range, *, is_first: bool, is_last: bool) -> None:
+def cut_model(causal_lm: Any, layers: Sequence[int], *, is_first: bool, is_last: bool) -> None:
     """Remove from a model the parts of other stages: layers, and the embedding, norm and head at other ends.
 
     layers: the numbers of the stage's layers. A last stage with a tied head keeps the embedding, which the head is

@@ -95,6 +95,11 @@ class TransformersModel:
         """The number of layers."""
         return len(base_of(self.causal_lm).layers)
 
+    def layer(self, number: int) -> nn.Module:
+        """Return a layer of `causal_lm`."""
+        layer: nn.Module = base_of(self.causal_lm).layers[number]
+        return layer
+
     @property
     def num_experts(self) -> int:
         """The experts of a layer, the most that one has; 0 in a dense model."""
@@ -161,8 +166,9 @@ class TransformersModel:
         return _meta_stages(self.text, num_stages, layers_per_stage)
 
 
-def _build(text: str) -> Any:
-    config = TransformersModel(text).config
+def build_on_meta(model: TransformersModel) -> Any:
+    """Return a new whole model without memory, in float32."""
+    config = model.config
     config._experts_implementation = NAME
     config.dtype = torch.float32
     with torch.device("meta"):
@@ -171,18 +177,18 @@ def _build(text: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _whole_on_meta(text: str) -> Any:
-    return _build(text)
+    return build_on_meta(TransformersModel(text))
 
 
 @lru_cache(maxsize=64)
 def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) -> tuple[CausalLMStage, ...]:
     cuts = stage_layers(_whole_on_meta(text), num_stages, layers_per_stage)
-    form = check_structure(_build(text), cuts)  # which takes its model apart
+    form = check_structure(build_on_meta(TransformersModel(text)), cuts)  # which takes its model apart
     stages = []
     for number, layers in enumerate(cuts):
         is_first = number == 0
         is_last = number == num_stages - 1
-        causal_lm = _build(text)
+        causal_lm = build_on_meta(TransformersModel(text))
         cut_model(causal_lm, layers, is_first=is_first, is_last=is_last)
         stages.append(defer_weight_grads(stage_of(causal_lm, is_first=is_first, is_last=is_last, form=form)))
     return tuple(stages)

@@ -36,7 +36,7 @@ class CausalLMStage(nn.Module):
         self.is_last = is_last
         self.splits: dict[int, SplitLayer] = {}  # by the number of the layer: those that run in parts
         self.recompute = Recompute()
-        self._form = form or LayerForm()
+        self.form = form or LayerForm()
         self._num_changes = 0
         self.config = causal_lm.config
         self.is_tied = is_tied(causal_lm.config)
@@ -113,7 +113,7 @@ class CausalLMStage(nn.Module):
 
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
         """Return the first layer's hidden states (B, S, H), and each layer's arguments behind the hidden states."""
-        recorders = [CallRecorder(layer, self._form) for layer in self.layers]
+        recorders = [CallRecorder(layer, self.form) for layer in self.layers]
         norm = OutputRecorder(nn.Identity())
         with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
             hidden_states = self.base(**self._inputs(x), position_ids=position_ids, use_cache=False).last_hidden_state
@@ -148,7 +148,7 @@ class CausalLMStage(nn.Module):
     def _fixed_layers(self, x: Tensor) -> nn.ModuleList:
         """Return one layer that returns `x`."""
         layer = self.layers[0] if len(self.layers) else self.layers.attributes
-        return nn.ModuleList([FixedLayer(x, self._form, layer)])
+        return nn.ModuleList([FixedLayer(x, self.form, layer)])
 
 
 def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:

@@ -129,13 +129,17 @@ def _skeleton_of(causal_lm: Any) -> Skeleton:
     if getattr(causal_lm, "lm_head", None) is not None:
         causal_lm.lm_head = _Passing(causal_lm.lm_head)
     causal_lm.all_tied_weights_keys = {}
-    rest = [module for module in causal_lm.modules() if not isinstance(module, nn.Embedding)]
-    for module in rest:
+    fill_on_cpu(causal_lm, [module for module in causal_lm.modules() if not isinstance(module, nn.Embedding)])
+    return Skeleton(causal_lm, layers, embedding_size)
+
+
+def fill_on_cpu(causal_lm: Any, modules: Sequence[nn.Module]) -> None:
+    """Move modules of a model from meta to the CPU, with the buffers that the model makes, such as frequencies."""
+    for module in modules:
         module.to_empty(device="cpu", recurse=False)
-    for module in rest:
+    for module in modules:
         if any(True for _ in module.buffers(recurse=False)):
             causal_lm._init_weights(module)
-    return Skeleton(causal_lm, layers, embedding_size)
 
 
 class _Passing(StandIn):

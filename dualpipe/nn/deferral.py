@@ -94,16 +94,9 @@ class WeightGradStore:
         finally:
             self.recomputing = False
 
-    @contextmanager
-    def defer(self, key: Hashable) -> Iterator[None]:
-        """Queue what is `put` inside under `key`."""
-        if self._queue is not None:
-            raise RuntimeError("WeightGradStore.defer does not nest")
-        self._queue = self._queues.setdefault(key, [])
-        try:
-            yield
-        finally:
-            self._queue = None
+    def defer(self, key: Hashable) -> AbstractContextManager[None]:
+        """Queue what is `put` inside under `key`; may be entered more than once."""
+        return _Deferral(self, key)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -134,8 +127,11 @@ class WeightGradStore:
         self._queues.clear()
 
 
+# Classes, as generators would add 1 us to each backward.
+
+
 class _Accumulation(AbstractContextManager[None]):
-    """Sets `accumulating` of a store while it is entered; a class, as a generator would add 1 us to each backward."""
+    """Sets `accumulating` of a store while it is entered."""
 
     def __init__(self, store: WeightGradStore) -> None:
         self._store = store
@@ -145,6 +141,22 @@ class _Accumulation(AbstractContextManager[None]):
 
     def __exit__(self, *_: object) -> None:
         self._store.accumulating = False
+
+
+class _Deferral(AbstractContextManager[None]):
+    """Has a store queue under a key while it is entered."""
+
+    def __init__(self, store: WeightGradStore, key: Hashable) -> None:
+        self._store = store
+        self._key = key
+
+    def __enter__(self) -> None:
+        if self._store.deferring:
+            raise RuntimeError("WeightGradStore.defer does not nest")
+        self._store._queue = self._store._queues.setdefault(self._key, [])
+
+    def __exit__(self, *_: object) -> None:
+        self._store._queue = None
 
 
 def weight_grads(

@@ -42,7 +42,7 @@ class OverlappedPairs:
         runner = self._runners[forward.stage]
         if runner.wait_for_parameters is not None:
             runner.wait_for_parameters()
-        target = ahead.carry.pop(TARGET) or Target(None, (), False)
+        target = ahead.carry.pop(TARGET, Target(None, (), False))
         del ahead.carry[SIDE]  # none: the hook has no argument for any
         inputs = dict(ahead.carry)
         (record,) = behind.records

@@ -69,6 +69,17 @@ class _ObservedStep:
             warnings.warn(text, UserWarning, stacklevel=3)
 
 
+@dataclass
+class _Steps:
+    """The steps of a pipeline: how many were begun, on all ranks alike, and the executor of the one that is running.
+
+    Not attributes of the pipeline itself, as to assign one of a module takes 1 us.
+    """
+
+    begun: int = 0
+    executor: Executor | None = None
+
+
 class Pipeline(nn.Module):
     """The ranks of `process_group` as a pipeline; an nn.Module whose parameters are those of this rank's stages.
 
@@ -108,8 +119,7 @@ class Pipeline(nn.Module):
         self.weight_grad_store = WeightGradStore()
         self._process_group = process_group
         self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
-        self._runs = 0  # steps that were begun, on all ranks alike
-        self._executor: Executor | None = None  # of the step that is running
+        self._steps = _Steps()
         self._is_reordered = False  # whether steps run in another order, of one micro-batch
         self._observed: _ObservedStep | None = None  # the first training step in the schedule's order
         self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # by those whose ranks are traced
@@ -277,7 +287,7 @@ class Pipeline(nn.Module):
         Gradients that `sync=False` has kept are dropped by a PipelineError.
         """
         self._failure.check()
-        self._runs += 1
+        self._steps.begun += 1
         train = torch.is_grad_enabled()
         observed = self._observed
         split: list[Batch] = []
@@ -295,12 +305,12 @@ class Pipeline(nn.Module):
                 if agreed.conclusion is not None:
                     result = self._run(split.pop(), agreed.conclusion, train=train, sync=bool(sync))
         except BaseException:
-            if self._executor is not None:
-                self._executor.abandon()
+            if self._steps.executor is not None:
+                self._steps.executor.abandon()
             self._discard()
             raise
         finally:
-            self._executor = None
+            self._steps.executor = None
         try:
             agreed.raise_problem()
             if observed is None and self._observed is not None:
@@ -340,8 +350,10 @@ class Pipeline(nn.Module):
         )
         parameters = ParametersStep(
             self._stages.parameters, self._stages.borrowers, train=train, reduce=train and sync)
-        batch = replace(batch, side_names=agreed.side_names)
-        self._executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
+        if agreed.side_names:
+            batch = replace(batch, side_names=agreed.side_names)
+        executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
+        self._steps.executor = executor
         if self._tied is not None and train:
             self._tied.begin()
         probe = None
@@ -349,7 +361,7 @@ class Pipeline(nn.Module):
             probe = StepProbe(self._stages.modules)
         self.weight_grad_store.observer = probe
         try:
-            result = self._executor.run()
+            result = executor.run()
         finally:
             self.weight_grad_store.observer = None
         if self._tied is not None and train and sync:
@@ -364,7 +376,8 @@ class Pipeline(nn.Module):
 
     def _running(self) -> str:
         """Return the error prefix that names the running action."""
-        return "" if self._executor is None else self._executor.running()
+        executor = self._steps.executor
+        return "" if executor is None else executor.running()
 
     def deferral_report(self) -> DeferralReport:
         """Return how much of this rank's weight-gradient work can wait for a "W", which parameters' cannot, and why.
@@ -393,7 +406,7 @@ class Pipeline(nn.Module):
             # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
             self._trace_groups[group] = gloo_beside(group)
         return Tracer(Path(path), self._trace_groups.get(group), self.device, place,
-                      lambda: self._runs if WeightGradStore.current() is self.weight_grad_store else 0)
+                      lambda: self._steps.begun if WeightGradStore.current() is self.weight_grad_store else 0)
 
     @property
     def copied_parameters(self) -> list[nn.Parameter]:

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import is_boundary
+from dualpipe.nn.segments import input_names, is_boundary
 from dualpipe.parallel.fsdp.driver import ParametersStep
 from dualpipe.pipeline.arguments import Batch
 from dualpipe.pipeline.deepseek_hook import OverlappedPairs
 from dualpipe.pipeline.lower import Instruction, Program
-from dualpipe.pipeline.microbatch import MicrobatchState, Slot, arrived, begin_forward
-from dualpipe.pipeline.overlap import Task, run_alone, walk
+from dualpipe.pipeline.microbatch import MicrobatchState, Slot, arrived
+from dualpipe.pipeline.overlap import Task, walk
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.pipeline.rank_stages import RankStages
-from dualpipe.pipeline.stage_program import as_tuple
+from dualpipe.pipeline.stage_program import SIDE, TARGET, as_tuple
 from dualpipe.pipeline.stage_runner import StageRunner, detached
 from dualpipe.runtime.device import annotation
 from dualpipe.runtime.recorder import Recorder
@@ -135,7 +136,9 @@ class Executor:
         if len(actions) > 1:
             return self._run_pair(actions)
         (action,) = actions
-        run_alone(self._task(action, is_pair=False))
+        for in_flight in self._task(action, is_pair=False):
+            if in_flight is not None:
+                in_flight.start()
         return (self._finish(action),)
 
     def _run_pair(self, actions: tuple[Action, ...]) -> Sequence[Sequence[Tensor]]:
@@ -173,16 +176,27 @@ class Executor:
         return runner.backward(state, action.kind, slot)
 
     def _begin_forward(self, action: Action) -> None:
+        """Put what a forward starts from into the carry of its micro-batch: inputs, side inputs, and on the last stage
+        what the outputs are compared with."""
         stage = action.stage
-        target = None
+        spec = self._stages.specs[stage]
+        state = self._states[stage, action.microbatch]
+        # Detached: what a stage asks of them, such as a gradient, is not asked of those that are sent on.
+        side: dict[str, Any] = {}
+        if state.side:
+            side = {n: tensor.detach() for n, tensor in zip(self._batch.side_names, state.side) if spec.takes(n)}
+        names = input_names(len(state.inputs))
+        state.begin(dict(zip(names, state.inputs)), names if stage > 0 else ())
+        carry = state.carry
+        if self._stages.programs[stage].is_module:
+            carry[SIDE] = side
+        else:
+            carry |= dict.fromkeys(spec.names) | side
         if stage == self._stages.count - 1:
             target = self._batch.target(action.microbatch)
             if self._recorder.is_observed:  # who observes is shown the outputs, not the loss alone
                 target = target._replace(keep_outputs=True)
-        begin_forward(
-            self._states[stage, action.microbatch], self._stages.programs[stage], self._stages.specs[stage],
-            self._batch.side_names, target,
-        )
+            carry[TARGET] = target
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
         """Give a result that stays on this rank to the next stage, or the stage before."""
@@ -218,22 +232,21 @@ class Executor:
         carry = state.carry
         state.carry = {}
         program = self._stages.programs[stage]
-        loss = carry.get("loss")
+        loss = carry.pop("loss", None)
         results = carry
         if not program.is_module:  # what arrived and nobody read may be left behind the outputs
             results = {name: carry[name] for name in program.outputs or carry if is_boundary(name)}
             if loss is None:
                 as_tuple([*results.values()])
-        outputs = tuple([tensor for name, tensor in results.items() if name != "loss"])
+        outputs = tuple(results.values())
         if stage == self._stages.count - 1:
             self._keep(microbatch, outputs, loss)
         if not self._train:
             del self._states[slot]
         elif loss is not None:
-            state.results = ("loss",)
-            state.arrive((torch.ones_like(loss),))
+            state.gradients = {"loss": torch.ones_like(loss)}
         else:
-            state.results = tuple(name for name, tensor in results.items() if tensor.requires_grad)
+            state.results = tuple([name for name, tensor in results.items() if tensor.requires_grad])
         side = state.side
         state.side = ()
         return (*outputs, *side)

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from dualpipe.nn.segments import Names, input_names
-from dualpipe.pipeline.side_inputs import SideSpec
-from dualpipe.pipeline.stage_program import SIDE, TARGET, StageProgram, Target
+from dualpipe.nn.segments import Names
 from dualpipe.runtime.device import RandomState
 
 Slot = tuple[int, int]  # stage and micro-batch
@@ -79,10 +77,10 @@ class MicrobatchState:
     inputs: the activation that has arrived, until the forward takes it. side: the side inputs beside it, until they
     go on with the result. carry: named values between the segments of a forward. records: one for each segment, from a
     forward that needs a backward. gradients: by name, between the segments of a backward. results: the names of the
-    outputs, or of the loss, that need a gradient.
+    outputs that need a gradient, which will arrive. from_caller: inputs of a caller's that need gradients.
     """
 
-    __slots__ = ("_from_caller", "_from_stage", "carry", "deferred", "gradients", "inputs", "records", "results",
+    __slots__ = ("_from_stage", "carry", "deferred", "from_caller", "gradients", "inputs", "records", "results",
                  "side", "slot")
 
     def __init__(
@@ -97,7 +95,7 @@ class MicrobatchState:
         self.results: Names = ()
         self.deferred: Callable[[], None] | None = None
         self._from_stage: dict[str, TensorLike] = {}
-        self._from_caller: dict[str, Tensor] = {}
+        self.from_caller: dict[str, Tensor] = {}
 
     def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
         """Start a forward with `carry`.
@@ -113,7 +111,7 @@ class MicrobatchState:
             if name in inputs:
                 self._from_stage[name] = TensorLike(value.shape, value.dtype, value.device)
             else:
-                self._from_caller[name] = value
+                self.from_caller[name] = value
                 carry[name] = value.detach().requires_grad_()
 
     def arrive(self, gradients: Sequence[Tensor]) -> None:
@@ -130,14 +128,9 @@ class MicrobatchState:
         if self.deferred is not None:
             self.deferred()
 
-    @property
-    def is_from_caller(self) -> bool:
-        """Return True if inputs are a caller's that need gradients."""
-        return bool(self._from_caller)
-
     def return_to_caller(self) -> None:
         """Have gradients of a caller's inputs flow on in the caller's own graph."""
-        for name, tensor in self._from_caller.items():
+        for name, tensor in self.from_caller.items():
             gradient = self.gradients.get(name)
             if gradient is not None:
                 torch.autograd.backward(tensor, gradient)
@@ -146,31 +139,14 @@ class MicrobatchState:
         """Return the gradients for the stage before, zeros where nothing depends on an input."""
         gradients = self.gradients
         self.gradients = {}
-        return [gradients[name] if name in gradients else like.zeros() for name, like in self._from_stage.items()]
+        results: list[Tensor] = []
+        for name, like in self._from_stage.items():
+            gradient = gradients.get(name)
+            results.append(like.zeros() if gradient is None else gradient)
+        return results
 
 
 def arrived(message: tuple[Tensor, ...], num_side: int, slot: Slot) -> MicrobatchState:
     """Return the state of a micro-batch whose activation and side inputs, the last `num_side`, have arrived."""
     end = len(message) - num_side
     return MicrobatchState(message[:end], message[end:], slot)
-
-
-def begin_forward(
-    state: MicrobatchState, program: StageProgram, spec: SideSpec, side_names: Sequence[str], target: Target | None
-) -> None:
-    """Put what a forward starts from into the carry of a micro-batch: inputs, side inputs, and on the last stage what
-    the outputs are compared with."""
-    # Detached: what a stage asks of them, such as a gradient, is not asked of those that are sent on.
-    side: dict[str, Any] = {}
-    if state.side:
-        side = {name: tensor.detach() for name, tensor in zip(side_names, state.side) if spec.takes(name)}
-    names = input_names(len(state.inputs))
-    carry: dict[str, Any]
-    if program.is_module:
-        carry = dict(zip(names, state.inputs))
-        carry[SIDE] = side
-    else:
-        carry = {**dict.fromkeys(spec.names), **side, **dict(zip(names, state.inputs))}
-    carry[TARGET] = target
-    is_first = state.slot[0] == 0
-    state.begin(carry, () if is_first else names)

@@ -99,12 +99,5 @@ def walk(tasks: Iterable[Task], turn: Callable[[int], None] | None = None) -> No
         running.append((number, task, in_flight))
 
 
-def run_alone(task: Task) -> None:
-    """Run one task; what `walk` does where there is no other."""
-    for in_flight in task:
-        if in_flight is not None:
-            in_flight.start()
-
-
 def _no_turn(number: int) -> None:
     """Tell nobody."""

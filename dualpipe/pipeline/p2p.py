@@ -396,10 +396,11 @@ class P2PMessages:
 
     def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
         metas = self._agreed[stage, microbatch < self._num_larger][0].metas
-        if len(tensors) != len(metas) or any(
-            t.shape != shape or t.dtype is not dtype or t.requires_grad is not grad
-            for t, (shape, dtype, grad) in zip(tensors, metas)
-        ):
+        fits = len(tensors) == len(metas)
+        for tensor, (shape, dtype, grad) in zip(tensors, metas):
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.requires_grad is not grad:
+                fits = False
+        if not fits:
             given = _described(map(TensorMeta.of, tensors))
             earlier = _described(metas)
             raise ValueError(

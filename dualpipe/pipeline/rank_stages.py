@@ -38,9 +38,10 @@ class RankStages:
     def is_hooked(self) -> bool:
         """Return True for stages of one type that offers DeepSeek's `overlapped_forward_backward`, and that do not run
         as segments."""
-        types = {type(module) for module in self.modules.values()}
-        are_whole = all(program.is_module for program in self.programs.values())
-        return len(types) == 1 and are_whole and hasattr(types.pop(), "overlapped_forward_backward")
+        types = set(map(type, self.modules.values()))
+        if len(types) != 1 or not hasattr(types.pop(), "overlapped_forward_backward"):
+            return False
+        return all(program.is_module for program in self.programs.values())
 
     def compile_programs(self, offered: Mapping[int, OfferedSegments] | None = None) -> None:
         """Compile the stages that were not compiled yet, or whose `segments_key` has changed.

@@ -37,7 +37,7 @@ from dualpipe.pipeline.side_inputs import SideSpec
 
 # Names in a carry that no segment of a user's can have: they are no identifiers.
 SIDE = "(side inputs)"  # those of a plain module, by name
-TARGET = "(target)"  # a `Target`, or None
+TARGET = "(target)"  # a `Target`, in the last stage
 
 
 class Target(NamedTuple):
@@ -125,7 +125,7 @@ def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *
     """Compile a stage; ValueError for `segments()` that do not fit together."""
     segments = stage_segments(module, offered, side)
     if segments is None:
-        return compile_module(module)
+        return compile_module(module, is_last=is_last)
     outputs = output_names(segments)
     if not is_last:
         return compile_segments(segments, outputs)
@@ -140,10 +140,11 @@ def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *
     return StageProgram((*program.segments[:-1], ending), program.backward_order, None)
 
 
-def compile_module(module: nn.Module) -> StageProgram:
+def compile_module(module: nn.Module, *, is_last: bool) -> StageProgram:
     """Compile a module that is called as a whole: one compute segment, which reads the whole carry."""
     call = ProgramSegment(
-        number=0, reads=None, writes=None, fn=partial(_call_module, module), communication=None, recompute=False,
+        number=0, reads=None, writes=None, fn=partial(_call_last_module if is_last else _call_module, module),
+        communication=None, recompute=False,
         needed=frozenset(), kept=(), region=(), between_ranks=False,
     )
     return StageProgram((call,), (0,), None)
@@ -193,15 +194,22 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
 
 
 def _call_module(module: nn.Module, *values: Any) -> dict[str, Any]:
-    """Call a whole module with its inputs, its side inputs and, on the last stage, apply the criterion."""
+    """Call a whole module with its inputs and its side inputs; return the outputs by name."""
+    *inputs, side = values
+    outputs = as_tuple(module(*inputs, **side))
+    return dict(zip(input_names(len(outputs)), outputs))
+
+
+def _call_last_module(module: nn.Module, *values: Any) -> dict[str, Any]:
+    """Call the module of the last stage, and apply the criterion."""
     *inputs, side, target = values
     outputs = as_tuple(module(*inputs, **side))
     return _stage_results(outputs, target)
 
 
-def _stage_results(outputs: Sequence[Tensor], target: Target | None) -> dict[str, Any]:
+def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
     """Return the outputs by name; with a criterion the loss, and the outputs where they are kept."""
-    if target is None or target.criterion is None:
+    if target.criterion is None:
         return dict(zip(input_names(len(outputs)), outputs))
     results = {"loss": target.criterion(*outputs, *target.labels)}
     if target.keep_outputs:

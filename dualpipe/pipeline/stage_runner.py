@@ -57,6 +57,7 @@ class StageRunner:
     ) -> None:
         self.program = program
         self._store = store
+        self._accumulation = store.accumulate()
         self.wait_for_parameters = wait_for_parameters
         self._autocast = autocast
         self._keep_results = keep_results
@@ -72,11 +73,12 @@ class StageRunner:
             self.wait_for_parameters()
         segments = self.program.segments
         needs_backward = torch.is_grad_enabled()
-        if needs_backward:
-            state.records = [SegmentRecord() for _ in segments]
+        state.records = []
         arriving: Arriving | None = None
         for segment in segments:
-            record = state.records[segment.number] if needs_backward else SegmentRecord()
+            record = SegmentRecord()
+            if needs_backward:
+                state.records.append(record)
             if arriving is not None and arriving.is_needed_by(segment, _used(segment)):
                 self._arrive(arriving, state.carry)
                 arriving = None
@@ -203,9 +205,9 @@ class StageRunner:
         once; a "B" of segments when a communication has started, and at the end.
         """
         if kind == "B" and self.program.is_module:
-            collect = self._store.accumulate
+            collecting = self._accumulation
         else:
-            collect = partial(self._store.defer, key)
+            collecting = self._store.defer(key)
             if kind == "B":
                 state.deferred = partial(self._compute_deferred, key)
         arriving: Arriving | None = None
@@ -227,20 +229,21 @@ class StageRunner:
                 arriving = Arriving(in_flight, segment, record, _differentiable(segment, record))
             else:
                 run = self._begin(kind, state, segment) if self._records_segments else None
-                self._compute_backward(segment, record, state, collect)
+                self._compute_backward(segment, record, state, collecting)
                 if run is not None:
                     self._end(run, [leaf.grad for leaf in record.leaves.values() if leaf.grad is not None])
             del record  # and with it what the segment read, before anything else is made
         if arriving is not None:
             self._return(arriving, state)
-        state.compute_deferred()
-        if state.is_from_caller:
+        if state.deferred is not None:
+            state.deferred()
+        if state.from_caller:
             with no_autocast(self._autocast):
                 state.return_to_caller()
 
     def _compute_backward(
         self, segment: ProgramSegment, record: SegmentRecord, state: MicrobatchState,
-        collect: Callable[[], AbstractContextManager[None]],
+        collecting: AbstractContextManager[None],
     ) -> None:
         """Run the backward of a compute segment."""
         gradients = state.gradients
@@ -255,10 +258,10 @@ class StageRunner:
             gradients.pop(name, None)
         del gradients
         if roots and self._autocast is None:
-            with collect():
+            with collecting:
                 run_backward(roots, values)
         elif roots:
-            with collect(), no_autocast(self._autocast):
+            with collecting, no_autocast(self._autocast):
                 run_backward(roots, values)
         for name, leaf in record.leaves.items():
             if leaf.grad is not None:
@@ -359,7 +362,9 @@ def needs_grad(value: Any) -> bool:
 
 def detached(value: Any) -> Any:
     """Return a tensor that needs a gradient as a leaf that shares its memory; anything else as it is."""
-    return value.detach().requires_grad_() if needs_grad(value) else value
+    if isinstance(value, Tensor) and value.requires_grad:
+        return value.detach().requires_grad_()
+    return value
 
 
 def as_leaf(value: Any, wants_grad: bool) -> Any:

@@ -2,8 +2,8 @@
 
 The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
 meanwhile is counted, each storage once. For GPUs without attention's scores, which the CPU keeps and fused kernels do
-not; for the CPU with what the references of our kernels take while they run (REFERENCES). What weight gradients take
-while they are computed is left out: on GPUs it does not grow with the micro-batch.
+not; for the CPU with what the references of our kernels take while they run (REFERENCES). What deferred weight
+gradients take while they are computed is left out: on GPUs it does not grow with the micro-batch.
 
 Of neighbours that are alike each one from the third on adds the same, so that of many two and three are counted.
 
@@ -23,12 +23,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dualpipe.models.hub import HubConfig
-from dualpipe.models.stages import Stage
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.pipeline.overlap import walk
-from dualpipe.plan.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds, summed_loss
+from dualpipe.plan.on_meta.counted_models import CountedModel, CountedStage, Workload, counted_model
+from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
+from dualpipe.train.config.model_config import TrainedModel
 
 # What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
 # torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
@@ -36,7 +36,6 @@ REFERENCES = {
     "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
     "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
 }
-_PROBE = 8, 16  # sequences of the two runs, and tokens of each: few, so that scores do not decide where the peak is
 
 
 class ActivationBytes(NamedTuple):
@@ -54,22 +53,25 @@ class ActivationBytes(NamedTuple):
 
 
 def activation_bytes(
-    config: HubConfig, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False,
+    model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
+    recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False, has_documents: bool = False,
 ) -> ActivationBytes:
     """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`; `last`: and the
     head and the loss, once for each layer for multi-token prediction among them and once more, with what these embed.
     Without the embedding of the first stage, which keeps the tokens alone.
 
     recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
-    spread evenly. cpu: as it is there, not on GPUs.
+    spread evenly. cpu: as it is there, not on GPUs. has_documents: rows hold several, which the masks of a model of
+    transformers keep apart; this library's need no masks.
     """
-    runs = [list(run) for _, run in groupby(kinds_of(config, layers, recompute))]
+    counted = counted_model(model)
+    probe = counted.probe(Workload(batch * sequence_length, (sequence_length,), dtype, ep, cpu, has_documents))
+    runs = [list(run) for _, run in groupby(counted.kinds(layers, recompute))]
     short = [run[:2] if len(run) > 3 else run for run in runs]
 
     def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
-        plain, fused, pairs = _per_token(config, tuple(chain.from_iterable(runs)), ep, dtype, last, cpu)
-        if not cpu:
+        plain, fused, pairs = _per_token(counted, tuple(chain.from_iterable(runs)), probe, last)
+        if fused is not None:
             return tuple(size + (fused if i not in (1, 5, 6) else 0) for i, size in enumerate(plain))
         return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
@@ -83,28 +85,24 @@ def activation_bytes(
 
 @lru_cache(maxsize=4096)
 def _per_token(
-    config: HubConfig, kinds: tuple[LayerKind, ...], ep: int, dtype: torch.dtype, last: bool, cpu: bool
-) -> tuple[tuple[float, ...], float, tuple[float, ...]]:
-    """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them; and the
-    scores for each pair of tokens."""
-    stage, fused = stage_of_kinds(config, kinds, ep, dtype, last), 0
-    for index, layer in stage.numbered():
-        if "attention" not in kinds[index].again:
-            # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them, and
-            # less, since keys and values need not be repeated for the heads that share them.
-            attention = layer.self_attn
-            repeated = attention.num_heads - attention.num_kv_heads
-            fused += 4 * attention.num_heads - repeated * (attention.qk_dim + attention.v_dim) * dtype.itemsize
+    model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool
+) -> tuple[tuple[float, ...], float | None, tuple[float, ...]]:
+    """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them, None where
+    nothing is instead of them; and the scores for each pair of tokens."""
+    stage = model.stage(kinds, probe, last)
+    sizes = [_activation_bytes(stage, probe, length) for length in probe.lengths]
+    if len(sizes) == 1:
+        return tuple(size / probe.tokens for size in sizes[0]), stage.fused, (0.0,) * len(sizes[0])
     # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
-    few, many = _PROBE
-    short, long = (_activation_bytes(stage, *shape, dtype, cpu) for shape in ((many, few), (few, many)))
-    plain = tuple((2 * one - other) / (few * many) for one, other in zip(short, long))
-    return plain, fused, tuple((other - one) / (few * many * (many - few)) for one, other in zip(short, long))
+    few, many = probe.lengths
+    slopes = [(other - one) / (many - few) for one, other in zip(*sizes)]
+    plain = tuple((one - few * slope) / probe.tokens for one, slope in zip(sizes[0], slopes))
+    return plain, stage.fused, tuple(slope / probe.tokens for slope in slopes)
 
 
-def _activation_bytes(stage: Stage, batch: int, length: int, dtype: torch.dtype, cpu: bool) -> ActivationBytes:
-    whole = _counted(stage, "B", batch, length, dtype, cpu)
-    split = _counted(stage, "I", batch, length, dtype, cpu)
+def _activation_bytes(stage: CountedStage, probe: Workload, length: int) -> ActivationBytes:
+    whole = _counted(stage, "B", probe, length)
+    split = _counted(stage, "I", probe, length)
     return ActivationBytes(
         kept=whole.kept, deferred=split.left, forward=whole.forward, backward=whole.backward,
         input_backward=split.backward, inside_forward=whole.inside_forward, inside_backward=whole.inside_backward,
@@ -123,27 +121,20 @@ class _Counted(NamedTuple):
     left: int
 
 
-def _counted(
-    stage: Stage, kind: Literal["B", "I"], batch: int, length: int, dtype: torch.dtype, cpu: bool
-) -> _Counted:
+def _counted(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _Counted:
     segments = stage.segments()
     result = "x"
-    depth = 0
-    if stage.last:
+    if stage.is_last:
         logits = output_names(segments)
         result = "loss"
         segments.append(Compute(summed_loss, (*logits, "labels"), result))
-        depth = len(logits) - 1
     run = MetaRun(segments, result, _NoWeightGradients())
+    batch = probe.tokens // length
     labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
-    live = _Live([*stage.parameters(), *stage.buffers()], cpu)
-    with live, run.store.activate():
-        run.begin({
-            "x": meta_hidden(stage.config, batch, length, dtype),
-            "positions": None,
-            "ahead": torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None,
-            "labels": labels,
-        }, ("x",))
+    live = _Live([*stage.module.parameters(), *stage.module.buffers()], probe.cpu, stage.has_masks)
+    with live, stage.attention(), run.store.activate():
+        carry = {"x": meta_hidden(stage.hidden_size, batch, length, probe.dtype), "labels": labels}
+        run.begin(carry | stage.side_inputs(batch, length), ("x",))
         walk([run.forward()])
         forward, inside_forward = live.take_peaks()
         gradient = run.begin_backward()
@@ -163,11 +154,13 @@ class _NoWeightGradients(WeightGradStore):
 
 class _Live(TorchDispatchMode):
     """The bytes of all storages that are made inside and alive, and the most that there were, with and without what
-    references take on the `cpu`; but for `known` tensors, and who sees whom, bool (S, S), which the CPU alone needs."""
+    references take on the `cpu`; but for `known` tensors, and unless there are `masks`, who sees whom, bool (S, S),
+    which the CPU alone needs."""
 
-    def __init__(self, known: Collection[Tensor], cpu: bool) -> None:
+    def __init__(self, known: Collection[Tensor], cpu: bool, masks: bool) -> None:
         super().__init__()
         self._cpu = cpu
+        self._masks = masks
         self.bytes = self.peak = self.outside = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._given = frozenset(self._known)
@@ -181,7 +174,7 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.dtype is not torch.bool:
+            if isinstance(tensor, Tensor) and (self._masks or tensor.dtype is not torch.bool):
                 storage = tensor.untyped_storage()
                 key, size = storage._cdata, storage.nbytes()
                 if key not in self._known:

@@ -8,7 +8,8 @@
                  several ranks share, the shard's as well, and of the largest unit what is copied to be reduced
     activations  of the micro-batches that the schedule has alive, with logits, what is computed again and messages on
                  their way: counted (`dualpipe.plan.activations`). Where ranks share sequences, for the tokens of one,
-                 with what of a layer travels between them
+                 with what of a layer travels between them. Not those of layers of transformers that cannot run without
+                 memory: `dualpipe.plan.on_meta.counted_models.uncounted_layers` names these
     pending      what weight gradients wait with
     nccl         buffers to peers within a node, as NCCL's p2p.cc makes them; between nodes it takes fewer
 
@@ -95,7 +96,7 @@ class StageBytes(NamedTuple):
 
 def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
     """The most that each pipeline rank needs at once, on its largest rank of the other dimensions; without activations,
-    which take the longest to count, 0 for them, and so for a model of transformers. Collective over nobody.
+    which take the longest to count, 0 for them. Collective over nobody.
 
     Raises ValueError for a model that cannot be cut so.
     """
@@ -110,22 +111,22 @@ def step_memory(
     its steps runs: see `estimate`."""
     config = fit_world(config, config.parallel.world_size)
     p, train = config.parallel, config.train
-    own = model if activations and isinstance(model, HubConfig) else None  # whose activations are counted
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts")
     # With more micro-batches no more of them are alive: the middle of a step repeats itself.
-    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if own else 1)
+    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage)
     ends_meet = schedule.placement[0] == schedule.placement[-1]
     sizes = [_stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
-    taken = [_activations(config, own, cast(Stage, stage)) if own else ActivationBytes(0, 0, 0, 0, 0)
-             for stage in stages]
+    taken = [ActivationBytes(0, 0, 0, 0, 0)] * len(stages)
+    if activations:
+        taken = [_activations(config, model, stage, is_last=stage is stages[-1]) for stage in stages]
     message = train.micro_batch_size * tokens_of_rank(config) * sent_bytes(model, dtype_of(train.dtype))
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
         mine = {number: (sizes[number], taken[number]) for number in schedule.rank_stages(rank)}
         # To and from each neighbouring stage one is on its way: receives are posted ahead.
-        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if own else 0
+        ways = 2 * sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement)) if activations else 0
         ranks.append([*_rank_moments(steps, mine, ways * message, _nccl_buffers(p, schedule.placement, rank))])
     return schedule, ranks
 
@@ -202,15 +203,18 @@ def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int,
             if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
 
 
-def _activations(config: Config, model: HubConfig, stage: Stage) -> ActivationBytes:
+def _activations(
+    config: Config, model: TrainedModel, stage: nn.Module, *, is_last: bool = False
+) -> ActivationBytes:
     """What a micro-batch takes in a stage, with what travels between ranks that share sequences."""
     p, train, length, layers = config.parallel, config.train, tokens_of_rank(config), layers_of(stage)
     dtype = dtype_of(train.dtype)
     taken = activation_bytes(
         model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype, batch=train.micro_batch_size,
-        sequence_length=length, last=stage.last, cpu=p.device == "cpu",
+        sequence_length=length, last=is_last, cpu=p.device == "cpu",
+        has_documents=config.data.separate_documents,
     )
-    if p.cp == 1:
+    if p.cp == 1 or not isinstance(model, HubConfig):
         return taken
     held = (context_numbers(model, i, train.sequence_length, p.cp, p.cp_method).held for i in layers)
     moving = round(max(held, default=0.0) * train.micro_batch_size * length * dtype.itemsize)  # of a layer at a time
@@ -286,9 +290,9 @@ def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSize
     return StageSizes(dense, experts, dense_unit, max((of_layer for _, of_layer in layers), default=0))
 
 
-def layers_of(stage: Stage) -> range:
+def layers_of(stage: nn.Module) -> range:
     """The global numbers of a stage's layers."""
-    numbers = [index for index, _ in stage.numbered()]
+    numbers = [int(name) for name, _ in cast(nn.Module, stage.layers).named_children()]
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 

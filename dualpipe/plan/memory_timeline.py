@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dualpipe.models import HubConfig
 from dualpipe.plan.memory import step_memory, unit_for
 from dualpipe.schedule import Step
 from dualpipe.schedule.svg import legend, picture, rect, text, tick_step, titled
+from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
 COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
@@ -35,7 +35,7 @@ class Moment(NamedTuple):
     bytes: tuple[int, ...]
 
 
-def timeline(config: Config, model: HubConfig) -> list[list[Moment]]:
+def timeline(config: Config, model: TrainedModel) -> list[list[Moment]]:
     """The moments of every pipeline rank, on its largest rank of "dp", "cp" and "ep"."""
     schedule, ranks = step_memory(config, model)
     return [

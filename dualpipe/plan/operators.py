@@ -21,7 +21,7 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.pipeline.overlap import Task
-from dualpipe.plan.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
+from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other size of a tensor is the length of a sequence
@@ -93,7 +93,7 @@ def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
         head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
         store, recorded = _prepared(nn.Sequential(norm, head)), _Recorded()
-        x, *more = (meta_hidden(config, 1, length, dtype) for _ in range(1 + config.mtp_depth))
+        x, *more = (meta_hidden(config.hidden_size, 1, length, dtype) for _ in range(1 + config.mtp_depth))
         labels = torch.empty(1, length, dtype=torch.int64, device="meta")
         with recorded, store.activate():
             loss = summed_loss(*map(head, (norm(x), *more)), labels)
@@ -118,7 +118,7 @@ def _run_layer(
     inputs, result = (("hidden0", "embedded"), "hidden1") if predicts else (("x",), "x")
     run = MetaRun(stage.segments(), result, _prepared(stage))
     with recorded, run.store.activate():
-        carry = {name: meta_hidden(config, 1, length, dtype) for name in inputs}
+        carry = {name: meta_hidden(config.hidden_size, 1, length, dtype) for name in inputs}
         run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
         forward = list(_parts(run.forward(), run.store, recorded))
         run.begin_backward()

@@ -23,7 +23,7 @@ from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.plan.communication import all_to_all_seconds, context_numbers, send_seconds
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.meta_run import LayerKind, kinds_of
+from dualpipe.plan.on_meta.meta_run import LayerKind, kinds_of
 from dualpipe.plan.operators import IN_BF16, ActionPart, InFP8, LayerParts, Operator, head_parts, layer_parts
 from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs

@@ -9,7 +9,7 @@ import torch
 from scripts import run_script
 
 BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_norm",
-           "bench_cross_entropy", "bench_quantized")
+           "bench_cross_entropy", "bench_quantized", "bench_attention")
 TINY = {
     "bench_grouped_gemm": {"share": 2, "routing": "skewed"},
     "bench_expert_layer": {"routing": "skewed"},
@@ -18,6 +18,7 @@ TINY = {
     "bench_norm": {"kernel": "norm"},
     "bench_cross_entropy": {},
     "bench_quantized": {"share": 2, "routing": "balanced", "format": "fp8_block"},
+    "bench_attention": {"kind": "documents"},
 }
 
 
@@ -29,17 +30,6 @@ def bench(script):
 @pytest.fixture
 def machine(bench):
     return bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)
-
-
-@pytest.fixture
-def tiny(script, monkeypatch):
-    """Models that fit a test, under the names "tiny" and "tiny clamped"."""
-    shapes = script("expert_shapes")
-    for name, clamped in (("tiny", False), ("tiny clamped", True)):
-        monkeypatch.setitem(shapes.MODELS, name, shapes.Model(32, 16, 8, 2, clamped))
-        monkeypatch.setitem(script("bench_cross_entropy").VOCABULARIES, name, 100)
-    monkeypatch.setattr(script("bench_swiglu"), "compiled", lambda function: function)
-    monkeypatch.setattr(script("bench_cross_entropy"), "compiled", lambda function: function)
 
 
 # ---------------------------------------------------------------------------------------------------------- on any CPU
@@ -54,7 +44,7 @@ def test_scripts_start_by_themselves():
 
 @pytest.mark.parametrize("model", ["tiny", "tiny clamped"])
 @pytest.mark.parametrize("name", BENCHES)
-def test_measures_a_tiny_layer(script, machine, tiny, name, model):
+def test_measures_a_tiny_layer(script, machine, name, model):
     module = script(name)
     torch.manual_seed(0)
     rows = list(module.measure(machine, model, tokens=64, **TINY[name]))
@@ -73,7 +63,7 @@ def test_quick_is_a_part_of_the_settings(script, bench, monkeypatch, name):
     assert 3 <= len(quick) <= 6 and all(setting in full.settings for setting in quick)
 
 
-def test_a_wrong_product_is_not_timed(script, machine, tiny, monkeypatch):
+def test_a_wrong_product_is_not_timed(script, machine, monkeypatch):
     module = script("bench_grouped_gemm")
 
     def leaves_a_row_out(x, w, offs, gather=None):
@@ -144,7 +134,7 @@ def test_a_failing_setting_leaves_the_others(bench, machine):
     assert bench.run_settings(it, settings, machine, minutes=-1.0).skipped == settings
 
 
-def test_the_main_program(script, bench, machine, tiny, monkeypatch, capsys, tmp_path):
+def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path):
     """From the command line to the exit status, on the CPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda: machine.device)
     monkeypatch.setattr(bench, "copy_gb_per_s", lambda device: machine.copy_gb_per_s)

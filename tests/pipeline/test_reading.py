@@ -101,7 +101,7 @@ def test_a_batch_goes_forward_through_few_functions():
 
 
 # Calls of the library's own functions for each micro-batch and stage of a step, of plain modules on one rank.
-CALLS = 54
+CALLS = 42
 
 
 def test_a_step_calls_few_functions_of_the_library():

@@ -20,16 +20,18 @@ from torch.profiler import ProfilerActivity, profile
 from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.models import HubConfig, read_config
+from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn.deferral import local
+from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import TrainedModel, read_model_config
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.optim.optimizer import Optimizer
@@ -67,10 +69,21 @@ def test_examples_fit_their_gpus(path):
         assert 0.25 * memory < worst < memory - RUNTIME, f"{worst / GB:.1f} GB of {memory / GB:.0f}"
 
 
-def model_of(config: Config) -> HubConfig:
+def model_of(config: Config) -> TrainedModel:
     """The model, with its layers for multi-token prediction where it has any."""
-    model = read_config(config.model.config)
-    return model.with_mtp() if model.carried_layers else model
+    model = read_model_config(config)
+    return model.with_mtp() if isinstance(model, HubConfig) and model.carried_layers else model
+
+
+def spread_tokens_evenly(stage: torch.nn.Module, choice: BalancedRoutes) -> None:
+    """Have the tokens of a stage go to experts as they are taken to go, whatever its routers choose."""
+    for module in stage.modules():
+        if isinstance(module, SparseMLP):
+            module.gate.choice = choice
+        elif is_interface_experts(module) and getattr(module, "dispatcher", None) is not None:
+            plan = module.dispatcher.plan
+            module.dispatcher.plan = lambda x, weights, experts, plan=plan, number=module.num_experts: plan(
+                x, weights, choice(experts, number))
 
 
 def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
@@ -87,9 +100,8 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     optimizer = Optimizer(
         model.stages, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=0.1, moments=dtype_of(o.moments)
     )
-    for layer in (layer for stage in model.stages for _, layer in stage.numbered()):
-        if hasattr(layer.mlp, "gate"):  # as tokens are taken to go to experts
-            layer.mlp.gate.choice = BalancedRoutes(random_like_stride(model.config.num_experts, 4, max(2, p.ep)))
+    for stage in model.stages if model.config.num_experts else ():
+        spread_tokens_evenly(stage, BalancedRoutes(random_like_stride(model.config.num_experts, 4, max(2, p.ep))))
     pipe = Pipeline(model.stages, process_group=place.group("pp"), schedule=p.schedule)
     tokens = torch.randint(model.config.vocab_size, (t.micro_batch_size * t.num_chunks, t.sequence_length),
                            generator=torch.Generator().manual_seed(rank))
@@ -114,8 +126,9 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
         optimizer.step(1e-3)
         optimizer.zero_grad()
         if profiler is not None:
-            events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
-            peaks.append(max(accumulate(event.nbytes() for event in events if event.name() == "[memory]")))
+            events = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+            sizes = (event.nbytes() for event in sorted(events, key=lambda event: event.start_ns()))
+            peaks.append(max(accumulate(sizes)))
     # The median: gloo's threads may hold on for a while to rows that have arrived, and what they free in the next step
     # counts there as negative.
     parameters = sum(tensor.numel() * tensor.itemsize for tensor in held.values())
@@ -149,7 +162,38 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     """The peak of every rank as torch's allocator counts it, within 5%."""
     common = {"model_type": "deepseek_v3" if family == "mtp" else family, "norm_topk_prob": True}
     path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | common | FAMILIES[family]))
-    options = ["--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
+    ratios = ratios_of(path, layout, schedule, recompute)
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+
+
+DENSE = SIZES | {"num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 64}
+OF_TRANSFORMERS = {
+    "llama": DENSE | {"intermediate_size": 256},
+    "qwen3_moe": DENSE | {"num_experts": 16, "norm_topk_prob": True},
+    "gpt_oss": DENSE | {"num_local_experts": 16, "intermediate_size": 64},
+    "deepseek_v3": FAMILIES["deepseek_v3"] | {"num_key_value_heads": 4},
+}
+LAYOUTS_OF_TRANSFORMERS = [
+    ("llama", (1, 1, 1), "1f1b", "none"), ("llama", (2, 1, 1), "dualpipev", "none"),
+    ("qwen3_moe", (2, 1, 2), "dualpipev", "none"), ("deepseek_v3", (2, 1, 2), "dualpipev", "layer"),
+    ("gpt_oss", (2, 1, 1), "1f1b", "none"), ("qwen3_moe", (1, 1, 2), "1f1b", "none"),
+    ("deepseek_v3", (1, 1, 2), "1f1b", "layer"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
+                         [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
+                          for case in LAYOUTS_OF_TRANSFORMERS], ids=str)
+def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
+    """The peak of every rank as torch's allocator counts it, within 5%."""
+    path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
+    ratios = ratios_of(path, layout, schedule, recompute, "--model.backend", "transformers")
+    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+
+
+def ratios_of(path: str, layout: tuple[int, ...], schedule: str, recompute: str, *more: str) -> list[float]:
+    """The counted bytes over those of torch's allocator, of each rank."""
+    options = [*more, "--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
                "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
                "--optimizer.moments", "bf16" if schedule == "dualpipev" else "fp32"]
     for name, size in zip(("pp", "dp", "ep", "dp_replicate"), layout):
@@ -158,8 +202,8 @@ def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_p
     expected = estimate(config, model_of(config))
     ratios = [expected[pp_rank].total / most
               for pp_rank, most in run_ranks(measured, prod(layout), path, options, timeout=240)]
-    print(family, layout, schedule, recompute, [f"{ratio:.3f}" for ratio in ratios])
-    assert ratios == pytest.approx([1.0] * len(ratios), abs=0.05)
+    print(layout, schedule, recompute, *more, [f"{ratio:.3f}" for ratio in ratios])
+    return ratios
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"mtp_depth": 2}, {}], ids=str)

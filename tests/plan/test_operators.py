@@ -10,7 +10,7 @@ import torch
 from dualpipe.models import read_config
 from dualpipe.models.flops import head_flops, layer_flops
 from dualpipe.plan.machines import read_machine
-from dualpipe.plan.meta_run import kinds_of
+from dualpipe.plan.on_meta.meta_run import kinds_of
 from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
 from dualpipe.plan.stage_costs import Setting, stage_costs
 from plans import EXAMPLES

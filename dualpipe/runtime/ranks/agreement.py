@@ -127,8 +127,8 @@ class Agreement:
 
     def _compare_replicas(self, problem: str | None, same_everywhere: Any) -> str | None:
         """Return the problem of this pipeline, or of a replica."""
-        digest = int.from_bytes(blake2b(repr(same_everywhere).encode(), digest_size=8).digest(), "little")
         for replica in self._replicas:
+            digest = int.from_bytes(blake2b(repr(same_everywhere).encode(), digest_size=8).digest(), "little")
             together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
             if together.has_error or together.lowest != together.highest:
                 answers = _raise_lost(replica.exchange(Record(_failure(problem), same_everywhere)))

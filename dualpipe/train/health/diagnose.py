@@ -265,7 +265,8 @@ def report(folder: Path, *, as_json: bool = False) -> list[str]:
     found = [json.loads(file.read_text()) for file in sorted(folder.glob("rank-*.json"))]
     states: dict[int, Any] = dict.fromkeys(range(max((state["world_size"] for state in found), default=0)))
     states |= {state["rank"]: state for state in found}
-    processes = {rank: text for rank, text in read_stuck(folder).items() if states.get(rank) is None}
+    processes = read_stuck(folder)
+    states |= dict.fromkeys(processes)  # what such a rank wrote before is older: a state empties the file of stacks
     if not states:
         raise ValueError(f"{folder} has no states of ranks: they write them when nothing goes on for watchdog.timeout, "
                          "when a rank is lost, and when one of them gets SIGUSR2")

@@ -84,10 +84,16 @@ def test_other_commands_refuse_it_in_one_line(folder, capsys):
     describe_model("olmoe")
     assert cli.main(["plan", "run.toml"]) == 2
     assert "dualpipe plan is for this library's own models" in capsys.readouterr().err
-    assert cli.main(["memory", "run.toml"]) == 0
-    assert "without activations and messages" in capsys.readouterr().out
     assert cli.main(["dtypes", "run.toml"]) == 0
     assert "model.layers.0-3.mlp.experts.gate_up_proj" in capsys.readouterr().out
+
+
+def test_memory_counts_activations_and_draws_them(folder, capsys):
+    describe_model("olmoe")
+    assert cli.main(["memory", "run.toml", "--timeline", "memory.svg"]) == 0
+    header, row, *_ = capsys.readouterr().out.splitlines()
+    assert float(row.split()[header.split().index("activations") - 2]) > 0
+    assert "<svg" in (folder / "memory.svg").read_text()
 
 
 def test_documents_that_layers_cannot_keep_apart_are_refused(folder, capsys):

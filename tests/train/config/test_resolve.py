@@ -116,7 +116,7 @@ def agents(run_folder, free_port):
                 [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
                  "--max-restarts", "10", "--monitor-interval", "0.2", "--rdzv-backend", "c10d", "--rdzv-endpoint",
                  f"localhost:{free_port}", "--rdzv-conf", "last_call_timeout=15,keep_alive_interval=1,"
-                 "keep_alive_max_attempt=20", "-m", "dualpipe", *OPTIONS, *options],
+                 "keep_alive_max_attempt=20,read_timeout=600", "-m", "dualpipe", *OPTIONS, *options],
                 cwd=run_folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 preexec_fn=set_default_signals,
             ))

@@ -218,5 +218,17 @@ def test_the_report_joins_what_is_in_the_folder(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["rank"] == 1
 
 
+def test_a_state_from_before_a_rank_held_the_lock_is_not_looked_at(tmp_path):
+    """It was asked once when it could write its state, which would have emptied the file of stacks afterwards."""
+    older = state(1, ("send", "the activation", [0]), world_size=2, stacks={})
+    why.state_file(tmp_path, 1).write_text(json.dumps(older))
+    waiting = state(0, ("receive", "the activation", [1]), world_size=2, stacks={})
+    why.state_file(tmp_path, 0).write_text(json.dumps(waiting))
+    assert "holds Python's lock" not in why.report(tmp_path)[0]
+    stack = 'Current thread 0x2 (most recent call first):\n  File "c.py", line 5 in spin\n'
+    why.stack_file(tmp_path, 1).write_text(stack)
+    assert why.report(tmp_path)[0].startswith("everything waits for rank 1 (pp 0, dp 1): it holds Python's lock")
+
+
 def test_names_of_several_ranks():
     assert rank_ranges([5, 0, 1, 2]) == "ranks 0-2, 5" and rank_ranges([3]) == "rank 3"

@@ -21,7 +21,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import meta_layer
 from dualpipe.models.hub import HubConfig
 from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
-from dualpipe.nn import Router, cross_entropy_loss
+from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.experts.dispatcher import Received
@@ -68,9 +68,9 @@ class MetaRun:
         self._state.gradients = {}
 
 
-def meta_hidden(config: HubConfig, batch: int, length: int, dtype: torch.dtype) -> Tensor:
+def meta_hidden(hidden_size: int, batch: int, length: int, dtype: torch.dtype) -> Tensor:
     """Return hidden values without memory, which need a gradient."""
-    return torch.empty((batch, length, config.hidden_size), dtype=dtype, device="meta", requires_grad=True)
+    return torch.empty((batch, length, hidden_size), dtype=dtype, device="meta", requires_grad=True)
 
 
 class LayerKind(NamedTuple):
@@ -106,7 +106,7 @@ def stage_of_kinds(
     stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
     for _, layer in stage.numbered():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
-            layer.mlp.dispatcher = _EvenDispatcher(layer.mlp.gate, ep)
+            layer.mlp.dispatcher = EvenDispatcher(layer.mlp.gate.out_features, ep)
             for module in layer.mlp.experts.modules():
                 for name, param in list(module.named_parameters(recurse=False)):
                     setattr(module, name, nn.Parameter(param.detach()[: len(param) // ep].clone()))
@@ -119,16 +119,18 @@ def summed_loss(*logits_and_labels: Tensor) -> Tensor:
     return torch.stack([cross_entropy_loss(each, labels) for each in logits]).sum()
 
 
-class _EvenDispatcher:
+class EvenDispatcher:
     """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
 
-    def __init__(self, gate: Router, ep: int) -> None:
-        self._experts = gate.out_features // ep
-        self._copies = ep * (1 - (1 - 1 / ep) ** gate.top_k)  # distinct ranks that a token's experts are on
+    def __init__(self, num_experts: int, ep: int) -> None:
+        self._experts = num_experts // ep
+        self._ranks = ep
         self.dispatch = self.combine = _Arriving()
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        rows = round(len(x_TH) * self._copies)
+        top_k = experts_TK.shape[1]
+        copies = self._ranks * (1 - (1 - 1 / self._ranks) ** top_k)  # distinct ranks that a token's experts are on
+        rows = round(len(x_TH) * copies)
         token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
         received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
         return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received

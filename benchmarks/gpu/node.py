@@ -1,0 +1,133 @@
+"""`make gpu-node`: what all GPUs of a machine answer together. Two ranks on the CPU in a dry session."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import timedelta
+from tempfile import TemporaryDirectory
+
+import bench_training
+import torch
+import torch.distributed as dist
+from gpu_bench import Outcome, report_goal
+from rank_processes import RankProcesses, join_gloo
+
+from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.train.launch.store import connect
+from gpu.session import Output
+from gpu.small_step import compare_parity
+
+TIMEOUT = timedelta(minutes=3)
+WIDTH = 2048  # of a row in bfloat16: 4 KiB, as Qwen3-30B sends
+REPEATS = 10
+
+
+def parity(output: Output) -> None:
+    """A pipeline of two ranks whose experts are on four each, in float64 and in bfloat16."""
+    layout = ["--pp", "1", "--ep", "2"] if output.dry else ["--pp", "2", "--ep", "4"]
+    for dtype in ("float64",) if output.dry else ("float64", "bf16"):
+        compare_parity(output, [*layout, "--dtype", dtype])
+
+
+# ---------------------------------------------------------------------------------------------------------- all-to-all
+
+
+def all_to_all(output: Output) -> None:
+    """What each rank sends to the others in a second, by the size of what it sends."""
+    processes = RankProcesses(exchange_rows, alone=number_of_ranks(output), seconds=max(30.0, output.left))
+    for rows in (16,) if output.dry else (256, 2048, 16384, 65536, 262144):
+        setting = {"rows": rows, "device": "cpu" if output.dry else "cuda"}
+        found = processes.run(setting)
+        errors = [each["error"] for each in found if "error" in each]
+        if errors:
+            output.failure(**setting, error=errors[0])
+            continue
+        seconds = max(each["seconds"] for each in found)
+        to_others = 2 * WIDTH * rows * (processes.size - 1) / processes.size
+        output.row(**setting, ranks=processes.size, ms=1000 * seconds, rate=to_others / seconds / 1e9, unit="GB/s")
+
+
+def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> dict[str, object]:
+    """Check one exchange, then time some. Raises ValueError for rows that are not those that were sent."""
+    device = join(str(setting["device"]), info, prefix)
+    rows = int(str(setting["rows"])) // info.world_size * info.world_size
+    sent = torch.full((rows, WIDTH), float(info.rank), dtype=torch.bfloat16, device=device)
+    received = torch.full_like(sent, torch.nan)
+    dist.all_to_all_single(received, sent)
+    senders = torch.arange(info.world_size, device=device).repeat_interleave(rows // info.world_size)
+    if not bool((received == senders.unsqueeze(1)).all()):
+        raise ValueError(f"{rows} rows: what came back from rank {info.rank}'s all-to-all is not what was sent")
+    return {"seconds": statistics.median(exchange_seconds(received, sent) for _ in range(REPEATS))}
+
+
+def join(device: str, info: RankInfo, prefix: str) -> torch.device:
+    """Make the default group of all ranks, of NCCL on GPUs, and return this rank's device."""
+    if device == "cpu":
+        torch.set_num_threads(1)
+        join_gloo(info, prefix)
+        return torch.device("cpu")
+    own = torch.device("cuda", info.local_rank)
+    torch.cuda.set_device(own)
+    store = connect(info, TIMEOUT, prefix=prefix)
+    dist.init_process_group("nccl", store=store, rank=info.rank, world_size=info.world_size, timeout=TIMEOUT,
+                            device_id=own)
+    return own
+
+
+def exchange_seconds(received: torch.Tensor, sent: torch.Tensor) -> float:
+    """Return how long one exchange takes this rank, from when all are there."""
+    dist.barrier()
+    wait_for(sent.device)
+    start = time.perf_counter()
+    dist.all_to_all_single(received, sent)
+    wait_for(sent.device)
+    return time.perf_counter() - start
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# -------------------------------------------------------------------------------------------------------------- steps
+
+
+def training(output: Output) -> None:
+    """Whole steps over meshes of all GPUs: eight layers of Qwen3-30B, or tiny ones on two CPU ranks."""
+    sizes = ["--device", "cpu", "--steps", "1"] if output.dry else ["--model", "qwen3-30b-a3b", "--layers", "8"]
+    meshes = ["2x1x1"] if output.dry else ["2x1x4", "4x1x2", "1x1x8"]
+    args = bench_training.parse([*sizes, "--mesh", *meshes, "--schedule", "dualpipev"])
+    ranks = number_of_ranks(output)
+    processes = RankProcesses(bench_training.measure, alone=ranks, seconds=max(30.0, output.left))
+    rows = []
+    with TemporaryDirectory() as folder:
+        options = bench_training.options_of(args, processes.size, folder)
+        for row in bench_training.measured_rows(processes, options, args):
+            rows.append(row)
+            book_training(output, row)
+            if output.left < 0:
+                output.skip(settings="those after " + bench_training.describe(row))
+                break
+    bench_training.compared(rows)
+    measured = [row for row in rows if not row["error"]]
+    for goal in bench_training.GOALS:
+        report_goal(goal, Outcome(measured).rows)
+        output.goal(goal.text, len(goal.rows(measured)), len(goal.missed(measured)))
+
+
+def book_training(output: Output, row: bench_training.Row) -> None:
+    """Not to fit into memory is a row; any other error is a failure of ours, or of what it is compared with."""
+    if row["error"] is None or bench_training.not_fitting(row["error"]):
+        output.row(**row)
+    else:
+        output.failure(**row)
+
+
+def number_of_ranks(output: Output) -> int:
+    """All GPUs of this machine. Raises RuntimeError where there are fewer than two."""
+    if output.dry:
+        return 2
+    if torch.cuda.device_count() < 2:
+        raise RuntimeError(f"this machine has {torch.cuda.device_count()} GPUs; what is asked takes two or more")
+    return torch.cuda.device_count()

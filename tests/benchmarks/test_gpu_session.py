@@ -1,0 +1,226 @@
+"""`make gpu`: a session goes on after a part that fails, crashes or hangs, and after a session that was cut off."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from gpu_cases import spread_cases
+from scripts import BENCHMARKS, run_script
+
+PLANTED = """
+import os, subprocess, sys, time
+
+def good(output):
+    output.row(ms=1.0, left=output.left > 0, dry=output.dry)
+    output.goal("fast", 1, 0)
+
+def fails(output):
+    output.row(ms=2.0)
+    output.failure(case="a", error="first line\\nwrong result")
+    raise RuntimeError("planted")
+
+def crashes(output):
+    output.row(ms=3.0)
+    os.abort()
+
+def hangs(output):
+    output.row(ms=4.0)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    output.row(child=child.pid)
+    time.sleep(600)
+
+def leaves_a_process(output):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    output.row(ms=5.0)
+
+def misses(output):
+    output.goal("fast", 3, 0)
+    output.goal("fast", 4, 2)
+    output.skip(case="b")
+"""
+
+
+@pytest.fixture
+def planted(tmp_path, monkeypatch):
+    """Parts that do what their names say."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+@pytest.fixture
+def modules(script):
+    """(gpu.session, gpu.report)."""
+    return script("gpu.session"), script("gpu.report")
+
+
+def run_parts(modules, path, names, seconds=200.0, weights=None):
+    """Run planted parts in a session of their own; return the report, as it is in the file."""
+    session, report = modules
+    weights = dict.fromkeys(names, 1.0) | (weights or {})
+    parts = [session.Part(name, f"what is {name}?", f"planted:{name}", weights[name]) for name in names]
+    kept = report.SessionReport(path)
+    kept.describe_machine()
+    session.Session(kept, seconds, ["--dry"]).run(parts)
+    return kept, json.loads(path.read_text())["parts"]
+
+
+def is_running(pid):
+    """A process that has ended and that nobody has waited for counts as ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_goes_on_after_a_failure_a_crash_and_what_is_left_behind(modules, planted, tmp_path):
+    path = tmp_path / "session.json"
+    names = ["fails", "crashes", "leaves_a_process", "misses", "good"]
+    kept, parts = run_parts(modules, path, names)
+    assert list(parts) == names
+    assert [len(part["rows"]) for part in parts.values()] == [1, 1, 1, 0, 1]
+    assert parts["good"]["rows"] == [{"ms": 1.0, "left": True, "dry": True}] and parts["good"]["status"] == "ended"
+    assert parts["fails"]["status"] == "its process ended with status 1" and len(parts["fails"]["failures"]) == 2
+    assert parts["crashes"]["status"] == "its process ended with status -6"
+    assert parts["leaves_a_process"]["status"] == "ended"
+    text = "\n".join(modules[1].summary(kept, [*names, "later"]))
+    assert "goal MISSED on 2 of 4 rows: fast" in text and "goal met on all 1 rows: fast" in text
+    assert "FAILED: case a, error wrong result" in text and "0 failures, 1 skipped" in text
+    assert "not run yet: later; " in text
+    assert not modules[1].is_good(kept, names) and modules[1].is_good(kept, ["good"])
+
+
+def test_a_hang_is_killed_at_its_share_with_all_that_it_started(modules, planted, tmp_path):
+    start = time.monotonic()
+    _, parts = run_parts(modules, tmp_path / "session.json", ["hangs", "good"], seconds=100.0, weights={"good": 9.0})
+    assert time.monotonic() - start < 100
+    assert "killed at its share of 10 s" in parts["hangs"]["status"] and parts["good"]["status"] == "ended"
+    first, second = parts["hangs"]["rows"]
+    assert first == {"ms": 4.0} and not is_running(second["child"])
+
+
+def test_a_second_call_goes_on_with_the_next_part(modules, planted, tmp_path):
+    path = tmp_path / "session.json"
+    _, parts = run_parts(modules, path, ["misses", "good"], seconds=4.0)
+    assert parts == {}, "less than five seconds for a part: none is begun"
+    _, parts = run_parts(modules, path, ["misses"])
+    saved = json.loads(path.read_text())
+    saved["parts"]["good"] = {**saved["parts"]["misses"], "status": "running", "failures": []}
+    path.write_text(json.dumps(saved))
+    _, parts = run_parts(modules, path, ["misses", "good", "fails"])
+    assert parts["misses"] == saved["parts"]["misses"]
+    assert parts["good"]["failures"] == [{"error": "the session ended while it ran"}], "it may be why"
+    assert parts["fails"]["rows"] == [{"ms": 2.0}]
+    assert len(json.loads(path.read_text())["calls"]) == 3
+
+
+def test_every_row_is_in_a_whole_file_at_once(modules, tmp_path):
+    report = modules[1].SessionReport(tmp_path / "new" / "session.json")
+    report.begin("it", "why?", 10.0)
+    for number in range(3):
+        report.add("it", {"row": {"number": number}})
+        saved = json.loads(report.path.read_text())["parts"]["it"]
+        assert saved["status"] == "running" and [row["number"] for row in saved["rows"]] == list(range(number + 1))
+
+
+def test_clocks_and_power_are_those_of_nvidia_smi(modules, tmp_path, monkeypatch):
+    report = modules[1]
+    said = ", ".join(str(number) for number in range(len(report.STATES)))
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{said}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (state,) = report.device_states()
+    assert state["name"] == "0" and state["power.draw"] == str(report.STATES.index("power.draw"))
+    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
+    assert report.device_states() == []
+
+
+def test_parts_exist_and_are_asked_for_by_name(script):
+    program = script("gpu_session")
+    assert len(program.CARD) == 11 and len({part.name for part in (*program.CARD, *program.NODE)}) == 14
+    for part in (*program.CARD, *program.NODE):
+        module, _, function = part.run.partition(":")
+        assert callable(getattr(script(module), function))
+
+
+def test_a_dry_session_writes_json_and_summary(tmp_path):
+    """Two of the parts; test_all_parts_of_a_dry_session has all."""
+    done = run_script("gpu_session.py", "--dry", "--seconds", "200", "--folder", str(tmp_path), "--only", "rates",
+                      "memory-bound")
+    saved = json.loads((tmp_path / "session.json").read_text())
+    assert {part["status"] for part in saved["parts"].values()} == {"ended"}, done.stdout + done.stderr
+    assert not any(part["failures"] for part in saved["parts"].values()), done.stdout
+    assert saved["versions"]["torch"] and saved["parts"]["rates"]["rows"][0]["unit"] == "GB/s"
+    benches = {row["bench"] for row in saved["parts"]["memory-bound"]["rows"]}
+    assert benches == {"expert_layer", "norm", "routing", "swiglu", "cross_entropy"}
+    assert f"all rows: {tmp_path / 'session.json'}" in (tmp_path / "summary.txt").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("node", [False, True])
+def test_all_parts_of_a_dry_session(tmp_path, node):
+    """The times of a loaded CPU may miss goals; no part may fail."""
+    done = run_script("gpu_session.py", "--dry", "--seconds", "850", "--folder", str(tmp_path), *(["--node"] * node))
+    parts = json.loads((tmp_path / "session.json").read_text())["parts"]
+    assert len(parts) == (3 if node else 11)
+    assert {name: part["failures"] for name, part in parts.items() if part["failures"]} == {}, done.stdout
+    assert all(part["rows"] for part in parts.values())
+
+
+def test_a_name_that_no_part_has_is_refused(tmp_path):
+    done = run_script("gpu_session.py", "--dry", "--folder", str(tmp_path), "--only", "grouped")
+    assert done.returncode == 1 and "there is no part 'grouped'; give some of: startup kernel-tests" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------- tests on one card
+
+TEST = """
+import os, pytest
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("a", range(5))
+@pytest.mark.parametrize("b", range(2))
+def test_on_gpu(a, b):
+    assert "PYTEST_XDIST_WORKER" not in os.environ
+
+@pytest.mark.parametrize("a", range(6))
+def test_on_cpu(a):
+    assert "PYTEST_XDIST_WORKER" in os.environ
+"""
+
+
+def pytest_of(tmp_path, *arguments):
+    """Run pytest with this folder's conftest on a file of its own."""
+    file = tmp_path / "test_it.py"
+    file.write_text(TEST)
+    root = BENCHMARKS.parent
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-c", str(root / "pyproject.toml"), "--rootdir", str(root),
+               "-p", "no:cacheprovider", "--confcutdir", str(root), str(root / "tests" / "conftest.py"), str(file)]
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    return subprocess.run([*command, *arguments], cwd=root, env=outside, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("marks, numbers, cases", [
+    ("gpu", "4 passed, 12 deselected", ["--gpu-cases", "4"]), ("not gpu", "6 passed", []),
+])
+def test_those_marked_gpu_share_one_worker(tmp_path, marks, numbers, cases):
+    done = pytest_of(tmp_path, "-m", marks, "--numprocesses", "2", *cases)
+    assert numbers in done.stdout, done.stdout + done.stderr
+
+
+class Case:
+    def __init__(self, nodeid):
+        self.nodeid = nodeid
+
+
+@pytest.mark.parametrize("most, numbers", [(1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (20, list(range(10)))])
+def test_cases_are_spread(most, numbers):
+    cases = [Case(f"test_it.py::test_a[{number}]") for number in range(10)]
+    lone = Case("test_it.py::test_b")
+    assert list(spread_cases([*cases, lone], most)) == [*(cases[number] for number in numbers), lone]
