@@ -31,9 +31,14 @@ class Flops(NamedTuple):
     backward: float
 
     @property
-    def both(self) -> float:
+    def total(self) -> float:
         """Operations of the forward and the backward together."""
         return self.forward + self.backward
+
+    @property
+    def both(self) -> float:
+        """Alias of `total`, its former name."""
+        return self.total
 
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
