@@ -95,5 +95,5 @@ def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
                          "config.json")
     model_type = hub.get("model_type")
     if model_type not in list(FAMILIES):  # a list: model_type may be unhashable
-        raise UnsupportedModel(f"model_type {brief(model_type)} is not supported; use one of {', '.join(FAMILIES)}")
+        raise UnsupportedModel(f"model_type {brief(model_type)} is not one of those supported: {', '.join(FAMILIES)}")
     return FAMILIES[model_type].from_dict(hub)
