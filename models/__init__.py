@@ -1,4 +1,4 @@
-"""Models cut into stages, as plain PyTorch over `dualpipe.nn`.
+"""Model families as pipeline stages, in plain PyTorch over `dualpipe.nn`.
 
 Imports `parallel`, `nn` and `kernels`.
 """
@@ -31,21 +31,25 @@ FAMILIES = {
 
 
 class HubFile(NamedTuple):
-    """What a hub's `config.json` says: the model's configuration, and the positions that it is made for, if known."""
+    """Content of a `config.json`: the model's configuration and its longest sequence."""
 
     config: HubConfig
-    positions: int | None
+    positions: int | None  # max_position_embeddings, in tokens; None: unknown
 
 
 def read_config(path: str | PathLike[str]) -> HubConfig:
-    """The configuration in a hub's `config.json`, or in the directory that holds one. Raises `ValueError` where there
-    is none, it is no JSON object, or the model or an option is not supported."""
+    """Read a model's configuration from a `config.json`, or from the directory that contains one.
+
+    Raises `ValueError` if there is none, it is no JSON object, or the model or an option is not supported.
+    """
     return read_hub_file(path).config
 
 
 def read_hub_file(path: str | PathLike[str]) -> HubFile:
-    """Read a hub's `config.json`, or that in a directory. Raises `ValueError` as `read_config` does, of the kind
-    `UnsupportedModel` where another library may have the model."""
+    """Read a model's configuration and longest sequence from a `config.json`, or from the directory that contains one.
+
+    Raises `ValueError` as `read_config` does; `UnsupportedModel`, a subclass, where another library may have the model.
+    """
     path, hub = read_hub_json(path)
     try:
         config = config_from_dict(hub)
@@ -53,37 +57,43 @@ def read_hub_file(path: str | PathLike[str]) -> HubFile:
         raise type(error)(f"{path}: {error}") from error
     positions = hub.get("max_position_embeddings")
     positions = positions if isinstance(positions, int) else None
-    if config.yarn is not None:  # some checkpoints give the positions before they are stretched
+    if config.yarn is not None:  # some checkpoints give the number of positions before YaRN stretches them
         positions = max(positions or 0, int(config.yarn.original_max_position_embeddings * config.yarn.factor))
     return HubFile(config, positions)
 
 
 def read_hub_json(path: str | PathLike[str]) -> tuple[Path, Mapping[str, Any]]:
-    """Return the path of a hub's `config.json`, given that or its directory, and its content. Raises `ValueError` where
-    there is none, or it is no JSON object."""
+    """Return the path of a `config.json` and its content; `path` is the file or its directory.
+
+    Raises `ValueError` if there is none, or it is no JSON object.
+    """
     path = Path(path)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"the directory {path} has no config.json; give one that has it, or the path of a "
-                             "hub-style config.json")
+                             "config.json in the form of the Hugging Face hub")
         path = path / "config.json"
     if not path.is_file():
-        raise ValueError(f"there is no file or directory {path}; give the path of a hub-style config.json, or of a "
-                         "directory that has one")
+        raise ValueError(f"there is no file or directory {path}; give the path of a config.json in the form of the "
+                         "Hugging Face hub, or of a directory that has one")
     try:
         hub = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(hub, Mapping):
-        raise ValueError(f"{path}: a JSON object is needed, got {type(hub).__name__}")
+        raise ValueError(f"{path}: got JSON of type {type(hub).__name__}, expected an object; give a config.json")
     return path, hub
 
 
 def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:
-    """The configuration that the content of a hub's `config.json` says; see `HubConfig.from_dict`."""
+    """Return the configuration of the family that the content of a `config.json` names; see `HubConfig.from_dict`.
+
+    Raises `UnsupportedModel`, a `ValueError`, for a family that this library does not have.
+    """
     if not isinstance(hub, Mapping):
-        raise ValueError(f"a JSON object is needed, got {type(hub).__name__}")
+        raise ValueError(f"got a configuration of type {type(hub).__name__}, expected a mapping; give the content of a "
+                         "config.json")
     model_type = hub.get("model_type")
-    if model_type not in list(FAMILIES):  # a list: it may be anything
+    if model_type not in list(FAMILIES):  # a list: model_type may be unhashable
         raise UnsupportedModel(f"model_type {brief(model_type)} is not one of those supported: {', '.join(FAMILIES)}")
     return FAMILIES[model_type].from_dict(hub)

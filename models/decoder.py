@@ -1,6 +1,6 @@
-"""What the families' layers are made of: attention, experts or a dense MLP behind norms, and the layer around them.
+"""Building blocks of all model families: attention, expert and dense MLPs, and the decoder layer around them.
 
-What a layer computes is said once, by its `segments`; its `forward` runs them one after the other.
+A module describes its computation once, in `segments`; its `forward` runs the segments in order.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, A attention heads, G key/value heads, D head
 dimension, E experts, K experts per token, M routed rows (T * K), I expert intermediate.
@@ -27,85 +27,137 @@ from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 
-Parts = Callable[[str], bool]
-"""Whether a part of a layer is computed again: see `dualpipe.models.stages.Recompute`"""
+ShouldRecompute = Callable[[str], bool]
+"""Return True if a part of a layer is recomputed before its backward; see `dualpipe.models.stages.Recompute`."""
+
+
+_FORMER_NAMES = {  # former names of methods of `Attention`
+    "products": "qkv_proj", "turned": "apply_rope", "expand": "expand_kv", "scaled": "logit_row_scales",
+}
+
+
+def _no_recompute(part: str) -> bool:
+    """Recompute nothing: the choice of a plain forward."""
+    return False
 
 
 class Attention(nn.Module):
-    """Causal attention, called as `attention(x_BSH, context)`, and what its costs are counted from."""
+    """Base class of causal attention, called as `attention(x_BSH, context)`.
+
+    The attributes describe its sizes; cost estimates and context parallelism read them. Subclasses may define methods
+    under their former names too: `products`, `turned`, `expand` and `scaled`.
+    """
 
     num_heads: int
     num_kv_heads: int
     qk_dim: int  # head dimension of queries and keys
-    v_dim: int  # of values
-    window: int | None  # positions that a token sees with itself; None: all before it
-    scale: float  # of the scores
+    v_dim: int  # head dimension of values
+    window: int | None  # positions that a token attends to, itself included; None: all positions up to its own
+    scale: float  # multiplies the scores
     sinks: nn.Parameter | None  # (A,)
-    shared: tuple[tuple[int, int], ...]  # heads and dimensions of each tensor that `expand` takes
+    shared: tuple[tuple[int, int], ...]  # heads and head dimension of each tensor that `expand_kv` takes
     o_proj: Linear
-    context_parallel: ContextParallel | None = None  # which brings what the tokens of other ranks share
-    peaks_A: Tensor | None = None  # the largest score of each head since it was last looked at, where that is wanted
+    context_parallel: ContextParallel | None = None  # supplies the keys and values of other ranks' tokens
+    max_logits_A: Tensor | None = None  # largest score of each head since the last reset; None: not recorded
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Alias the methods that a subclass defines: former names to current ones, and the reverse."""
+        super().__init_subclass__(**kwargs)
+        for former, name in _FORMER_NAMES.items():
+            if former in vars(cls):
+                setattr(cls, name, vars(cls)[former])
+            elif name in vars(cls):
+                setattr(cls, former, vars(cls)[name])
+
+    @property
+    def peaks_A(self) -> Tensor | None:
+        """Alias of `max_logits_A`, its former name."""
+        return self.max_logits_A
+
+    @peaks_A.setter
+    def peaks_A(self, value: Tensor | None) -> None:
+        self.max_logits_A = value
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Rotated queries (B, A, S, D), and what `expand` takes."""
-        return self.turned(context, *self.products(x_BSH))
+        """Return rotated queries (B, A, S, D), followed by the tensors that `expand_kv` takes."""
+        return self.apply_rope(context, *self.qkv_proj(x_BSH))
 
-    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
-        """What the first linear layers make of x."""
+    def qkv_proj(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """Return the outputs of the linear layers that read x, which `apply_rope` takes."""
         raise NotImplementedError
 
-    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
-        """What `project` returns, of the `products`."""
+    def apply_rope(self, context: Context, *projections: Tensor) -> tuple[Tensor, ...]:
+        """Split the outputs of `qkv_proj` into heads and rotate them; return the results of `project`."""
         raise NotImplementedError
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (B, G, S, D) and values (B, G, S, V), of what `project` returns behind the queries (B, heads, S,
-        dimensions)."""
+    def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys (B, G, S, D) and values (B, G, S, V).
+
+        shared: the tensors that `project` returns after the queries, each (B, heads, S, head dimension).
+        """
+        raise NotImplementedError
+
+    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Return parameters, each with a factor for every row, that multiply the scores of each head by its share.
+
+        Raises ValueError where a norm follows the projections: it bounds the scores, and undoes a scaled weight.
+        """
         raise NotImplementedError
 
     def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """What multiplies each head's scores by its share: parameters, and what to multiply their rows by. Raises
-        ValueError where a norm follows them, which bounds scores by itself."""
-        raise NotImplementedError
+        """Alias of `logit_row_scales`, its former name."""
+        return self.logit_row_scales(share_A)
 
     def output(self, y_BASV: Tensor) -> Tensor:
-        """What the heads have found -> (B, S, H)."""
+        """Project the concatenated heads; returns (B, S, H)."""
         return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
-        # Not by `project`: a compiler would not see past the linear layers in a call, and cut behind the rotation.
-        q_BASD, *shared = self.turned(context, *self.products(x_BSH))
-        k_BGSD, v_BGSV = self.expand(*shared)
+        """Return attention over x (B, S, H), with the same shape."""
+        # `project` is not called: the compiler cannot trace the linear layers inside a call, and would break the graph
+        # after the rotation.
+        q_BASD, *shared = self.apply_rope(context, *self.qkv_proj(x_BSH))
+        k_BGSD, v_BGSV = self.expand_kv(*shared)
         return self.output(attend(
             q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks,
-            peaks_A=self.peaks_A,
+            peaks_A=self.max_logits_A,
         ))
 
-    def segments(self, recompute: Parts) -> list[Segment]:
-        """From "normed" and "context" to "y"."""
-        again = recompute("attention")
+    def segments(self, should_recompute: ShouldRecompute) -> list[Segment]:
+        """Return segments that read "normed" and "context" and write "y"."""
+        recompute = should_recompute("attention")
         if self.context_parallel is None:
-            return [Compute(self, ("normed", "context"), "y", again)]
-        segments = self.context_parallel.segments(self, again)
-        # `Stage.compile_dense` compiles `turned`, which the segments call.
+            return [Compute(self, ("normed", "context"), "y", recompute)]
+        segments = self.context_parallel.segments(self, recompute)
+        # `Stage.compile_dense` compiles `apply_rope`, which the segments call.
         return with_forward_hooks(self, segments, ("normed", "context"), ("y",), are_compiled=True)
 
 
 class GroupedQueryAttention(Attention):
-    """Causal grouped-query attention; `norms`: with an RMSNorm on the queries and keys of every head; `sinks`: with a
-    sink in every head."""
+    """Causal grouped-query attention.
+
+    norms: apply an RMSNorm to the queries and keys of every head. sinks: give every head a sink. window: positions that
+    a token attends to; None: all up to its own.
+    """
 
     def __init__(
         self, config: GroupedQueryConfig, *, norms: bool = False, sinks: bool = False, window: int | None = None
     ) -> None:
         super().__init__()
-        hidden, bias, head_dim = config.hidden_size, config.attention_bias, config.head_dim
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.num_heads, self.num_kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.qk_dim = self.v_dim = head_dim
-        self.shared, self.scale = ((kv_heads, head_dim),) * 2, head_dim**-0.5
-        self.window, self.norms = window, norms
+        hidden = config.hidden_size
+        bias = config.attention_bias
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads
+        head_dim = config.head_dim
+        self.num_heads = heads
+        self.num_kv_heads = kv_heads
+        self.head_dim = head_dim
+        self.qk_dim = head_dim
+        self.v_dim = head_dim
+        self.shared = ((kv_heads, head_dim), (kv_heads, head_dim))
+        self.scale = head_dim**-0.5
+        self.window = window
+        self.norms = norms
         self.q_proj = Linear(hidden, heads * head_dim, bias=bias)
         self.k_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
         self.v_proj = Linear(hidden, kv_heads * head_dim, bias=bias)
@@ -115,33 +167,35 @@ class GroupedQueryAttention(Attention):
             self.k_norm = RMSNorm(head_dim, config.rms_norm_eps)
         self.register_parameter("sinks", nn.Parameter(torch.zeros(heads)) if sinks else None)
 
-    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
-        """What becomes queries, keys and values."""
+    def qkv_proj(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values (B, S, heads * D), before norms and rotation."""
         return self.q_proj(x_BSH), self.k_proj(x_BSH), self.v_proj(x_BSH)
 
-    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values."""
-        q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in products)
+    def apply_rope(self, context: Context, *projections: Tensor) -> tuple[Tensor, ...]:
+        """Return rotated queries (B, A, S, D) and keys (B, G, S, D), and values (B, G, S, D)."""
+        q, k, v = (rearrange(x, "B S (A D) -> B S A D", D=self.head_dim) for x in projections)
         norms = (self.q_norm, self.k_norm) if self.norms else ()
         q_BASD, k_BGSD = apply_rope(q, k, *context.tables(q.dtype), norms)
         return q_BASD, k_BGSD, v.transpose(1, 2)
 
-    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Queries alone: several of their heads share keys."""
+    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Scale the queries alone: several query heads share each key head."""
         if self.norms:
             raise ValueError("queries and keys have norms, which bound their scores: leave out optimizer.qk_clip")
         rows = share_A.repeat_interleave(self.head_dim)
         return [(parameter, rows) for parameter in self.q_proj.parameters()]
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are."""
+    def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values unchanged."""
         k_BGSD, v_BGSD = shared
         return k_BGSD, v_BGSD
 
 
 class Experts(nn.Module):
-    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases where `bias` says so. form:
-    the activation's, as `GroupedSwiGLU` takes it."""
+    """SwiGLU experts as stacked weights: gate_up (E, 2I, H), down (E, H, I), with biases if `bias`.
+
+    form: the form of the activation, as keyword arguments of `GroupedSwiGLU`.
+    """
 
     def __init__(self, experts: int, hidden: int, intermediate: int, *, bias: bool = False, **form: Any) -> None:
         super().__init__()
@@ -152,61 +206,80 @@ class Experts(nn.Module):
     def forward(
         self, x: Tensor, rows: SortedTokens | Tensor, weight_M: Tensor, quantized: QuantizedRows | None = None
     ) -> Tensor:
-        """Tokens (T, H) and where they go, or rows (M, H) sorted by expert and their ends (E,) -> (M, H), times the
-        sorted rows' routing weights `weight_M`. quantized: see `GroupedLinear`."""
-        # Without a last bias, weighting before the last product is the same, and its result need not be kept.
-        scale_M, ends = None if self.biased else weight_M, rows.offs if isinstance(rows, SortedTokens) else rows
+        """Return the experts' outputs (M, H), multiplied by the routing weights `weight_M` of the sorted rows.
+
+        x, rows: tokens (T, H) with their sorted order, or rows (M, H) sorted by expert with the end of each expert's
+        rows (E,). quantized: see `GroupedLinear`.
+        """
+        ends = rows.offs if isinstance(rows, SortedTokens) else rows
+        # Without a bias of down_proj, weighting before its GEMM is equivalent, and its output need not be saved.
+        scale_M = None if self.biased else weight_M
         h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, then=self.down_proj)
         y_MH = self.down_proj(h_MI, ends, quantized=h_rows)
         if not self.biased:
             return y_MH
-        return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # a float32 router's weights do not widen the rows
+        return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # float32 weights of a router do not widen the rows
 
 
 class SparseMLP(nn.Module):
-    """Every token goes to its K best experts, here or on another expert-parallel rank; none is dropped. shared_experts:
-    an MLP that all tokens go through besides."""
+    """Mixture of experts: sends every token to its K best experts, on any expert-parallel rank; drops none.
+
+    shared_experts: an MLP that processes all tokens; its output is added to that of the experts.
+    """
 
     def __init__(self, gate: Router, experts: nn.Module, shared_experts: nn.Module | None = None) -> None:
         super().__init__()
-        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared_experts
         self.dispatcher: Dispatcher = ExpertParallel(gate.out_features).dispatcher()
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, H). Collective over the expert-parallel ranks."""
-        return run_segments(self._routed(lambda part: False), {"x": x_BSH, "normed": x_BSH})["y"]
+        """Return the weighted sum of each token's experts (B, S, H). Collective over the expert-parallel ranks."""
+        return run_segments(self._expert_segments(_no_recompute), {"x": x_BSH, "normed": x_BSH})["y"]
 
-    def segments(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "normed" to "y"."""
-        if self.dispatcher.dispatch is None:  # nothing to overlap: routing and experts are kept, or not, together
-            return [Compute(self, "normed", "y", recompute("experts") or recompute("dispatch"))]
-        return with_forward_hooks(self, self._routed(recompute), ("normed",), ("y",))
+    def segments(self, should_recompute: ShouldRecompute) -> list[Segment]:
+        """Return segments that read "x" and "normed" and write "y"."""
+        if self.dispatcher.dispatch is None:  # no communication to overlap: routing and experts are one segment
+            recompute = should_recompute("experts") or should_recompute("dispatch")
+            return [Compute(self, "normed", "y", recompute)]
+        return with_forward_hooks(self, self._expert_segments(should_recompute), ("normed",), ("y",))
 
-    def _routed(self, recompute: Parts) -> list[Segment]:
-        ways, there, back = self.dispatcher, self.dispatcher.dispatch, self.dispatcher.combine
-        again, layer, sent = recompute("dispatch"), recompute("layer"), ("rows", "weights", "plan")
-        run, computed = partial(run_experts, self.experts), recompute("experts") or again
-        found: list[Segment] = [
-            Compute(lambda x_BSH: ways.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH)), "normed", sent, layer or again)
-        ]
-        if there is None or back is None:  # the rows are the tokens themselves
-            found.append(Compute(run, ("normed", "weights", "plan"), "rows", computed))
+    def _expert_segments(self, should_recompute: ShouldRecompute) -> list[Segment]:
+        """Return routing, dispatch, experts, combine and sum as segments, then the shared experts."""
+        dispatcher = self.dispatcher
+        recompute_layer = should_recompute("layer")
+        recompute_dispatch = should_recompute("dispatch")
+        recompute_experts = should_recompute("experts")
+        run = partial(run_experts, self.experts)
+
+        def route(x_BSH: Tensor) -> tuple[Tensor, Tensor, Any]:
+            return dispatcher.plan(x_BSH.flatten(0, 1), *self.gate(x_BSH))
+
+        def finish(x_BSH: Tensor, rows: Tensor, plan: Any) -> Tensor:
+            return dispatcher.finish(rows, plan).view_as(x_BSH)
+
+        planned = ("rows", "weights", "plan")
+        segments: list[Segment] = [Compute(route, "normed", planned, recompute_layer or recompute_dispatch)]
+        if dispatcher.dispatch is None or dispatcher.combine is None:  # all experts are local: rows are the tokens
+            segments.append(
+                Compute(run, ("normed", "weights", "plan"), "rows", recompute_experts or recompute_dispatch))
         else:
             received = ("rows", "weights", "received")
-            found += [
-                Communicate(there, sent, received, again),
-                Compute(run, received, "rows", computed),
-                Communicate(back, ("rows", "received"), "rows"),
+            segments += [
+                Communicate(dispatcher.dispatch, planned, received, recompute_dispatch),
+                Compute(run, received, "rows", recompute_experts or recompute_dispatch),
+                Communicate(dispatcher.combine, ("rows", "received"), "rows"),
             ]
-        found += [Compute(lambda x, rows, plan: ways.finish(rows, plan).view_as(x), ("x", "rows", "plan"), "y", layer)]
+        segments.append(Compute(finish, ("x", "rows", "plan"), "y", recompute_layer))
         if self.shared_experts is not None:
-            found += [Compute(self.shared_experts, "normed", "shared", recompute("experts")),
-                      Compute(torch.add, ("y", "shared"), "y", layer)]
-        return found
+            segments.append(Compute(self.shared_experts, "normed", "shared", recompute_experts))
+            segments.append(Compute(torch.add, ("y", "shared"), "y", recompute_layer))
+        return segments
 
 
 class DenseMLP(nn.Module):
-    """SwiGLU without experts."""
+    """SwiGLU MLP without experts."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -215,16 +288,16 @@ class DenseMLP(nn.Module):
         self.down_proj = Linear(intermediate, hidden, bias=False)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
+        """Return down(silu(gate(x)) * up(x)), (B, S, H)."""
         return self.down_proj(F.silu(self.gate_proj(x_BSH)) * self.up_proj(x_BSH))
 
-    def segments(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "normed" to "y"."""
-        return [Compute(self, "normed", "y", recompute("experts"))]
+    def segments(self, should_recompute: ShouldRecompute) -> list[Segment]:
+        """Return one segment, which reads "normed" and writes "y"."""
+        return [Compute(self, "normed", "y", should_recompute("experts"))]
 
 
 class Layer(nn.Module):
-    """Attention, then experts or a dense MLP, each behind a norm and added to what came in."""
+    """Pre-norm decoder layer: attention, then experts or a dense MLP, each with a norm before and a residual around."""
 
     def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
         super().__init__()
@@ -234,32 +307,36 @@ class Layer(nn.Module):
         self.mlp = mlp
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
-        """(B, S, H) -> (B, S, H)."""
-        return run_segments(self.segments(lambda part: False), {"x": x_BSH, "context": context})["x"]
+        """Return the layer's output (B, S, H)."""
+        return run_segments(self.segments(_no_recompute), {"x": x_BSH, "context": context})["x"]
 
-    def segments(self, recompute: Parts) -> list[Segment]:
-        """From "x" and "context" to "x"; `recompute` says which parts are computed again."""
+    def segments(self, should_recompute: ShouldRecompute) -> list[Segment]:
+        """Return segments that read "x" and "context" and write "x"."""
 
-        def normed(norm: RMSNorm, *added: Tensor) -> tuple[Tensor, Tensor]:
-            normed_BSH, x_BSH = norm(*added, keep=True)
-            return x_BSH, normed_BSH.to(x_BSH.dtype)  # which a dtype plan may keep in float32
+        def normalize(norm: RMSNorm, *summands: Tensor) -> tuple[Tensor, Tensor]:
+            """Return the sum and its norm, cast to the dtype of the sum: a dtype plan may keep norms in float32."""
+            normed_BSH, x_BSH = norm(*summands, keep=True)
+            return x_BSH, normed_BSH.to(x_BSH.dtype)
 
+        normalized = ("x", "normed")
+        recompute_norms = should_recompute("norms")
         return [
-            Compute(partial(normed, self.input_layernorm), "x", ("x", "normed"), recompute("norms")),
-            *self.self_attn.segments(recompute),
-            Compute(partial(normed, self.post_attention_layernorm), ("x", "y"), ("x", "normed"), recompute("norms")),
-            *self.mlp.segments(recompute),
-            Compute(torch.add, ("x", "y"), "x", recompute("layer")),
+            Compute(partial(normalize, self.input_layernorm), "x", normalized, recompute_norms),
+            *self.self_attn.segments(should_recompute),
+            Compute(partial(normalize, self.post_attention_layernorm), ("x", "y"), normalized, recompute_norms),
+            *self.mlp.segments(should_recompute),
+            Compute(torch.add, ("x", "y"), "x", should_recompute("layer")),
         ]
 
 
 class PredictionLayer(Layer):
-    """A layer for multi-token prediction: from what the model, or the prediction before, knows of a token and the
-    embedding of the one that was predicted to what the head makes the next prediction of (DeepSeek-V3,
-    arXiv:2412.19437, section 2.2).
+    """Multi-token prediction (MTP) layer (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    The projection takes the embedding first, as in the published weights, not in the paper; what goes from one
-    prediction to the next is behind its norm, as Megatron and vLLM have it.
+    It reads the hidden states of the model or of the previous MTP layer, and the embeddings of the tokens predicted
+    from them; the head makes the next prediction of its output.
+
+    The projection takes the embedding first, as in the published weights, not as in the paper. The next MTP layer
+    reads the output after its norm, as in Megatron and vLLM.
     """
 
     def __init__(self, config: HubConfig, attention: Attention, mlp: SparseMLP | DenseMLP) -> None:
@@ -267,25 +344,25 @@ class PredictionLayer(Layer):
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.eh_proj.quantizable = False  # bfloat16 among the published FP8 weights, and their readers take no scales
+        self.eh_proj.quantizable = False  # bfloat16 in the published FP8 weights, whose readers take no scales for it
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(  # type: ignore[override]
         self, hidden_BSH: Tensor, embedded_BSH: Tensor, context: Context
     ) -> Tensor:
-        """Known of each token (B, S, H), and the embeddings of the tokens predicted -> (B, S, H)."""
+        """Return hidden states (B, S, H) for the head, from the previous ones and the predicted tokens' embeddings."""
         carry = {"hidden0": hidden_BSH, "embedded": embedded_BSH, "context": context}
-        return run_segments(self.segments(lambda part: False), carry)["hidden1"]
+        return run_segments(self.segments(_no_recompute), carry)["hidden1"]
 
-    def segments(self, recompute: Parts, depth: int = 0) -> list[Segment]:
-        """From "hidden0" (of another `depth` that), "embedded" and "context" to "hidden1"."""
+    def segments(self, should_recompute: ShouldRecompute, depth: int = 0) -> list[Segment]:
+        """Return segments that read "hidden<depth>", "embedded" and "context" and write "hidden<depth + 1>"."""
 
-        def joined(hidden_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
-            both = self.enorm(embedded_BSH), self.hnorm(hidden_BSH)
-            return self.eh_proj(torch.cat(both, dim=-1).to(hidden_BSH.dtype))
+        def join(hidden_BSH: Tensor, embedded_BSH: Tensor) -> Tensor:
+            joined_BSH = torch.cat((self.enorm(embedded_BSH), self.hnorm(hidden_BSH)), dim=-1)
+            return self.eh_proj(joined_BSH.to(hidden_BSH.dtype))
 
         return [
-            Compute(joined, (f"hidden{depth}", "embedded"), "x", recompute("layer")),
-            *super().segments(recompute),
-            Compute(self.shared_head["norm"], "x", f"hidden{depth + 1}", recompute("norms")),
+            Compute(join, (f"hidden{depth}", "embedded"), "x", should_recompute("layer")),
+            *super().segments(should_recompute),
+            Compute(self.shared_head["norm"], "x", f"hidden{depth + 1}", should_recompute("norms")),
         ]

@@ -1,8 +1,8 @@
 """DeepSeek-V2 (V2-Lite, V2; arXiv:2405.04434) and DeepSeek-V3 (arXiv:2412.19437): latent attention, shared experts.
 Kimi K2 (arXiv:2507.20534) is DeepSeek-V3 with other sizes.
 
-A head's queries and keys have N dimensions that do not know their position, then P rotated ones. Keys and values are
-made from a narrow latent, to which the rotated part of the key, one for all heads, comes besides.
+The queries and keys of a head have N dimensions without a position, then P rotated dimensions. Keys and values are
+projected from a narrow latent, except the rotated part of the key, which all heads share.
 
 Dimension letters: B batch, S sequence, H hidden, A attention heads, C key/value latent, D = N + P head dimension of
 queries and keys, V of values.
@@ -22,17 +22,17 @@ from dualpipe.models.hub import MTP_LAYERS, HubConfig
 from dualpipe.nn import ExpertGroups, Linear, RMSNorm, Router, Scoring
 from dualpipe.nn.attention import Context, apply_rope, yarn_mscale
 
-LATENT_EPS = 1e-6  # of the norms of latents, whatever rms_norm_eps is
+LATENT_EPS = 1e-6  # eps of the norms of latents, independent of rms_norm_eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekConfig(HubConfig):
-    """Sizes and options of both versions, named as in the hub's `config.json`."""
+    """Sizes and options of DeepSeek-V2 and DeepSeek-V3, named as in the hub's `config.json`."""
 
     _ignored: ClassVar[frozenset[str]] = frozenset({
-        "aux_loss_alpha", "seq_aux",  # losses of the training, which a router's `step` says
-        "ep_size", "pretraining_tp",  # how DeepSeek's code spreads the same mathematics
-        "head_dim", "qk_head_dim",  # P and D, which transformers writes besides
+        "aux_loss_alpha", "seq_aux",  # training losses, set by a router's `step`
+        "ep_size", "pretraining_tp",  # the parallel layout of DeepSeek's code
+        "head_dim", "qk_head_dim",  # P and D, which transformers writes redundantly
     })
     _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
@@ -41,7 +41,7 @@ class DeepseekConfig(HubConfig):
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
     _has_correction_bias: ClassVar[bool] = False
 
-    q_lora_rank: int | None  # of the queries' latent; None: queries are made from x itself
+    q_lora_rank: int | None  # width of the queries' latent; None: queries are projected from x
     kv_lora_rank: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -49,13 +49,13 @@ class DeepseekConfig(HubConfig):
     intermediate_size: int  # of a dense MLP
     moe_intermediate_size: int
     n_routed_experts: int
-    n_shared_experts: int | None  # together one MLP of so many times moe_intermediate_size
+    n_shared_experts: int | None  # one MLP of n_shared_experts * moe_intermediate_size
     num_experts_per_tok: int
     n_group: int | None = None  # None: one group
     topk_group: int | None = None
-    first_k_dense_replace: int = 0  # so many layers at the start have a dense MLP
+    first_k_dense_replace: int = 0  # number of layers at the start that have a dense MLP
     routed_scaling_factor: float = 1.0
-    rope_interleave: bool = True  # which dimensions are rotated together: neighbours, or those of the two halves
+    rope_interleave: bool = True  # rotate pairs of neighbouring dimensions; False: pairs from the two halves
 
     def __post_init__(self) -> None:
         if self.qk_rope_head_dim < 2 or self.qk_rope_head_dim % 2:
@@ -64,28 +64,31 @@ class DeepseekConfig(HubConfig):
             raise ValueError("q_lora_rank must be at least 1, or null for queries without a latent; got "
                              f"{self.q_lora_rank}")
         if self.first_k_dense_replace < self.num_hidden_layers:
-            self.gate("meta")  # raises ValueError for sizes that do not fit together
+            self.gate("meta")  # raises ValueError for router sizes that do not fit together
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
         heads = values.get("num_attention_heads")
-        if heads is not None and (given := values.pop("num_key_value_heads", heads)) != heads:
-            raise ValueError(f"num_key_value_heads must be num_attention_heads ({heads}), all heads' keys and values "
-                             f"being made from one latent; got {given}")
+        if heads is None:
+            return values
+        kv_heads = values.pop("num_key_value_heads", heads)
+        if kv_heads != heads:
+            raise ValueError(f"num_key_value_heads must be num_attention_heads ({heads}), since the keys and values of "
+                             f"all heads are projected from one latent; got {kv_heads}")
         return values
 
     @property
     def num_experts(self) -> int:
-        """`n_routed_experts`, as the other families call it."""
+        """Number of routed experts, under the name of the other families."""
         return self.n_routed_experts
 
     @property
     def rotary_dim(self) -> int:
-        """P."""
+        """Number of rotated dimensions of a head, P."""
         return self.qk_rope_head_dim
 
     def gate(self, device: str | None = None) -> Router:
-        """The router of a layer."""
+        """Build the router of a layer."""
         return Router(
             self.hidden_size, self.n_routed_experts, self.num_experts_per_tok, scoring=self._scoring(),
             groups=self._groups(), correction_bias=self._has_correction_bias, wide_logits=True, device=device,
@@ -98,22 +101,23 @@ class DeepseekConfig(HubConfig):
         return ExpertGroups(self.n_group or 1, self.topk_group or 1)
 
     def layer(self, index: int) -> Layer:
-        """The layer of this global index."""
-        attention, kind = LatentAttention(self), Layer if index < self.num_hidden_layers else PredictionLayer
+        """Build the layer with this global index; indices from num_hidden_layers on are MTP layers."""
+        attention = LatentAttention(self)
+        layer_class = Layer if index < self.num_hidden_layers else PredictionLayer
         if index < self.first_k_dense_replace:
-            return kind(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
+            return layer_class(self, attention, DenseMLP(self.hidden_size, self.intermediate_size))
         experts = Experts(self.n_routed_experts, self.hidden_size, self.moe_intermediate_size)
-        width = (self.n_shared_experts or 0) * self.moe_intermediate_size
-        shared = DenseMLP(self.hidden_size, width) if width else None
-        return kind(self, attention, SparseMLP(self.gate(), experts, shared))
+        shared_size = (self.n_shared_experts or 0) * self.moe_intermediate_size
+        shared_experts = DenseMLP(self.hidden_size, shared_size) if shared_size else None
+        return layer_class(self, attention, SparseMLP(self.gate(), experts, shared_experts))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV2Config(DeepseekConfig):
-    """DeepSeek-V2: a softmax over all experts, of which the best are taken, from few groups or from all.
+    """DeepSeek-V2: a softmax over all experts and the best K of them, from the best groups or from all.
 
-    norm_topk_prob: only false, as all published models have it; transformers takes no notice of it, and DeepSeek's own
-    code leaves out routed_scaling_factor where it is true.
+    norm_topk_prob: only false is supported, the value of all published models. transformers ignores the key; DeepSeek's
+    code omits routed_scaling_factor if it is true.
     """
 
     model_type: ClassVar[str] = "deepseek_v2"
@@ -135,7 +139,7 @@ class DeepseekV2Config(DeepseekConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """DeepSeek-V3: each expert's own sigmoid, and a bias on the choice that evens out the loads."""
+    """DeepSeek-V3: a sigmoid for each expert, and a correction bias on the choice that balances the loads."""
 
     model_type: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
@@ -147,20 +151,20 @@ class DeepseekV3Config(DeepseekConfig):
     first_k_dense_replace: int = 3
     routed_scaling_factor: float = 2.5
     norm_topk_prob: bool = True
-    num_nextn_predict_layers: int = field(default=1, compare=False)  # here with `with_mtp` only
+    num_nextn_predict_layers: int = field(default=1, compare=False)  # built by `with_mtp` only
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:
-        name, newer = MTP_LAYERS
-        if newer in values:
-            values[name] = values.pop(newer)
+        name, newer_name = MTP_LAYERS
+        if newer_name in values:
+            values[name] = values.pop(newer_name)
         return super()._translated(values)
 
     @property
     def carried_layers(self) -> range:
-        """See `HubConfig`."""
-        trained = self.num_hidden_layers + self.mtp_depth
-        return range(trained, max(trained, self.num_hidden_layers + self.num_nextn_predict_layers))
+        """Global indices of MTP layers that are on the hub and not trained; see `HubConfig`."""
+        num_trained = self.num_hidden_layers + self.mtp_depth
+        return range(num_trained, max(num_trained, self.num_hidden_layers + self.num_nextn_predict_layers))
 
     def _scoring(self) -> Scoring:
         return replace(super()._scoring(), score="sigmoid", norm_topk_prob=self.norm_topk_prob)
@@ -171,10 +175,10 @@ class DeepseekV3Config(DeepseekConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class KimiK2Config(DeepseekV3Config):
-    """Kimi K2: DeepSeek-V3's mathematics and class, by another `model_type`."""
+    """Kimi K2: DeepSeek-V3's mathematics and class, under another `model_type`."""
 
     model_type: ClassVar[str] = "kimi_k2"
-    auto_map: ClassVar[dict[str, str]] = {  # the code of the published checkpoint, for one that brings none
+    auto_map: ClassVar[dict[str, str]] = {  # code of the published checkpoint, for a checkpoint without code
         name: f"moonshotai/Kimi-K2-Instruct--{place}" for name, place in (
             ("AutoConfig", "configuration_deepseek.DeepseekV3Config"),
             ("AutoModel", "modeling_deepseek.DeepseekV3Model"),
@@ -184,17 +188,23 @@ class KimiK2Config(DeepseekV3Config):
 
 
 class LatentAttention(Attention):
-    """Causal multi-head latent attention."""
+    """Causal multi-head latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1)."""
 
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
-        hidden, heads, bias = config.hidden_size, config.num_attention_heads, config.attention_bias
-        self.num_heads = self.num_kv_heads = heads
-        self.latent_dim, self.window = config.kv_lora_rank, None
-        self.nope_dim, self.rope_dim, self.v_dim = config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
+        hidden = config.hidden_size
+        heads = config.num_attention_heads
+        bias = config.attention_bias
+        self.num_heads = heads
+        self.num_kv_heads = heads
+        self.latent_dim = config.kv_lora_rank
+        self.window = None
+        self.nope_dim = config.qk_nope_head_dim
+        self.rope_dim = config.qk_rope_head_dim
+        self.v_dim = config.v_head_dim
         self.qk_dim = self.nope_dim + self.rope_dim
-        # Where YaRN stretches, with the square of its temperature for all dimensions of queries and keys; the rotary
-        # tables have the rest of the temperature: see `Yarn.scale`.
+        # With YaRN, the scale includes the square of its temperature for all dimensions of queries and keys. The rotary
+        # tables include the rest of the temperature: see `Yarn.scale`.
         temperature = 1.0 if config.yarn is None else yarn_mscale(config.yarn.factor, config.yarn.mscale_all_dim)
         self.scale = self.qk_dim**-0.5 * temperature**2
         self.interleaved = config.rope_interleave
@@ -208,17 +218,19 @@ class LatentAttention(Attention):
         self.kv_a_layernorm = RMSNorm(self.latent_dim, LATENT_EPS)
         self.kv_b_proj = Linear(self.latent_dim, heads * (self.nope_dim + self.v_dim), bias=False)
         self.o_proj = Linear(heads * self.v_dim, hidden, bias=bias)
-        self.shared = (1, self.latent_dim), (1, self.rope_dim)
+        self.shared = ((1, self.latent_dim), (1, self.rope_dim))
         self.register_parameter("sinks", None)
 
-    def products(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
-        """What becomes queries, and the latent with the part of the key beside it."""
-        kv, narrow = self.kv_a_proj_with_mqa(x_BSH), not hasattr(self, "q_proj")
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))) if narrow else self.q_proj(x_BSH), kv
+    def qkv_proj(self, x_BSH: Tensor) -> tuple[Tensor, ...]:
+        """Return the queries (B, S, A * D), and the latent with the shared part of the key (B, S, C + P)."""
+        kv = self.kv_a_proj_with_mqa(x_BSH)
+        if hasattr(self, "q_proj"):
+            return self.q_proj(x_BSH), kv
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BSH))), kv
 
-    def turned(self, context: Context, *products: Tensor) -> tuple[Tensor, ...]:
-        """Queries, the latent behind its norm (B, 1, S, C) and the rotated part of the key (B, 1, S, P)."""
-        q, kv = products
+    def apply_rope(self, context: Context, *projections: Tensor) -> tuple[Tensor, ...]:
+        """Return queries (B, A, S, D), the normalized latent (B, 1, S, C) and the key's rotated part (B, 1, S, P)."""
+        q, kv = projections
         latent_BSC, k_BSP = kv.split((self.latent_dim, self.rope_dim), dim=-1)
         q_BSAD = rearrange(q, "B S (A D) -> B S A D", A=self.num_heads)
         q_BSAN, q_BSAP = q_BSAD.split((self.nope_dim, self.rope_dim), dim=-1)
@@ -227,18 +239,21 @@ class LatentAttention(Attention):
         q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
         return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
 
-    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Queries and keys alike, but for the rotated part of the key, which all heads share: there the queries alone
-        (Kimi K2, arXiv:2507.20534, section 2.1)."""
-        half, share = share_A.sqrt().unsqueeze(1), share_A.unsqueeze(1)
-        queries = torch.cat((half.expand(-1, self.nope_dim), share.expand(-1, self.rope_dim)), 1)
-        keys = torch.cat((half.expand(-1, self.nope_dim), torch.ones_like(half).expand(-1, self.v_dim)), 1)
+    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+        """Scale queries and keys by the root of the share each (Kimi K2, arXiv:2507.20534, section 2.1).
+
+        All heads share the rotated part of the key; there the queries alone are scaled, by the whole share.
+        """
+        share_A1 = share_A.unsqueeze(1)
+        root_A1 = share_A1.sqrt()
+        queries = torch.cat((root_A1.expand(-1, self.nope_dim), share_A1.expand(-1, self.rope_dim)), 1)
+        keys = torch.cat((root_A1.expand(-1, self.nope_dim), torch.ones_like(root_A1).expand(-1, self.v_dim)), 1)
         q_proj = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
         return [(parameter, rows.flatten()) for linear, rows in ((q_proj, queries), (self.kv_b_proj, keys))
                 for parameter in linear.parameters()]
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Each head's keys and values, made of the latent; the rotated part of the key is the same for all."""
+    def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Project every head's keys and values from the latent; the rotated part of the key is the same for all."""
         latent_B1SC, k_B1SP = shared
         kv_BASX = rearrange(self.kv_b_proj(latent_B1SC.squeeze(1)), "B S (A X) -> B A S X", A=self.num_heads)
         k_BASN, v_BASV = kv_BASX.split((self.nope_dim, self.v_dim), dim=-1)

@@ -1,7 +1,7 @@
-"""How large a model is and how much it computes, from its configuration alone: its layers are built on the meta device.
+"""Parameter counts and FLOPs of a model from its configuration alone: layers are built on the meta device.
 
     parameter_counts(config).total                      as published for the model
-    flops_per_token(config, sequence_length).forward    what MFU is a fraction of
+    flops_per_token(config, sequence_length).forward    the numerator of model FLOPs utilization (MFU)
 """
 
 from __future__ import annotations
@@ -17,45 +17,57 @@ from dualpipe.nn import GroupedLinear, Linear
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters; `active`: those that one token meets, with the embedding, of which it reads a row."""
+    """Numbers of parameters of a model."""
 
     total: int
-    active: int
-    embedding: int  # of `active`, the input embedding alone
+    active: int  # used by one token; counts the whole embedding, of which a token reads one row
+    embedding: int  # the input embedding alone, part of `active`
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of matrix products for one token; a multiplication and an addition are two."""
+    """Floating-point operations of GEMMs for one token; a multiplication and an addition count as two."""
 
     forward: float
     backward: float
 
     @property
-    def both(self) -> float:
-        """Forward and backward together."""
+    def total(self) -> float:
+        """Operations of the forward and the backward together."""
         return self.forward + self.backward
+
+    @property
+    def both(self) -> float:
+        """Alias of `total`, its former name."""
+        return self.total
 
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
-    """The parameters of the whole model; a tied embedding counts once. Of layers for multi-token prediction those that
-    are trained."""
+    """Count the parameters of a whole model, on the meta device.
+
+    A tied embedding counts once. Layers for multi-token prediction count if they are trained.
+    """
     embedding = config.vocab_size * config.hidden_size
-    total = active = embedding + config.hidden_size + (0 if config.tie_word_embeddings else embedding)
+    head = 0 if config.tie_word_embeddings else embedding
+    final_norm = config.hidden_size
+    total = embedding + final_norm + head
+    inactive = 0
     for index in config.all_layers:
         layer = meta_layer(config, index)
-        inside = sum(param.numel() for param in layer.parameters())
-        total += inside
-        active += inside
+        total += sum(param.numel() for param in layer.parameters())
         if isinstance(layer.mlp, SparseMLP):
-            stacked, gate = sum(param.numel() for param in layer.mlp.experts.parameters()), layer.mlp.gate
-            active += stacked * gate.top_k // gate.out_features - stacked
-    return ParameterCounts(total, active, embedding)
+            gate = layer.mlp.gate
+            stacked = sum(param.numel() for param in layer.mlp.experts.parameters())
+            inactive += stacked - stacked * gate.top_k // gate.out_features
+    return ParameterCounts(total, total - inactive, embedding)
 
 
 def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = False) -> Flops:
-    """What the whole model computes for sequences of `sequence_length`; the backward takes twice the forward. causal:
-    count the scores that attention needs, of the positions that a token sees. Without, as is usual for MFU (Chowdhery
-    et al., arXiv:2204.02311) and as a counter of matrix products finds, those of all pairs of positions."""
+    """Count the FLOPs of a whole model for each token of sequences of `sequence_length` tokens.
+
+    The backward takes twice the FLOPs of the forward. causal: count only the scores of positions that a token attends
+    to. The default counts the scores of all pairs of positions, as is usual for MFU (Chowdhery et al.,
+    arXiv:2204.02311) and as a counter of GEMM operations finds them.
+    """
     layers = range(config.num_hidden_layers)
     forward = sum(layer_flops(config, index, sequence_length, causal=causal) for index in layers)
     forward += last_flops(config, sequence_length, causal=causal)
@@ -63,40 +75,43 @@ def flops_per_token(config: HubConfig, sequence_length: int, *, causal: bool = F
 
 
 def last_flops(config: HubConfig, sequence_length: int, *, causal: bool = False) -> float:
-    """Operations for a token, forward, of what the last stage always has: the head, layers for multi-token prediction
-    that are trained, and the head once more for each of them."""
+    """Count the forward FLOPs per token that the last stage always has.
+
+    These are the head, the trained layers for multi-token prediction, and the head once more for each of them.
+    """
     predictions = sum(layer_flops(config, index, sequence_length, causal=causal) for index in config.mtp_layers)
     return (1 + config.mtp_depth) * head_flops(config) + predictions
 
 
 def head_flops(config: HubConfig) -> float:
-    """Operations of the head for a token, forward."""
+    """Count the forward FLOPs per token of the head."""
     return 2.0 * config.hidden_size * config.vocab_size
 
 
 def layer_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
-    """Operations of a layer for a token, forward; see `flops_per_token`."""
-    layer, products = meta_layer(config, index), 0.0
+    """Count the forward FLOPs per token of a layer; see `flops_per_token`."""
+    layer = meta_layer(config, index)
     top_k = layer.mlp.gate.top_k if isinstance(layer.mlp, SparseMLP) else 0
+    linear_flops = 0.0
     for module in layer.modules():
         if isinstance(module, Linear | GroupedLinear):
             uses = top_k if isinstance(module, GroupedLinear) else 1
-            products += 2.0 * uses * module.in_features * module.out_features
-    return products + attention_flops(config, index, sequence_length, causal=causal)
+            linear_flops += 2.0 * uses * module.in_features * module.out_features
+    return linear_flops + attention_flops(config, index, sequence_length, causal=causal)
 
 
 def attention_flops(config: HubConfig, index: int, sequence_length: int, *, causal: bool = False) -> float:
-    """Operations of a layer's scores and of what they weight, for a token, forward; see `flops_per_token`."""
+    """Count the forward FLOPs per token of a layer's scores and weighted values; see `flops_per_token`."""
     attention = meta_layer(config, index).self_attn
-    seen = float(sequence_length)  # positions that a token sees, itself included, on average over a sequence
+    attended = float(sequence_length)  # positions that a token attends to, the mean over a sequence
     if causal:
         window = min(attention.window or sequence_length, sequence_length)
-        seen = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
-    return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * seen
+        attended = (window * (window + 1) / 2 + (sequence_length - window) * window) / sequence_length
+    return 2.0 * attention.num_heads * (attention.qk_dim + attention.v_dim) * attended
 
 
 @lru_cache(maxsize=1024)
 def meta_layer(config: HubConfig, index: int) -> Layer:
-    """The layer of this number without memory, one for all callers."""
+    """Return the layer with this global index on the meta device, the same object for all callers."""
     with torch.device("meta"):
         return cast(Layer, config.layer(index))

@@ -1,7 +1,7 @@
-"""The stages that a model's layers make up: how they are cut, what of them is computed again, and what they compute.
+"""Pipeline stages of a model: the split of its layers, the parts to recompute, and the forward of each stage.
 
-Parameters are named as in the unpipelined model, by the layer's global index, so that the stages' state dicts together
-are that of the whole model, which is itself one stage with every layer.
+Parameters have the names of the unpipelined model, with the layer's global index: the union of the stages' state dicts
+is the state dict of the whole model. The whole model is one stage that has every layer.
 
 Dimension letters: B batch, S sequence, H hidden, V vocabulary.
 """
@@ -32,182 +32,217 @@ from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
-_TYPICAL_LENGTH = 4096  # of a sequence, where the costs of layers are weighed against that of the head
+_RULE = re.compile(r"(\w+)(?::(\d+)(?:-(\d+))?)?")  # a part, and its first and last layer
+_NO_LAST_LAYER = 10**6  # the last layer of a rule for all layers
+_TYPICAL_LENGTH = 4096  # sequence length at which the costs of layers and of the head are compared
 
 
 class Recompute:
-    """Which parts of which layers keep their inputs only, and run their forward again before their backward.
+    """Choice of the parts of layers that save their inputs only, and recompute their forward before their backward.
 
-    Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), of all layers or, as
-    "experts:0-7", of some. What other ranks sent to the experts is kept, unless the rule is "dispatch": routing and
-    experts again, and the tokens sent again in between. Keys and values that travel in a ring are sent again by any
-    rule. "none" stands for no rule.
+    Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), for all layers or, as
+    "experts:0-7", for a range of layers. Rows that the experts received from other ranks stay saved, except with the
+    rule "dispatch", which recomputes routing and experts and repeats the dispatch between them. Keys and values that
+    travel in a ring are sent again under any rule. "none" adds no rule.
 
-    num_layers: of the model, where it is known. Raises ValueError for rules that there are not, or of no such layers.
+    num_layers: the number of layers of the model, if known. Raises ValueError for an unknown rule and for layers that
+    the model does not have.
     """
 
     def __init__(self, rules: Iterable[str] = (), num_layers: int | None = None) -> None:
-        self._rules: list[tuple[str, range]] = []
-        for rule in rules:
-            if rule == "none":
-                continue
-            found = re.fullmatch(r"(\w+)(?::(\d+)(?:-(\d+))?)?", rule)
-            if found is None or found[1] not in RECOMPUTE:
-                raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers "
-                                 "where it is not for all of them, such as experts:0-7")
-            first, last = int(found[2] or 0), int(found[3] or found[2] or 10**6)
-            if found[2] and (last < first or (num_layers is not None and last >= num_layers)):
-                known = f"the model has layers 0 to {num_layers - 1}" if num_layers else "layers are counted from 0"
-                raise ValueError(f"cannot recompute {rule!r}: {known}; name the first and the last, such as "
-                                 "experts:0-7")
-            self._rules.append((found[1], range(first, last + 1)))
+        self._rules = [_parse_rule(rule, num_layers) for rule in rules if rule != "none"]
 
     def __call__(self, part: str, layer: int) -> bool:
-        """Return True if a part of a layer is computed again."""
-        kinds = (part,) if part == "dispatch" else (part, "layer")
-        return any(kind in kinds and layer in layers for kind, layers in self._rules)
+        """Return True if a part of a layer is recomputed."""
+        parts = (part,) if part == "dispatch" else (part, "layer")
+        return any(rule_part in parts and layer in layers for rule_part, layers in self._rules)
+
+
+def _parse_rule(rule: str, num_layers: int | None) -> tuple[str, range]:
+    """Return the part and the layers of a rule such as "experts:0-7"."""
+    match = _RULE.fullmatch(rule)
+    if match is None or match[1] not in RECOMPUTE:
+        raise ValueError(f"cannot recompute {rule!r}; say none, or any of {', '.join(RECOMPUTE)}, with layers "
+                         "if it is not for all of them, such as experts:0-7")
+    part, first, last = match.groups()
+    if first is None:
+        return part, range(_NO_LAST_LAYER + 1)
+    layers = range(int(first), int(last or first) + 1)
+    is_outside = num_layers is not None and layers.stop > num_layers
+    if not layers or is_outside:
+        limits = f"the model has layers 0 to {num_layers - 1}" if num_layers else "layers are counted from 0"
+        raise ValueError(f"cannot recompute {rule!r}: {limits}; name the first and the last, such as experts:0-7")
+    return part, layers
 
 
 class Stage(nn.Module):
-    """Consecutive layers; the embedding where `first`, the final norm, the head and layers for multi-token prediction
-    where `last`.
+    """Pipeline stage: consecutive layers, with the embedding if `first`, with norm, head and MTP layers if `last`.
 
-    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`. A last stage that
-    needs the embedding as well, for a tied head or for multi-token prediction, and is not also the first, shares the
-    weight of `embedding`, the first stage's `embed_tokens`; without, as on another rank than that, it has a copy.
+    The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`.
+
+    embedding: the first stage's `embed_tokens`. A last stage that needs the embedding too, for a tied head or for
+    multi-token prediction (MTP), shares its weight; without, as on another rank than the first stage, it has a copy.
     """
 
     def __init__(
         self, config: HubConfig, layers: range, *, first: bool, last: bool, embedding: nn.Embedding | None = None
     ) -> None:
         super().__init__()
-        self.config, self.first, self.last, self.recompute = config, first, last, Recompute()
-        self._num_changes = 0  # of the ranks that segments communicate with
+        self.config = config
+        self.first = first
+        self.last = last
+        self.recompute = Recompute()
         self.split = SequenceSplit()
-        tied = last and config.tie_word_embeddings
-        if first or (last and config.mtp_depth) or (tied and embedding is None):
-            own = self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        self._num_group_changes = 0  # changes of the groups that segments communicate over
+        is_tied = last and config.tie_word_embeddings
+        if first or (last and config.mtp_depth) or (is_tied and embedding is None):
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
             if not first and embedding is not None:
-                own.weight = embedding.weight
-            embedding = own
-        inside = (*layers, *config.mtp_layers) if last else layers
-        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in inside})
+                self.embed_tokens.weight = embedding.weight
+            embedding = self.embed_tokens
+        indices = (*layers, *config.mtp_layers) if last else layers
+        self.layers = nn.ModuleDict({str(index): config.layer(index) for index in indices})
         if last:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
-        if tied and embedding is not None:
+        if is_tied and embedding is not None:
             self.lm_head.weight = embedding.weight
 
     def numbered(self) -> Iterator[tuple[int, Layer]]:
-        """The layers with their global indices."""
+        """Return the layers with their global indices."""
         return ((int(index), cast(Layer, layer)) for index, layer in self.layers.items())
 
     def use_expert_parallelism(self, experts: ExpertParallel) -> None:
-        """Have the layers' experts on all ranks of `experts`; for parameters see `shard_experts`."""
-        self._num_changes += 1
+        """Dispatch tokens to the experts of all ranks of `experts`; `shard_experts` shards the parameters."""
+        self._num_group_changes += 1
         for module in self.modules():
             if isinstance(module, SparseMLP):
                 module.dispatcher = experts.dispatcher()
 
     def use_context_parallelism(self, context: ContextParallel) -> None:
-        """Have the tokens of a sequence on all ranks of `context`, as its `split` says: this stage then gets its own
-        ones, and the positions of all. Raises ValueError where the layers' heads do not go with its method."""
-        self._num_changes += 1
+        """Share sequences with all ranks of `context`.
+
+        The forward then takes the tokens that `context.split` assigns to this rank, and the positions of all tokens.
+        Raises ValueError if the layers' heads do not fit the method of `context`.
+        """
+        self._num_group_changes += 1
         self.split = context.split
         for _, layer in self.numbered():
             context.method_of(layer.self_attn)
             layer.self_attn.context_parallel = context if context.split.size > 1 else None
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """What the other end of a pipeline has as well, the same or a copy: the embedding, as it is the head too, or is
-        needed for multi-token prediction."""
-        if self.first is self.last or not (self.config.tie_word_embeddings or self.config.mtp_depth):
+        """Return the parameters that the other end of the pipeline has too, shared or as a copy.
+
+        This is the embedding, where the head is tied to it or MTP layers read it.
+        """
+        is_an_end = self.first is not self.last
+        if not is_an_end or not (self.config.tie_word_embeddings or self.config.mtp_depth):
             return []
         owner = self.embed_tokens if hasattr(self, "embed_tokens") else self.lm_head
         return [cast(nn.Parameter, owner.weight)]
 
     def compile_dense(self, **options: Any) -> None:
-        """Have attention and dense MLPs go through `torch.compile(**options)`: what is between linear layers, which
-        hand out weight gradients that no compiler sees. Experts and norms have their own kernels: the host takes 60 us
-        for a norm forward and backward, and 120 for a compiled one."""
+        """Compile attention and dense MLPs with `torch.compile(**options)`.
+
+        The graphs lie between linear layers, whose deferred weight gradients no compiler sees. Experts and norms have
+        Triton kernels instead: the host takes 60 us for the forward and backward of a norm, 120 us for a compiled one.
+        """
         for _, layer in self.numbered():
-            for part in (layer.self_attn, *(module for module in layer.mlp.modules() if isinstance(module, DenseMLP))):
-                part.compile(**options)
-            # Where ranks share sequences attention is not called as a whole: what is up to the rows that travel.
-            layer.self_attn.turned = torch.compile(layer.self_attn.turned, **options)  # type: ignore[method-assign]
+            dense_mlps = [module for module in layer.mlp.modules() if isinstance(module, DenseMLP)]
+            for module in (layer.self_attn, *dense_mlps):
+                module.compile(**options)
+            # With context parallelism attention is not called as a whole: compile its part before the communication.
+            layer.self_attn.apply_rope = torch.compile(  # type: ignore[method-assign]
+                layer.self_attn.apply_rope, **options)
 
     def segments(self) -> list[Segment]:
-        """The forward in parts, for the pipeline to overlap and, as `recompute` says, to compute again."""
+        """Return the forward as segments for the pipeline to overlap; `recompute` chooses those to recompute."""
         layers: list[Segment] = []
         predictions: list[Sequence[Segment]] = []
         for index, layer in self.numbered():
-            recompute = partial(self.recompute, layer=index)
-            if isinstance(layer, PredictionLayer):
-                depth = len(predictions)
-                names = (f"hidden{depth}", "embedded", "context")
-                segments = with_forward_hooks(layer, layer.segments(recompute, depth), names, (f"hidden{depth + 1}",))
-                if self.last:
-                    predictions.append(segments)
-                else:  # it is alone, to be looked at
-                    layers += segments
-            else:
-                layers += with_forward_hooks(layer, layer.segments(recompute), ("x", "context"), ("x",))
-        return self._around(layers, predictions)
+            should_recompute = partial(self.recompute, layer=index)
+            if not isinstance(layer, PredictionLayer):
+                layers += with_forward_hooks(layer, layer.segments(should_recompute), ("x", "context"), ("x",))
+                continue
+            depth = len(predictions)
+            inputs = (f"hidden{depth}", "embedded", "context")
+            segments = with_forward_hooks(
+                layer, layer.segments(should_recompute, depth), inputs, (f"hidden{depth + 1}",))
+            if self.last:
+                predictions.append(segments)
+            else:  # a stage of this layer alone, built to be measured
+                layers += segments
+        return self._with_ends(layers, predictions)
 
     def segments_key(self) -> Hashable:
-        """Return what the segments depend on and may be changed between steps: see `docs/overlap.md`."""
-        return self._num_changes, self.recompute
+        """Return the state that the segments depend on and that may change between steps: see `docs/overlap.md`."""
+        return self._num_group_changes, self.recompute
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None
     ) -> Tensor | tuple[Tensor, ...]:
-        """Tokens (B, S) on the first stage, else hidden (B, S, H) -> logits (B, S, V) on the last, else hidden.
+        """Return logits (B, S, V) on the last stage, hidden states (B, S, H) on the others.
 
-        positions: of each token in its document (B, S), where a row holds several; attention does not cross
-        documents. Where ranks share a sequence, those of all its tokens, of which the tokens are this rank's.
-        ahead: the tokens behind each, nearest first (B, S, depth), any number below 0 where there is none: the last
-        stage of a model with layers for multi-token prediction then returns the logits of these as well, behind its
-        own.
+        x: tokens (B, S) on the first stage, hidden states (B, S, H) on the others. positions: the position of each
+        token in its document (B, S), for rows that hold several documents; attention does not cross documents. With
+        context parallelism, x has this rank's tokens and `positions` those of the whole sequence. ahead: the tokens
+        that follow each token, nearest first (B, S, depth), negative where there is none; the last stage of a model
+        with MTP layers then returns a tuple: its logits, and those of the tokens ahead.
         """
-        plain: list[Segment] = []
+        layers: list[Segment] = []
         predictions: list[Sequence[Segment]] = []
         for layer in self.layers.values():
             if not isinstance(layer, PredictionLayer):
-                plain.append(Compute(layer, ("x", "context"), "x"))
+                layers.append(Compute(layer, ("x", "context"), "x"))
             elif ahead is not None:
-                known, found = (f"hidden{len(predictions) + more}" for more in (0, 1))
-                predictions.append([Compute(layer, (known, "embedded", "context"), found)])
-        segments = self._around(plain, predictions)
+                depth = len(predictions)
+                predictions.append([Compute(layer, (f"hidden{depth}", "embedded", "context"), f"hidden{depth + 1}")])
+        segments = self._with_ends(layers, predictions)
         carry = run_segments(segments, {"x": x, "positions": positions, "ahead": ahead})
         outputs = tuple(carry[name] for name in segments[-1].writes)
         return outputs if len(outputs) > 1 else outputs[0]
 
-    def _around(self, layers: Iterable[Segment], predictions: Sequence[Iterable[Segment]]) -> list[Segment]:
-        """What is before and after the layers with them: from "x", "positions" and "ahead" to the outputs."""
-        found: list[Segment] = [Compute(self.embed_tokens, "x", "x")] if self.first else []
+    def _with_ends(self, layers: Iterable[Segment], predictions: Sequence[Iterable[Segment]]) -> list[Segment]:
+        """Return all segments of the stage: read "x", "positions" and "ahead", write the outputs.
+
+        layers, predictions: the segments of the layers, and those of each MTP layer.
+        """
+        segments: list[Segment] = []
+        if self.first:
+            segments.append(Compute(self.embed_tokens, "x", "x"))
         if self.layers:
             context = partial(Context, self.config.rotary, split=self.split)
-            found += [Compute(context, ("x", "positions"), "context"), *layers]
+            segments.append(Compute(context, ("x", "positions"), "context"))
+            segments.extend(layers)
         if predictions:
-            found.append(Compute(self.norm, "x", "hidden0"))
+            segments.append(Compute(self.norm, "x", "hidden0"))
             for depth, prediction in enumerate(predictions):
-                found += [Compute(partial(self._embedded_ahead, depth), "ahead", "embedded"), *prediction]
+                segments.append(Compute(partial(self._embed_ahead, depth), "ahead", "embedded"))
+                segments.extend(prediction)
             hidden = tuple(f"hidden{depth}" for depth in range(len(predictions) + 1))
-            found.append(Compute(lambda *each: tuple(map(self.lm_head, each)), hidden, input_names(len(hidden))))
+            segments.append(Compute(self._heads, hidden, input_names(len(hidden))))
         elif self.last:
-            found.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
-        return found or [Compute(lambda x_BSH: x_BSH, "x", "x")]
+            segments.append(Compute(lambda x_BSH: self.lm_head(self.norm(x_BSH)), "x", "x"))
+        return segments or [Compute(lambda x_BSH: x_BSH, "x", "x")]
 
-    def _embedded_ahead(self, depth: int, ahead_BSD: Tensor | None) -> Tensor:
+    def _heads(self, *hidden: Tensor) -> tuple[Tensor, ...]:
+        """Return the logits of every prediction."""
+        return tuple(self.lm_head(x_BSH) for x_BSH in hidden)
+
+    def _embed_ahead(self, depth: int, ahead_BSD: Tensor | None) -> Tensor:
+        """Return the embeddings of the tokens `depth` + 1 places ahead."""
         if ahead_BSD is None:
-            raise ValueError("a model with layers for multi-token prediction needs the tokens behind each: give the "
+            raise ValueError("the input `ahead` is missing, which layers for multi-token prediction read: give the "
                              'step side={"ahead": tokens (B, S, depth)}')
         return self.embed_tokens(ahead_BSD[..., depth].clamp(min=0))
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Weights from N(0, initializer_range^2), norms one, biases zero, by the seed and a parameter's name alone: not
-        by how the model is cut or sharded."""
+        """Initialize weights from N(0, initializer_range^2), norms to one and biases to zero.
+
+        The values depend on the seed and on the name of a parameter alone, not on how the model is split or sharded.
+        """
         for name, param in self.named_parameters():
             if name.endswith("norm.weight"):
                 param.fill_(1.0)
@@ -219,11 +254,11 @@ class Stage(nn.Module):
                 seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=name)
 
 
-@lru_cache(maxsize=64)  # the ranks of one pipeline place have the same, and cutting many layers takes a second
+@lru_cache(maxsize=64)  # ranks at one place of a pipeline have equal stages, and building many layers takes a second
 def meta_stages(
     config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None, layers_per_stage: tuple[int, ...] = ()
 ) -> tuple[Stage, ...]:
-    """Build stages without memory, to be looked at alone: the same ones for all callers."""
+    """Build stages on the meta device, for inspection only: all callers get the same objects."""
     with torch.device("meta"):
         return tuple(build_stages(config, num_stages, only, layers_per_stage))
 
@@ -231,23 +266,27 @@ def meta_stages(
 def build_stages(
     config: HubConfig, num_stages: int, only: Sequence[int] | None = None, layers_per_stage: Sequence[int] | None = None
 ) -> list[Stage]:
-    """The stages of a pipeline, layers split so that all compute about as much, or as `layers_per_stage` says. `only`
-    names those to build, such as a rank's, in this order. Raises `ValueError` for more stages than layers allow."""
+    """Build the stages of a pipeline, with layers split to equal compute or as `layers_per_stage` says.
+
+    only: the stages to build, such as those of one rank, returned in this order (default: all). Raises `ValueError` for
+    more stages than the layers allow, and for stages that there are not.
+    """
     cuts = stage_layers(config, num_stages, tuple(layers_per_stage or ()))
-    wanted = list(range(num_stages)) if only is None else list(only)
-    if outside := [stage for stage in wanted if not 0 <= stage < num_stages]:
+    requested = list(range(num_stages)) if only is None else list(only)
+    outside = [stage for stage in requested if not 0 <= stage < num_stages]
+    if outside:
         raise ValueError(f"only must name stages from 0 to {num_stages - 1}; got {outside}")
     built: dict[int, Stage] = {}
-    for stage in sorted(wanted):  # the first before the last, which may share its embedding
+    for stage in sorted(requested):  # the first stage before the last, which may share its embedding
         embedding = built[0].embed_tokens if 0 in built else None
-        last = stage == num_stages - 1
-        built[stage] = Stage(config, cuts[stage], first=stage == 0, last=last, embedding=embedding)
-    return [built[stage] for stage in wanted]
+        is_last = stage == num_stages - 1
+        built[stage] = Stage(config, cuts[stage], first=stage == 0, last=is_last, embedding=embedding)
+    return [built[stage] for stage in requested]
 
 
 @lru_cache(maxsize=256)
 def stage_layers(config: HubConfig, num_stages: int, layers_per_stage: tuple[int, ...] = ()) -> list[range]:
-    """Global indices of the layers of each stage that `build_stages` makes."""
+    """Return the global layer indices of each stage, as `build_stages` splits them."""
     costs = [layer_flops(config, index, _TYPICAL_LENGTH) for index in range(config.num_hidden_layers)]
     return split_layers(costs, num_stages, layers_per_stage, head=last_flops(config, _TYPICAL_LENGTH))
 
@@ -255,32 +294,19 @@ def stage_layers(config: HubConfig, num_stages: int, layers_per_stage: tuple[int
 def split_layers(
     layers: int | Sequence[float], num_stages: int, layers_per_stage: Sequence[int] | None = None, *, head: float = 0.0
 ) -> list[range]:
-    """Global layer indices of each stage: consecutive, as even as costs say, lighter at the ends. layers: how many, or
-    what each costs; head: what the last stage has to do besides; layers_per_stage: numbers to take instead.
+    """Split layers into stages of consecutive layers with costs as equal as possible; returns their global indices.
 
-    The costliest stage costs as little as it can, the rest is as even as it can be, and what is still undecided goes to
-    the middle: the first stage also has the embedding. The ends may have no layer at all. Raises `ValueError` where a
-    middle stage would have nothing to do. Example: 6 layers in 4 stages are 1, 2, 2, 1.
+    layers: the number of layers, or the cost of each. head: the cost of the rest of the last stage, in the same unit.
+    layers_per_stage: the split to use instead.
+
+    The split minimizes the cost of the costliest stage, then the sum of squared costs; remaining ties put layers in the
+    middle, since the first stage also has the embedding. The first and the last stage may have no layer. Raises
+    `ValueError` if a middle stage would have none. Example: 6 layers in 4 stages are 1, 2, 2, 1.
     """
     costs = [1.0] * layers if isinstance(layers, int) else list(layers)
     if num_stages < 1 or len(costs) < max(0, num_stages - 2):
         raise ValueError(f"cannot cut {len(costs)} layers into {num_stages} stages; use 1 to {len(costs) + 2}")
-    until = [0.0, *accumulate(costs)]
-
-    def cost(stage: int, start: int, stop: int) -> float:
-        if start == stop and 0 < stage < num_stages - 1:
-            return inf
-        return until[stop] - until[start] + (head if stage == num_stages - 1 else 0.0)
-
-    def unevenness(stage: int, start: int, stop: int) -> float:
-        found, from_middle = cost(stage, start, stop), abs(2 * stage - num_stages + 1.1)  # of two alike, the earlier
-        return inf if found > limit else found**2 / unit + 1e-9 * from_middle * (stop - start)
-
-    counts = list(layers_per_stage or ())
-    if not counts:
-        costliest, _ = _best_cuts(len(costs), num_stages, cost, max)
-        limit, unit = costliest * (1 + 1e-9), (until[-1] + head) ** 2 or 1.0
-        _, counts = _best_cuts(len(costs), num_stages, unevenness, add)
+    counts = list(layers_per_stage) if layers_per_stage else _equal_cost_counts(costs, num_stages, head)
     if len(counts) != num_stages or sum(counts) != len(costs) or min(counts) < 0 or 0 in counts[1:-1]:
         raise ValueError(f"layers_per_stage must be {num_stages} numbers that add up to {len(costs)}, only the first "
                          f"and the last may be 0; got {counts}")
@@ -288,11 +314,37 @@ def split_layers(
     return [range(end - count, end) for end, count in zip(ends, counts)]
 
 
+def _equal_cost_counts(costs: Sequence[float], num_stages: int, head: float) -> list[int]:
+    """Return the number of layers of each stage; see `split_layers`."""
+    cost_before = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        if start == stop and 0 < stage < num_stages - 1:
+            return inf
+        return cost_before[stop] - cost_before[start] + (head if stage == num_stages - 1 else 0.0)
+
+    largest, _ = _best_cuts(len(costs), num_stages, cost, max)
+    limit = largest * (1 + 1e-9)
+    unit = (cost_before[-1] + head) ** 2 or 1.0
+
+    def unevenness(stage: int, start: int, stop: int) -> float:
+        stage_cost = cost(stage, start, stop)
+        if stage_cost > limit:
+            return inf
+        from_middle = abs(2 * stage - num_stages + 1.1)  # of two stages equally far, the earlier is nearer
+        return stage_cost**2 / unit + 1e-9 * from_middle * (stop - start)
+
+    _, counts = _best_cuts(len(costs), num_stages, unevenness, add)
+    return counts
+
+
 def _best_cuts(
     num_layers: int, num_stages: int, cost: Callable[[int, int, int], float], join: Callable[[float, float], float]
 ) -> tuple[float, list[int]]:
-    """The least of what `join` makes of `cost(stage, start, stop)` of all stages, and how many layers each has."""
-    # By layers, of the stages so far.
+    """Minimize the `join` of `cost(stage, start, stop)` over all stages; return it and the stages' numbers of layers.
+
+    Dynamic programming: after each stage, the best split of the first n layers for every n.
+    """
     best: list[tuple[float, list[int]]] = [(inf if stop else 0.0, []) for stop in range(num_layers + 1)]
     for stage in range(num_stages):
         best = [

@@ -1,6 +1,6 @@
-"""Parallelism: the mesh, sharding by FSDP2, dtypes, experts over ranks, sequences over ranks.
+"""Parallelism: the device mesh, FSDP2 sharding, the dtype contract, expert and context parallelism.
 
-The names of `experts` are loaded on first use: they bring the layers and kernels of experts.
+Names from `experts` load on first use, since they import the layers and kernels of experts.
 Imports `nn` and `runtime`.
 """
 
@@ -14,14 +14,14 @@ from dualpipe.parallel.precision.contract import ContractError, assert_contract
 from dualpipe.parallel.precision.plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, checkpoint_dtypes
 from dualpipe.parallel.precision.resolve import resolve_dtypes
 
-if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
+if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and editors
     from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts, shard_experts
 
-# Old paths of two modules. A finder, as in `dualpipe._moved`, would put the module in the place of the function.
+# Former paths of two modules. A finder, as in `dualpipe._moved`, would replace the function by the module.
 sys.modules[f"{__name__}.materialize"] = sys.modules["dualpipe.parallel.fsdp.materialize"]
 sys.modules[f"{__name__}.shard"] = sys.modules["dualpipe.parallel.fsdp.shard"]
 
-_OF_EXPERT = ("Dispatcher", "ExpertParallel", "run_experts", "shard_experts")
+_LAZY_NAMES = ("Dispatcher", "ExpertParallel", "run_experts", "shard_experts")
 __all__ = [
     "ContractError", "DTypePlan", "DTypePolicy", "Dispatcher", "ExpertParallel", "Rule", "TensorDTypes",
     "assert_contract", "assert_materialized", "build_on_meta", "checkpoint_dtypes", "materialize", "resolve_dtypes",
@@ -30,6 +30,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name not in _OF_EXPERT:
+    if name not in _LAZY_NAMES:
         raise AttributeError(f"module 'dualpipe.parallel' has no attribute {name!r}")
     return getattr(import_module("dualpipe.parallel.experts.dispatcher"), name)

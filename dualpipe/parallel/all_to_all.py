@@ -1,8 +1,7 @@
-"""All-to-all of rows between the ranks of a group, beside the computing.
+"""All-to-all of rows between the ranks of a group, overlapped with compute.
 
-On CUDA all exchanges run on a side stream, which waits for the rows to be sent and for nothing else; the computing
-stream waits, by an event, where the received rows are used. On the CPU the backend's threads send while the host
-computes.
+On CUDA all exchanges run on a side stream, which waits only until the rows to send are computed; the compute stream
+waits, by an event, before the received rows are used. On the CPU the backend's threads send while the host computes.
 """
 
 from __future__ import annotations
@@ -19,25 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.runtime import device
 from dualpipe.runtime.recorder import Recorder
 
-# An exchange on its way: its work on the CPU, an event behind it on a device; and its title. A class costs 0.2 us more.
+# An exchange in flight: its work on the CPU, an event after it on a device; and its title. A class costs 0.2 us more.
 Exchange = tuple[dist.Work | None, device.Event | None, str]
 
 
 class AsyncAllToAll(Protocol):
-    """All-to-all between the ranks of a group, all of which start the same exchanges in the same order."""
+    """Interface of an all-to-all between the ranks of a group, which all start the same exchanges in the same order."""
 
     rank: int
     size: int
     device: torch.device
-    group: dist.ProcessGroup | None  # None: not one of torch.distributed
+    group: dist.ProcessGroup | None  # None: not a group of torch.distributed
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
-        """Send `sent_rows[r]` rows to each rank r, in the order of the ranks in `sent`; `received` likewise by source.
+        """Send `sent_rows[r]` rows of `sent` to each rank r, in rank order, and fill `received` in the same order.
 
-        Both are contiguous and of one dtype. On CUDA the exchange comes after all work of the current stream, and
-        `wait` of the result makes the current stream wait, not the host.
+        Both tensors are contiguous and of one dtype. On CUDA the exchange runs after all work of the current stream,
+        and `wait` of the result blocks the current stream, not the host.
         """
 
 
@@ -46,15 +45,16 @@ class GroupAllToAll:
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.group: dist.ProcessGroup | None = mesh.get_group()
-        self.rank, self.size = mesh.get_local_rank(), mesh.size()
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
         self.device = device.current() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> dist.Work:
-        """Start to send rows of `sent`, so many to each rank, and to fill `received` with those of each."""
-        sizes = list(received_rows), list(sent_rows)
-        return dist.all_to_all_single(received, sent, *sizes, group=self.group, async_op=True)
+        """Start the exchange; see `AsyncAllToAll.start`."""
+        return dist.all_to_all_single(
+            received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True)
 
 
 class CommStream:
@@ -72,66 +72,69 @@ class CommStream:
         self.sent_bytes = 0
         self._stream = device.new_stream(self.device)
 
-    def beside(self, made: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
-        """Run work that reads `tensors` on the side stream, after the event `made`; on the CPU there is none."""
-        return device.beside(self._stream, made, *tensors)
+    def beside(self, ready: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
+        """Run work that reads `tensors` on the side stream, after the event `ready`; on the CPU there is no stream."""
+        return device.beside(self._stream, ready, *tensors)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> Exchange:
-        """Start to exchange rows as an `AsyncAllToAll` does, within `beside`."""
-        recorder, title = Recorder.current(), self._title
-        if recorder.whole:  # while a trace is taken, in which waits are told apart
+        """Start an exchange as `AsyncAllToAll.start` does, inside of `beside`."""
+        recorder = Recorder.current()
+        title = self._title
+        if recorder.whole:  # a trace is recorded: number the exchanges, so that their waits can be told apart
             title = f"{title}, number {recorder.count('exchange')}"
             recorder.begin("exchange", title, (), sent.nbytes)
         try:
             work = self.all_to_all.start(received, sent, received_rows, sent_rows)
             if self._stream is None:
                 return work, None, title
-            work.wait()  # the stream does: what follows on it may read what has arrived, and reuse what was sent
+            work.wait()  # orders: the exchange, then the side stream, which may read `received` and reuse `sent`
             return None, device.record(self.device), title
         finally:
             if recorder.whole:
                 recorder.end()
 
     def wait(self, exchange: Exchange) -> None:
-        """Have the current stream wait for an exchange, on CPU the host."""
-        (work, arrived, title), recorder = exchange, Recorder.current()
+        """Make the current stream wait for an exchange, on the CPU the host."""
+        work, arrived, title = exchange
+        recorder = Recorder.current()
         if work is None:
             with recorder.doing("all_to_all", title) if recorder.whole else nullcontext():
-                device.wait(arrived, self.device)  # orders: the arrival, then what reads it
+                device.wait(arrived, self.device)  # orders: the arrival, then the readers of the rows
         else:
             with recorder.collective("all_to_all", title, recorder.members(self.group)):
                 work.wait()
 
 
 class PendingRows:
-    """Rows on their way between all ranks of a group.
+    """Rows in flight between all ranks of a group.
 
-    They are sent after all work that the current stream was given before this object was made.
-    extra: results that `wait` returns behind the rows. context: the context for the backward.
+    They are sent after all work that was queued on the current stream before this object was created.
+
+    extra: results that `wait` returns after the rows. context: the context that `wait` returns for the backward.
     """
 
     def __init__(self, stream: CommStream, *, extra: tuple[Any, ...] = (), context: Any = None) -> None:
         self._stream = stream
-        self._made = device.record(stream.device)
+        self._ready = device.record(stream.device)
         self._extra = extra
         self._context = context
         self._received: list[Tensor] = []
-        # On the CPU every exchange, with the tensor it sends, which must live until the end. On a device the last one
-        # alone, which ends after all others.
+        # On the CPU all exchanges, with the tensors they send, which must live until the end. On a device the last one
+        # only: it ends after all others.
         self._exchanges: list[tuple[Exchange, Tensor | None]] = []
 
     def send(self, rows: Tensor, sent: Sequence[int], received: Sequence[int], *, capacity: int | None = None) -> Self:
         """Start to send `sent[r]` of `rows` (N, C) to each rank r, and to receive `received[r]` rows from it.
 
-        The received tensor has the width and dtype of `rows`. capacity: its number of rows, of which the received ones
-        are the first (default: all of them).
+        The received tensor has the width and dtype of `rows`. capacity: its number of rows (default: the number of
+        received rows); the received rows come first, the rest is uninitialized.
         """
         assert rows.shape[0] == sum(sent), f"{rows.shape[0]} rows to send, but {sum(sent)} were announced"
         stream = self._stream
         total = sum(received)
-        with stream.beside(self._made, rows):
+        with stream.beside(self._ready, rows):
             sent_bytes = rows.contiguous().view(torch.uint8)  # gloo refuses some dtypes
             shape = (total if capacity is None else capacity, rows.shape[1])
             buffer = torch.empty(shape, dtype=rows.dtype, device=stream.device)
@@ -145,26 +148,26 @@ class PendingRows:
         return self
 
     def receive(self) -> list[Tensor]:
-        """Return the received tensors, one for each `send`. The current stream waits for them, on the CPU the host."""
+        """Return the received tensors, one for each `send`, after a wait of the current stream, on the CPU the host."""
         while self._exchanges:
             self._stream.wait(self._exchanges.pop(0)[0])
         received = self._received
-        self._received = []  # they are the caller's from now on
-        device.keep(*received)  # made on the stream beside, used on the current one
+        self._received = []  # the caller owns them now
+        device.keep(*received)  # record_stream: allocated on the side stream, used on the current one
         return received
 
     def advance(self) -> None:
-        """Do nothing: all rows are on their way."""
+        """Do nothing: all rows are in flight."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """See `dualpipe.nn.segments.Pending`."""
+        """Return the received tensors with `extra`, and the context; see `dualpipe.nn.segments.Pending`."""
         return (*self.receive(), *self._extra), self._context
 
 
 def gradient_rows(
     gradient: Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a gradient to send, zeros where it is None: the other ranks receive these rows in either case."""
+    """Return the gradient to send, or zeros if it is None: the other ranks receive these rows in both cases."""
     if gradient is None:
         return torch.zeros(shape, dtype=dtype, device=device)
     assert gradient.shape == shape and gradient.dtype is dtype, (
@@ -173,5 +176,5 @@ def gradient_rows(
 
 
 def row_bytes_of(matrix: Tensor) -> int:
-    """Return the bytes of one row."""
+    """Return the size of one row in bytes."""
     return matrix.shape[1] * matrix.itemsize

@@ -1,11 +1,11 @@
-"""The norm of a whole model's gradients over the ranks that hold its parts, and scaling them by it.
+"""Gradient clipping by the norm of the whole model, over all ranks that hold parts of it.
 
     norms of this rank's gradients, by the groups that their parameters are sharded over
-      -> reduced over these groups: what all data-parallel and expert-parallel ranks of a stage hold
-      -> added up, reduced over the pipeline: the norm of the model, the same on every rank
+      -> reduced over these groups: the norm of a stage, the same on its data-parallel and expert-parallel ranks
+      -> summed, and reduced over the pipeline: the norm of the model, the same on every rank
 
-Which reductions there are follows from the parameters and not from the gradients, which a rank may lack. Everything
-stays on the device: the scaling is queued before the host can know the norm.
+The parameters determine the collectives, not the gradients: a rank may lack some of these. Everything stays on the
+device: the scaling is queued before the host can know the norm.
 """
 
 from __future__ import annotations
@@ -32,17 +32,18 @@ def clip_grad_norm_(
     copies: Iterable[Tensor] = (), group: ProcessGroup | None = None, device: torch.device,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Clip like `torch.nn.utils.clip_grad_norm_`, by the norm over all ranks of `group` and of the parameters' meshes.
+    """Clip gradients like `torch.nn.utils.clip_grad_norm_`, by their norm over all ranks. Collective.
 
-    A parameter that is given twice counts once, and so do the copies of a DTensor that is replicated. A plain parameter
-    counts once for each rank of `group` (None: this rank alone) that has it, unless it is one of `copies`, which are
-    only scaled. `max_norm` infinite: nothing is scaled.
+    The ranks are those of `group` (None: this rank alone) and of the parameters' meshes. A parameter that is passed
+    twice counts once, and so do the replicas of a DTensor. A plain parameter counts once for each rank of `group` that
+    has it, unless it is one of `copies`, which are scaled only. With an infinite `max_norm` nothing is scaled.
 
-    Returns the norm before, a scalar of `dtype` on `device`, the same on every rank. Collective; raises ValueError for
-    norms that there are not, and with `error_if_nonfinite` RuntimeError, on every rank, where the norm is infinite or
-    NaN: gradients are then as they were.
+    Returns the norm before clipping, a scalar of `dtype` on `device`, the same on every rank. Raises ValueError for a
+    norm type or limit out of range. With `error_if_nonfinite` raises RuntimeError on every rank if the norm is infinite
+    or NaN, with the gradients unchanged.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    max_norm = float(max_norm)
+    norm_type = float(norm_type)
     if not norm_type > 0 or not max_norm >= 0:
         raise ValueError(f"norm_type must be above 0 and max_norm at least 0, got norm_type = {norm_type} and "
                          f"max_norm = {max_norm}")
@@ -50,68 +51,89 @@ def clip_grad_norm_(
     to_scale: list[Tensor] = []
     counted_elsewhere = set(copies)
     for parameter in dict.fromkeys(parameters):
-        groups: _Groups = ()  # whose ranks hold different parts of it
-        if isinstance(parameter, DTensor):
-            placed = enumerate(parameter.placements)
-            groups = tuple(parameter.device_mesh.get_group(i) for i, place in placed if not place.is_replicate())
-        measured = [] if parameter in counted_elsewhere else to_measure[groups]
-        if (grad := parameter.grad) is not None:
-            if grad.is_sparse:  # has no norm, its values have one
-                grad = parameter.grad = grad.coalesce()
-            to_scale.append(grad._values() if grad.is_sparse else local(grad))
-            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-                measured.append(local(grad.redistribute(placements=parameter.placements)))  # of sums to be made
-            else:
-                measured.append(to_scale[-1])
+        measured: list[Tensor] = []
+        if parameter not in counted_elsewhere:
+            measured = to_measure[_sharding_groups(parameter)]  # an entry also without a gradient: it is a collective
+        if parameter.grad is not None:
+            scaled, summed = _local_gradients(parameter)
+            to_scale.append(scaled)
+            measured.append(summed)
     norm = _norm(to_measure, () if group is None else (group,), norm_type, device)
     if max_norm < inf:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch has it
+        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
         if error_if_nonfinite:
             scale = torch.where(norm.isfinite(), scale, 1.0)
-        for own, gradients in _by_dtype(to_scale):
-            torch._foreach_mul_(gradients, scale.to(torch.promote_types(own, torch.float32)))
+        for gradient_dtype, gradients in _by_dtype(to_scale):
+            torch._foreach_mul_(gradients, scale.to(torch.promote_types(gradient_dtype, torch.float32)))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; without "
                            "error_if_nonfinite they are scaled all the same")
     return norm.to(dtype)
 
 
+def _sharding_groups(parameter: Tensor) -> _Groups:
+    """Return the groups whose ranks hold different parts of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return ()
+    placements = enumerate(parameter.placements)
+    return tuple(parameter.device_mesh.get_group(dim) for dim, place in placements if not place.is_replicate())
+
+
+def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a gradient, to scale, and the part of the sum over ranks, to measure."""
+    grad = parameter.grad
+    assert grad is not None, "the caller has checked"
+    if grad.is_sparse:  # torch has no norm of a sparse tensor, only of its values
+        grad = grad.coalesce()
+        parameter.grad = grad
+        values = grad._values()
+        return values, values
+    local_grad = local(grad)
+    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+        return local_grad, local(grad.redistribute(placements=parameter.placements))  # a sum that is still to be made
+    return local_grad, local_grad
+
+
 def _norm(
     to_measure: Mapping[_Groups, Sequence[Tensor]], groups: _Groups, norm_type: float, device: torch.device
 ) -> Tensor:
-    """The norm of the gradients of all ranks of `groups`, which are cut over the groups that they are given by.
+    """Return the norm of the gradients of all ranks of `groups`, as a float64 scalar.
 
-    What is added up are two float64: the sum of powers; of the infinity norm the maximum, and whether any is NaN, which
-    a maximum over ranks would lose.
+    to_measure: this rank's gradients by the groups they are sharded over.
+
+    Ranks reduce two float64: the sum of powers, or for the infinity norm the maximum; and the number of NaN, or whether
+    there is one, since a maximum over ranks would lose it.
     """
+    recorder = Recorder.current()
+    is_max = isinf(norm_type)
+    op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
 
-    recorder, op = Recorder.current(), dist.ReduceOp.MAX if isinf(norm_type) else dist.ReduceOp.SUM
-
-    def reduced(part: Tensor, groups: _Groups) -> Tensor:
+    def reduce(values: Tensor, groups: _Groups) -> Tensor:
         for group in groups:
             if group.size() > 1:
-                with recorder.collective("clip", "the norm of the gradients", recorder.members(group), part.nbytes):
-                    dist.all_reduce(part, op, group=group)
-        return part
+                with recorder.collective("clip", "the norm of the gradients", recorder.members(group), values.nbytes):
+                    dist.all_reduce(values, op, group=group)
+        return values
 
-    parts = [torch.zeros(2, dtype=torch.float64, device=device)]
-    for shards, gradients in to_measure.items():
-        part = torch.zeros_like(parts[0])
+    reduced = [torch.zeros(2, dtype=torch.float64, device=device)]
+    for shard_groups, gradients in to_measure.items():
+        values = torch.zeros_like(reduced[0])
         norms: list[Tensor] = []
         for dtype, tensors in _by_dtype(gradient for gradient in gradients if gradient.numel()):
             norms += torch._foreach_norm(tensors, norm_type, dtype=torch.promote_types(dtype, torch.float32))
         if norms:
-            found = torch.stack([norm.double() for norm in norms])
-            found = found.max() if isinf(norm_type) else found.pow(norm_type).sum()
-            part = torch.stack([found, found.isnan().double()])
-        parts.append(reduced(part, shards))
-    stacked = torch.stack(parts)
-    value, bad = reduced(stacked.amax(0) if isinf(norm_type) else stacked.sum(0), groups)
-    return torch.where(bad > 0, torch.nan, value if isinf(norm_type) else value.pow(1 / norm_type))
+            stacked_norms = torch.stack([norm.double() for norm in norms])
+            value = stacked_norms.max() if is_max else stacked_norms.pow(norm_type).sum()
+            values = torch.stack([value, value.isnan().double()])
+        reduced.append(reduce(values, shard_groups))
+    stacked = torch.stack(reduced)
+    value, nans = reduce(stacked.amax(0) if is_max else stacked.sum(0), groups)
+    return torch.where(nans > 0, torch.nan, value if is_max else value.pow(1 / norm_type))
 
 
 def _by_dtype(tensors: Iterable[Tensor]) -> Iterable[tuple[torch.dtype, list[Tensor]]]:
-    found: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
+    """Group tensors by dtype."""
+    groups: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        found[tensor.dtype].append(tensor)
-    return found.items()
+        groups[tensor.dtype].append(tensor)
+    return groups.items()

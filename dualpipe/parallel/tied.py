@@ -1,8 +1,8 @@
-"""Parameters that both ends of a pipeline have, such as the embedding that is also the head.
+"""Tied parameters: parameters that both ends of a pipeline hold, such as an embedding that is also the head.
 
-In a V both ends are on one rank and share the Parameter. Elsewhere each rank has a copy; after a step the two ranks
-exchange their gradients of it, and both keep the sum, so that the copies stay the same. Sharded parameters exchange
-their shards, after the reductions. A stage names these parameters by a method `tied_parameters()`.
+In a V both ends are on one rank and share the Parameter. In other placements each end has a copy; after a step the two
+ranks exchange their gradients and both keep the sum, so that the copies stay equal. Sharded parameters exchange their
+shards, after the reductions. A stage declares these parameters by a method `tied_parameters()`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dualpipe.nn.deferral import local
 
 
 def tied_parameters(stage: nn.Module | None) -> list[nn.Parameter]:
-    """Return the trainable parameters of a stage that the other end has as well."""
+    """Return the trainable parameters of a stage that the other end of the pipeline holds too."""
     method = getattr(stage, "tied_parameters", None)
     if method is None:
         return []
@@ -24,19 +24,20 @@ def tied_parameters(stage: nn.Module | None) -> list[nn.Parameter]:
 
 
 class TiedGradients:
-    """The gradients of one end's copies, which become the sums over both ends.
+    """Sums the gradients of tied parameters over both ends of the pipeline; one object for each end.
 
-    exchange: sends a contiguous tensor to the other end and returns the other end's, of the same shape and dtype.
+    exchange: sends a contiguous tensor to the other end and returns the tensor of the other end, with the same shape
+    and dtype.
     """
 
     def __init__(self, stage: nn.Module, exchange: Callable[[Tensor], Tensor]) -> None:
         self._stage = stage
         self._exchange = exchange
-        self._earlier_sums: list[Tensor | None] = []  # of the steps before the one under way
-        self._is_summed = False  # whether gradients are sums already
+        self._earlier_sums: list[Tensor | None] = []  # gradients of the steps before the current one
+        self._is_summed = False  # the gradients are sums over both ends
 
     def begin(self) -> None:
-        """Put aside gradients that are sums already, before a training step."""
+        """Set aside gradients that are sums already; called before a training step."""
         if not self._is_summed:
             return
         self._is_summed = False
@@ -47,9 +48,9 @@ class TiedGradients:
 
     @torch.no_grad()
     def add(self) -> None:
-        """Make gradients the sums over both ends, after a step that has reduced them. Collective over both ends.
+        """Sum the gradients over both ends; called after a step that has reduced them. Collective over both ends.
 
-        Gradients of earlier steps that were not reduced are part of them.
+        They include gradients of earlier steps that were not reduced.
         """
         parameters = tied_parameters(self._stage)
         earlier_sums = self._earlier_sums or [None] * len(parameters)
@@ -57,13 +58,13 @@ class TiedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             grad = local(parameter.grad)
-            grad += self._exchange(grad.contiguous())  # first, as the sum of two is the same bits at both ends
+            grad += self._exchange(grad.contiguous())  # first: a sum of two is bitwise equal at both ends
             if earlier is not None:
                 grad += local(earlier)
         self.discard()
         self._is_summed = True
 
     def discard(self) -> None:
-        """Forget the sums of earlier steps, whose gradients are dropped."""
+        """Drop the sums of earlier steps, together with their gradients."""
         self._earlier_sums = []
         self._is_summed = False

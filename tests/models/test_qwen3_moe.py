@@ -213,7 +213,7 @@ REFUSED = {
     "head_dim must be even": {"head_dim": 7},
     "num_experts_per_tok must be 1 to num_experts \\(6\\); got 7": {"num_experts_per_tok": 7},
     "decoder_sparse_step must be": {"decoder_sparse_step": 0},
-    "intermediate_size must be given": {"intermediate_size": 0, "mlp_only_layers": [1]},
+    "intermediate_size must be at least 1": {"intermediate_size": 0, "mlp_only_layers": [1]},
     "lacks vocab_size": {"vocab_size": None},
     "wrong type or size: num_hidden_layers='4', num_key_value_heads=0, norm_topk_prob=1, mlp_only_layers=3$": {
         "num_hidden_layers": "4", "num_key_value_heads": 0, "norm_topk_prob": 1, "mlp_only_layers": 3,

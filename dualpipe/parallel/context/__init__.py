@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share sequences, and exchange keys and values in a ring or heads by all-to-all.
+"""Context parallelism: ranks share sequences, and exchange keys and values in a ring, or heads by all-to-all.
 
 Imports `parallel.all_to_all` and `nn`.
 """

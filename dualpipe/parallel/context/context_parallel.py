@@ -1,25 +1,25 @@
-"""Context parallelism: the ranks of a group share each sequence, and attention sees all of it.
+"""Context parallelism: the ranks of a group share each sequence, and attention reads all of it.
 
-Each rank has the tokens that `SequenceSplit` says and computes on them alone, but for attention. What that reads of
-other ranks is brought by `Communicate` segments, which the pipeline hides behind its other micro-batch. By one of
+Each rank holds the tokens that `SequenceSplit` assigns to it. Attention alone reads tokens of other ranks, exchanged by
+`Communicate` segments, which the pipeline overlaps with its other micro-batch. There are three methods:
 
-    ring         Rows of keys and values go from rank to rank, size - 1 times. While the next ones travel, the queries
-                 attend to those that are here (Liu et al., arXiv:2310.01889); a token's results are merged by the
-                 log-sum-exp of its scores. Of latent attention the latent travels, which each rank expands itself.
-    window       Of a layer with a sliding window only those rows travel that the window of one of the tokens reaches.
-    all_to_all   A rank gets some of the heads of all tokens, and sends back what they found (DeepSpeed-Ulysses,
-                 arXiv:2309.14509). The ranks must divide the heads, those of queries and those of keys and values.
+    ring         Keys and values move from rank to rank, size - 1 times. While the next rows are in flight, the queries
+                 attend to the current ones (Ring Attention, arXiv:2310.01889); the outputs of a token are merged by
+                 the log-sum-exp of its scores. With latent attention the latent moves, and each rank expands it.
+    window       In a layer with a sliding window, ranks exchange only the rows within the window of one of the tokens.
+    all_to_all   Each rank computes some of the heads for all tokens (DeepSpeed-Ulysses, arXiv:2309.14509). The number
+                 of ranks must divide the query heads and the key/value heads.
 
-Rows that have arrived are not kept for the backward of a ring or a window: they travel once more before, and their
-gradients then go the same way back. What is kept of attention are the rank's own queries, rows and results, so that
-activations fall as 1 / size, but for the rows of one layer at a time, while its backward runs. With C a token's numbers
-in keys and values, or the latent, a rank sends for a token of its own 3 (size - 1) C numbers by the ring in all, and
-2 (size - 1) / size times the numbers of its queries, keys, values and results by heads. "auto" takes what is less.
+Received rows are not saved for the backward of a ring or a window: they are sent again before it, and their gradients
+return the same way. Attention saves the rank's queries, rows and outputs, so that activations fall as 1 / size, except
+for the rows of one layer at a time while its backward runs. With C elements of keys and values, or of the latent, for a
+token, a rank sends 3 (size - 1) C elements for each of its tokens in the ring, and 2 (size - 1) / size times the
+elements of its queries, keys, values and outputs with all_to_all. "auto" chooses the smaller number.
 
-torch's own `context_parallel` (torch.distributed.tensor.experimental, 2.13) does not serve: it replaces
-`scaled_dot_product_attention` of the whole process, on CUDA alone, by operators that exchange and wait within, where a
-pipeline can hide nothing, and that know no documents; its way for FlexAttention gathers all keys and values first, of
-sequences in multiples of 128 tokens for each rank.
+torch's `context_parallel` (torch.distributed.tensor.experimental, 2.13) is not used: it replaces
+`scaled_dot_product_attention` in the whole process, on CUDA only, by operators that exchange and wait inside, where a
+pipeline can overlap nothing, and that do not support documents. Its version for FlexAttention gathers all keys and
+values first, for sequences of a multiple of 128 tokens on each rank.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.all_to_all import AsyncAllToAll
-from dualpipe.parallel.context.ring import Ring, Window, row_width
+from dualpipe.parallel.context.ring import RingAttention, WindowAttention, row_width
 from dualpipe.parallel.context.row_exchange import SequenceRanks, SharedAttention
-from dualpipe.parallel.context.ulysses import ByHeads, heads_width
+from dualpipe.parallel.context.ulysses import UlyssesAttention, heads_width
 
 METHODS = ("auto", "ring", "all_to_all")
 
 
 class ContextParallel(SequenceRanks):
-    """The ranks that share sequences; attention layers take their segments from it.
+    """Ranks that share sequences, with the method of their attention; attention layers take their segments from it.
 
     mesh: the mesh's "cp" dimension, or an `AsyncAllToAll`; None or one rank: sequences are whole. method: one of
-    `METHODS`; layers with a window exchange what that needs, by any. Raises ValueError for another one.
+    `METHODS`; layers with a sliding window use the method "window" with any. Raises ValueError for another method.
     """
 
     def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None, *, method: str = "auto") -> None:
@@ -49,28 +49,35 @@ class ContextParallel(SequenceRanks):
         self._method = method
 
     def method_of(self, attention: SharedAttention) -> str:
-        """"window", "ring" or "all_to_all"; see `method_for`."""
+        """Return the method of a layer: "window", "ring" or "all_to_all"; see `method_for`."""
         return method_for(attention, self.split.size, self._method)
 
     def segments(self, attention: SharedAttention, recompute: bool) -> list[Segment]:
-        """From "normed" and "context" to "y". recompute: whether all of it is computed again before the backward, not
-        only what has travelled."""
+        """Return a layer's segments, which read "normed" and "context" and write "y".
+
+        recompute: recompute all segments before the backward, not only those of received rows.
+        """
         if self.method_of(attention) == "all_to_all":
-            return ByHeads(self, attention).segments(recompute)
-        return (Ring if attention.window is None else Window)(self, attention).segments(recompute)
+            return UlyssesAttention(self, attention).segments(recompute)
+        if attention.window is None:
+            return RingAttention(self, attention).segments(recompute)
+        return WindowAttention(self, attention).segments(recompute)
 
 
 def method_for(attention: SharedAttention, ranks: int, method: str) -> str:
     """Return the method of a layer, "window", "ring" or "all_to_all", for one of `METHODS` and a number of ranks.
 
-    Raises ValueError where the heads cannot be divided among the ranks, as "all_to_all" needs.
+    Raises ValueError if the method is "all_to_all" and the ranks cannot divide the heads.
     """
     if attention.window is not None:
         return "window"
-    heads, kv_heads = attention.num_heads, attention.num_kv_heads
+    heads = attention.num_heads
+    kv_heads = attention.num_kv_heads
     fits = heads % ranks == 0 and kv_heads % ranks == 0
     if method == "all_to_all" and not fits:
         raise ValueError(f"{heads} heads of queries and {kv_heads} of keys and values cannot be divided evenly among "
                          f"{ranks} context-parallel ranks; use the method ring, or a number of ranks that divides both")
-    less = 2 * heads_width(attention) <= 3 * ranks * row_width(attention)
-    return "all_to_all" if fits and (method == "all_to_all" or (method == "auto" and less)) else "ring"
+    sends_less = 2 * heads_width(attention) <= 3 * ranks * row_width(attention)
+    if method == "all_to_all" or (method == "auto" and fits and sends_less):
+        return "all_to_all"
+    return "ring"

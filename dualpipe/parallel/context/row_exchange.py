@@ -1,4 +1,4 @@
-"""Rows of tokens, exchanged by the ranks that share sequences. All ranks know the number of rows in each direction.
+"""Exchange of token rows between the ranks that share sequences, with numbers of rows that all ranks know.
 
 Dimension letters: B batch, T tokens, C elements of a row.
 """
@@ -28,21 +28,21 @@ class SharedAttention(Protocol):
     window: int | None
     scale: float
     sinks: nn.Parameter | None
-    peaks_A: Tensor | None
+    max_logits_A: Tensor | None
     shared: tuple[tuple[int, int], ...]
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return the queries, and what `expand` takes."""
+        """Return the queries, followed by the tensors that `expand_kv` takes."""
 
-    def expand(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values, made of what ranks share of them."""
+    def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values from the tensors that ranks exchange."""
 
     def output(self, y_BASV: Tensor) -> Tensor:
-        """Return the layer's result, made of the heads' values."""
+        """Return the layer's output from the outputs of the heads."""
 
 
 class SequenceRanks:
-    """The ranks that share sequences. mesh: as `ContextParallel` takes it."""
+    """Ranks that share sequences, and the part of this rank. mesh: see `ContextParallel`."""
 
     def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None) -> None:
         self.split = SequenceSplit()
@@ -53,12 +53,12 @@ class SequenceRanks:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to others."""
+        """Number of bytes that this rank has sent to others."""
         return 0 if self.split.size == 1 else self.stream.sent_bytes
 
 
 class _RowsContext(NamedTuple):
-    """Values that the backward of `SequenceRows` needs."""
+    """Context of `SequenceRows` for its backward."""
 
     batch: int
     length: int  # of the whole sequence
@@ -66,17 +66,18 @@ class _RowsContext(NamedTuple):
 
 
 class SequenceRows:
-    """Communication of a layer's rows (B * T, C), in the order of the ranks; its inputs are rows and a `Context`.
+    """Communication of a layer's rows (B * T, C), in rank order; its inputs are the rows and a `Context`.
 
-    width: C. tokens: returns, for the length of a sequence, the tokens sent to each rank and received from each.
+    width: C. token_counts: returns, for the length of a sequence, the numbers of tokens sent to each rank and received
+    from each.
     """
 
     def __init__(
-        self, ranks: SequenceRanks, width: int, tokens: Callable[[int], tuple[list[int], list[int]]]
+        self, ranks: SequenceRanks, width: int, token_counts: Callable[[int], tuple[list[int], list[int]]]
     ) -> None:
         self._stream = ranks.stream
         self._width = width
-        self._tokens = tokens
+        self._token_counts = token_counts
         self.group = ranks.stream.group
 
     def forward(self, inputs: tuple[Tensor, Context]) -> Pending:
@@ -87,16 +88,16 @@ class SequenceRows:
         return PendingRows(self._stream, context=context).send(rows, sent, received)
 
     def backward(self, context: _RowsContext, gradients: tuple[Tensor | None, ...]) -> Pending:
-        """Start to send the gradients of received rows back."""
+        """Start to return the gradients of received rows."""
         received, sent = self._counts(context)
         d_rows = gradient_rows(gradients[0], (sum(sent), self._width), context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows, sent, received)
 
     def again(self, context: _RowsContext, inputs: tuple[Tensor, Context]) -> Pending:
-        """Start to send rows once more, for a recomputation."""
+        """Start to repeat the exchange, for a recomputation."""
         return self.forward(inputs)
 
     def _counts(self, context: _RowsContext) -> tuple[list[int], list[int]]:
-        """Return the rows sent to each rank in the forward, and those received from each."""
-        sent, received = self._tokens(context.length)
+        """Return the numbers of rows sent to each rank in the forward, and received from each."""
+        sent, received = self._token_counts(context.length)
         return [tokens * context.batch for tokens in sent], [tokens * context.batch for tokens in received]

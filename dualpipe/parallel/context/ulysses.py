@@ -1,6 +1,8 @@
-"""Attention by heads: each rank gets some of them for all tokens of a sequence, and sends back what they found.
+"""Head-parallel attention by all-to-all (DeepSpeed-Ulysses, arXiv:2309.14509).
 
-Dimension letters as in `dualpipe.nn.attention`; N ranks, X numbers of all heads together.
+One all-to-all gives each rank some of the heads for all tokens, a second one returns their outputs.
+
+Dimension letters as in `dualpipe.nn.attention`; N ranks, X elements of all heads together.
 """
 
 from __future__ import annotations
@@ -18,63 +20,84 @@ from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, 
 
 
 def heads_width(attention: SharedAttention) -> int:
-    """Numbers of a token in the queries, keys, values and results of all heads."""
+    """Return the number of elements of a token in queries, keys, values and outputs of all heads."""
     return (attention.num_heads + attention.num_kv_heads) * (attention.qk_dim + attention.v_dim)
 
 
-class ByHeads:
-    """Each rank has a part of the heads, one after the other, for all tokens."""
+class UlyssesAttention:
+    """Attention of one layer, with a contiguous part of the heads on each rank, for all tokens."""
 
     def __init__(self, ranks: SequenceRanks, attention: SharedAttention) -> None:
-        self._split, self._attention, self._size = ranks.split, attention, ranks.split.size
-        self._heads, kv_heads = attention.num_heads // self._size, attention.num_kv_heads // self._size
-        self._widths = [self._heads * attention.qk_dim, kv_heads * attention.qk_dim, kv_heads * attention.v_dim]
-        self._kv_heads = kv_heads
-        self._there = SequenceRows(ranks, sum(self._widths), self._tokens)
-        self._back = SequenceRows(ranks, self._heads * attention.v_dim, lambda length: self._tokens(length)[::-1])
+        self._split = ranks.split
+        self._attention = attention
+        self._size = ranks.split.size
+        self._heads = attention.num_heads // self._size
+        self._kv_heads = attention.num_kv_heads // self._size
+        self._qkv_widths = [
+            self._heads * attention.qk_dim, self._kv_heads * attention.qk_dim, self._kv_heads * attention.v_dim]
+        self._scatter = SequenceRows(ranks, sum(self._qkv_widths), self._scatter_counts)
+        self._gather = SequenceRows(ranks, self._heads * attention.v_dim, self._gather_counts)
 
     def segments(self, recompute: bool) -> list[Segment]:
-        """What arrives is no more than what was sent, so it is sent again only where all is computed again."""
+        """Return segments that read "normed" and "context" and write "y".
+
+        A rank receives no more than it sends, so rows are kept, and sent again only if all segments are recomputed.
+        """
         return [
             Compute(self._project, ("normed", "context"), "qkv", recompute),
-            Communicate(self._there, ("qkv", "context"), "qkv", recompute, True),
+            Communicate(self._scatter, ("qkv", "context"), "qkv", recompute, True),
             Compute(self._attend, ("qkv", "context"), "y", recompute),
-            Communicate(self._back, ("y", "context"), "y", recompute, True),
-            Compute(self._finish, ("y", "context"), "y", recompute),
+            Communicate(self._gather, ("y", "context"), "y", recompute, True),
+            Compute(self._output, ("y", "context"), "y", recompute),
         ]
 
-    def _tokens(self, length: int) -> tuple[list[int], list[int]]:
+    def _scatter_counts(self, length: int) -> tuple[list[int], list[int]]:
+        """Return the tokens sent to each rank and received from each: this rank's for all, and all for this rank."""
         counts = self._split.counts(length)
         return [counts[self._split.rank]] * self._size, list(counts)
 
+    def _gather_counts(self, length: int) -> tuple[list[int], list[int]]:
+        """Return the tokens sent and received on the way back."""
+        sent, received = self._scatter_counts(length)
+        return received, sent
+
     def _project(self, x_BSH: Tensor, context: Context) -> Tensor:
-        """Queries, keys and values of each rank's heads, for one rank after the other."""
+        """Return queries, keys and values side by side, (N * B * S, C): rows of each rank's heads, in rank order."""
         q_BASD, *shared = self._attention.project(x_BSH, context)
-        k_BGSD, v_BGSV = self._attention.expand(*shared)
-        each = (x.to(v_BGSV.dtype) for x in (q_BASD, k_BGSD, v_BGSV))
-        rows = [rearrange(x, "B (N A) S D -> (N B S) (A D)", N=self._size) for x in each]
+        k_BGSD, v_BGSV = self._attention.expand_kv(*shared)
+        rows = [rearrange(x.to(v_BGSV.dtype), "B (N A) S D -> (N B S) (A D)", N=self._size)
+                for x in (q_BASD, k_BGSD, v_BGSV)]
         return torch.cat(rows, -1)
 
     def _attend(self, rows: Tensor, context: Context) -> Tensor:
-        """Attention of the heads here, whose results go back to the rank of each token."""
+        """Return attention of this rank's heads, as rows in the order of the ranks that hold their tokens."""
         chunks = [replace(self._split, rank=rank).chunks(context.length) for rank in range(self._size)]
-        received = rows.split([context.batch * tokens for tokens in self._tokens(context.length)[1]])
-        early, late = zip(*(
-            x.view(context.batch, -1, x.shape[-1]).split([stop - start for start, stop in parts], 1)
-            for x, parts in zip(received, chunks)
-        ))
-        each = torch.cat((*early, *reversed(late)), 1).split(self._widths, -1)
-        q_BASD, k_BGSD, v_BGSV = (
-            rearrange(x, "B S (A D) -> B A S D", A=heads)
-            for x, heads in zip(each, (self._heads, self._kv_heads, self._kv_heads))
-        )
-        layer, mine = self._attention, slice(self._split.rank * self._heads, (self._split.rank + 1) * self._heads)
+        qkv_BSX = self._whole_sequence(rows, context, chunks)
+        q, k, v = qkv_BSX.split(self._qkv_widths, -1)
+        q_BASD = rearrange(q, "B S (A D) -> B A S D", A=self._heads)
+        k_BGSD = rearrange(k, "B S (G D) -> B G S D", G=self._kv_heads)
+        v_BGSV = rearrange(v, "B S (G V) -> B G S V", G=self._kv_heads)
+        layer = self._attention
+        local_heads = slice(self._split.rank * self._heads, (self._split.rank + 1) * self._heads)
         y_BASV = attend(q_BASD, k_BGSD, v_BGSV, context, scale=layer.scale, window=layer.window,
-                        sinks_A=None if layer.sinks is None else layer.sinks[mine],
-                        peaks_A=None if layer.peaks_A is None else layer.peaks_A[mine])
+                        sinks_A=None if layer.sinks is None else layer.sinks[local_heads],
+                        peaks_A=None if layer.max_logits_A is None else layer.max_logits_A[local_heads])
         y_BSX = rearrange(y_BASV, "B A S V -> B S (A V)")
-        return torch.cat([cut(y_BSX, parts).flatten(0, 1) for parts in chunks])
+        return torch.cat([cut(y_BSX, rank_chunks).flatten(0, 1) for rank_chunks in chunks])
 
-    def _finish(self, rows: Tensor, context: Context) -> Tensor:
+    def _whole_sequence(self, rows: Tensor, context: Context, chunks: list) -> Tensor:
+        """Return received rows (B, S, C) in the order of the sequence: early chunks ascending, late ones descending."""
+        counts = [context.batch * tokens for tokens in self._scatter_counts(context.length)[1]]
+        early: list[Tensor] = []
+        late: list[Tensor] = []
+        for received, rank_chunks in zip(rows.split(counts), chunks):
+            early_chunk, late_chunk = received.view(context.batch, -1, received.shape[-1]).split(
+                [stop - start for start, stop in rank_chunks], 1)
+            early.append(early_chunk)
+            late.append(late_chunk)
+        return torch.cat((*early, *reversed(late)), 1)
+
+    def _output(self, rows: Tensor, context: Context) -> Tensor:
+        """Return the layer's output from the outputs of all heads."""
         y_BASV = rearrange(rows, "(N B S) (A V) -> B (N A) S V", N=self._size, B=context.batch, A=self._heads)
         return self._attention.output(y_BASV)

@@ -1,23 +1,23 @@
-"""Expert parallelism: every rank of a group holds some of the experts, and tokens travel to those that they chose.
+"""Expert parallelism: each rank of a group holds some of the experts; tokens are dispatched to them and combined.
 
-    route     x_TH, weights_TK, experts_TK -> rows, weights, plan     Dispatcher.plan: what goes where, on the device
+    route     x_TH, weights_TK, experts_TK -> rows, weights, plan     Dispatcher.plan: rows by rank, on the device
     dispatch  rows, weights, plan -> rows, weights, received          all-to-all: a rank gets the rows for its experts
     experts   rows_RH, weights_RK, received -> rows_RH                run_experts: sort, grouped GEMMs, sum
     combine   rows, received -> rows                                  all-to-all back
     finish    rows, plan -> y_TH                                      Dispatcher.finish: sum over the ranks
 
-No token is dropped. A token with several experts on one rank is sent there once, with its K choices as that rank
-numbers them (-1 for those on other ranks) and their weights; the results of its experts are summed there, in float32 at
-least, before the sum is sent back. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
+No token is dropped. A token with several experts on one rank is sent there once, with its weights and its K choices in
+the local numbers of that rank (-1 for experts on other ranks). The rank sums the outputs of its experts, in float32 or
+wider, before it returns the sum. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
 
-Example: 4 experts on 2 ranks, K = 2. A token that chose experts 2 and 3 is sent to rank 1 only, with ids [0, 1]; one
-that chose 3 and 0 to rank 0 with ids [-1, 0] and to rank 1 with ids [1, -1]. Its result is that of rank 0 plus that of
-rank 1, in this order.
+Example: 4 experts on 2 ranks, K = 2. A token with experts 2 and 3 is sent to rank 1 only, with ids [0, 1]. A token with
+experts 3 and 0 is sent to rank 0 with ids [-1, 0] and to rank 1 with ids [1, -1]; its output is that of rank 0 plus
+that of rank 1, in this order.
 
-The numbers of rows for each rank are on the device. A small all-to-all sends them to the receivers, and a copy brings
-them to the host, which waits for nothing else, and only in the forward. Dispatch and combine are `Communication`s
-between the compute segments of a stage (`dualpipe.nn.segments`), beside the computing. Rows can be dispatched in FP8
-(`fp8_rows`), in half of the bytes.
+The numbers of rows for each rank are computed on the device. A small all-to-all sends them to the receivers, then they
+are copied to the host; the host waits for this copy alone, and only in the forward. Dispatch and combine are
+`Communication`s between the compute segments of a stage (`dualpipe.nn.segments`), overlapped with compute. Rows can be
+dispatched in FP8 (`fp8_rows`), with half of the bytes.
 
 Dimension letters: T tokens, K experts per token, E experts, G ranks of the group, D = min(K, G) copies of a token at
 most, S rows that a rank sends, R rows that it receives, M received (row, expert) pairs, H hidden.
@@ -52,19 +52,20 @@ from dualpipe.runtime import device
 
 
 class ExpertParallel:
-    """The experts of a model over the ranks of a group; each layer takes a dispatcher.
+    """Distribution of a model's experts over the ranks of a group; creates a dispatcher for each layer.
 
-    ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are here, nothing is sent.
-    fp8_rows: dispatch rows in FP8, with a scale for each block of N elements, to experts that take `quantized` as well:
-    128 for weights in blocks of FP8, 32 for mxfp8. Results and gradients keep their dtype. None: so do rows.
-    Raises ValueError for experts that cannot be divided evenly, and for blocks of another size.
+    ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are local, nothing is sent.
+    fp8_rows: dispatch rows in FP8 with a scale for each block of this many elements, to experts that take `quantized`
+    too: 128 for weights in blocks of FP8, 32 for mxfp8. Outputs and gradients keep their dtype. None: rows keep theirs.
+
+    Raises ValueError for experts that cannot be divided evenly, and for another block size.
     """
 
     def __init__(
         self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None
     ) -> None:
         if fp8_rows not in (None, *SCALES):
-            raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, numbers under a scale, or None; got "
+            raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, elements under a scale, or None; got "
                              f"{fp8_rows!r}")
         if isinstance(ranks, DeviceMesh):
             ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
@@ -76,11 +77,11 @@ class ExpertParallel:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank has sent to others, without the numbers of rows (24 bytes to each rank in a forward)."""
+        """Number of bytes sent to other ranks, without the row counts (24 bytes for each rank in a forward)."""
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
-        """Make a dispatcher for one layer."""
+        """Create the dispatcher of one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
         return AllToAllDispatcher(self.num_experts, self._stream, self._fp8_rows)
@@ -91,24 +92,27 @@ def run_experts(
 ) -> Tensor:
     """Return the weighted sum of each row's local experts (R, H), in the dtype of `rows`, (R, H) or (B, S, H).
 
-    `experts(rows_RH, tokens, weights_M)` returns (M, H), multiplied with the weights of the sorted rows. Rows that were
-    dispatched in FP8 it gets as received as well, as `quantized`.
+    experts: called as `experts(rows_RH, tokens, weights_M)`; returns (M, H), multiplied by the weights of the sorted
+    rows. It gets rows that were dispatched in FP8 also as received, as the keyword `quantized`.
     """
-    # M rows, sorted by expert, so that nothing past the last end is computed.
-    rows_RH, tokens = rows.flatten(0, -2), sort_tokens(received.ids, received.num_experts).cut(received.pairs)
+    rows_RH = rows.flatten(0, -2)
+    # M rows, sorted by expert; unassigned choices come after the last end and are not computed.
+    tokens = sort_tokens(received.ids, received.num_experts).cut(received.pairs)
     weights_M = dispatch_tokens(weights_RK.reshape(-1, 1), tokens, 1).squeeze(1)  # one row for each choice
     quantized = {} if received.quantized is None else {"quantized": received.quantized}
     y_MH = experts(rows_RH, tokens, weights_M, **quantized)
-    return combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1]).to(rows_RH.dtype)  # may differ under autocast
+    y_RH = combine_tokens(y_MH, None, tokens, top_k=weights_RK.shape[1])
+    return y_RH.to(rows_RH.dtype)  # autocast may have changed the dtype
 
 
 def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = False) -> nn.Module:
     """Make the stacked parameters of all experts DTensors, Shard(0) over `mesh` ("ep"), in place; returns the module.
 
-    Experts are every `GroupedLinear`, and modules that transformers calls through its experts interface. A rank keeps
-    its part, on meta too; one rank alone changes nothing. are_local: the parameters are those of this rank's experts
-    already, not of all. Raises ValueError for experts that cannot be divided evenly, and for parameters that are
-    sharded already.
+    Experts are all `GroupedLinear`s, and modules that transformers calls through its experts interface. A rank keeps
+    its slice, also on meta; with one rank nothing changes.
+
+    are_local: the parameters contain this rank's experts only. Raises ValueError for experts that cannot be divided
+    evenly, and for parameters that are sharded already.
     """
     places: list[tuple[nn.Module, str, nn.Parameter, int]] = []
     for path, layer in module.named_modules() if mesh.size() > 1 else ():
@@ -119,12 +123,12 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
             num_experts = param.shape[0] * mesh.size() if are_local else param.shape[0]
             places.append((layer, name, param, _share(f"the experts of {full}", num_experts, mesh.size())))
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
-    for layer, name, param, each in places:
+    for layer, name, param, num_local in places:
         if param not in sharded:
             local = param.detach()
             if not are_local:
-                local = local[mesh.get_local_rank() * each :][:each].clone()
-            shape = torch.Size((each * mesh.size(), *param.shape[1:]))
+                local = local[mesh.get_local_rank() * num_local :][:num_local].clone()
+            shape = torch.Size((num_local * mesh.size(), *param.shape[1:]))
             stride = param.detach().contiguous().stride()
             whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
             sharded[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
@@ -135,8 +139,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
 
 
 def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module that have a slice for each expert along their first dimension; {} where it is
-    no module of experts.
+    """Return the parameters of a module that stack experts along their first dimension; {} for other modules.
 
     See `is_interface_experts` for modules of transformers.
     """
@@ -150,7 +153,7 @@ def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
-    """Return the numbers of dense parameters, and of those of the experts of one of `ep` ranks."""
+    """Return the number of dense parameters, and the number of expert parameters on one of `ep` ranks."""
     stacked = (stacked_parameters(inner).values() for inner in module.modules())
     experts = sum(param.numel() for params in stacked for param in params)
     return sum(param.numel() for param in module.parameters()) - experts, experts // ep
@@ -159,22 +162,22 @@ def parameter_sizes(module: nn.Module, ep: int) -> tuple[int, int]:
 def is_interface_experts(module: nn.Module) -> bool:
     """Return True for a module that transformers calls through its experts interface.
 
-    Recognised by the attributes that the interface sets, so that transformers is not needed.
+    It is recognized by the attributes that the interface sets, without an import of transformers.
     """
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
-def _share(what: str, experts: int, ranks: int) -> int:
-    """Return the number of experts of each rank."""
+def _share(owner: str, experts: int, ranks: int) -> int:
+    """Return the number of experts of each rank; `owner` names the model or parameter in the error message."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
-        raise ValueError(f"{what}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
+        raise ValueError(f"{owner}: {experts} experts cannot be divided evenly among {ranks} expert-parallel ranks; "
                          f"possible numbers of ranks: {possible}")
     return experts // ranks
 
 
 class DispatchSizes(NamedTuple):
-    """Sizes of a dispatch and its combine, on the host."""
+    """Row counts of a dispatch and its combine, on the host."""
 
     sent: list[int]  # rows for each rank
     received: list[int]  # rows from each rank
@@ -182,11 +185,11 @@ class DispatchSizes(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The ranks and experts to which a rank's own tokens go."""
+    """Destination ranks and experts of a rank's tokens."""
 
-    tokens: SortedTokens  # of (T, D) choices among ranks: the rows to send, sorted by rank
+    tokens: SortedTokens  # of (T, D) choices of ranks: the rows to send, sorted by rank
     copies: int  # D
-    ids: Tensor  # (T * D, K) int32, sorted: a row's experts as their rank numbers them, -1 for those on other ranks
+    ids: Tensor  # (T * D, K) int32, sorted: a row's experts in the numbers of their rank, -1 for those on other ranks
     counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank
 
 
@@ -197,14 +200,17 @@ class Received(NamedTuple):
     num_experts: int  # on this rank
     pairs: int  # M
     sizes: DispatchSizes | None  # None without other ranks
-    quantized: QuantizedRows | None = None  # the rows, where they were dispatched in FP8
+    quantized: QuantizedRows | None = None  # the rows, if they were dispatched in FP8
 
 
 class Dispatcher:
-    """Brings one layer's tokens to their experts and back. This base class is for a rank that has all experts."""
+    """Dispatch of one layer's tokens to their experts, and the combine. This base class has all experts on one rank.
+
+    dispatch and combine are None without communication; the plan is then a `Received`.
+    """
 
     dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received
-    combine: Communication | None = None  # rows (R, H), Received -> rows. Both None: the plan is a `Received` already
+    combine: Communication | None = None  # rows (R, H), Received -> rows
 
     def __init__(self, num_experts: int) -> None:
         self._num_experts = num_experts
@@ -214,72 +220,75 @@ class Dispatcher:
         return x_TH, weights_TK, Received(experts_TK, self._num_experts, experts_TK.numel(), None)
 
     def finish(self, rows: Tensor, plan: Any) -> Tensor:
-        """Return the results of the tokens (T, H) from the rows that combine returned, differentiable."""
+        """Return the outputs of the tokens (T, H) from the rows that combine returned, differentiable."""
         return rows
 
 
 class LocalDispatcher(Dispatcher):
-    """Dispatcher for a trial of a layer on one rank that has some of its experts: these stand for the others, too."""
+    """Dispatcher for a trial of a layer on one rank with some of its experts, which stand in for the others."""
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
-        """Return rows, weights and the plan, as `Dispatcher` does; expert E is computed by E modulo the local ones."""
+        """Return rows, weights and the plan like `Dispatcher`; expert E runs as E modulo the number of local ones."""
         local_TK = experts_TK.remainder(self._num_experts).where(experts_TK >= 0, -1)
         return super().plan(x_TH, weights_TK, local_TK)
 
 
 class AllToAllDispatcher(Dispatcher):
-    """The dispatcher over an `AsyncAllToAll`."""
+    """Dispatcher over an `AsyncAllToAll`."""
 
     def __init__(self, num_experts: int, stream: CommStream, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts)
         self._ranks = stream.size
         self._local = num_experts // stream.size
         self.dispatch = _Dispatch(stream, self._local, fp8_rows)
-        self.combine = _Combine(stream)  # type: ignore[assignment]  # never `again`
+        self.combine = _Combine(stream)  # type: ignore[assignment]  # `again` is never called
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
-        """Return rows (T * D, H), float32 weights (T * D, K) and the plan: first the rows to send, sorted by rank.
+        """Return rows (T * D, H), float32 or wider weights (T * D, K) and the plan.
 
-        Raises ValueError for operands that do not fit.
+        The rows to send come first, sorted by rank; the rest is unassigned. Raises ValueError for operands of wrong
+        shapes and, on the CPU, for experts out of range.
         """
         if not (x_TH.dim() == weights_TK.dim() == 2 and experts_TK.shape == weights_TK.shape == (
             x_TH.shape[0], weights_TK.shape[1])):
-            raise ValueError(f"tokens (T, H), weights (T, K) and experts (T, K) are needed; got {tuple(x_TH.shape)}, "
-                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}")
+            raise ValueError(f"got tokens, weights and experts of shapes {tuple(x_TH.shape)}, "
+                             f"{tuple(weights_TK.shape)} and {tuple(experts_TK.shape)}, expected (T, H), (T, K) and "
+                             "(T, K); give one row of each for every token")
         if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= self._num_experts)).any():
             raise ValueError(f"experts must be between 0 and {self._num_experts - 1}, or -1 for none; "
                              f"got {experts_TK.min()} to {experts_TK.max()}")
         ranks_TK = torch.div(experts_TK, self._local, rounding_mode="floor")  # -1 stays -1
-        each_G = torch.arange(self._ranks, device=experts_TK.device)
-        of_rank_TKG = ranks_TK.unsqueeze(-1) == each_G
-        there_TG = of_rank_TKG.any(1)
-        # The ranks that a token goes to, ascending, once each; -1 elsewhere among the D places.
+        all_ranks_G = torch.arange(self._ranks, device=experts_TK.device)
+        is_choice_TKG = ranks_TK.unsqueeze(-1) == all_ranks_G
+        is_destination_TG = is_choice_TKG.any(1)
+        # The destination ranks of a token, ascending and without duplicates; -1 in unused places among the D.
         if experts_TK.shape[1] >= self._ranks:
-            ranks_TD = each_G.where(there_TG, -1)
+            ranks_TD = all_ranks_G.where(is_destination_TG, -1)
         else:
             sorted_TK = ranks_TK.sort(-1).values
             ranks_TD = sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
-        tokens, copies = sort_tokens(ranks_TD, self._ranks), ranks_TD.shape[1]
-        here_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
-        ids_TDK = (experts_TK % self._local).unsqueeze(1).where(here_TDK, -1)
+        tokens = sort_tokens(ranks_TD, self._ranks)
+        copies = ranks_TD.shape[1]
+        is_local_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
+        ids_TDK = (experts_TK % self._local).unsqueeze(1).where(is_local_TDK, -1)
         wide_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-        weights_TDK = wide_TK.unsqueeze(1).where(here_TDK, 0)
-        counts = torch.stack((there_TG.sum(0), of_rank_TKG.sum((0, 1))), 1)
+        weights_TDK = wide_TK.unsqueeze(1).where(is_local_TDK, 0)
+        counts = torch.stack((is_destination_TG.sum(0), is_choice_TKG.sum((0, 1))), 1)
         rows = dispatch_tokens(x_TH, tokens, copies)
         weights = dispatch_tokens(weights_TDK.flatten(0, 1), tokens, 1)
         ids = ids_TDK.flatten(0, 1).to(torch.int32).index_select(0, tokens.order)
         return rows, weights, Plan(tokens, copies, ids, counts)
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
-        """Add each token's rows (S, H) in the order of the ranks, in float32 at least."""
+        """Sum each token's rows (S, H) in rank order, in float32 or wider; returns (T, H)."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 
 class _DispatchContext(NamedTuple):
-    """Values that `again` and the backward of a dispatch need."""
+    """Context of a dispatch for its repetition and its backward."""
 
     sizes: DispatchSizes
-    places: int  # T * D, rows in the plan
+    places: int  # T * D, the number of rows in the plan
     width: int  # H
     dtype: torch.dtype  # of the rows
     weights_RK: Tensor
@@ -297,24 +306,25 @@ class _Dispatch:
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
-        if self._stream.device.type == "cpu":  # the host computes, so rows must be on their way before it does
+        if self._stream.device.type == "cpu":  # send the rows now: the host computes next and advances nothing
             pending.advance()
         return pending
 
     def backward(self, context: _DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
-        sizes, weights_RK = context.sizes, context.weights_RK
-        shape = sum(sizes.received), context.width
+        sizes = context.sizes
+        weights_RK = context.weights_RK
+        shape = (sum(sizes.received), context.width)
         d_rows_RH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
-        weights_shape = shape[0], weights_RK.shape[1]
+        weights_shape = (shape[0], weights_RK.shape[1])
         d_weights_RK = gradient_rows(gradients[1], weights_shape, weights_RK.dtype, self._stream.device)
         pending = PendingRows(self._stream, extra=(None,))
-        # The results have the shapes of the plan's rows and weights; rows past those that were sent are unassigned.
+        # The results have the shapes of the plan's rows and weights; rows that were not sent are unassigned.
         pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.places)
         pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.places)
         return pending
 
     def again(self, context: _DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
-        """Send the rows alone: their numbers, weights and choices are known from the forward."""
+        """Send the rows alone: row counts, weights and choices are known from the forward."""
         sizes = context.sizes
         rows_SH = inputs[0][: sum(sizes.sent)]
         if self._fp8_rows is None:
@@ -325,7 +335,7 @@ class _Dispatch:
 
 
 class _PendingDispatch(PendingRows):
-    """A dispatch under way: first the numbers of rows, then the rows, and beside them weights and choices as bytes."""
+    """Dispatch in flight: first the row counts, then the rows, with weights and choices as bytes beside them."""
 
     def __init__(
         self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan], fp8_rows: int | None
@@ -334,11 +344,11 @@ class _PendingDispatch(PendingRows):
         self._num_experts = num_experts
         self._fp8_rows = fp8_rows
         self._inputs: tuple[Tensor, Tensor, Plan] | None = inputs
-        self._sizes: DispatchSizes | None = None  # known once the rows are on their way
+        self._sizes: DispatchSizes | None = None  # known once the rows are sent
         rows, weights, plan = inputs
         row_format = _packed_format(rows, weights, plan.ids, fp8_rows)
-        # (2, G, 3), sent and received: for each rank the rows, the (row, expert) pairs and the format of a row.
-        with stream.beside(self._made, plan.counts):
+        # (2, G, 3), sent and received: for each rank the number of rows and of (row, expert) pairs, and the row format.
+        with stream.beside(self._ready, plan.counts):
             records = torch.empty(2, stream.size, 3, dtype=torch.int64, device=stream.device)
             records[0, :, :2] = plan.counts
             records[0, :, 2].fill_(row_format)
@@ -350,20 +360,20 @@ class _PendingDispatch(PendingRows):
                 self._records, self._copied = device.to_host(records)
 
     def advance(self) -> None:
-        """Send the rows, once their numbers are known; the host waits for these."""
+        """Send the rows; the host waits for the row counts."""
         if self._sizes is not None:
             return
         assert self._inputs is not None, "inputs are kept until wait"
         if self._copied is None:
             self._stream.wait(self._records_exchange)
         else:
-            self._copied.synchronize()  # orders: the copy, then the host, which alone waits here
+            self._copied.synchronize()  # orders: the copy, then the host; no stream waits
         sent, received = self._records.tolist()
         formats = {record[2] for record in (*sent, *received)}
         if len(formats) > 1:
-            raise ValueError("the ranks' rows consist of different numbers of bytes (hidden state, weights, choices; "
-                             f"in FP8: not 0): {sorted(map(_unpacked_format, formats))}; give the layer the same "
-                             "sizes, dtypes and fp8_rows everywhere")
+            raise ValueError("the ranks' rows have different formats (bytes of hidden state, weights and choices; in "
+                             f"FP8: not 0): {sorted(map(_unpacked_format, formats))}; give the layer the same sizes, "
+                             "dtypes and fp8_rows everywhere")
         rows, weights, plan = self._inputs
         sizes = DispatchSizes([record[0] for record in sent], [record[0] for record in received], row_bytes_of(rows))
         self._pairs = sum(record[1] for record in received)
@@ -375,7 +385,7 @@ class _PendingDispatch(PendingRows):
 
     def _packed_rows(self, rows_SH: Tensor, weights_SK: Tensor, ids_SK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows to send, and their weights, choices and FP8 scales as bytes side by side."""
-        with self._stream.beside(self._made, rows_SH, weights_SK, ids_SK):
+        with self._stream.beside(self._ready, rows_SH, weights_SK, ids_SK):
             if self._fp8_rows is None:
                 parts = [weights_SK.view(torch.int32), ids_SK.view(torch.int32)]
                 return rows_SH, torch.cat(parts, 1).view(torch.uint8)
@@ -386,9 +396,10 @@ class _PendingDispatch(PendingRows):
         """Return rows, weights and `Received`, and the context."""
         self.advance()
         rows_RH, packed = self.receive()
-        sizes, inputs = self._sizes, self._inputs
-        assert sizes is not None and inputs is not None, "advance makes the sizes"
-        self._inputs = None  # the memory of sent rows may be freed
+        sizes = self._sizes
+        inputs = self._inputs
+        assert sizes is not None and inputs is not None, "advance sets the sizes"
+        self._inputs = None  # frees the memory of sent rows
         rows, weights, plan = inputs
         weights_end = row_bytes_of(weights)
         ids_end = weights_end + row_bytes_of(plan.ids)
@@ -403,26 +414,27 @@ class _PendingDispatch(PendingRows):
 
 
 def _copied_columns(packed: Tensor, start: int, end: int) -> Tensor:
-    """Return a contiguous copy: columns of a single row have a stride that a wider dtype cannot have."""
+    """Return a contiguous copy of columns: a view of a single row has a stride that a wider dtype does not allow."""
     return packed[:, start:end].clone(memory_format=torch.contiguous_format)
 
 
 def _packed_format(rows: Tensor, weights: Tensor, ids: Tensor, fp8_rows: int | None) -> int:
-    """Return the format of a dispatched row as one number, which a single kernel writes.
+    """Return the format of a dispatched row as one integer, which a single kernel writes.
 
-    It consists of the bytes of the hidden state, of weights and of choices; then 0, or in FP8 16 times the bytes of an
-    element before it is quantized plus the elements of a scale / 32.
+    Its fields are the bytes of the hidden state, of the weights and of the choices; then 0, or in FP8 16 times the
+    bytes of an unquantized element plus the elements of a scale / 32.
     """
     fp8 = 0 if fp8_rows is None else rows.itemsize << 4 | fp8_rows // 32
     return row_bytes_of(rows) << 32 | row_bytes_of(weights) << 20 | row_bytes_of(ids) << 8 | fp8
 
 
 def _unpacked_format(packed: int) -> tuple[int, int, int, int]:
+    """Return the fields of a row format."""
     return packed >> 32, packed >> 20 & 0xFFF, packed >> 8 & 0xFFF, packed & 0xFF
 
 
 class _CombineContext(NamedTuple):
-    """Values that the backward of a combine needs."""
+    """Context of a combine for its backward."""
 
     sizes: DispatchSizes
     width: int
@@ -430,7 +442,7 @@ class _CombineContext(NamedTuple):
 
 
 class _Combine:
-    """Communication of rows back to the ranks of their tokens."""
+    """Communication that returns rows to the ranks of their tokens."""
 
     def __init__(self, stream: CommStream) -> None:
         self._stream = stream
@@ -439,14 +451,15 @@ class _Combine:
     def forward(self, inputs: tuple[Tensor, Received]) -> Pending:
         rows, received = inputs
         sizes = received.sizes
-        assert sizes is not None, "a dispatch over ranks has sizes"
+        assert sizes is not None, "a dispatch over ranks sets the sizes"
         if (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row_bytes):
             raise ValueError(f"combine takes one row of {sizes.row_bytes} bytes for each of {sum(sizes.received)} "
-                             f"received ones; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
+                             f"received rows; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
         context = _CombineContext(sizes, rows.shape[1], rows.dtype)
         return PendingRows(self._stream, context=context).send(rows, sizes.received, sizes.sent)
 
     def backward(self, context: _CombineContext, gradients: tuple[Tensor | None, ...]) -> Pending:
-        sizes, shape = context.sizes, (sum(context.sizes.sent), context.width)
+        sizes = context.sizes
+        shape = (sum(sizes.sent), context.width)
         d_rows_SH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows_SH, sizes.sent, sizes.received)

@@ -1,9 +1,9 @@
-"""Rows dispatched to the experts of other ranks in FP8: elements as rows, scales beside the weights.
+"""Dispatch of rows in FP8: elements are sent as rows, scales beside the routing weights.
 
 A dispatch returns received rows twice: quantized, for GEMMs in FP8, and dequantized, as the tensor that has a gradient.
-Method: DeepSeek-V3 (arXiv:2412.19437, section 3.3), where results and gradients are sent in half precision as well.
+Method: DeepSeek-V3 (arXiv:2412.19437, section 3.3), which sends outputs and gradients in half precision too.
 
-Dimension letters: S rows that are sent, R rows that are received, K experts per token, H hidden.
+Dimension letters: S sent rows, R received rows, K experts per token, H hidden.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import ROW_FORMATS, dequantize_rows, quantize_rows
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
 
-SCALES = {block: format.scale for block, format in ROW_FORMATS.items()}  # scale dtype by elements of a scale
+SCALES = {block: format.scale for block, format in ROW_FORMATS.items()}  # scale dtype by block size
 
 
 def dequantized(
@@ -26,15 +26,15 @@ def dequantized(
 ) -> tuple[Tensor, Tensor, Any]:
     """Return the results of a dispatch: rows (R, H) in `dtype`, weights, and a `Received` with the quantized rows.
 
-    elements, scales: of the received rows, as bytes or in their own dtypes. `received` itself, which is kept longer,
-    must not hold them.
+    elements, scales: the received rows, as bytes or in their dtypes. block: elements under a scale. `received` lives
+    longer than the rows and does not get a reference to them; the returned copy does.
     """
     rows = QuantizedRows(elements.view(torch.float8_e4m3fn), scales.view(SCALES[block]))
     return dequantize_rows(rows, dtype), weights_RK, received._replace(quantized=rows)
 
 
 class PendingFp8Rows(PendingRows):
-    """A repeated dispatch of rows (S, H); weights_RK and received: results of the first one."""
+    """Repeated dispatch of rows (S, H) in flight. weights_RK, received: results of the first dispatch."""
 
     def __init__(
         self, stream: CommStream, block: int, rows_SH: Tensor, sent: Sequence[int], received_rows: Sequence[int],
@@ -45,13 +45,13 @@ class PendingFp8Rows(PendingRows):
         self._dtype = rows_SH.dtype
         self._weights_RK = weights_RK
         self._dispatched = received
-        with stream.beside(self._made, rows_SH):
+        with stream.beside(self._ready, rows_SH):
             elements, scales = quantize_rows(rows_SH, block)
         self.send(elements, sent, received_rows)
         self.send(scales, sent, received_rows)
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        """Return rows, weights and `Received`."""
+        """Return rows, weights and `Received`, without a context."""
         elements, scales = self.receive()
         results = dequantized(elements, scales, self._block, self._dtype, self._weights_RK, self._dispatched)
         return results, None

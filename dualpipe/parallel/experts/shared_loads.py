@@ -1,13 +1,13 @@
-"""Loads of experts over sequences that context-parallel ranks share, for a balance loss on each of them.
+"""Expert loads summed over context-parallel ranks, for a balance loss on each sequence that they share.
 
-The loss on a sequence is linear in the probabilities of its tokens, once the load of each expert in the whole sequence
-is known. Only the backward needs it, so the loads of the ranks are added up there, beside the gradients of the
-dispatch, which come just before the router's own backward:
+The loss on a sequence is linear in the probabilities of its tokens, given the load of each expert in the whole
+sequence. Only the backward needs the loads, so the ranks sum them there, together with the gradients of the dispatch,
+which precede the router's backward:
 
-    forward    route    [dispatch]                 experts   [combine]   finish
-    backward   route'   [dispatch', add up loads]  experts'  [combine']  finish'
+    forward    route    [dispatch]               experts   [combine]   finish
+    backward   route'   [dispatch', sum loads]   experts'  [combine']  finish'
 
-The sum is a communication of the pipeline, as the dispatch is: all ranks start them in the same order.
+The sum is a communication of the pipeline, like the dispatch: all ranks start them in the same order.
 
 Dimension letters: T tokens, K experts per token, E experts, N sequences, or 1 for a loss on the micro-batch, C ranks.
 """
@@ -28,29 +28,33 @@ from dualpipe.parallel.experts.dispatcher import Dispatcher
 
 
 def share_loads(modules: Iterable[nn.Module], ranks: AsyncAllToAll, parts: int) -> None:
-    """Base the balance losses of all routers in `modules` on the tokens of all `ranks` together.
+    """Compute the balance losses of all routers in `modules` over the tokens of all `ranks`.
 
-    A router is the `gate` of a module with a `dispatcher`. To be called before their segments are taken.
+    A router is the `gate` of a module with a `dispatcher`. Call this before a pipeline reads the modules' segments.
     parts: N, the same in every micro-batch.
     """
     stream = CommStream(ranks, "loads of experts")
     for module in (inner for outer in modules for inner in outer.modules()):
-        gate, dispatcher = getattr(module, "gate", None), getattr(module, "dispatcher", None)
+        gate = getattr(module, "gate", None)
+        dispatcher = getattr(module, "dispatcher", None)
         if isinstance(gate, Router) and isinstance(dispatcher, Dispatcher):
             module.dispatcher = _SharingDispatcher(dispatcher, gate, stream, parts)  # type: ignore[assignment]
 
 
 class _SharedPlan(NamedTuple):
+    """Plan of a dispatch, with this rank's loads."""
+
     inner: Any
-    load_NE: Tensor  # of this rank's tokens, int32
+    load_NE: Tensor  # int32, of this rank's tokens
 
 
 class _SharingDispatcher(Dispatcher):
-    """A dispatcher that also adds up loads. On a rank with all experts, rows stay where they are."""
+    """Dispatcher that also sums loads over ranks. On a rank with all experts, rows are not sent."""
 
     def __init__(self, inner: Dispatcher, router: Router, stream: CommStream, parts: int) -> None:
         super().__init__(router.out_features)
-        self._inner, self._parts = inner, parts
+        self._inner = inner
+        self._parts = parts
         dispatch = _SharingDispatch(inner.dispatch or _LocalRows(3), stream, (parts, router.out_features))
         self.dispatch = dispatch
         self.combine = inner.combine or _LocalRows(1)
@@ -66,9 +70,9 @@ class _SharingDispatcher(Dispatcher):
 
 
 class _SharingDispatch:
-    """A dispatch whose backward leaves the sum of all ranks' loads in `load_NE`.
+    """Dispatch whose backward stores the sum of all ranks' loads in `load_NE`.
 
-    Context: that of the dispatch, and the loads of this rank.
+    The context is that of the dispatch, with the loads of this rank.
     """
 
     load_NE: Tensor  # of the last micro-batch that had its backward
@@ -94,14 +98,14 @@ class _SharingDispatch:
         loads = PendingRows(self._stream).send(load_NE.view(1, -1).expand(len(ones), -1), ones, ones)
         return _PendingBackward(self, pending, loads)
 
-    def add_up(self, loads: PendingRows) -> None:
-        """Receive the loads of all ranks and add them up."""
+    def sum_loads(self, loads: PendingRows) -> None:
+        """Receive the loads of all ranks and sum them."""
         (load_CM,) = loads.receive()  # M = N * E
         self.load_NE = load_CM.sum(0).view(self._shape)
 
 
 class _PendingDispatch:
-    """A dispatch under way, whose context gets the loads beside."""
+    """Dispatch in flight, which adds the loads to its context."""
 
     def __init__(self, inner: Pending, load_NE: Tensor) -> None:
         self._inner = inner
@@ -116,7 +120,7 @@ class _PendingDispatch:
 
 
 class _PendingBackward:
-    """The backward of a dispatch under way, and the loads."""
+    """Backward of a dispatch in flight, with the loads of all ranks."""
 
     def __init__(self, dispatch: _SharingDispatch, inner: Pending, loads: PendingRows) -> None:
         self._dispatch = dispatch
@@ -127,12 +131,15 @@ class _PendingBackward:
         self._inner.advance()
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
-        self._dispatch.add_up(self._loads)
+        self._dispatch.sum_loads(self._loads)
         return self._inner.wait()
 
 
 class _LocalRows:
-    """Dispatch or combine on a rank with all experts: returns its first `num_results` inputs. Context: their number."""
+    """Dispatch or combine on a rank with all experts: returns its first `num_results` inputs.
+
+    The context is the number of inputs.
+    """
 
     group: ProcessGroup | None = None
 
@@ -146,12 +153,12 @@ class _LocalRows:
         return self.forward(inputs)
 
     def backward(self, context: int, gradients: tuple[Tensor | None, ...]) -> Pending:
-        without_gradient = [None] * (context - self._num_results)
-        return _Arrived((*gradients, *without_gradient), None)
+        num_without_gradient = context - self._num_results
+        return _Arrived((*gradients, *(None for _ in range(num_without_gradient))), None)
 
 
 class _Arrived:
-    """A communication that has nothing to wait for."""
+    """Communication without messages, which has nothing to wait for."""
 
     def __init__(self, results: tuple[Any, ...], context: int | None) -> None:
         self._results = results

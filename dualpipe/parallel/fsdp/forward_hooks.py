@@ -1,8 +1,7 @@
-"""Forward hooks of a module whose segments run one by one, so that its `__call__` never does.
+"""Forward hooks of a module that runs as segments, without its `__call__`.
 
-Hooks that users attach run, in the order in which `nn.Module.__call__` runs them. FSDP2's own do not: the pipeline
-gathers and reduces the parameters itself. What remains of them are the casts of its `MixedPrecisionPolicy`, which are
-applied at the same places.
+Hooks of users run in the order of `nn.Module.__call__`. Hooks of FSDP2 do not run, since the pipeline gathers and
+reduces the parameters itself; only the casts of its `MixedPrecisionPolicy` are applied, at the same places.
 """
 
 from __future__ import annotations
@@ -26,11 +25,12 @@ def with_forward_hooks(
 ) -> list[Segment]:
     """Return the segments of `module` between its forward pre-hooks and its forward hooks.
 
-    inputs: the names in the carry of the module's arguments, in order; outputs: the names of what it returns. Hooks
-    that are attached later run too; forward hooks then get no arguments, which would have to be kept for them. Forward
-    hooks get no keyword arguments. A compiled module is called as a whole, unless its segments are compiled themselves
-    (`are_compiled`). Raises ValueError for backward hooks, which would see a part of the gradients, and for a compiled
-    module that communicates or is recomputed inside.
+    inputs: the names in the carry of the module's arguments, in order. outputs: the names of its results.
+    are_compiled: the segments themselves are compiled; without it, a compiled module is called as a whole.
+
+    Hooks that are attached later run too, but forward hooks among them get no arguments, which are not saved for them.
+    Forward hooks never get keyword arguments. Raises ValueError for backward hooks, which would see part of the
+    gradients only, and for a compiled module with segments that communicate or are recomputed.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
@@ -40,24 +40,24 @@ def with_forward_hooks(
             raise ValueError(f"a {type(module).__name__} is compiled as a whole and has segments that communicate or "
                              "are recomputed, which run one by one; compile the modules inside it instead")
         return [Compute(module, inputs, outputs)]
-    first, last = segments[0].recompute, segments[-1].recompute
     arguments: Names = ()
     if any(_fsdp_state(hook) is None for hook in module._forward_hooks.values()):
-        # No identifiers, so that no segment has names like these.
+        # Not valid identifiers, so that they cannot collide with the names of segments.
         arguments = tuple(f"(argument {name} of {id(module):x})" for name in inputs)
-    before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments), first)
-    after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs, last)
+    before = Compute(partial(_run_pre_hooks, module, bool(arguments)), inputs, (*inputs, *arguments),
+                     segments[0].recompute)
+    after = Compute(partial(_run_hooks, module, len(arguments)), (*arguments, *outputs), outputs,
+                    segments[-1].recompute)
     return [before, *segments, after]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return True for a module that `torch.compile` or `Module.compile` was called on."""
+    """Return True for a module compiled by `torch.compile` or `Module.compile`."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, ...]:
-    """Run the forward pre-hooks; return the arguments, as they may have changed them, twice where forward hooks are to
-    have them."""
+def _run_pre_hooks(module: nn.Module, save_arguments: bool, *args: Any) -> tuple[Any, ...]:
+    """Run the forward pre-hooks; return the arguments, as changed by the hooks, twice if forward hooks need them."""
     kwargs: dict[str, Any] = {}
     for key, hook in (*torch_module._global_forward_pre_hooks.items(), *module._forward_pre_hooks.items()):
         state = _fsdp_state(hook)
@@ -73,11 +73,14 @@ def _run_pre_hooks(module: nn.Module, are_kept: bool, *args: Any) -> tuple[Any, 
             changed = hook(module, args)
             if changed is not None:
                 args = changed if isinstance(changed, tuple) else (changed,)
-    return (*args, *args) if are_kept else args
+    return (*args, *args) if save_arguments else args
 
 
 def _run_hooks(module: nn.Module, num_arguments: int, *values: Any) -> Any:
-    """Run the forward hooks on the outputs, behind the arguments; return the outputs, as they may have changed them."""
+    """Run the forward hooks; return the outputs, as changed by the hooks.
+
+    values: the module's arguments, `num_arguments` of them, then its outputs.
+    """
     arguments = values[:num_arguments]
     outputs = values[num_arguments:]
     result = outputs[0] if len(outputs) == 1 else outputs
@@ -98,7 +101,7 @@ def _run_hooks(module: nn.Module, num_arguments: int, *values: Any) -> Any:
 
 
 def _fsdp_state(hook: Callable[..., Any]) -> Any:
-    """Return the FSDP2 state that a hook belongs to; None for other hooks."""
+    """Return the FSDP2 state that a hook is a method of; None for other hooks."""
     owner = getattr(inspect.unwrap(hook), "__self__", None)
     return owner if type(owner).__name__ == "FSDPState" else None
 

@@ -1,4 +1,4 @@
-"""What FSDP2 keeps private, and what is said where a torch release has moved it."""
+"""Access to private attributes of FSDP2, with an error that names the supported torch releases."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def state_of(unit: FSDPModule) -> Any:
-    """Return the state that FSDP2 keeps of a unit."""
+    """Return the FSDP2 state of a unit."""
     return private(unit, "_get_fsdp_state")()
 
 
 def groups_of(unit: FSDPModule) -> list[Any]:
-    """A unit's groups of parameters; until torch 2.12 it has one."""
+    """Return the parameter groups of a unit; until torch 2.12 a unit has at most one."""
     state = state_of(unit)
-    several = getattr(state, "_fsdp_param_groups", None)
-    groups = [private(state, "_fsdp_param_group")] if several is None else several
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [private(state, "_fsdp_param_group")]
     return [group for group in groups if group is not None]
 
 
 def private(owner: Any, name: str) -> Any:
-    """Return a private attribute of torch's; RuntimeError, with the releases that have it, where there is none."""
+    """Return a private attribute of torch; RuntimeError with the supported releases if it does not exist."""
     try:
         return getattr(owner, name)
     except AttributeError:

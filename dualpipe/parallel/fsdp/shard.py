@@ -1,8 +1,8 @@
-"""Sharding a module as its dtype plan says: into FSDP2 units of one dtype each, with casts where dtypes meet.
+"""Sharding of modules by FSDP2 as their dtype plan says: into units of one dtype each, with casts between dtypes.
 
-Units and casts are those of `parallel.precision.fsdp_units`. The casts are forward hooks of ours and not those of
-`MixedPrecisionPolicy`: modules that are no units, or not sharded, need them as well, and until torch 2.11 a unit of
-several modules casts the inputs of its first one only.
+Units and casts come from `parallel.precision.fsdp_units`. The casts are forward hooks and not those of
+`MixedPrecisionPolicy`: modules that are not units, or not sharded, need them too, and until torch 2.11 a unit of
+several modules casts the inputs of its first module only.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from dualpipe.kernels.formats import Format, QuantizedRows
-from dualpipe.parallel.fsdp.driver import ParameterPlace, keep_hook_on_reduce_stream, lend
-from dualpipe.parallel.fsdp.materialize import store
-from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach, gather_packed
+from dualpipe.parallel.fsdp.materialize import cast_to_storage
+from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gathers, attach_all
+from dualpipe.parallel.fsdp.units import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
 from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
 from dualpipe.parallel.precision.plan import DTypePlan, slots
 from dualpipe.runtime.dtypes import short_name
@@ -31,128 +32,159 @@ from dualpipe.runtime.dtypes import short_name
 def shard_stages(
     stages: Sequence[nn.Module], mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None
 ) -> None:
-    """Shard the stages of one rank, ascending, each as `shard` does.
+    """Shard the stages of one rank, in ascending order, each as `shard` does; see there for the arguments and errors.
 
-    Of a parameter that several have, such as that of tied embeddings at both ends of a V, FSDP2 knows in the first of
-    them alone; the others see it as it is there, sharded or gathered, and it is reduced when all of them are done.
+    A parameter of several stages, such as tied embeddings at both ends of a V, is sharded in the first of them; the
+    others see it there, sharded or gathered. It is reduced once all of these stages are complete.
     """
     owners: dict[nn.Parameter, nn.Module] = {}
-    # The owner's first place, and those of others.
+    # By parameter, its first place in its owner and its places in other stages.
     places: defaultdict[nn.Parameter, list[ParameterPlace]] = defaultdict(list)
     for stage in stages:
         for module in stage.modules():
             for name, param in module.named_parameters(recurse=False):
                 if owners.setdefault(param, stage) is not stage or param not in places:
                     places[param].append((module, name))
-    for stage in reversed(stages):  # an owner, which replaces its parameters, when nobody needs to recognise them
+    for stage in reversed(stages):  # owners last: sharding replaces their parameters, which the others must recognize
         borrowed = [param for param, owner in owners.items() if owner is not stage]
         shard(stage, mesh, plan, expert_mesh=expert_mesh, unsharded=borrowed)
-    for param, found in places.items() if mesh is not None else ():
-        if len(found) > 1:
-            lend(owners[param], found)
+    if mesh is None:
+        return
+    for param, param_places in places.items():
+        if len(param_places) > 1:
+            share_parameter(owners[param], param_places)
 
 
 def shard(
     module: nn.Module, mesh: DeviceMesh | None, plan: DTypePlan, *, expert_mesh: DeviceMesh | None = None,
     output_dtype: torch.dtype | None = None, unsharded: Iterable[nn.Parameter] = (),
 ) -> nn.Module:
-    """Shard a module with FSDP2 as the plan says, in place; returns it. Works on the meta device too.
+    """Shard a module with FSDP2 as the plan says, in place, also on the meta device; returns the module.
 
-    `mesh` is what dense parameters are sharded over: the last dimension; over the others they are replicated, and their
-    gradients reduced (HSDP). Parameters that are `DTensor`s already are experts, sharded over expert-parallel ranks;
-    they are sharded further over `expert_mesh`, the data-parallel ranks that hold the same ones. Gradients of both are
-    the mean over all ranks of `mesh`. With no `mesh` nothing is sharded, and the plan holds all the same.
+    mesh: dense parameters are sharded over its last dimension, and replicated over the others with their gradients
+    reduced (HSDP). None: nothing is sharded, and the dtypes of the plan still apply.
 
-    Each layer is gathered in as many units as it has dtypes. Inside a layer, what a float32 unit returns stays float32
-    (a rule may say otherwise) and is cast where it enters a module of another dtype; the layer returns the policy's
-    `param_dtype`, and `module` its `output_dtype` or, with a warning, the one given here. unsharded: parameters that
-    FSDP2 is not to know of in this module, for `shard_stages`.
+    expert_mesh: the data-parallel ranks that hold the same experts. Parameters that are `DTensor`s already are experts,
+    sharded over expert-parallel ranks; they are further sharded over this mesh. All gradients are the mean over the
+    ranks of `mesh`.
 
-    Raises ValueError where `ModuleUnits` does, the module is sharded already, meshes do not fit the experts, or, with
+    output_dtype: the dtype of the module's output; with a warning if it is not the policy's, the default. unsharded:
+    parameters to leave out, for `shard_stages`.
+
+    A layer is gathered in one unit for each of its dtypes. Inside a layer, the output of a float32 unit stays float32
+    unless a rule sets another dtype, and is cast where it enters a module of another dtype; the layer returns the
+    policy's `param_dtype`.
+
+    Raises ValueError if `ModuleUnits` does, the module is sharded already, the meshes do not fit the experts, or, with
     no mesh, a parameter would have to compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
-    planned = plan.policy.output_dtype
-    boundary = output_dtype or planned  # what crosses pipeline ranks
-    if not boundary.is_floating_point:
-        raise ValueError(f"output_dtype must be a floating-point dtype; got {boundary}")
-    if boundary is not planned:
-        warnings.warn(f"the module returns {short_name(boundary)}, not the policy's output_dtype {short_name(planned)}",
-                      stacklevel=2)
-    cut = ModuleUnits(module, plan, output_dtype=boundary)
-    store(module, mesh, plan, expert_mesh)
+    policy_dtype = plan.policy.output_dtype
+    output_dtype = output_dtype or policy_dtype
+    if not output_dtype.is_floating_point:
+        raise ValueError(f"output_dtype must be a floating-point dtype; got {output_dtype}")
+    if output_dtype is not policy_dtype:
+        warnings.warn(f"the module returns {short_name(output_dtype)}, not the policy's output_dtype "
+                      f"{short_name(policy_dtype)}", stacklevel=2)
+    units = ModuleUnits(module, plan, output_dtype=output_dtype)
+    cast_to_storage(module, mesh, plan, expert_mesh)
     if mesh is not None and mesh.ndim > 2:  # FSDP2 takes (shard,) or (replicate, shard)
         *replicated, last = mesh.mesh_dim_names or ()
         mesh = DeviceMesh._concatenate([mesh[tuple(replicated)]._flatten("_".join(replicated)), mesh[last]])
-    formats = {(slot.owner, slot.key): format for slot in slots(module) if (format := plan.of(slot.name).format)}
+    formats = _formats_of(module, plan)
     gathers: list[PackedGather] = []
-    taken: set[nn.Module] = set()
-    for modules, key in cut.units:
-        managed = [m for outer in modules for m in outer.modules() if m not in taken]
-        taken.update(managed)
+    assigned: set[nn.Module] = set()
+    for modules, key in units.units:
+        managed = [inner for outer in modules for inner in outer.modules() if inner not in assigned]
+        assigned.update(managed)
         if mesh is not None:
             gathers += _fully_shard(modules, key, mesh, expert_mesh, formats, unsharded)
         if key:
             _accumulate_in(key.reduce, modules, managed, now=mesh is None)
-    if gathers:  # ahead of FSDP2, whose first forward may pad the shards of all units
-        module.register_forward_pre_hook(lambda *_: attach(gathers), prepend=True)
-    for inner, (inputs, outputs) in cut.casts.items():
+    if gathers:  # before the hooks of FSDP2, whose first forward may pad the shards of all units
+        module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
+    for inner, (inputs, outputs) in units.casts.items():
         _cast(inner, inputs, outputs)
-    for inner, dtypes in cut.narrowed.items():
+    for inner, dtypes in units.narrowed.items():
         _narrow(inner, dtypes)
     return module
 
 
+def _formats_of(module: nn.Module, plan: DTypePlan) -> dict[tuple[nn.Module, str], Format]:
+    """Return the formats of quantized parameters, by owner and name."""
+    formats: dict[tuple[nn.Module, str], Format] = {}
+    for slot in slots(module):
+        format = plan.of(slot.name).format
+        if format is not None:
+            formats[slot.owner, slot.key] = format
+    return formats
+
+
 def _fully_shard(
-    modules: tuple[nn.Module, ...], key: Key | None, dense: DeviceMesh, expert_mesh: DeviceMesh | None,
+    modules: tuple[nn.Module, ...], key: Key | None, dense_mesh: DeviceMesh, expert_mesh: DeviceMesh | None,
     formats: Mapping[tuple[nn.Module, str], Format], unsharded: Iterable[nn.Parameter],
 ) -> list[PackedGather]:
-    of_experts = key is not None and key.expert
-    mesh = expert_mesh if of_experts and expert_mesh is not None else dense
-    ranks = mesh.size(mesh.ndim - 1)
-
-    quantized = {owner._parameters[key]: format for (owner, key), format in formats.items()}
-
-    def off_dimension_0(param: nn.Parameter) -> Shard | None:
-        """A dimension that is not sharded over experts and divides evenly; sharding one twice makes a _StridedShard.
-        Of quantized ones, rows in whole blocks."""
-        placements = param.placements if isinstance(param, DTensor) else ()
-        taken = {placement.dim for placement in placements if isinstance(placement, Shard)}
-        step, dims = 1, range(param.dim())
-        if (format := quantized.get(param)) is not None:
-            step, dims = format.block[0] if ranks > 1 else 1, range(param.dim() - 1)
-        free = (Shard(dim) for dim in dims if dim not in taken and param.shape[dim] % (ranks * step) == 0)
-        return next(free, None)
+    """Apply `fully_shard` to the modules of a unit; returns its gathers of quantized bytes."""
+    has_experts = key is not None and key.expert
+    mesh = expert_mesh if has_experts and expert_mesh is not None else dense_mesh
+    num_shards = mesh.size(mesh.ndim - 1)
+    quantized = {owner._parameters[name]: format for (owner, name), format in formats.items()}
 
     def divide(gradient: Tensor) -> None:
-        gradient.div_(dense.size() // mesh.size())
+        gradient.div_(dense_mesh.size() // mesh.size())
 
-    # Nothing trainable that is in no other unit is ignored: the gradient of an ignored parameter is not reduced.
+    # Only frozen scalars, and parameters that another unit has: the gradient of an ignored parameter is not reduced.
     ignored = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}.union(unsharded)
     fully_shard(
         list(modules) if len(modules) > 1 else modules[0],
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(key and key.compute, key and key.reduce, cast_forward_inputs=False),
-        shard_placement_fn=off_dimension_0 if of_experts else None,
+        shard_placement_fn=partial(_expert_placement, quantized, num_shards) if has_experts else None,
         ignored_params=ignored or None,
     )
     first = modules[0]
-    gathers = gather_packed(first, formats) if isinstance(first, FSDPModule) else []
-    for module in modules if gathers else ():
-        module.register_forward_pre_hook(lambda *_: attach(gathers), prepend=True)
-    if mesh.size() != dense.size() and isinstance(first, FSDPModule):
-        # FSDP2 takes the mean over its own mesh. Not set_gradient_divide_factor: gloo lacks the reduction that it
-        # uses, and with its sums forced, a mesh of one rank is divided twice.
+    gathers = add_packed_gathers(first, formats) if isinstance(first, FSDPModule) else []
+    if gathers:
+        for module in modules:
+            module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
+    if mesh.size() != dense_mesh.size() and isinstance(first, FSDPModule):
+        # FSDP2 takes the mean over the unit's mesh, the hook divides by the rest. set_gradient_divide_factor does not
+        # serve: gloo lacks its reduction, and with forced sums a mesh of one rank is divided twice.
         first.set_all_reduce_hook(divide)
         for module in modules:
             module.register_forward_pre_hook(lambda *_: keep_hook_on_reduce_stream(first))
     return gathers
 
 
+def _expert_placement(
+    quantized: Mapping[nn.Parameter | None, Format], num_shards: int, param: nn.Parameter
+) -> Shard | None:
+    """Return a dimension to shard an expert parameter on; None: dimension 0, as FSDP2 chooses.
+
+    It is not sharded over expert-parallel ranks, since sharding it twice would make a _StridedShard, and divides
+    evenly. A quantized weight is sharded by rows, in whole blocks.
+    """
+    placements = param.placements if isinstance(param, DTensor) else ()
+    sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
+    format = quantized.get(param)
+    dims = range(param.dim())
+    block = 1
+    if format is not None:
+        dims = range(param.dim() - 1)
+        block = format.block[0] if num_shards > 1 else 1
+    for dim in dims:
+        if dim not in sharded_dims and param.shape[dim] % (num_shards * block) == 0:
+            return Shard(dim)
+    return None
+
+
 def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:
-    """Gradients of the parameters of `managed` modules that a forward sees accumulate in `dtype`; gathered parameters
-    exist from then on only, so hooks on the `called` modules see to it."""
+    """Accumulate gradients of the parameters of `managed` modules in `dtype`.
+
+    Gathered parameters exist from a forward on only, so pre-hooks of the `called` modules set the dtype. now: set it at
+    once too.
+    """
     places = [(module, name) for module in managed for name, _ in module.named_parameters(recurse=False)]
 
     def set_grad_dtype(*_: Any) -> None:
@@ -168,26 +200,28 @@ def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: lis
 
 
 def _narrow(module: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Have the module's forward see parameters in these dtypes; gradients go through the cast."""
+    """Cast parameters to these dtypes for the module's forward; gradients flow through the cast."""
 
     def narrow(*_: Any) -> None:
         for key, dtype in dtypes.items():
             param = module._parameters[key]
             if param is not None:
-                vars(module)[key] = param.to(dtype)  # found before the parameter itself
+                vars(module)[key] = param.to(dtype)  # attribute lookup prefers it to the parameter
 
     def restore(*_: Any) -> None:
         for key in dtypes:
             vars(module).pop(key, None)
 
-    module.register_forward_pre_hook(narrow)  # behind FSDP2's, which gathers
+    module.register_forward_pre_hook(narrow)  # after the hook of FSDP2, which gathers
     module.register_forward_hook(restore, always_call=True)
 
 
 def _cast(module: nn.Module, inputs: torch.dtype, outputs: torch.dtype | None) -> None:
+    """Cast the floating-point inputs of a module's forward, and its outputs unless the dtype is None."""
+
     def cast(dtype: torch.dtype, value: Any) -> Any:
         return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value,
-                             is_leaf=lambda part: isinstance(part, QuantizedRows))  # which stay as they are
+                             is_leaf=lambda part: isinstance(part, QuantizedRows))  # quantized rows are not cast
 
     module.register_forward_pre_hook(lambda _, args, kwargs: cast(inputs, (args, kwargs)), with_kwargs=True)
     if outputs is not None:

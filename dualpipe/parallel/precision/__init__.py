@@ -1,4 +1,4 @@
-"""The dtype contract: rules for each tensor's dtypes, resolved for a whole model into a `DTypePlan`.
+"""The dtype contract: rules for the dtypes of each tensor, resolved for a whole model into a `DTypePlan`.
 
 Imports `quantized`, `kernels` and `runtime`.
 """

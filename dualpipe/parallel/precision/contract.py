@@ -1,4 +1,4 @@
-"""Check that a module which trains has the dtypes of its plan: parameters, what forwards see, and gradients."""
+"""Check of a training module against its dtype plan: stored parameters, tensors in forwards, and gradients."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dualpipe.runtime.dtypes import short_name
 
 
 class ContractError(AssertionError):
-    """A tensor is not what the plan says; the message names all of them."""
+    """Raised when tensors differ from their plan; the message names all of them."""
 
 
 class Differences:
-    """The differences from a plan that were found so far, each once."""
+    """Differences from a plan, without duplicates, in the order in which they were added."""
 
     def __init__(self) -> None:
         self._lines: dict[str, None] = {}
@@ -31,14 +31,14 @@ class Differences:
         """Add a difference, as a line of text."""
         self._lines[line] = None
 
-    def check(self, name: str, what: str, actual: torch.dtype | Format | None, planned: torch.dtype | Format) -> None:
-        """Add a difference where a dtype is not the planned one. what: such as "is stored in"."""
+    def check(self, name: str, role: str, actual: torch.dtype | Format | None, planned: torch.dtype | Format) -> None:
+        """Add a difference if a dtype is not the planned one. role: the use of the dtype, such as "is stored in"."""
         if actual != planned:
-            found = short_name(actual) if actual else "any dtype"
-            self.add(f"{name}: {what} {found}, planned {short_name(planned)}")
+            actual_text = short_name(actual) if actual else "any dtype"
+            self.add(f"{name}: {role} {actual_text}, planned {short_name(planned)}")
 
     def raise_all(self) -> None:
-        """Raise a ContractError that names them, if there are any."""
+        """Raise a ContractError that names all differences, if there are any."""
         if self._lines:
             raise ContractError("the dtype contract does not hold:\n" + "\n".join(f"  {line}" for line in self._lines))
 
@@ -48,67 +48,68 @@ def assert_contract(
 ) -> None:
     """Check a module, or the stages of a rank, against its plan, between two training steps.
 
-    Storage is checked always, with formats and masters. `run`, a forward or a whole step of the module, is called once;
-    while it runs, each module's parameters and buffers are compared with their compute dtype and format, and what
-    gradients accumulate in with the reduce dtype. Gradients that are there afterwards are checked too.
+    The stored parameters are always checked, with formats and masters, and so are the gradients that exist at the end.
+    run: a forward or a whole step of the module, called once. While it runs, the parameters and buffers of every module
+    are compared with their compute dtype and format, and the dtypes of gradient accumulators with the reduce dtype.
 
-    Raises ContractError where something differs, or no parameter was seen in a forward; ValueError where the plan lacks
-    a tensor of the module.
+    Raises ContractError if a tensor differs, or `run` runs no forward of a module with parameters; ValueError if the
+    plan lacks a tensor of the module.
     """
     modules = (module,) if isinstance(module, nn.Module) else tuple(module)
     differences = Differences()
     if run is not None and not _watch_forwards(modules, plan, run, differences):
         differences.add("no module with parameters ran its forward: `run` must call the module, not only its methods")
-    for each in modules:
-        for inner in each.modules():
+    for root in modules:
+        for inner in root.modules():
             if isinstance(inner, FSDPModule):
-                inner.reshard()  # a root stays gathered after a forward
-        _check_storage(each, plan, differences)
-        _check_gradients(each, plan, differences)
+                inner.reshard()  # a root unit stays gathered after a forward
+        _check_storage(root, plan, differences)
+        _check_gradients(root, plan, differences)
     differences.raise_all()
 
 
 def _check_storage(module: nn.Module, plan: DTypePlan, differences: Differences) -> None:
     for slot in slots(module):
-        planned, part = plan.of(slot.name), quantized_part(slot.tensor)
-        differences.check(slot.name, "is stored in", _kind(slot.tensor), planned.stored)
+        planned = plan.of(slot.name)
+        part = quantized_part(slot.tensor)
+        differences.check(slot.name, "is stored in", _dtype_or_format(slot.tensor), planned.stored)
         if part is not None and planned.master != (part.master is not None):
             differences.add(f"{slot.name}: is stored with{'out' * planned.master} masters, planned otherwise")
 
 
 def _check_gradients(module: nn.Module, plan: DTypePlan, differences: Differences) -> None:
     for name, param in module.named_parameters():
-        if param.grad is not None:  # FSDP2 hands on a reduced one in the storage dtype; a plain one accumulates
-            sharded = isinstance(module, FSDPModule)
-            planned = plan.of(name).storage if sharded else plan.reduce_dtype(name)
-            differences.check(name, "has a gradient in", _kind(param.grad), planned)
+        if param.grad is not None:  # FSDP2 casts a reduced gradient to the storage dtype; others stay as accumulated
+            is_sharded = isinstance(module, FSDPModule)
+            planned = plan.of(name).storage if is_sharded else plan.reduce_dtype(name)
+            differences.check(name, "has a gradient in", _dtype_or_format(param.grad), planned)
 
 
 def _watch_forwards(
     modules: Sequence[nn.Module], plan: DTypePlan, run: Callable[[], object], differences: Differences
 ) -> bool:
-    """Check what forwards in `run` see; return True if a module with parameters ran its forward."""
-    seen: list[str] = []
+    """Check the tensors in the forwards of `run`; return True if a module with parameters ran its forward."""
+    checked: list[str] = []
 
-    def look(prefix: str, module: nn.Module, args: Any) -> None:
+    def check_forward(prefix: str, module: nn.Module, args: Any) -> None:
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             name = f"{prefix}.{key}".lstrip(".")
             planned = plan.of(name)
-            seen_by_forward = vars(module).get(key, tensor)  # see `shard`: one that is gathered wider is narrowed
-            differences.check(name, "computes in", seen_by_forward.dtype, planned.compute)
-            differences.check(name, "computes with", _kind(seen_by_forward), planned.format or planned.compute)
+            used = vars(module).get(key, tensor)  # `shard` puts the cast of a parameter that is gathered wider here
+            differences.check(name, "computes in", used.dtype, planned.compute)
+            differences.check(name, "computes with", _dtype_or_format(used), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):
-                seen.append(name)
+                checked.append(name)
                 if tensor.requires_grad:
                     differences.check(name, "accumulates in", tensor.grad_dtype, plan.reduce_dtype(name))
 
     with ExitStack() as hooks:
         for prefix, inner in (pair for module in modules for pair in module.named_modules()):
-            hooks.callback(inner.register_forward_pre_hook(partial(look, prefix)).remove)
+            hooks.callback(inner.register_forward_pre_hook(partial(check_forward, prefix)).remove)
         run()
-    return bool(seen)
+    return bool(checked)
 
 
-def _kind(tensor: Tensor) -> torch.dtype | Format:
+def _dtype_or_format(tensor: Tensor) -> torch.dtype | Format:
     part = quantized_part(tensor)
     return tensor.dtype if part is None else part.format

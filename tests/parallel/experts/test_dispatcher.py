@@ -486,7 +486,8 @@ def test_what_does_not_fit_is_refused_with_the_sizes_that_would():
 @pytest.mark.parametrize(
     ("message", "operands"),
     {
-        "tokens .* are needed": (torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(2, 2, dtype=torch.long)),
+        "got tokens, weights and experts of shapes": (torch.zeros(3, 2), torch.zeros(3, 2),
+                                                      torch.zeros(2, 2, dtype=torch.long)),
         "between 0 and 15, or -1": (torch.zeros(3, 2), torch.zeros(3, 2), torch.full((3, 2), 16)),
         "got -2 to": (torch.zeros(3, 2), torch.zeros(3, 2), torch.tensor([[0, -2]] * 3)),
     }.items(),

@@ -97,7 +97,7 @@ def disagreeing(rank):
 
 def test_what_does_not_fit_is_refused():
     assert run_ranks(disagreeing, 2) == [True, True]
-    with pytest.raises(ValueError, match="fp8_rows must be 128, 32, numbers under a scale, or None; got 64"):
+    with pytest.raises(ValueError, match="fp8_rows must be 128, 32, elements under a scale, or None; got 64"):
         ExpertParallel(4, fp8_rows=64)
 
 

@@ -968,7 +968,7 @@ class _Offset(nn.Module):
 
 def test_a_frozen_tower_that_fully_shard_does_not_cast_is_refused_with_the_remedy():
     refused, by_itself, cast, in_a_forward = run_ranks(frozen_by_hand, 1)[0]
-    assert "tower (Sequential) is frozen and computes in bf16, what is trained in fp32" in refused
+    assert "tower (Sequential) is frozen and computes in bf16, trained modules in fp32" in refused
     assert "dualpipe.parallel.shard" in refused and "cast_forward_inputs=False" in refused
     assert by_itself == cast == ""
     assert "neither buffers nor what a module of another dtype returns" in in_a_forward

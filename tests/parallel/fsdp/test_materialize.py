@@ -593,8 +593,8 @@ def test_given_a_source_that_does_not_match_then_all_its_faults_are_listed_and_n
     assert lines(error) == [
         "Toy cannot be materialised:",
         "embed.weight: (8, 6) in the source, (7, 6) in the module",
-        "layers.0.experts: values in torch.float32 would be rounded to torch.bfloat16; cast them first, or tell "
-        "resolve_dtypes of them by source_dtypes",
+        "layers.0.experts: values in torch.float32 would be rounded to torch.bfloat16; cast them first, or pass their "
+        "dtypes to resolve_dtypes as source_dtypes",
         "head.weight: missing in the source; add it",
         "scale: missing in the source; add it",
         "extra: the source has it and the module does not; leave it out",
