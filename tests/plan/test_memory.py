@@ -189,8 +189,7 @@ def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout,
     """The peak of every rank as torch's allocator counts it, within 5%; within 8% where pairs run beside each other."""
     path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
     ratios = ratios_of(path, layout, schedule, recompute, "--model.backend", "transformers")
-    # Pairs that hide an all-to-all take 6% more than is counted, the same on all ranks and in all runs; what holds it is
-    # not known.
+    # Pairs that hide an all-to-all take 6% more than is counted, alike on all ranks; what holds it is not known.
     has_pairs = schedule == "dualpipev" and layout[2] > 1
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.08 if has_pairs else 0.05)
 
