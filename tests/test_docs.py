@@ -62,7 +62,7 @@ def run_finetuning(rank, folder):
 def test_your_model(tmp_path):
     """What four ranks have saved are the weights that transformers and torch's AdamW come to in one process."""
     save_tiny(tmp_path, "qwen3_moe")
-    (losses, batches), *_ = run_ranks(run_finetuning, 4, str(tmp_path), fresh=True, timeout=120)
+    (losses, batches), *_ = run_ranks(run_finetuning, 4, str(tmp_path), fresh=True, timeout=240)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     expected = []

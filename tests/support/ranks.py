@@ -43,7 +43,7 @@ def server() -> mp.context.ForkServerContext:
     return ctx
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, group_timeout: float = 30,
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150, group_timeout: float = 30,
               check: bool = True, fresh: bool = False) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
