@@ -1,4 +1,4 @@
-"""Choose the implementation of transformers' experts: check that it runs, or time two and take the faster one."""
+"""Choose the implementation of transformers' experts: check that it runs, or time all and take the fastest."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from dualpipe.runtime.ranks.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
 AUTO = "auto"
-_OTHER = "grouped_mm"  # of transformers, timed against this library's
+_OTHERS = ("grouped_mm", "sonicmoe", "deepgemm")  # of transformers, timed against this library's where they run
 _TOKENS = 4096  # of a timed call
 _TIMES = 3
 _TRIAL_TOKENS = 4
 
 
 def choose_experts(stages: Sequence[CausalLMStage], experts: str, ranks: RankSync) -> None:
-    """Have all stages run their experts by `experts`, and log it; "auto": by the faster of two. Collective.
+    """Have all stages run their experts by `experts`, and log it; "auto": by the fastest that runs. Collective.
 
     Raises ValueError, on every rank, for an implementation that does not run on some rank.
     """
     if experts == AUTO:
-        experts = _faster(stages, ranks)
+        experts = _fastest(stages, ranks)
     else:
         ranks.agree(lambda: _check_that_it_runs(stages, experts))
         log.info("experts run by %r", experts)
@@ -38,16 +38,18 @@ def choose_experts(stages: Sequence[CausalLMStage], experts: str, ranks: RankSyn
         module.config._experts_implementation = experts
 
 
-def _faster(stages: Sequence[CausalLMStage], ranks: RankSync) -> str:
-    """Return the implementation that is faster on the first rank that has experts."""
-    measured = ranks.gather(lambda: {name: _seconds(stages, name) for name in (NAME, _OTHER) if _experts_of(stages)})
+def _fastest(stages: Sequence[CausalLMStage], ranks: RankSync) -> str:
+    """Return the implementation that is the fastest on the first rank that has experts, of those that run there."""
+    measured = ranks.gather(
+        lambda: {name: _seconds(stages, name) for name in (NAME, *_OTHERS) if _experts_of(stages)})
     seconds = next((times for times in measured if times), None)
     if seconds is None:
         return NAME
     choice = min(seconds, key=lambda name: seconds[name])
+    times = ", ".join(f"{1e3 * time:.2f} ms by {name!r}" for name, time in seconds.items() if time < float("inf"))
     log.info(
-        "experts run by %r: %d tokens, forward and backward, take %.2f ms by %r and %.2f ms by %r; only those of %r "
-        "defer weight gradients", choice, _TOKENS, 1e3 * seconds[NAME], NAME, 1e3 * seconds[_OTHER], _OTHER, NAME)
+        "experts run by %r: %d tokens, forward and backward, take %s; only those of %r defer weight gradients", choice,
+        _TOKENS, times, NAME)
     return choice
 
 
@@ -78,7 +80,7 @@ def _seconds(stages: Sequence[CausalLMStage], experts: str) -> float:
                 synchronize(device)
             times.append(time.perf_counter() - start)
     except Exception as error:  # as in `_check_that_it_runs`
-        log.warning("experts=%r does not run here: %s", experts, error)
+        log.info("experts=%r does not run here: %s", experts, str(error).strip().partition("\n")[0])
         return float("inf")
     return min(times[1:])  # the first compiles
 

@@ -55,8 +55,8 @@ def load_stages(
     policy: dtypes of a sharded stage (default: `dtype` to compute in and between stages, float32 for gradients, float64
         for those of a float64 model).
     experts: the implementation of the experts: "dualpipe", or one of transformers, such as "grouped_mm", whose weight
-        gradients are not deferred, and which cannot be sharded over "ep"; "auto" times "dualpipe" and "grouped_mm" at
-        the model's shapes and takes the faster one. The choice is logged.
+        gradients are not deferred, and which cannot be sharded over "ep"; "auto" times all that run here at the
+        model's shapes and takes the fastest. The choice is logged.
     overlap: cut layers at their experts where tokens travel to other ranks, so that computing hides the all-to-all.
     layers_per_stage: the numbers of layers, instead of stages that cost about the same.
 

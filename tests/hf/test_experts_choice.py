@@ -46,13 +46,17 @@ def test_an_unknown_implementation_is_refused(family):
         load_stages(config_of(family), 1, (0,), experts="grouped")
 
 
-@pytest.mark.parametrize("faster, slower", [("dualpipe", "grouped_mm"), ("grouped_mm", "dualpipe")])
-def test_the_faster_one_is_taken_and_logged_with_both_times(faster, slower, caplog, monkeypatch):
-    monkeypatch.setattr(experts_choice, "_seconds", lambda stages, name: 0.001 if name == faster else 0.002)
+@pytest.mark.parametrize("faster, slower", [
+    ("dualpipe", "grouped_mm"), ("grouped_mm", "dualpipe"), ("sonicmoe", "grouped_mm"),
+])
+def test_the_fastest_one_is_taken_and_logged_with_all_times(faster, slower, caplog, monkeypatch):
+    seconds = {"deepgemm": float("inf"), faster: 0.001}
+    monkeypatch.setattr(experts_choice, "_seconds", lambda stages, name: seconds.get(name, 0.002))
     with caplog.at_level(logging.INFO, LOG):
         stages = load_stages(config_of("qwen3_moe"), 1, (0,), experts="auto")
     assert implementations_of(stages) == {faster}
     assert f"experts run by '{faster}': 4096 tokens, forward and backward, take " in caplog.text
+    assert "deepgemm" not in caplog.text, "it does not run here"
     assert f"1.00 ms by '{faster}'" in caplog.text and f"2.00 ms by '{slower}'" in caplog.text
     assert "only those of 'dualpipe' defer weight gradients" in caplog.text
 
