@@ -162,11 +162,11 @@ def test_a_dry_session_writes_json_and_summary(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2400)
 @pytest.mark.parametrize("node", [False, True])
 def test_all_parts_of_a_dry_session(tmp_path, node):
-    """The times of a loaded CPU may miss goals; no part may fail."""
-    done = run_script("gpu_session.py", "--dry", "--seconds", "850", "--folder", str(tmp_path), *(["--node"] * node))
+    """The times of a loaded CPU may miss goals; no part may fail. Shares are long: at a load of 25 one took 170 s."""
+    done = run_script("gpu_session.py", "--dry", "--seconds", "4000", "--folder", str(tmp_path), *(["--node"] * node))
     parts = json.loads((tmp_path / "session.json").read_text())["parts"]
     assert len(parts) == (3 if node else 11)
     assert {name: part["failures"] for name, part in parts.items() if part["failures"]} == {}, done.stdout

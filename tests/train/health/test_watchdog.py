@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -128,7 +129,9 @@ def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe
     process, _ = start(layout, steps=0, before=HOLDS_THE_LOCK if locks else SLEEPS)
     _, err = over(process)
     error = next(line for line in err.splitlines() if line.startswith("error: "))
-    assert process.returncode == 1 and error.startswith(f"error: everything waits for {names[1]}: it "), err
+    # Under load some ranks are still between two entries when the first one gives up.
+    assert process.returncode == 1, err
+    assert re.match(rf"error: (everything waits|ranks? [\d, -]+ waits?) for {re.escape(names[1])}: it ", error), err
     assert ("holds Python's lock" if locks else "has been in W(stage 0, micro-batch ") in error, err
     assert "in sleeping" in err and "Traceback" not in err
     again = dualpipe(tmp_path, "why", "out")
