@@ -75,12 +75,14 @@ def activation_bytes(
             return tuple(size + (fused if i not in (1, 5, 6) else 0) for i, size in enumerate(plain))
         return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
 
-    found = per_token(*short)
+    shortened = per_token(*short)
+    total = shortened
     for i, run in enumerate(runs):
-        if more := len(run) - len(short[i]):
+        num_left_out = len(run) - len(short[i])
+        if num_left_out:
             longer = per_token(*short[:i], run[:3], *short[i + 1 :])
-            found = tuple(one + more * (other - one) for one, other in zip(found, longer))
-    return ActivationBytes(*(round(size * batch * sequence_length) for size in found))
+            total = tuple(size + num_left_out * (more - base) for size, more, base in zip(total, longer, shortened))
+    return ActivationBytes(*(round(size * batch * sequence_length) for size in total))
 
 
 @lru_cache(maxsize=4096)

@@ -1,6 +1,7 @@
 """What a stage keeps of a micro-batch, counted without memory, against what real tensors keep."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -138,6 +139,16 @@ def test_what_there_is_at_once_is_counted(recompute, cpu):
     assert low * forward_peak < counted.forward - by_formula < 1.05 * forward_peak
     assert low * (after + backward_peak) < counted.input_backward - by_formula < 1.05 * (after + backward_peak)
     assert counted.deferred == pytest.approx(after + left, rel=0.05)
+
+
+def test_several_long_runs_of_like_layers_add_up():
+    """Three runs of four layers, of which the middle one recomputes its experts, and saves as much in each layer."""
+    config = replace(CONFIG, num_hidden_layers=12, mlp_only_layers=())
+    sizes = {"batch": BATCH, "sequence_length": LENGTH}
+    saved = [activation_bytes(config, range(3), recompute=rules, **sizes).kept for rules in ((), ("experts",))]
+    whole = activation_bytes(config, range(12), **sizes).kept
+    part = activation_bytes(config, range(12), recompute=("experts:4-7",), **sizes).kept
+    assert part == pytest.approx(whole - 4 * (saved[0] - saved[1]) / 3, rel=0.01)
 
 
 def test_recomputation_keeps_less_and_other_sizes_scale():
