@@ -225,13 +225,7 @@ def _sum_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
     tile = _tile(hidden, dtype)
-    wide = torch.promote_types(dtype, torch.float32)
-    launch = Launcher(
-        _sum_kernel, HAS_WEIGHTS=weights_dtype is not None,
-        COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
-        BLOCK_T=tile.rows, BLOCK_H=tile.cols, UNROLL=tile.unroll, num_warps=tile.warps,
-    )
-    return launch, tile
+    return Launcher(_sum_kernel, UNROLL=tile.unroll, **_row_constants(tile, dtype, weights_dtype)), tile
 
 
 def _launch_spread(
@@ -255,13 +249,19 @@ def _spread_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
     tile = _tile(hidden, dtype)
+    return Launcher(_spread_kernel, **_row_constants(tile, dtype, weights_dtype)), tile
+
+
+def _row_constants(tile: RowTile, dtype: torch.dtype, weights_dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return the constants that both kernels share; they compute in at least float32.
+
+    dtype: of the rows. weights_dtype: of the weights, None without weights.
+    """
     wide = torch.promote_types(dtype, torch.float32)
-    launch = Launcher(
-        _spread_kernel, HAS_WEIGHTS=weights_dtype is not None,
-        COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
+    return dict(
+        HAS_WEIGHTS=weights_dtype is not None, COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
         BLOCK_T=tile.rows, BLOCK_H=tile.cols, num_warps=tile.warps,
     )
-    return launch, tile
 
 
 # ------------------------------------------------------------------------------------------------------------- public
