@@ -266,7 +266,7 @@ def run_in_process(command, capsys):
 def run_training(command, folder):
     words = shlex.split(f"{command} {TRAINED[command]}")[1:]
     process = Command(folder, words, os.environ)
-    out, err = process.communicate(120)
+    out, err = process.communicate(250)
     assert process.returncode == 0 and out, f"{command}\n{out}{err}"
 
 

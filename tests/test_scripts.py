@@ -144,7 +144,7 @@ def test_an_example_trains_a_step_of_a_shrunken_model(path, tmp_path):
     """With all that the file says but for sizes, layout, data and compilation."""
     write_files(tmp_path, shrunken(EXAMPLES / tomllib.loads(path.read_text())["model"]["config"]))
     command = Command(tmp_path, ["train", str(path), *COMMON], dict(os.environ))
-    out, err = command.communicate(100)
+    out, err = command.communicate(280)
     assert command.returncode == 0, out + err
     (row,) = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text().splitlines())
     assert row["step"] == 1 and 5 < row["loss"] < 7, "a guess among 257"

@@ -192,7 +192,7 @@ def unclosed(folder, kind, then=""):
 def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
     process = server().Process(target=runpy.run_path, args=(str(unclosed(tmp_path, kind)),))
     process.start()
-    process.join(60)
+    process.join(240)
     assert process.exitcode == 0
     assert not verify(tmp_path / "step-00000001")
 
@@ -200,7 +200,7 @@ def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["thread", "process"])
 def test_the_end_of_an_interpreter_waits_for_a_save(tmp_path, kind):
-    subprocess.run([sys.executable, "-P", unclosed(tmp_path, kind)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-P", unclosed(tmp_path, kind)], check=True, timeout=240)
     assert not verify(tmp_path / "step-00000001")
 
 

@@ -55,7 +55,7 @@ def test_a_process_dies_with_the_one_that_started_it():
               "child = subprocess.Popen([sys.executable, '-P', '-c', sys.argv[1], str(os.getpid())],\n"
               "                         stdout=subprocess.PIPE)\n"
               "print(child.pid, child.stdout.readline().decode(), flush=True)\n")
-    done = subprocess.run([sys.executable, "-P", "-c", parent, child], stdout=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", parent, child], stdout=subprocess.PIPE, text=True, timeout=240)
     pid, said = done.stdout.split()
     assert said == "ready"
     begun = time.monotonic()
@@ -67,5 +67,5 @@ def test_a_process_dies_with_the_one_that_started_it():
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")
 def test_a_process_whose_starter_has_gone_already_ends_at_once():
     code = "from dualpipe.runtime.errors import die_with; die_with(1); print('still here')"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (128 + signal.SIGKILL, "")

@@ -33,7 +33,7 @@ def run_script(
 
 
 def fork_script(
-    script: str | Path, *arguments: str, folder: Path | None = None, timeout: float = 120.0, **environment: str
+    script: str | Path, *arguments: str, folder: Path | None = None, timeout: float = 280.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run a script as `run_script` does, forked from a server that has imported everything: seconds of CPU less.
 

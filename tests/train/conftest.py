@@ -1,13 +1,13 @@
 """A training run small enough for a test."""
 
 import os
-import socket
 import subprocess
 
 import pytest
 
 from command import Command
 from default_signals import set_default_signals
+from ports import free_ports
 from run_files import write_files
 
 
@@ -26,16 +26,14 @@ def without_evaluation(run_folder):
 
 @pytest.fixture
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @pytest.fixture(scope="session")
 def dualpipe(start_dualpipe):
     """Run `dualpipe *arguments` in `folder` and return the finished process. The rest as for `start_dualpipe`."""
 
-    def run(folder, *arguments, timeout=90, **how):
+    def run(folder, *arguments, timeout=280, **how):
         process = start_dualpipe(folder, *arguments, **how)
         out, err = process.communicate(timeout)
         return subprocess.CompletedProcess(arguments, process.returncode, out, err)

@@ -132,10 +132,10 @@ def run(start_dualpipe):
         readers = [Thread(target=read, args=stream, daemon=True) for stream in streams.items()]
         for reader in readers:
             reader.start()
-        status = process.wait(90)
+        status = process.wait(250)
         ended = time.monotonic()
         for reader in readers:
-            reader.join(10)
+            reader.join(60)
             assert not reader.is_alive(), "something that the run has started still writes"
         assert processes_in(folder) == []
         assert list(temporary.iterdir()) == []

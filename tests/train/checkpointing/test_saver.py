@@ -40,7 +40,7 @@ def test_a_stopped_rank_holds_nobody(run_folder, start_dualpipe, rank, mode, wri
     time.sleep(delay)
     os.kill(ranks_of(process.pid)[rank], signal.SIGSTOP)
     start = time.monotonic()
-    _, error = process.communicate(60)
+    _, error = process.communicate(250)
     assert time.monotonic() - start < TIMEOUT + 5, error
     assert process.returncode and f"rank {rank} (pp {rank})" in error
     assert not verify(latest(folder))

@@ -38,7 +38,7 @@ def train_on(run_folder, start_dualpipe, free_port):
         arguments = [*OPTIONS, "--output.dir", output, "--train.steps", f"{steps}", *options]
         started = [start_dualpipe(run_folder, *arguments, environment={**place, "RANK": f"{rank}"})
                    for rank in range(world)]
-        said = [each.communicate(60) for each in started]
+        said = [each.communicate(280) for each in started]
         assert [each.returncode for each in started] == [0] * world, said
         return said[0][0]
 
@@ -111,6 +111,7 @@ def agents(run_folder, free_port):
 
     def start(name, *options):
         environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+        environment["PYTHONFAULTHANDLER"] = "1"
         with open(run_folder / f"{name}.log", "w") as log:
             started.append(subprocess.Popen(
                 [sys.executable, "-P", "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc-per-node", "1",
@@ -149,6 +150,10 @@ def wait_for_step(folder, output, step, agents, timeout=500):
     while not (path.exists() and f'"step": {step},' in path.read_text()):
         ended = [agent for agent in agents if agent.poll() is not None]
         if ended or time.monotonic() > deadline:
+            for pid in [pid for agent in agents for pid in (agent.pid, *descendants(agent.pid))]:
+                os.kill(pid, signal.SIGABRT)  # writes its stacks into the log
+            for agent in agents:
+                agent.wait()
             for log in folder.glob("*.log"):
                 print(f"== {log.name}\n{log.read_text()[-3000:]}")
             pytest.fail(f"no step {step} in {output}; agents that ended: {len(ended)} of {len(agents)}")
@@ -160,18 +165,18 @@ def the_rank(agent):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 def test_a_worker_of_torchrun_that_is_killed_is_started_again(run_folder, agents):
     agent = agents("alone", "--output.dir", "alone", "--train.steps", "40")
     wait_for_step(run_folder, "alone", 3, [agent])
     os.kill(the_rank(agent), signal.SIGKILL)
-    assert agent.wait(300) == 0
+    assert agent.wait(500) == 0
     assert "resuming from" in (run_folder / "alone.log").read_text()
     assert sorted(losses(run_folder, "alone")) == list(range(1, 41))
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_is_asked_to_stop(run_folder, agents, number):
     """As by a scheduler, or by Ctrl-C, which a terminal sends to the ranks too."""
@@ -180,7 +185,7 @@ def test_torchrun_is_asked_to_stop(run_folder, agents, number):
     wait_for_step(run_folder, output, 3, [agent])
     for pid in (agent.pid, *descendants(agent.pid)) if number == signal.SIGINT else (agent.pid,):
         os.kill(pid, number)
-    agent.wait(300)
+    agent.wait(500)
     said = (run_folder / f"{output}.log").read_text()
     step = re.search(rf"stopped by {signal.Signals(number).name} after step (\d+); saved: .*/step-(\d+);", said)
     assert step and int(step[1]) == int(step[2]), said

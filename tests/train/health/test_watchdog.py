@@ -81,7 +81,7 @@ def start(start_dualpipe, tmp_path):
             "--parallel.timeout", timeout, "--train.steps", 100_000, "--train.eval_interval", 0,
             "--train.num_chunks", 4, *arguments, before=before,
         )
-        metrics, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + 60
+        metrics, deadline = tmp_path / "out" / "metrics.jsonl", time.monotonic() + 200
         while steps and (not metrics.exists() or len(metrics.read_text().splitlines()) < steps):
             assert process.poll() is None and time.monotonic() < deadline, process.communicate()
             time.sleep(0.05)
@@ -171,7 +171,7 @@ def test_without_a_launcher_the_first_to_know_says_it_and_all_end(start_dualpipe
         for rank in range(4)
     ]
     alive = [rank for rank in range(4) if rank != 1 or not stops]
-    said = [ranks[rank].communicate(90)[1] for rank in alive]
+    said = [ranks[rank].communicate(250)[1] for rank in alive]
     ranks[1].kill()
     assert [ranks[rank].returncode for rank in alive] == [1] * len(alive), said
     cause = f"error: everything waits for rank 1 (pp 0, dp 1): it {'is stopped' if stops else 'has been in W(stage 0'}"
@@ -193,7 +193,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
         assert state["rank"] == rank and state["name"] == f"rank {rank} (pp {rank})" and state["pid"] == ranks[rank]
         assert any("trainer.py" in frame for frame in state["stacks"]["MainThread"]) and state["step"] > 1
     os.kill(process.pid, signal.SIGTERM)
-    process.communicate(60)
+    process.communicate(250)
     assert process.returncode == 143 and not folder.exists()
 
 

@@ -21,6 +21,7 @@ from dualpipe.train.launch import distributed, settings_check
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.launch.settings_check import agree, run_settings
 from dualpipe.train.launch.store import connect
+from ports import free_ports
 from ranks import run_ranks
 
 # Settings that keep every shape, what rank 1 of 2 has them as, and what is then said.
@@ -247,14 +248,3 @@ def test_the_timeout_holds_in_the_groups_of_the_mesh(run_toml, dimension, free_p
     config = replace(config, parallel=replace(config.parallel, dp=2, timeout=3))
     results = run_ranks(_wait_for_nobody, 4, config, dimension, free_port, check=False, timeout=40, fresh=True)
     assert 2 < results[0] < 10 and 2 < results[3] < 10, results
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()

@@ -102,7 +102,7 @@ def start_batch_script(folder, *arguments, srun="true"):
 
 
 def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
-    assert start_batch_script(tmp_path, "run.toml", "--train.steps", "a b").wait(20) == 0
+    assert start_batch_script(tmp_path, "run.toml", "--train.steps", "a b").wait(200) == 0
     srun = (tmp_path / "arguments").read_text().splitlines()
     command = ["--kill-on-bad-exit=0", "--wait=60", "--cpus-per-task=6", "dualpipe", "train", "run.toml",
                "--train.steps", "a b"]
@@ -124,6 +124,6 @@ def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
 @pytest.mark.parametrize("status", [0, 1, 7, 75, 138, 143])
 def test_the_batch_script_ends_as_srun_or_goes_back_into_the_queue(tmp_path, status):
     """By the limit of time or by USR1; a job that is cancelled (143) is not put back."""
-    ended = start_batch_script(tmp_path, "run.toml", srun=f"exit {status}").wait(20)
+    ended = start_batch_script(tmp_path, "run.toml", srun=f"exit {status}").wait(200)
     requeued = "requeue 123456" in (tmp_path / "calls").read_text()
     assert (ended, requeued) == ((0, True) if status in (75, 138) else (status, False))

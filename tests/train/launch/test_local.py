@@ -329,7 +329,7 @@ def test_a_run_whose_rank_is_killed_goes_on_to_the_same_losses(run_folder, start
     ranks = [int(pid) for pid in Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()]
     found = [listening(pid=pid) for pid in ranks]
     os.kill(ranks[1], signal.SIGKILL)
-    out, err = run.communicate(60)
+    out, err = run.communicate(250)
     assert run.returncode == 0, err
     assert "error: rank 1 (pp 1) was killed by SIGKILL\n" in err and "restart 1 of 2, after step " in err
     assert "resuming from" in out
