@@ -3,7 +3,6 @@ waiting after the configured time, in every group of its mesh."""
 
 import json
 import os
-import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
