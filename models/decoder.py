@@ -315,7 +315,7 @@ class Layer(nn.Module):
 
         def normalize(norm: RMSNorm, *summands: Tensor) -> tuple[Tensor, Tensor]:
             """Return the sum and its norm, cast to the dtype of the sum: a dtype plan may keep norms in float32."""
-            normed_BSH, x_BSH = norm(*summands, keep=True)
+            normed_BSH, x_BSH = norm(*summands, return_sum=True)
             return x_BSH, normed_BSH.to(x_BSH.dtype)
 
         normalized = ("x", "normed")
