@@ -214,7 +214,7 @@ class Experts(nn.Module):
         ends = rows.offs if isinstance(rows, SortedTokens) else rows
         # Without a bias of down_proj, weighting before its GEMM is equivalent, and its output need not be saved.
         scale_M = None if self.biased else weight_M
-        h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, then=self.down_proj)
+        h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, next_layer=self.down_proj)
         y_MH = self.down_proj(h_MI, ends, quantized=h_rows)
         if not self.biased:
             return y_MH
