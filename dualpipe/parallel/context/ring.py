@@ -290,7 +290,7 @@ class _AttendBlock(torch.autograd.Function):
         if dlse is not None:
             dlse_i = dlse_i + dlse[..., first:]
         # Weight gradients run now: deferred, a layer that expands rows would keep the rows of all tokens.
-        with WeightGradStore.current().at_once():
+        with WeightGradStore.current().run_immediately():
             torch.autograd.backward((y_i, lse_i), ((dy_i * share.unsqueeze(-1)).to(y_i.dtype), dlse_i * share))
         earlier = (grad if needed else None for grad, needed in zip((dy, dlse), ctx.needs_input_grad[2:4]))
         return q.grad, rows.grad, *earlier, None, None, None, None
