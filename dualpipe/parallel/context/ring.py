@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import Context, apply_sinks, attend_part
-from dualpipe.nn.attention.sequence_split import Ranges, cut
+from dualpipe.nn.attention.sequence_split import Ranges, slice_sequence
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
@@ -213,7 +213,7 @@ class WindowAttention(_BlockwiseAttention):
             ranges = self._ranges_to_send(context.length, self._rank, other)
             if ranges:
                 local_ranges = [(local_index(start), local_index(stop - 1) + 1) for start, stop in ranges]
-                packed.append(cut(rows_BSC, local_ranges).flatten(0, 1))
+                packed.append(slice_sequence(rows_BSC, local_ranges).flatten(0, 1))
         return torch.cat(packed) if packed else rows[:0]
 
     def _unpack(self, rows: Tensor, context: Context) -> Tensor:
