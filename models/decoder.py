@@ -214,7 +214,7 @@ class Experts(nn.Module):
         ends = rows.offs if isinstance(rows, SortedTokens) else rows
         # Without a bias of down_proj, weighting before its GEMM is equivalent, and its output need not be saved.
         scale_M = None if self.biased else weight_M
-        h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, then=self.down_proj)
+        h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, next_layer=self.down_proj)
         y_MH = self.down_proj(h_MI, ends, quantized=h_rows)
         if not self.biased:
             return y_MH
@@ -315,7 +315,7 @@ class Layer(nn.Module):
 
         def normalize(norm: RMSNorm, *summands: Tensor) -> tuple[Tensor, Tensor]:
             """Return the sum and its norm, cast to the dtype of the sum: a dtype plan may keep norms in float32."""
-            normed_BSH, x_BSH = norm(*summands, keep=True)
+            normed_BSH, x_BSH = norm(*summands, return_sum=True)
             return x_BSH, normed_BSH.to(x_BSH.dtype)
 
         normalized = ("x", "normed")

@@ -1,4 +1,4 @@
-"""Layers whose weight gradients can be deferred, routers, attention, the loss, and segments of a module's work.
+"""Layers with deferrable weight gradients, routers, attention, the loss, and the segments that stages are made of.
 
 Imports `quantized` and `kernels`.
 """

@@ -1,4 +1,4 @@
-"""Turns layers of any module into ones that defer their weight gradients, by changing their classes alone."""
+"""Conversion of linear layers in any module to deferring ones, by changing their classes only."""
 
 from __future__ import annotations
 
@@ -14,56 +14,65 @@ from torch.nn.utils.parametrize import is_parametrized
 from dualpipe.nn.linear import Linear, TransposedLinear
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# All that the `forward` of transformers' Conv1D uses: one with other names computes something else.
+# The names in the `forward` of transformers' Conv1D: a forward with other names computes something else.
 _CONV1D_NAMES = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
 
 
 def defer_weight_grads(module: ModuleT) -> ModuleT:
-    """Make the linear layers in `module`, itself included, defer their weight gradients, in place; returns `module`.
+    """Convert the linear layers in `module`, including itself, to defer their weight gradients; in place.
 
-    These are `nn.Linear`; subclasses of it whose `forward` is its own; and `Conv1D` of transformers' GPT-2, known by
-    its form. Only the class of these modules changes, to one that is still an instance of theirs: parameters,
-    state-dict keys, hooks and names stay, and so do copies and pickles. Layers whose weight is computed from others
-    (parametrized, pruned), quantized ones and those with a `forward` of their own are left alone, and so is what
-    FSDP2 was given by itself, so call this before `fully_shard`; `Pipeline.deferral_report` names them. A weight that
-    is used several times, or shared with another module, gets every contribution.
+    Converts `nn.Linear`, subclasses of it that inherit its `forward`, and `Conv1D` of transformers' GPT-2, recognized
+    by its structure. Only the class of these modules changes, to a subclass of their class: parameters, state-dict
+    keys, hooks and names stay, and copies and pickles work. Layers with a computed weight (parametrized, pruned),
+    quantized layers, layers with another `forward`, and layers that were passed to FSDP2's `fully_shard` themselves are
+    not converted: call this before `fully_shard`. `Pipeline.deferral_report` lists them. A weight that is used several
+    times, or shared with another module, gets every contribution.
+
+    Returns `module`.
     """
     for child in module.modules():
-        kind = deferring_class(child)
-        if kind is not None:
-            child.__class__ = kind
+        deferring = deferring_class(child)
+        if deferring is not None:
+            child.__class__ = deferring
     return module
 
 
 def deferring_class(module: nn.Module) -> type[nn.Module] | None:
-    """Return the class that makes `module` defer its weight gradient; None where there is none, or it does."""
+    """Return the class that makes `module` defer its weight gradient; None if there is none, or it defers already."""
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or is_lazy(weight):
         return None
-    kind: Any = type(module)  # Any: to mypy no class of modules is hashable, as the caches below need
-    if kind is nn.Linear:
+    original: Any = type(module)  # Any: for mypy no class of modules is hashable, as the caches below need
+    if original is nn.Linear:
         return Linear
-    if is_sharded_alone(module) or is_parametrized(module):  # whose wrappers take the class to be theirs
+    if is_fsdp_module(module) or is_parametrized(module):  # their wrappers rely on the class that they created
         return None
-    if isinstance(module, nn.Linear) and kind.forward is nn.Linear.forward:
-        return _deferring_subclass(kind)
+    if isinstance(module, nn.Linear) and original.forward is nn.Linear.forward:
+        return _deferring_subclass(original)
     if is_conv1d(module) and not isinstance(module, TransposedLinear):
-        return _deferring_conv1d(kind)
+        return _deferring_conv1d(original)
     return None
 
 
-def is_sharded_alone(module: nn.Module) -> bool:
-    """Return True for what FSDP2's `fully_shard` was given by itself; by name, as its package is slow to import."""
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Return True if `module` itself was passed to FSDP2's `fully_shard`.
+
+    Compares class names, because the package of FSDP2 is slow to import.
+    """
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
+is_sharded_alone = is_fsdp_module  # old name
+
+
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True for transformers' `Conv1D`, y = x W + b with W (nx, nf), and for copies of it, also if deferring."""
+    """Return True for transformers' `Conv1D`, y = x W + b with W (nx, nf), for copies of it, and deferring ones."""
     if type(module).__name__ != "Conv1D" or isinstance(module, nn.Conv1d):
         return False
-    inputs, outputs = getattr(module, "nx", None), getattr(module, "nf", None)
+    in_features = getattr(module, "nx", None)
+    out_features = getattr(module, "nf", None)
     shapes = {name: tuple(param.shape) for name, param in module._parameters.items() if param is not None}
-    if shapes != {"weight": (inputs, outputs), "bias": (outputs,)} or module._modules:
+    if shapes != {"weight": (in_features, out_features), "bias": (out_features,)} or module._modules:
         return False
     if isinstance(module, TransposedLinear):
         return True
@@ -73,23 +82,27 @@ def is_conv1d(module: nn.Module) -> bool:
 
 @cache
 def _deferring_subclass(original: Any) -> type[nn.Module] | None:
-    """Return a class of the original's name that is one of its instances' too; attributes are its own first."""
-    kind = _derived(original, (original, _OfSubclass))
-    return kind if kind.forward is Linear.forward else None
+    """Return a deferring subclass with the name of `original`, whose attributes take precedence over `Linear`'s.
+
+    None if these attributes include another `forward`.
+    """
+    deferring = _derive(original, (original, _DeferringSubclass))
+    return deferring if deferring.forward is Linear.forward else None
 
 
 @cache
 def _deferring_conv1d(original: Any) -> type[nn.Module]:
-    return _derived(original, (_OfConv1D, original))
+    return _derive(original, (_DeferringConv1D, original))
 
 
-def _derived(original: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "original_class": original}
-    return new_class(original.__name__, bases, exec_body=lambda body: body.update(names))
+def _derive(original: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Module]:
+    """Create a class with the module and name of `original`."""
+    attributes = {"__module__": original.__module__, "__qualname__": original.__qualname__, "original_class": original}
+    return new_class(original.__name__, bases, exec_body=lambda body: body.update(attributes))
 
 
 class _Derived(nn.Module):
-    """Pickles instances of a class that no module has under its name."""
+    """Base of the created classes: pickles instances by the original class, as no module holds the created one."""
 
     original_class: type[nn.Module]
 
@@ -100,20 +113,20 @@ class _Derived(nn.Module):
         return make, (self.original_class, *arguments), *state
 
 
-class _OfSubclass(_Derived, Linear):
+class _DeferringSubclass(_Derived, Linear):
     pass
 
 
-class _OfConv1D(_Derived, TransposedLinear):
+class _DeferringConv1D(_Derived, TransposedLinear):
     pass
 
 
 def _new_subclass(original: Any, *arguments: Any) -> nn.Module:
-    kind = _deferring_subclass(original)
-    assert kind is not None, "it was one when it was pickled"
-    return kind.__new__(kind, *arguments)
+    deferring = _deferring_subclass(original)
+    assert deferring is not None, "the pickled module was of a deferring class"
+    return deferring.__new__(deferring, *arguments)
 
 
 def _new_conv1d(original: Any, *arguments: Any) -> nn.Module:
-    kind = _deferring_conv1d(original)
-    return kind.__new__(kind, *arguments)
+    deferring = _deferring_conv1d(original)
+    return deferring.__new__(deferring, *arguments)

@@ -1,7 +1,7 @@
-"""Linear layers whose weight gradient can be deferred, and is added to its accumulator in place.
+"""Linear layers with weight gradients that can be deferred and are added to their accumulators in place.
 
-The backward of y = x W^T + b computes dx = dy W at once, and dW = dy^T x and db = sum(dy) when the running
-`WeightGradStore` says.
+The backward of y = x W^T + b computes dx = dy W immediately; dW = dy^T x and db = sum(dy) run when the active
+`WeightGradStore` decides.
 
 Dimension letters: M rows (all leading dimensions together), H in_features, N out_features.
 """
@@ -20,134 +20,167 @@ from torch.autograd.function import once_differentiable
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.deferral import accumulation_dtype, weight_grads
-from dualpipe.nn.quantized_matmul import Products, input_grad, product, row_block, weight_grad_of_rows
+from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
 from dualpipe.quantized import QuantizedTensor
 
-_CHUNK = 2**24  # elements of a weight's gradient that are made at a time to be added to its accumulator: 64 MB of fp32
+_CHUNK = 2**24  # elements of a weight gradient that are computed per addition to the accumulator: 64 MB of float32
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` that defers its weight and bias gradients while the running `WeightGradStore` does.
+    """`nn.Linear` that defers its weight and bias gradients while the active `WeightGradStore` is deferring.
 
-    Where nothing is deferred, gradients go through autograd as those of `nn.Linear`, and are bitwise the same. Those of
-    a parameter with hooks (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that hooks run.
+    Otherwise gradients go through autograd like those of `nn.Linear`, bitwise equal. Gradients of parameters with hooks
+    (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that the hooks run.
+
+    Attributes:
+        products: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
+        fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
+        quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # of the dtype that `grad_dtype` says
-    products: Products = "auto"  # this and the next are for quantized weights: see `dualpipe.nn.quantized_matmul`
+    makes_accumulators = True  # with the dtype of `grad_dtype`
+    products: GemmPrecision = "auto"
     fp8_weight_grad = False
-    quantizable = True  # whether a plan's formats are for the weight
+    quantizable = True
 
-    def forward(self, x: Tensor, wide: torch.dtype | None = None) -> Tensor:
-        """(..., H) -> (..., N). wide: compute and return in this dtype, whatever autocast says; x, which may be
-        narrower, is kept for the backward as it came."""
+    def forward(
+        self, x: Tensor, compute_dtype: torch.dtype | None = None, *, wide: torch.dtype | None = None
+    ) -> Tensor:
+        """Apply the layer: (..., H) -> (..., N).
+
+        Args:
+            x: rows; saved for the backward in their own dtype.
+            compute_dtype: dtype of the GEMM and the result, regardless of autocast; None: that of the operands.
+            wide: old name of `compute_dtype`.
+        """
+        compute_dtype = compute_dtype or wide
         if torch.compiler.is_compiling():
-            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it brings the compiler
+            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it imports the compiler
 
-            # Its backward asks each time whether to defer. `Linear.forward`, not that of a subclass, which called this.
-            return run_uncompiled(Linear.forward, self, x, wide)
-        weight, bias, dtype = self.weight, self.bias, None
-        # Parameters that come from others, by pruning or weight norm, or that torch.func replaces or batches.
+            # Eager, because the backward checks in every call if it defers. `Linear.forward`, not `self.forward`:
+            # that of a subclass is what called this one.
+            return run_uncompiled(Linear.forward, self, x, compute_dtype)
+        weight = self.weight
+        bias = self.bias
+        # Parameters computed from others (pruning, weight norm), or replaced or batched by torch.func.
         if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
-            return _product(x, weight, bias, wide)
-        if wide is None and not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)  # autocast leaves float64 alone
-            x = x.to(dtype)
+            return _linear(x, weight, bias, compute_dtype)
+        autocast_dtype = None if compute_dtype is not None else _autocast_dtype(x)
+        if autocast_dtype is not None:
+            x = x.to(autocast_dtype)
         if isinstance(weight, QuantizedTensor):
-            x = x if wide is None else x.to(wide)
+            if compute_dtype is not None:
+                x = x.to(compute_dtype)
             return _Quantized.apply(x, weight, bias, row_block(self, x.dtype), self.fp8_weight_grad)
-        return _Linear.apply(x, weight, bias, dtype, wide)
+        return _Linear.apply(x, weight, bias, autocast_dtype, compute_dtype)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast casts `x` to; None without autocast, and for float64, which autocast skips."""
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type) or x.dtype is torch.float64:
+        return None
+    return torch.get_autocast_dtype(x.device.type)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None, wide: torch.dtype | None
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, autocast_dtype: torch.dtype | None,
+        compute_dtype: torch.dtype | None,
     ) -> Tensor:
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
-        if dtype is not None:
-            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
+        ctx.bias = bias
+        if autocast_dtype is not None:
+            weight = weight.to(autocast_dtype)
+            bias = None if bias is None else bias.to(autocast_dtype)
         need_x, need_weight, _, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
-        return _product(x, weight, bias, wide)
+        return _linear(x, weight, bias, compute_dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         dx = None
-        if ctx.needs_input_grad[0]:  # after a wide product, autograd casts it to the dtype of x
+        if ctx.needs_input_grad[0]:  # in the dtype of dy: autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
         return dx, *weight_grads(ctx, dy, x, _weight_grad, bias_grad, in_place=True), None, None
 
 
 class _Quantized(torch.autograd.Function):
-    """The product with a quantized weight, in the dtype of x."""
+    """Linear layer with a quantized weight; the result has the dtype of x."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: QuantizedTensor, bias: Tensor | None, block: int | None, fp8_weight_grad: bool
     ) -> Tensor:
-        ctx.weight, ctx.bias, ctx.block = weight, bias, block
-        x_MH, x_rows = flatten_rows(x), None
-        ctx.ends = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # one expert's
-        if block is not None:
-            x_rows = quantize_rows(x_MH, block)
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.block = block
+        x_MH = flatten_rows(x)
+        ctx.ends = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # a single expert
+        x_rows = None if block is None else quantize_rows(x_MH, block)
         bias_1N = None if bias is None else bias.to(x.dtype).unsqueeze(0)
-        y_MN = product(x_rows or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
+        y_MN = forward_gemm(x_rows or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
         need_weight = ctx.needs_input_grad[1]
-        x_rows = x_rows if need_weight and fp8_weight_grad else None
-        ctx.save_for_backward(x if need_weight and x_rows is None else None, *(x_rows or (None, None)))
+        saved_rows = x_rows if need_weight and fp8_weight_grad else None
+        saved_x = x if need_weight and saved_rows is None else None
+        ctx.save_for_backward(saved_x, *(saved_rows or (None, None)))
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, *x_rows = ctx.saved_tensors
-        dx = dy_rows = None
+        dx = None
+        dy_rows = None
         if ctx.needs_input_grad[0]:
             dx, dy_rows = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         weight_grad: Callable[..., Tensor] = _weight_grad
-        rows = dy.shape[:-1].numel()
+        num_rows = dy.shape[:-1].numel()
         if x_rows[0] is not None:
-            weight_grad = weight_grad_of_rows(weight_grad, flatten_rows(dy), dy_rows, QuantizedRows(*x_rows), ctx.block)
-            dy = dy if ctx.needs_input_grad[2] else dy.new_empty(0)  # the bias's alone reads it: not kept otherwise
-        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=rows), None, None
+            rows = QuantizedRows(*x_rows)
+            weight_grad = weight_grad_from_rows(weight_grad, flatten_rows(dy), dy_rows, rows, ctx.block)
+            if not ctx.needs_input_grad[2]:
+                dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
+        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows), None, None
 
 
 class TransposedLinear(nn.Module):
-    """`forward` of a module that computes y = x W + b, with `weight` (H, N) and `bias` (N,), such as GPT-2's `Conv1D`.
+    """Linear layer with a transposed weight, such as GPT-2's `Conv1D`: y = x W + b, `weight` (H, N), `bias` (N,).
 
-    For a class that derives from this one first, and then from the module's own.
+    It only has a `forward`: derive a class from this one first, and second from the class that owns the parameters.
     """
 
-    makes_accumulators = True  # of the dtype that `grad_dtype` says
+    makes_accumulators = True  # with the dtype of `grad_dtype`
     weight: nn.Parameter
     bias: nn.Parameter
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., H) -> (..., N), with gradients that are deferred as those of `Linear`."""
+        """Apply the layer: (..., H) -> (..., N). Gradients are deferred like those of `Linear`."""
         if torch.compiler.is_compiling():
-            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it brings the compiler
+            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it imports the compiler
 
             return run_uncompiled(TransposedLinear.forward, self, x)
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         is_plain = weight.is_leaf and bias.is_leaf and not isinstance(weight, QuantizedTensor)
         if not is_plain or torch._C._are_functorch_transforms_active():
             return super().forward(x)
-        dtype = None
-        if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64:
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = x.to(dtype)
-        return _TransposedLinear.apply(x, weight, bias, dtype)
+        autocast_dtype = _autocast_dtype(x)
+        if autocast_dtype is not None:
+            x = x.to(autocast_dtype)
+        return _TransposedLinear.apply(x, weight, bias, autocast_dtype)
 
 
 class _TransposedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, dtype: torch.dtype | None) -> Tensor:
-        ctx.weight, ctx.bias = weight, bias  # the parameters themselves: saved tensors may come back as copies
-        if dtype is not None:
-            weight, bias = weight.to(dtype), bias.to(dtype)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, autocast_dtype: torch.dtype | None) -> Tensor:
+        ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
+        ctx.bias = bias
+        if autocast_dtype is not None:
+            weight = weight.to(autocast_dtype)
+            bias = bias.to(autocast_dtype)
         need_x, need_weight, _, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_weight else None, weight if need_x else None)
         return torch.addmm(bias, flatten_rows(x), weight).view(*x.shape[:-1], weight.shape[1])
@@ -161,35 +194,39 @@ class _TransposedLinear(torch.autograd.Function):
         return dx, *weight_grads(ctx, dy, x, _transposed_weight_grad, bias_grad, in_place=True), None
 
 
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, wide: torch.dtype | None) -> Tensor:
-    if wide is None:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None) -> Tensor:
+    """Return `F.linear` in `compute_dtype` without autocast; None: in the dtype of the operands."""
+    if compute_dtype is None:
         return F.linear(x, weight, bias)
-    kind = x.device.type
-    with torch.autocast(kind, enabled=False) if kind != "meta" and torch.is_autocast_enabled(kind) else nullcontext():
-        return F.linear(x.to(wide), weight.to(wide), None if bias is None else bias.to(wide))
+    device_type = x.device.type
+    is_autocast = device_type != "meta" and torch.is_autocast_enabled(device_type)
+    with torch.autocast(device_type, enabled=False) if is_autocast else nullcontext():
+        return F.linear(x.to(compute_dtype), weight.to(compute_dtype), None if bias is None else bias.to(compute_dtype))
 
 
 def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """(N, H), not rounded to half precision where the accumulator is float32; added to `out` if given."""
-    dy_NM, x_MH, dtype = flatten_rows(dy).t(), flatten_rows(x), accumulation_dtype(weight, dy.dtype)
+    """Compute dW (N, H), without rounding to half precision if the accumulator is float32; added to `out` if any."""
+    dy_NM = flatten_rows(dy).t()
+    x_MH = flatten_rows(x)
+    dtype = accumulation_dtype(weight, dy.dtype)
     if (dy.is_cuda or dy.is_meta) and dtype is torch.float32 and dy.dtype in (torch.bfloat16, torch.float16):
         if out is None:
             return torch.mm(dy_NM, x_MH, out_dtype=dtype)
-        return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the product's epilogue: no temporary
-    if x.dtype is not dtype:  # asked first, because to() takes 0.4 us even where it changes nothing
+        return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the GEMM's epilogue: no temporary
+    if x.dtype is not dtype:  # to() takes 0.4 us even if the dtype is the same
         x_MH = x_MH.to(dtype)
-    # mm and add_ instead of addmm_: bitwise what autograd accumulates over micro-batches, but for chunks.
+    # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches, except in chunks.
     if out is None or out.numel() <= _CHUNK:
         dw = (dy_NM if dy.dtype is dtype else dy_NM.to(dtype)).mm(x_MH)
         return dw if out is None else out.add_(dw)
-    rows = max(1, _CHUNK // x_MH.shape[1])
-    for out_NH, part_NM in zip(out.split(rows), dy_NM.split(rows)):
-        out_NH.add_(part_NM.to(dtype).mm(x_MH))
+    rows_per_chunk = max(1, _CHUNK // x_MH.shape[1])
+    for out_chunk_NH, dy_chunk_NM in zip(out.split(rows_per_chunk), dy_NM.split(rows_per_chunk)):
+        out_chunk_NH.add_(dy_chunk_NM.to(dtype).mm(x_MH))
     return out
 
 
 def _transposed_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """(H, N), as `_weight_grad`, with the operands in each other's place."""
+    """Compute dW (H, N) = x^T dy: `_weight_grad` with swapped operands."""
     return _weight_grad(weight, x, dy, out)
 
 

@@ -1,6 +1,6 @@
-"""The loss of a language model: mean cross-entropy over the labels that count.
+"""Loss of a language model: mean cross-entropy over the labels that are not ignored.
 
-Dimension letters: V words.
+Dimension letters: V vocabulary size.
 """
 
 from __future__ import annotations
@@ -14,18 +14,27 @@ def cross_entropy_loss(
     logits: Tensor, labels: Tensor, ignore_index: int = -100, *, in_place: bool = False,
     denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """Mean cross-entropy over the labels that are not `ignore_index`, a scalar in at least float32.
+    """Compute the mean cross-entropy over the labels that differ from `ignore_index`.
 
-    `logits` (..., V) over the vocabulary, `labels` (...) the next token at each position, already shifted. Where every
-    label is ignored the loss and its gradient are 0 instead of NaN, so that an empty micro-batch leaves the others
-    alone. With `denominator`, such as the number of labels in all micro-batches, the sum is divided by that instead.
-    `in_place` writes the gradient over the logits, which must not be used afterwards.
+    If every label is ignored, the loss and its gradient are 0 instead of NaN, so that an empty micro-batch does not
+    affect the others.
 
-    Raises `ValueError` for operands that do not fit.
+    Args:
+        logits: (..., V).
+        labels: (...), the next token at each position, already shifted.
+        ignore_index: the label of positions that do not count.
+        in_place: write the gradient over the logits, which must not be used afterwards.
+        denominator: divisor of the summed loss, such as the number of labels in all micro-batches; None: the number of
+            labels that count.
+
+    Returns a scalar in at least float32.
+
+    Raises:
+        ValueError: the shapes do not match.
     """
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(f"labels must have the shape {tuple(logits.shape[:-1])} of logits without the vocabulary; "
-                         f"got {tuple(labels.shape)}")
+        raise ValueError(f"labels have the shape {tuple(labels.shape)}, expected {tuple(logits.shape[:-1])}: labels "
+                         "must have the shape of logits without the vocabulary dimension")
     return cross_entropy(
         logits.flatten(0, -2), labels.flatten(), ignore_index=ignore_index, in_place=in_place, denominator=denominator
     )

@@ -1,6 +1,8 @@
-"""RMS norm (Zhang and Sennrich, arXiv:1910.07467), fused with the residual's addition; its weight gradient is deferred.
+"""RMS norm (Zhang and Sennrich, arXiv:1910.07467), fused with the addition of the residual.
 
-Dimension letters: P parts of a weight's gradient.
+The weight gradient can be deferred.
+
+Dimension letters: P partial sums of a weight gradient.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from dualpipe.nn.deferral import accumulation_dtype, weight_grads
 
 
 class RMSNorm(nn.Module):
-    """y = weight * x / sqrt(mean(x^2) + eps) over the last dimension, computed in `promote_types(dtype, float32)` and
-    rounded to the dtype of `x` before the weight is applied, as in transformers' Qwen3. The weight's gradient is
-    deferred while the running `WeightGradStore` does."""
+    """RMS norm: y = weight * x / sqrt(mean(x^2) + eps) over the last dimension.
 
-    makes_accumulators = True  # of the dtype that `grad_dtype` says
+    Computes in `promote_types(dtype, float32)` and rounds to the dtype of `x` before it applies the weight, like
+    transformers' Qwen3. Defers its weight gradient while the active `WeightGradStore` is deferring.
+    """
+
+    makes_accumulators = True  # with the dtype of `grad_dtype`
 
     def __init__(
         self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -30,15 +34,25 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, *, keep: bool = False) -> Any:
-        """(..., size) -> the norm of x + residual, in the common dtype of x, residual and weight; keep: and the sum,
-        whose gradient is then added in the norm's backward. Differentiable once."""
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, *, return_sum: bool = False, keep: bool = False
+    ) -> Any:
+        """Normalize x + residual. Differentiable once.
+
+        Args:
+            x: (..., size).
+            residual: same shape; None: nothing is added.
+            return_sum: also return x + residual; the norm's backward adds its gradient.
+            keep: old name of `return_sum`.
+
+        Returns the norm (..., size) in the common dtype of x, residual and weight; a pair with the sum if requested.
+        """
         weight = self.weight
         if torch.compiler.is_compiling() or not weight.is_leaf or torch._C._are_functorch_transforms_active():
             y, total, _ = rms_norm_reference(x, weight, self.eps, residual)
-            return (y, total) if keep else y
-        y, total = _Norm.apply(x, weight, None, residual, self.eps)
-        return (y, total) if keep else y
+        else:
+            y, total = _Norm.apply(x, weight, None, residual, self.eps)
+        return (y, total) if return_sum or keep else y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -50,7 +64,9 @@ class _Norm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: None, residual: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
         y, total, scale = rms_norm(x, weight, eps, residual)
-        ctx.weight, ctx.bias, ctx.added = weight, None, residual is not None
+        ctx.weight = weight
+        ctx.bias = None
+        ctx.has_residual = residual is not None
         ctx.set_materialize_grads(False)  # a gradient of zeros is not worth a launch
         ctx.save_for_backward(total, scale, weight)
         return y, total.view_as(total) if residual is None else total
@@ -59,13 +75,13 @@ class _Norm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor | None, d_sum: Tensor | None) -> tuple[Tensor | None, ...]:
         if dy is None:
-            return d_sum, None, None, d_sum if ctx.added else None, None
-        dx, parts = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
-        of_weight = partial(norm_weight_grad, parts=parts)
-        dw, _ = weight_grads(ctx, parts, None, of_weight, of_weight)
-        return dx, dw, None, dx if ctx.added else None, None
+            return d_sum, None, None, d_sum if ctx.has_residual else None, None
+        dx, partial_sums = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
+        weight_grad = partial(norm_weight_grad, parts=partial_sums)
+        dw, _ = weight_grads(ctx, partial_sums, None, weight_grad, weight_grad)
+        return dx, dw, None, dx if ctx.has_residual else None, None
 
 
 def norm_weight_grad(weight: Tensor, *_: Any, parts: Tensor) -> Tensor:
-    """Sum of the parts (P, size) that a norm's backward left of its weight's gradient."""
+    """Sum the partial weight gradients `parts` (P, size) of a norm's backward -> (size,)."""
     return parts.sum(0, dtype=accumulation_dtype(weight, weight.dtype))

@@ -1,20 +1,21 @@
-"""Products of layers with quantized weights: what they are computed in, and from which bytes.
+"""GEMMs of layers with quantized weights: their precision, and the bytes that they read.
 
-    forward           y = x W^T    FP8: the rows of x quantized, times the bytes of W as they are stored
-    input gradient    dx = dy W    FP8 too where W can be transposed without other scales, that is, in square blocks
-    weight gradient   dW = dy^T x  of dy and x as they were, or by choice of what their quantized rows stand for
+    forward           y = x W^T    FP8: quantized rows of x, times the stored bytes of W
+    input gradient    dx = dy W    FP8 too if W can be transposed without new scales, that is, in square blocks
+    weight gradient   dW = dy^T x  from dy and x in their own dtype, or optionally from their dequantized rows
 
-Where a product is not in FP8, rows stay as they are, and the weight is dequantized on its way into the product, each
-number rounded once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.3) has all three in FP8. mxfp8's
-input gradient could be, by quantizing once more along the other dimension; of Gaussians it is then 3.8% of its norm off
-in float64, instead of 2.7%.
+A GEMM that is not in FP8 takes rows in their own dtype. It dequantizes the weight while loading it, and rounds every
+element once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.3) has all three GEMMs in FP8. The input
+gradient of mxfp8 could be in FP8, by quantizing W a second time along the other dimension; for Gaussian values its
+error is then 3.8% of its norm, measured in float64, instead of 2.7%.
 
-A layer has `products`: "auto" is FP8 for formats that compute where rows are in half precision, and "weight-only"
-elsewhere; both can be asked for. With `fp8_weight_grad` it keeps rows of one byte a number for the weight gradient, not
-two, and the deferred ones' gradients likewise; the product itself is then of the same numbers in half precision.
+A layer's attribute `products` chooses the precision: "auto" is FP8 if the weight's format supports FP8 GEMMs and rows
+are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested. With
+`fp8_weight_grad` the layer saves rows with one byte per element for the weight gradient instead of two, and so do
+deferred gradients of rows; the GEMM itself then runs on their dequantized values in half precision.
 
-Nothing of a weight is quantized here, and it is transposed once, for all micro-batches that use the same bytes. A dense
-weight counts as that of one expert.
+No function here quantizes a weight. A weight is transposed once for all micro-batches that use the same bytes. A dense
+weight is treated as one expert.
 
 Dimension letters: M rows, E experts, K in_features, N out_features.
 """
@@ -35,66 +36,90 @@ from dualpipe.kernels.grouped_gemm_quantized import grouped_gemm_dequantize, gro
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
 from dualpipe.quantized import QuantizedTensor
 
-Products = Literal["auto", "fp8", "weight-only"]
+GemmPrecision = Literal["auto", "fp8", "weight-only"]
+Products = GemmPrecision  # old name
 
 
 def row_block(layer: Any, dtype: torch.dtype) -> int | None:
-    """How many numbers of a row share a scale where `layer` quantizes rows of `dtype` for its product; None where it
-    takes them as they are. Raises ValueError for `products` that there are not, or that its weight's format has not."""
+    """Return the number of elements of a row that share a scale if `layer` quantizes rows of `dtype`, else None.
+
+    Raises:
+        ValueError: `layer.products` is unknown, or the format of the layer's weight does not support it.
+    """
     weight = getattr(layer, "weight", None)
     if isinstance(weight, DTensor):
-        with torch.no_grad():  # 6 us instead of 23: it need not be differentiable
+        with torch.no_grad():  # 6 us instead of 23: the result need not be differentiable
             weight = weight.to_local()
     if not isinstance(weight, QuantizedTensor):
         return None
-    format, products = weight.format, layer.products
-    if products not in get_args(Products):
-        raise ValueError(f"products must be one of {', '.join(map(repr, get_args(Products)))}; got {products!r}")
+    format = weight.format
+    products = layer.products
+    if products not in get_args(GemmPrecision):
+        raise ValueError(f"products is {products!r}, expected one of {', '.join(map(repr, get_args(GemmPrecision)))}")
     if products == "fp8" and not format.computes:
-        raise ValueError(f"a weight in {format} has no products in FP8; leave products at 'auto', or choose another "
-                         "format")
-    fp8 = products == "fp8" or (products == "auto" and format.computes and dtype in HALF)
-    return format.block[1] if fp8 else None
+        raise ValueError(f"products is 'fp8', but the format {format} of the weight has no FP8 GEMM; leave products at "
+                         "'auto', or choose another format")
+    is_fp8 = products == "fp8" or (products == "auto" and format.computes and dtype in HALF)
+    return format.block[1] if is_fp8 else None
 
 
-def product(
+def forward_gemm(
     x: Tensor | QuantizedRows, weight: QuantizedTensor, ends: Tensor, bias: Tensor | None, gather: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """(M, K) -> (M, N) in `dtype`, in FP8 where rows are quantized; the rest as for `grouped_gemm`."""
+    """Compute y = x W^T: (M, K) -> (M, N) in `dtype`, in FP8 if `x` is quantized.
+
+    `ends`, `bias` and `gather` are those of `dualpipe.kernels.grouped_gemm.grouped_gemm`.
+    """
     data, format, shape = _operands(weight)
     if isinstance(x, QuantizedRows):
         return grouped_gemm_fp8(x, data, format, shape, ends, out_dtype=dtype, bias=bias, gather=gather)
     return grouped_gemm_dequantize(x, data, format, shape, ends, bias=bias, gather=gather)
 
 
+product = forward_gemm  # old name
+
+
 def input_grad(
     dy: Tensor, weight: Tensor, ends: Tensor, block: int | None
 ) -> tuple[Tensor, QuantizedRows | None]:
-    """(M, N) -> (M, K), and the rows of `dy` if they were quantized for it. block: the `row_block` of the forward."""
-    assert isinstance(weight, QuantizedTensor), "it was in the forward"
-    data, format, (experts, rows, columns) = _operands(weight)
+    """Compute dx = dy W: (M, N) -> (M, K), and the quantized rows of `dy` if the GEMM is in FP8, else None.
+
+    block: the result of `row_block` in the forward.
+    """
+    assert isinstance(weight, QuantizedTensor), "the weight was quantized in the forward"
+    data, format, shape = _operands(weight)
     if block is None or block != format.block[0]:
-        return grouped_gemm_dequantize(dy, data, format, (experts, rows, columns), ends, transposed=True), None
-    quantized, turned = quantize_rows(dy, block), weight.transposed_rows()
-    return grouped_gemm_fp8(quantized, turned, format, (experts, columns, rows), ends, out_dtype=dy.dtype), quantized
+        return grouped_gemm_dequantize(dy, data, format, shape, ends, transposed=True), None
+    experts, rows, columns = shape
+    dy_rows = quantize_rows(dy, block)
+    transposed_data = weight.transposed_rows()
+    dx = grouped_gemm_fp8(dy_rows, transposed_data, format, (experts, columns, rows), ends, out_dtype=dy.dtype)
+    return dx, dy_rows
 
 
-def weight_grad_of_rows(
+def weight_grad_from_rows(
     weight_grad: Callable[..., Tensor], dy: Tensor, dy_rows: QuantizedRows | None, x_rows: QuantizedRows, block: int
 ) -> Callable[..., Tensor]:
-    """`weight_grad(weight, dy, x, out=None)` of what quantized rows stand for, whatever it is then given for them."""
-    return partial(_of_rows, weight_grad, dy_rows or quantize_rows(dy, block), x_rows, dy.dtype)
+    """Bind dequantized rows to `weight_grad(weight, dy, x, out=None)`; the result ignores its arguments `dy` and `x`.
+
+    dy_rows: quantized rows of `dy`; None: quantize `dy` now.
+    """
+    return partial(_dequantized_weight_grad, weight_grad, dy_rows or quantize_rows(dy, block), x_rows, dy.dtype)
 
 
-def _of_rows(
-    weight_grad: Callable[..., Tensor], dy: QuantizedRows, x: QuantizedRows, dtype: torch.dtype, weight: Tensor,
-    _: Any, __: Any, out: Tensor | None = None,
+weight_grad_of_rows = weight_grad_from_rows  # old name
+
+
+def _dequantized_weight_grad(
+    weight_grad: Callable[..., Tensor], dy_rows: QuantizedRows, x_rows: QuantizedRows, dtype: torch.dtype,
+    weight: Tensor, _: Any, __: Any, out: Tensor | None = None,
 ) -> Tensor:
-    return weight_grad(weight, dequantize_rows(dy, dtype), dequantize_rows(x, dtype), out)
+    return weight_grad(weight, dequantize_rows(dy_rows, dtype), dequantize_rows(x_rows, dtype), out)
 
 
 def _operands(weight: QuantizedTensor) -> tuple[Tensor, Format, tuple[int, int, int]]:
-    """Block rows, format and shape (E, N, K)."""
+    """Return the block rows, the format and the shape (E, N, K) of a weight."""
     *experts, rows, columns = weight.matrix_shape
-    return weight.block_rows, weight.format, (experts[0] if experts else 1, rows, columns)
+    num_experts = experts[0] if experts else 1
+    return weight.block_rows, weight.format, (num_experts, rows, columns)

@@ -1,4 +1,7 @@
-"""Calls that `torch.compile` must not trace. Imported where it is used: torch._dynamo takes 0.5 s of every start."""
+"""Graph break for calls that `torch.compile` must not trace.
+
+Import this module inside the functions that use it: torch._dynamo adds 0.5 s to every start.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import torch
 
 @torch.compiler.disable
 def run_uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call `function` as it is, from within a compiled region, which breaks there.
+    """Call `function` in eager mode; inside a compiled region, this breaks the graph.
 
-    The compiler is kept out from the first line on, since it would look at each size of weight anew, up to its limit of
-    eight.
+    The decorator covers the whole call: otherwise the compiler would specialize on every weight shape, up to its limit
+    of eight.
     """
     return function(*arguments)

@@ -26,11 +26,11 @@ from dualpipe.nn.segments import (
     Names,
     Segment,
     as_results,
-    checked,
     input_names,
     is_boundary,
     output_names,
     run_segments,
+    validate_segments,
 )
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 from dualpipe.pipeline.side_inputs import SideSpec
@@ -171,7 +171,7 @@ def stage_segments(module: nn.Module, offered: OfferedSegments, side: SideSpec) 
     taken = offered.take()
     if taken is None:
         return None
-    segments = checked(taken, side.names)
+    segments = validate_segments(taken, side.names)
     if not any(isinstance(segment, Communicate) or segment.recompute for segment in segments):
         return None
     return with_forward_hooks(module, segments, _inputs(segments), output_names(segments))

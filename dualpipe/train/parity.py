@@ -248,7 +248,7 @@ class Comparison:
         self.batch = [each.contiguous().to(job.device) for each in batch]
         self.own = [each.tensor_split(shards)[job.place.batch_shard] for each in self.batch]
         if parallel.cp > 1:
-            columns = split.own(length).to(job.device)
+            columns = split.token_indices(length).to(job.device)
             self.own = [*(each[:, columns] for each in self.own[:2]), *self.own[2:]]
         self.weight = token_weight(split, length)
         # Balance of level "global" takes the loads of the step before, which the first step does not have.
@@ -338,7 +338,7 @@ class EvenRoutes:
     def __call__(self, experts_TK: Tensor, num_experts: int) -> Tensor:
         device, top_k = experts_TK.device, experts_TK.shape[1]
         stride = next(n for n in itertools.count(num_experts // top_k + 1) if math.gcd(n, num_experts) == 1)
-        own = self._split.own(self._length).to(device)
+        own = self._split.token_indices(self._length).to(device)
         starts = torch.arange(len(experts_TK) // len(own), device=device) * self._length
         tokens_T1 = (starts.unsqueeze(1) + own).view(-1, 1)  # numbers among those of whole sequences
         return (tokens_T1 * top_k + torch.arange(top_k, device=device)) * stride % num_experts

@@ -26,5 +26,5 @@ def test_cross_entropy_without_any_label_is_zero():
 
 
 def test_cross_entropy_refuses_other_shapes():
-    with pytest.raises(ValueError, match=r"labels must have the shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"labels have the shape .*, expected \(3,\)"):
         cross_entropy_loss(torch.randn(3, 7), torch.zeros(4, dtype=torch.long))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
-from dualpipe.nn.segments import Communicate, Compute, checked
+from dualpipe.nn.segments import Communicate, Compute, validate_segments
 from dualpipe.pipeline.side_inputs import SideSpec
 from ranks import run_ranks
 from schedules import SCHEDULES
@@ -254,9 +254,9 @@ def test_what_is_not_given_is_none_in_the_carry(world):
 
 def test_a_name_that_no_one_writes_is_still_refused():
     segments = [Compute(torch.add, ("x", "positions"), "x")]
-    checked(segments, ("positions",))
+    validate_segments(segments, ("positions",))
     with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of its forward"):
-        checked(segments)
+        validate_segments(segments)
 
 
 # -- who takes what

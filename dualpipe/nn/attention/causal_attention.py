@@ -4,9 +4,9 @@
     q_BASD, k_BGSD = apply_rope(q_BSAD, k_BSGD, *context.tables(q_BSAD.dtype))
     attend(q_BASD, k_BGSD, v_BGSV, context, scale=D**-0.5, window=None, sinks_A=None)
 
-On CPU, and in float64, attention is computed as it is written down, in at least float32 where it matters. On CUDA a
-fused kernel does not write the (S, S) scores: torch's own where only the future is hidden (but in float32 that writes
-them where heads share keys), and FlexAttention for all else, which skips blocks that a window or a document hides.
+On CPU, and in float64, attention is a plain matmul-softmax-matmul, in at least float32 where it matters. On CUDA a
+fused kernel avoids writing the (S, S) scores: torch's own for a plain causal mask (in float32 it writes them if heads
+share keys), and FlexAttention for all others, which skips blocks hidden by a window or a document.
 
 Dimension letters: B batch, S sequence, A query heads, G key/value heads (a divisor of A), R = A / G, D head dimension
 of queries and keys, V of values; T keys of a part of the sequence.
@@ -27,30 +27,34 @@ def attend(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
     sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v over what a query sees -> (B, A, S, V), in the dtype of v.
+    """Compute softmax(q k^T * scale) v over the keys that a query sees -> (B, A, S, V), in the dtype of v.
 
-    sinks_A: a logit for each head that takes its share of the softmax and has no value (gpt-oss). peaks_A: raised to
-    the largest score of each head, where gradients are wanted.
+    Args:
+        context: masks of the micro-batch.
+        window: number of tokens that a query sees, itself included; None: all before it in its document.
+        sinks_A: a logit per head that takes part in the softmax and has no value (gpt-oss).
+        peaks_A: maximum logit of each head so far, updated in place if gradients are enabled.
     """
     causal = context.documents_BS is None and (window is None or window >= context.length)
     plain = causal and sinks_A is None and peaks_A is None
     if not _has_kernel(q_BASD, v_BGSV, plain):
         return attention_reference(
             q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A, peaks_A=peaks_A)
-    q_BASD, k_BGSD = q_BASD.to(v_BGSV.dtype), k_BGSD.to(v_BGSV.dtype)  # which a norm kept in float32 may have widened
+    q_BASD = q_BASD.to(v_BGSV.dtype)  # a norm in float32 may have widened queries and keys
+    k_BGSD = k_BGSD.to(v_BGSV.dtype)
     if plain:
-        grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels do it
+        grouped = q_BASD.shape[1] != k_BGSD.shape[1]  # fewer of torch's kernels support it
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
-    from dualpipe.nn.attention import flex  # not at the top: it brings the compiler, 0.5 s of every start
+    from dualpipe.nn.attention import flex  # not at the top: it imports the compiler, 0.5 s of every start
 
     y_BASV, largest_BAS = flex.compiled(flex.attention_flex)(
         q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A, peaks_A is not None)
-    _raise(peaks_A, largest_BAS)
+    _update_max_logits(peaks_A, largest_BAS)
     return y_BASV
 
 
 def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
-    """FlexAttention multiplies tiles of at least 16 dimensions, and nothing fused has float64."""
+    """Return True if a fused kernel exists: FlexAttention needs at least 16 dimensions, and none supports float64."""
     wide_enough = plain or min(q.shape[-1], v.shape[-1]) >= 16
     return q.device.type == "cuda" and v.dtype is not torch.float64 and wide_enough
 
@@ -59,9 +63,9 @@ def attention_reference(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
     sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
 ) -> Tensor:
-    """`attend` as it is written down: scores of the dtype of q, the softmax in at least float32."""
+    """Reference of `attend`: scores in the dtype of q, the softmax in at least float32."""
     wide = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
-    _raise(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
+    _update_max_logits(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
     if sinks_A is not None:
         sinks = rearrange(sinks_A.to(wide.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
         wide = torch.cat((wide, sinks.expand(*wide.shape[:-1], 1)), -1)
@@ -73,39 +77,43 @@ def attend_part(
     q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, context: Context, queries: Ranges, keys: Ranges, *, scale: float,
     window: int | None = None, peaks_A: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """What some queries make of some keys: attention as by `attend` without sinks (B, A, S, V), and the log-sum-exp of
-    their scores (B, A, S) in at least float32, by which it is added to what they make of other keys; that is -inf, or
-    next to it, for a query that sees none of them, and its attention any finite number.
+    """Compute the attention of some queries over some keys, without sinks, and the log-sum-exp of their scores.
 
-    On CUDA by FlexAttention, of which nothing here is proven on a GPU.
+    The log-sum-exp serves to combine the result with that over other keys. For a query that sees none of the keys it is
+    -inf or close to it, and its attention is any finite number. On CUDA uses FlexAttention, not proven on a GPU yet.
+
+    queries, keys: parts of the sequence, (start, stop) each; other arguments: see `attend`.
+
+    Returns (B, A, S, V), and (B, A, S) in at least float32.
     """
     if _has_kernel(q_BASD, v_BGTV, False):
         from dualpipe.nn.attention import flex
 
-        q_BASD, k_BGTD = q_BASD.to(v_BGTV.dtype), k_BGTD.to(v_BGTV.dtype)
+        q_BASD = q_BASD.to(v_BGTV.dtype)
+        k_BGTD = k_BGTD.to(v_BGTV.dtype)
         blocks = context.blocks(window, queries, keys)
         y_BASV, lse_BAS, largest_BAS = flex.compiled(flex.attention_part_flex)(
             q_BASD, k_BGTD, v_BGTV, blocks, scale, peaks_A is not None)
-        _raise(peaks_A, largest_BAS)
+        _update_max_logits(peaks_A, largest_BAS)
         return y_BASV, lse_BAS
-    # Not -inf: a row of it alone has no softmax, and no gradient.
-    least = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
-    k_BGTD = k_BGTD.to(q_BASD.dtype)  # which a norm kept in float32 may have widened
-    wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, least)
-    _raise(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
+    # Not -inf: a row of only -inf has no softmax, and no gradient.
+    hidden_score = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
+    k_BGTD = k_BGTD.to(q_BASD.dtype)  # a norm in float32 may have widened the keys
+    wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, hidden_score)
+    _update_max_logits(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
     lse_BGRS1 = wide.logsumexp(-1, keepdim=True)
     y_BGRSV = (wide - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
     return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
 
 
-def _raise(peaks_A: Tensor | None, largest_BAS: Tensor | None) -> None:
-    """Note the largest scores. Not in evaluations; of what is computed again, when it is."""
+def _update_max_logits(peaks_A: Tensor | None, largest_BAS: Tensor | None) -> None:
+    """Update the maximum logits. Not in evaluations; for recomputed layers, in the recompute."""
     if peaks_A is not None and largest_BAS is not None and torch.is_grad_enabled():
         peaks_A.copy_(torch.maximum(peaks_A, largest_BAS.amax((0, 2)).to(peaks_A.dtype)))
 
 
 def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: float) -> Tensor:
-    """Scores (B, G, R, S, T) in at least float32, `hidden` where a query does not see a key."""
+    """Compute the scores (B, G, R, S, T) in at least float32, `hidden` where a query does not see a key."""
     q_BGRSD = rearrange(q_BASD, "B (G R) S D -> B G R S D", G=k_BGTD.shape[1])
     scores = q_BGRSD @ k_BGTD.unsqueeze(2).mT * scale
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))

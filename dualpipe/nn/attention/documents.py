@@ -1,4 +1,4 @@
-"""Documents packed into rows: their position ids and numbers."""
+"""Documents packed into rows: their position ids and document ids."""
 
 from __future__ import annotations
 
@@ -7,21 +7,32 @@ from torch import Tensor
 
 
 def packed_positions(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
-    """Position ids (B, S) of documents laid end to end in B rows of S tokens.
+    """Compute position ids (B, S) of documents packed end to end into B rows of S tokens.
 
-    cu_seqlens: where each document begins and the last one ends, counted over all rows (N + 1,): 0 at first, B * S at
-    last. A document that goes on in the next row goes on counting. Example: [0, 3, 8], rows of 4: 0 1 2 0 | 1 2 3 4.
-    Raises ValueError for anything else.
+    A document that continues in the next row continues counting. Example: [0, 3, 8], rows of 4: 0 1 2 0 | 1 2 3 4.
+
+    cu_seqlens: (N + 1,), the start of every document and the end of the last one, in tokens over all rows: the first
+    is 0, the last B * S.
+
+    Raises:
+        ValueError: `cu_seqlens` does not rise from 0 to B * S.
     """
-    numbers = torch.arange(batch * length, device=cu_seqlens.device)
+    tokens = torch.arange(batch * length, device=cu_seqlens.device)
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or (cu_seqlens.diff() < 0).any() or (
         cu_seqlens[0] != 0 or cu_seqlens[-1] != batch * length):
-        raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, {batch * length}; "
-                         f"got {cu_seqlens.tolist()}")
-    first = torch.searchsorted(cu_seqlens.to(numbers.dtype), numbers, right=True) - 1
-    return (numbers - cu_seqlens[first]).view(batch, length)
+        raise ValueError(f"cu_seqlens is {cu_seqlens.tolist()}, but it must rise from 0 to the number of tokens, "
+                         f"{batch * length}: pass the start of every document, and the end of the last one")
+    documents = torch.searchsorted(cu_seqlens.to(tokens.dtype), tokens, right=True) - 1
+    return (tokens - cu_seqlens[documents]).view(batch, length)
 
 
-def document_numbers(positions_BS: Tensor) -> Tensor:
-    """The number of each token's document in its row (B, S). Example: positions 0 1 2 0 1 are documents 0 0 0 1 1."""
+def document_ids(positions_BS: Tensor) -> Tensor:
+    """Number the documents of every row: the document of each token (B, S).
+
+    A document starts at every position id that does not follow its predecessor. Example: positions 0 1 2 0 1 are
+    documents 0 0 0 1 1.
+    """
     return (positions_BS.diff(dim=1, prepend=positions_BS[:, :1] - 1) != 1).cumsum(1)
+
+
+document_numbers = document_ids  # old name

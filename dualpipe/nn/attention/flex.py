@@ -1,7 +1,7 @@
 """Attention by FlexAttention (Dong et al., arXiv:2412.05496), for windows, documents and sinks on CUDA.
 
-Imported where it is used, because torch._dynamo takes half a second of every start. Dimension letters as in
-`causal_attention`.
+Import this module inside the functions that use it: torch._dynamo adds half a second to every start. Dimension letters:
+see `causal_attention`.
 """
 
 from __future__ import annotations
@@ -17,60 +17,69 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from dualpipe.nn.attention.sinks import apply_sinks
 
-# Of a compiled function: with and without gradients, documents, sinks and largest scores, in two dtypes and for the six
-# pairs of parts of a ring. By default torch stops compiling a function at its eighth variant.
+# Limit of variants of a compiled function: with and without gradients, documents, sinks and largest scores, in two
+# dtypes and for the six pairs of parts of a ring. By default torch stops compiling a function at its eighth variant.
 VARIANTS = 128
 
 
 def make_blocks(
     length: int, window: int | None, documents_BS: Tensor | None, device: torch.device,
-    places: tuple[Tensor, Tensor] | None = None,
+    indices: tuple[Tensor, Tensor] | None = None,
 ) -> BlockMask:
-    """Which blocks of keys a block of queries sees, in full or in part. places: where in the sequence of `length` the
-    queries are (S,), and the keys (T,); None: from its start to its end."""
-    # A tensor: a number would be compiled in, once for each window.
+    """Return the mask of the blocks of keys that each block of queries sees, fully or partly.
+
+    indices: indices of the queries (S,) and the keys (T,) in the sequence of `length`; None: the whole sequence.
+    """
+    # A tensor: a Python number would be a constant of the compiled function, one variant for each window.
     reach = torch.full((), length if window is None else window, device=device)
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if places is not None:
-            query, key = places[0][query], places[1][key]
-        near = (key <= query) & (key > query - reach)
-        return near if documents_BS is None else near & (documents_BS[row, query] == documents_BS[row, key])
+        if indices is not None:
+            query_indices, key_indices = indices
+            query = query_indices[query]
+            key = key_indices[key]
+        in_window = (key <= query) & (key > query - reach)
+        if documents_BS is None:
+            return in_window
+        return in_window & (documents_BS[row, query] == documents_BS[row, key])
 
     make = create_block_mask if device.type == "cpu" else compiled(create_block_mask)
-    queries, keys = (length, length) if places is None else map(len, places)
-    return make(sees, None if documents_BS is None else len(documents_BS), None, queries, keys, device=device)
+    num_queries, num_keys = (length, length) if indices is None else map(len, indices)
+    num_rows = None if documents_BS is None else len(documents_BS)
+    return make(sees, num_rows, None, num_queries, num_keys, device=device)
 
 
 def attention_flex(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None,
-    peaks: bool = False,
+    with_max: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend`, and with `peaks` the largest score of each query (B, A, S); to be compiled, so that the scores are not
-    written."""
+    """Compute `attend`, and with `with_max` the largest score of each query (B, A, S), else None.
+
+    Call it compiled: otherwise all (S, S) scores are written.
+    """
     y_BASV, lse_BAS, largest_BAS = attention_part_flex(
-        q_BASD, k_BGSD, v_BGSV, blocks, scale, peaks, lse=sinks_A is not None)
+        q_BASD, k_BGSD, v_BGSV, blocks, scale, with_max, lse=sinks_A is not None)
     return y_BASV if sinks_A is None else apply_sinks(y_BASV, lse_BAS, sinks_A), largest_BAS
 
 
 def attention_part_flex(
-    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float, peaks: bool = False, *,
+    q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float, with_max: bool = False, *,
     lse: bool = True,
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """`attend_part`, and the same; to be compiled likewise."""
+    """Compute `attend_part`, and with `with_max` the largest score of each query, else None. Call it compiled."""
     common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
-    if not lse and not peaks:
+    if not lse and not with_max:
         return flex_attention(q_BASD, k_BGTD, v_BGTV, **common), None, None
     y_BASV, aux = flex_attention(
-        q_BASD, k_BGTD, v_BGTV, **common, return_aux=AuxRequest(lse=lse, max_scores=peaks))
+        q_BASD, k_BGTD, v_BGTV, **common, return_aux=AuxRequest(lse=lse, max_scores=with_max))
     return y_BASV, aux.lse, aux.max_scores
 
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` compiled, one for the process: it serves all layers, stages and micro-batches of like sizes.
+    """Return the compiled `function`, one per process: all layers, stages and micro-batches of equal sizes share it.
 
-    Raises torch._dynamo.exc.FailOnRecompileLimitHit at the call that needs one variant more than VARIANTS. Without
+    The call that needs one variant more than VARIANTS raises torch._dynamo.exc.FailOnRecompileLimitHit. Without
     `fullgraph`, torch would run that variant uncompiled, which writes all (S, S) scores, and only log it.
     """
     limits = torch._dynamo.config

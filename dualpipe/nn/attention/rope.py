@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al., arXiv:2104.09864), also stretched by YaRN (Peng et al., arXiv:2309.00071).
+"""Rotary position embedding (Su et al., arXiv:2104.09864), with YaRN scaling (Peng et al., arXiv:2309.00071).
 
-Angles are computed where they are used: a buffer would have to survive meta devices, `.to(dtype)` and checkpoints.
+Angles are computed when they are needed: a buffer would have to survive meta devices, `.to(dtype)` and checkpoints.
 
 Dimension letters: B batch, S sequence, A query heads, G key/value heads, D head dimension, d pairs of its dimensions.
 """
@@ -24,12 +24,12 @@ from dualpipe.nn.norm import RMSNorm, norm_weight_grad
 
 @dataclass(frozen=True)
 class Yarn:
-    """How a model is stretched to `factor` times the positions that it was trained on; named as in `config.json`.
+    """YaRN scaling of a model to `factor` times its training length; fields are named as in `config.json`.
 
-    Dimensions that turn more than `beta_fast` times within the original length keep their frequency, those that turn
-    less than `beta_slow` times have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
+    Dimensions with more than `beta_fast` rotations within the original length keep their frequency, those with less
+    than `beta_slow` rotations have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
     and sin; None: 0.1 ln(factor) + 1 (or, with `mscale` and `mscale_all_dim`, DeepSeek's quotient of two such).
-    truncate: whether the ramp's ends are rounded to whole dimensions (gpt-oss does not).
+    truncate: round the ends of the ramp to whole dimensions (gpt-oss does not).
     """
 
     factor: float
@@ -42,7 +42,7 @@ class Yarn:
     truncate: bool = True
 
     def scale(self) -> float:
-        """What cos and sin are multiplied by."""
+        """Return the factor of cos and sin."""
         if self.attention_factor is not None:
             return self.attention_factor
         if self.mscale and self.mscale_all_dim:
@@ -50,35 +50,39 @@ class Yarn:
         return yarn_mscale(self.factor)
 
     def stretch(self, frequency_d: Tensor, head_dim: int, theta: float) -> Tensor:
-        """Those of the frequencies (D/2,) that are slow divided by `factor`, and some between in part."""
+        """Return the frequencies (D/2,), slow ones divided by `factor` and those on the ramp partly."""
         low, high = (
             head_dim * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, head_dim - 1)
-        each_d = torch.arange(head_dim // 2, dtype=frequency_d.dtype, device=frequency_d.device)
-        slow_d = ((each_d - low) / (high - low if high != low else 0.001)).clamp(0, 1)  # 0: fast, 1: slow
+            low = math.floor(low)
+            high = math.ceil(high)
+        low = max(low, 0)
+        high = min(high, head_dim - 1)
+        pair_d = torch.arange(head_dim // 2, dtype=frequency_d.dtype, device=frequency_d.device)
+        slow_d = ((pair_d - low) / (high - low if high != low else 0.001)).clamp(0, 1)  # 0: fast, 1: slow
         return frequency_d / self.factor * slow_d + frequency_d * (1 - slow_d)
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature: 0.1 mscale ln(factor) + 1, and 1 for what is not stretched."""
+    """Return YaRN's temperature: 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """The angles of a head: position * theta^(-2i/D) for pair i."""
+    """Rotation angles of a head: position * theta^(-2i/D) for pair i."""
 
     head_dim: int
     theta: float
     yarn: Yarn | None = None
 
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Positions (...,) -> cos and sin, each (..., D) with both halves alike, in `dtype`: float64 exactly, float32
-        as transformers does."""
+        """Compute cos and sin of positions (...,) -> (..., D) each, with two equal halves.
+
+        dtype: of the computation and the result: float64 is exact, float32 equals transformers.
+        """
         exponent_d = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
         frequency_d = 1.0 / self.theta**exponent_d
         if self.yarn is not None:
@@ -94,7 +98,7 @@ def apply_rope(
 ) -> tuple[Tensor, Tensor]:
     """Apply two norms, or none, and the rotary embedding to queries and keys -> (B, A, S, D) and (B, G, S, D).
 
-    cos, sin: (S, D), or (B, 1, S, D) where rows differ, in at least float32; see `Rotary.tables`.
+    cos, sin: (S, D), or (B, 1, S, D) if rows differ, in at least float32; see `Rotary.tables`.
     interleaved: pairs are (x[2i], x[2i + 1]), as DeepSeek stores them, instead of (x[i], x[i + D/2]); the result has
         the halves of the pairs one after the other.
     """
@@ -116,8 +120,10 @@ class _Rotate(torch.autograd.Function):
         eps: float, interleaved: bool,
     ) -> tuple[Tensor, Tensor]:
         q_out, k_out, *scales = rotate_heads(q, k, cos, sin, q_weight, k_weight, eps, interleaved)
-        # The two weights, as `weight_grads` has them; the parameters themselves: saved tensors may come back as copies.
-        ctx.weight, ctx.bias, ctx.interleaved = q_weight, k_weight, interleaved
+        # Named as `weight_grads` expects; the parameters themselves, because saved tensors may come back as copies.
+        ctx.weight = q_weight
+        ctx.bias = k_weight
+        ctx.interleaved = interleaved
         ctx.save_for_backward(*((None, None) if q_weight is None else (q, k)), cos, sin, q_weight, k_weight, *scales)
         return q_out, k_out
 
@@ -126,6 +132,6 @@ class _Rotate(torch.autograd.Function):
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, *parts = rotate_heads_backward(dq, dk, *ctx.saved_tensors, ctx.interleaved)
         dq_weight, dk_weight = weight_grads(
-            ctx, parts[0], None, *(partial(norm_weight_grad, parts=each) for each in parts)
+            ctx, parts[0], None, *(partial(norm_weight_grad, parts=part) for part in parts)
         )
         return dq, dq_weight, dk_weight, dk, None, None, None, None

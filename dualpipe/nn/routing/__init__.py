@@ -1,4 +1,4 @@
-"""Routing tokens to experts: the router, losses and counts of its loads, and all routers of a model in a step.
+"""Routing of tokens to experts: the router, its losses and load counts, and all routers of a model in a step.
 
 Imports `nn`, `kernels` and `runtime`.
 """

@@ -1,18 +1,18 @@
-"""Losses that keep the loads of experts even, added where their operands are; and counts of those loads.
+"""Auxiliary losses that balance the loads of experts, and counts of these loads.
 
-**Losses** are those of `LOSSES`, any number at once. A stage in the middle of a pipeline has no loss to add to: the
-terms are computed where their operands are, and `_AddLosses` starts their backward when that of the routing weights
-passes by (as DeepSeek's and Megatron's "auxiliary loss scaler" does). Each term is divided by the number of
-micro-batches, as the main loss is, and FSDP2 averages over ranks. With micro-batches of one size, and ranks that have
-equally many, these add up to the same gradient however the batch is cut: the z-loss, a mean over tokens; the balance
-loss of level "sequence", a mean over sequences; that of level "global", which is linear in the probabilities once the
-loads are known. Those of a step are complete only after its last forward, when a pipeline has run most backwards. Hence
-the caller gives those of the step before: one all-reduce a step and none on the path (zeros in the first step: no
-loss). Qiu et al. (arXiv:2501.11873), who propose the loss, all-reduce the loads of every micro-batch and add up those
-of the step so far, which depends on the cut, as level "microbatch" does by definition.
+**Losses.** Any number of `LOSSES` at once. A stage in the middle of a pipeline has no loss to add them to. So each term
+is computed next to its operands, and `_AddLosses` starts its backward when the gradient of the routing weights passes
+(like the "auxiliary loss scaler" of DeepSeek and Megatron). Each term is divided by the number of micro-batches, like
+the main loss, and FSDP2 averages over ranks. With micro-batches of equal size, and equally many on every rank, the
+gradient does not depend on the split of the batch: the z-loss is a mean over tokens, the balance loss of level
+"sequence" a mean over sequences, and that of level "global" is linear in the probabilities for known loads. The loads
+of a step are known only after its last forward, when a pipeline has run most backwards. So the caller passes those of
+the previous step: one all-reduce per step, off the critical path (zeros in the first step: no loss). Qiu et al.
+(arXiv:2501.11873), who propose the loss, all-reduce the loads of every micro-batch and sum those of the step so far,
+which depends on the split, as level "microbatch" does by definition.
 
-**Loads** are counted in the backward, which runs once for each micro-batch also where its forward is run twice
-(recomputation) and not at all in an evaluation.
+**Loads** are counted in the backward, which runs once per micro-batch also if its forward is recomputed, and never in
+an evaluation.
 
 Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
 1), M choices of a part.
@@ -33,18 +33,18 @@ Level = Literal["microbatch", "sequence", "global"]
 
 
 def balance_loss(probs_TE: Tensor, load_NE: Tensor) -> Tensor:
-    """E * sum_e f_e P_e, the mean over N equal parts of the tokens: f_e an expert's share of the load, P_e its mean
-    probability.
+    """Compute the balance loss E * sum_e f_e P_e, the mean over N equal parts of the tokens.
 
-    It is 1 where loads are even. With one row of `load_NE`, f may be of more tokens than these. Switch Transformer
-    (arXiv:2101.03961, equation 4) with f as in DeepSeek-V3 (arXiv:2412.19437, equation 18), sum_e f_e = 1;
-    transformers' `load_balancing_loss_func` has sum_e f_e = K, and so K times this loss.
+    f_e is an expert's share of the load, P_e its mean probability. The loss is 1 for even loads. If `load_NE` has one
+    row, f may count more tokens than these. Source: Switch Transformer (arXiv:2101.03961, equation 4) with f of
+    DeepSeek-V3 (arXiv:2412.19437, equation 18), sum_e f_e = 1; transformers' `load_balancing_loss_func` has
+    sum_e f_e = K, and so K times this loss.
     """
     return _balance_loss(probs_TE, balance_factors(load_NE, probs_TE.dtype))
 
 
 def balance_factors(load_NE: Tensor, dtype: torch.dtype) -> Tensor:
-    """E f_e / N (N, E): what the mean probabilities are multiplied by in the balance loss."""
+    """Return the factors of the mean probabilities in the balance loss: E f_e / N, (N, E)."""
     parts, experts = load_NE.shape
     return load_NE.to(dtype) * (experts / max(parts, 1)) / load_NE.sum(-1, keepdim=True).clamp(min=1)
 
@@ -57,39 +57,39 @@ def _balance_loss(probs_TE: Tensor, factors_NE: Tensor) -> Tensor:
 
 
 def z_loss(logits_TE: Tensor) -> Tensor:
-    """The mean square of logsumexp over the tokens, which keeps logits small (ST-MoE, arXiv:2202.08906, equation 5)."""
+    """Compute the mean square of logsumexp over tokens; keeps logits small (ST-MoE, arXiv:2202.08906, equation 5)."""
     wide_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
     return wide_TE.logsumexp(-1).square().sum() / max(len(logits_TE), 1)
 
 
 def count_load(experts_NM: Tensor, num_experts: int) -> Tensor:
-    """How often each expert was chosen: (N, M) -> (N, E) int64. Unlike `torch.bincount` it does not wait for a GPU."""
+    """Count the choices of every expert: (N, M) -> (N, E) int64. Unlike `torch.bincount`, does not wait for a GPU."""
     load_NE = experts_NM.new_zeros(len(experts_NM), num_experts)
     return load_NE.scatter_add_(1, experts_NM, torch.ones_like(experts_NM))
 
 
 def make_totals(num_experts: int, device: torch.device | str | None = None) -> Tensor:
-    """Zeros to count a router's loads and losses in, (E + number of `LOSSES`,): the `totals` of `RouterStep`."""
+    """Allocate zeroed `RouterStep.totals` for the loads and losses of a router, (E + number of `LOSSES`,)."""
     return torch.zeros(num_experts + len(LOSSES), dtype=torch.float64, device=device)
 
 
 def load_of(totals: Tensor) -> Tensor:
-    """The loads (E,) among a router's totals, which share its memory."""
+    """Return the loads (E,) in a router's totals, sharing memory."""
     return totals[: len(totals) - len(LOSSES)]
 
 
 def losses_of(totals: Tensor) -> Tensor:
-    """The losses among a router's totals, in the order of `LOSSES`, sharing its memory."""
+    """Return the losses in a router's totals, in the order of `LOSSES`, sharing memory."""
     return totals[len(totals) - len(LOSSES) :]
 
 
 def max_over_mean(load_E: Tensor) -> Tensor:
-    """The largest load over the mean one, a scalar: 1 is even, E all to one. 0 where nothing was counted."""
+    """Return the largest load over the mean load, a scalar: 1 is even, E all to one expert, 0 without counts."""
     return load_E.max() / load_E.mean().clamp(min=1 / len(load_E))
 
 
 class Routed(NamedTuple):
-    """A routed micro-batch: what losses are computed from."""
+    """Routed micro-batch, the input of the losses."""
 
     logits_TE: Tensor
     experts_TK: Tensor
@@ -99,17 +99,18 @@ class Routed(NamedTuple):
 
 @dataclass(frozen=True)
 class RouterStep:
-    """What a router does in one step besides routing.
+    """Losses and load counts of a router in one step.
 
-    num_microbatches: the number of micro-batches on a rank, by which losses are divided.
-    balance, z: coefficients of the balance loss, which is computed over what `level` says, and of the z-loss.
-    load_E: for level "global", the loads of the global batch, all ranks' together: of the step before (zeros in the
-        first), or of this one where they are known.
-    weight: of means over the tokens here, where ranks that share sequences have different numbers of them: how many
-        those here are, relative to the mean over these ranks.
-    totals: where to count, of `make_totals`: how many tokens each expert got, then the losses without their
-        coefficients, in the order of `LOSSES`, means over the micro-batches. One tensor, so that one addition counts a
-        micro-batch; counts are exact to 2^53.
+    num_microbatches: number of micro-batches on a rank, the divisor of the losses.
+    balance, z: coefficients of the balance loss and the z-loss.
+    level: part of the batch that the balance loss is computed over.
+    load_E: for level "global", the loads of the global batch, summed over all ranks: of the previous step (zeros in the
+        first), or of this one if they are known.
+    weight: factor of means over this rank's tokens, if ranks share sequences unevenly: the number of tokens relative to
+        the mean over these ranks.
+    totals: counts, from `make_totals`: the number of tokens of every expert, then the losses without coefficients in
+        the order of `LOSSES`, as means over micro-batches. One tensor, so that one addition counts a micro-batch;
+        counts are exact to 2^53.
     """
 
     num_microbatches: int = 1
@@ -120,7 +121,7 @@ class RouterStep:
     weight: float = 1.0
     totals: Tensor | None = None
     _factors: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """`balance_factors` of `load_E`, which are the same for all micro-batches"""
+    """`balance_factors` of `load_E` by dtype, the same for all micro-batches."""
 
     def __post_init__(self) -> None:
         if self.num_microbatches < 1:
@@ -133,18 +134,25 @@ class RouterStep:
 
     @property
     def coefficients(self) -> dict[str, float]:
-        """The coefficients of the losses that are wanted, by their names in `LOSSES`."""
-        found = {name: getattr(self, loss.coefficient) for name, loss in LOSSES.items()}
-        return {name: coefficient for name, coefficient in found.items() if coefficient}
+        """Return the coefficients that are not zero, by the names of their losses in `LOSSES`."""
+        coefficients = {name: getattr(self, loss.coefficient) for name, loss in LOSSES.items()}
+        return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
 
     def add_losses(
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
         sequences: int | None, whole_load: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """`weights_TK`, whose backward starts that of the losses and counts. probs: gives the probabilities (T, E);
-        sequences: in the tokens, None where nobody knows. whole_load: gives in the backward, where other ranks have
-        tokens of the same sequences, the loads of all of these (N, E). ValueError for a level or loads that do not
-        fit."""
+        """Return `weights_TK` with the losses attached: its backward starts theirs, and counts loads and losses.
+
+        Args:
+            probs: computes the probabilities (T, E).
+            sequences: number of sequences in the tokens; None: unknown.
+            whole_load: returns, in the backward, the loads (N, E) of all ranks that share the sequences; None: this
+                rank has whole sequences.
+
+        Raises:
+            ValueError: the level needs the number of sequences, or the loads have another shape.
+        """
         if not (torch.is_grad_enabled() and weights_TK.requires_grad):
             return weights_TK
         routed = Routed(logits_TE, experts_TK, probs, sequences)
@@ -154,17 +162,17 @@ class RouterStep:
             parts = len(self._experts_of_parts(routed))
             balance = coefficients.pop("balance_loss")
             weights_TK = _AddSharedLoss.apply(weights_TK, probs(), whole_load, self.totals, parts, share, balance)
-        # Launches for losses that there are: without any, the two that count the loads are all that a step costs.
+        # Without losses, a step costs only the two launches that count the loads.
         values = {name: LOSSES[name].compute(self, routed) for name in coefficients}
         if not values and self.totals is None:
             return weights_TK
         terms = [value * (coefficients[name] * share) for name, value in values.items()]
         loss = reduce(torch.add, terms) if terms else None
-        found = {name: value.detach() for name, value in values.items()}
-        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, found, share)
+        loss_values = {name: value.detach() for name, value in values.items()}
+        return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, loss_values, share)
 
     def _experts_of_parts(self, routed: Routed) -> Tensor:
-        """The choices (N, M) of the parts that the balance loss is computed on."""
+        """Return the choices (N, M) in the N parts that the balance loss is computed on."""
         experts_TK, sequences = routed.experts_TK, routed.sequences
         if self.level != "sequence":
             return experts_TK.reshape(1, -1)
@@ -174,7 +182,7 @@ class RouterStep:
         return experts_TK.reshape(sequences, experts_TK.numel() // max(sequences, 1))
 
     def _balance(self, routed: Routed) -> Tensor:
-        """The balance loss on what `level` says."""
+        """Compute the balance loss over the parts of `level`."""
         experts_NM, probs_TE = self._experts_of_parts(routed), routed.probs()
         dtype, experts = probs_TE.dtype, probs_TE.shape[1]
         if self.level != "global" or self.load_E is None:
@@ -187,7 +195,7 @@ class RouterStep:
 
 
 class RouterLoss(NamedTuple):
-    """A loss that routers add: the field of `RouterStep` that holds its coefficient, and its value of a micro-batch."""
+    """Loss of a router: the field of `RouterStep` with its coefficient, and its value for a micro-batch."""
 
     coefficient: str
     compute: Callable[[RouterStep, Routed], Tensor]
@@ -197,18 +205,21 @@ LOSSES: dict[str, RouterLoss] = {
     "balance_loss": RouterLoss("balance", RouterStep._balance),
     "z_loss": RouterLoss("z", lambda step, routed: z_loss(routed.logits_TE)),
 }
-"""The losses, by the names of their metrics, in the order of `RouterStep.totals`."""
+"""Losses by the names of their metrics, in the order of `RouterStep.totals`."""
 
 
 class _AddLosses(torch.autograd.Function):
-    """The weights as they are; in the backward, the loss gets a gradient of 1, and `totals` what it counts."""
+    """Identity on the weights; its backward gives the loss a gradient of 1, and counts in `totals`."""
 
     @staticmethod
     def forward(
         ctx: Any, weights_TK: Tensor, loss: Tensor | None, totals: Tensor | None, experts_TK: Tensor,
-        found: dict[str, Tensor], share: float,
+        loss_values: dict[str, Tensor], share: float,
     ) -> Tensor:
-        ctx.totals, ctx.experts_TK, ctx.found, ctx.share = totals, experts_TK, found, share
+        ctx.totals = totals
+        ctx.experts_TK = experts_TK
+        ctx.loss_values = loss_values
+        ctx.share = share
         ctx.seed = None if loss is None else loss.new_ones(())
         return weights_TK.view_as(weights_TK)
 
@@ -217,14 +228,16 @@ class _AddLosses(torch.autograd.Function):
         if ctx.totals is not None:
             chosen_M = ctx.experts_TK.flatten()
             ctx.totals.scatter_add_(0, chosen_M, ctx.totals.new_ones(()).expand(chosen_M.shape))
-            for name, value in ctx.found.items():
+            for name, value in ctx.loss_values.items():
                 _count_loss(ctx.totals, name, value, ctx.share)
         return dweights_TK, ctx.seed, None, None, None, None
 
 
 class _AddSharedLoss(torch.autograd.Function):
-    """The weights as they are; in the backward, the balance loss of N parts of which other ranks have tokens too:
-    `probs_TE` get its gradient, which their loads make up, and `totals` what it is."""
+    """Identity on the weights; its backward adds the balance loss of N parts that other ranks have tokens of too.
+
+    The gradient of `probs_TE` depends on the loads of all these ranks; the loss is counted in `totals`.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Keyword arguments of routers under the names that they had before they were grouped; the next release drops them."""
+"""Deprecated keyword arguments of routers, from before they were grouped; the next release removes them."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ P = ParamSpec("P")
 def old_keywords(
     groups: Mapping[str, Callable[..., object]], names: Mapping[str, tuple[str, str]]
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Let a constructor take its old keyword arguments as well, with a DeprecationWarning.
+    """Decorate a constructor to also accept its old keyword arguments, with a DeprecationWarning.
 
-    groups: what makes the value of a parameter that groups several. names: by an old name, the parameter that it
-    belongs to and its name there, "" where it is that parameter.
+    Args:
+        groups: constructors of the parameters that group several old ones, by parameter.
+        names: (parameter, field) by old name; the field is "" if the old name stands for the whole parameter.
     """
 
     def decorate(constructor: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(constructor)
-        def construct(*args: Any, **given: Any) -> None:
-            old = given.keys() & names.keys()
+        def construct(*args: Any, **keywords: Any) -> None:
+            old = keywords.keys() & names.keys()
             if old:
                 warnings.warn(f"{', '.join(sorted(old))}: give {', '.join(sorted({names[name][0] for name in old}))} "
                               "instead; the old names go with the next release", DeprecationWarning, stacklevel=2)
             fields: dict[str, dict[str, Any]] = {}
             for name in old:
                 parameter, field = names[name]
-                if parameter in given:
+                if parameter in keywords:
                     raise TypeError(f"{name} is part of {parameter}, which is given too; give {parameter} alone")
-                fields.setdefault(parameter, {})[field] = given.pop(name)
+                fields.setdefault(parameter, {})[field] = keywords.pop(name)
             for parameter, values in fields.items():
-                given[parameter] = groups[parameter](**values) if parameter in groups else values[""]
-            constructor(*args, **given)
+                keywords[parameter] = groups[parameter](**values) if parameter in groups else values[""]
+            constructor(*args, **keywords)
 
         return construct
 

@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what keeps their loads even.
+"""Router: chooses the experts of every token and their weights, and balances the loads of the experts.
 
     router = Router(2048, 128, 8, scoring=Scoring(norm_topk_prob=True))                  # Qwen3-MoE
     router = Router(7168, 256, 8, scoring=Scoring("sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5),
@@ -6,7 +6,7 @@
     router = Router(2880, 128, 4, scoring=Scoring("softmax_topk"), bias=True)            # gpt-oss
     weights_TK, experts_TK = router(x_BSH)
 
-What else it does in a training step is in `losses` and `router_set`. Nothing here waits for the device.
+See `losses` and `router_set` for its losses and load counts in a training step. The host never waits for the device.
 
 Dimension letters: B batch, S sequence, T tokens (B * S), H hidden, E experts, K experts per token, G groups of experts.
 """
@@ -29,15 +29,16 @@ from dualpipe.nn.routing.old_keywords import old_keywords
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 Choice = Callable[[Tensor, int], Tensor]
-"""(experts_TK that the router would choose, E) -> experts_TK that it is to use"""
+"""Override of the choice: (the router's experts_TK, E) -> experts_TK to use."""
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """How logits become the weights of the chosen experts.
+    """Conversion of logits to the weights of the chosen experts.
 
     score: "softmax" or "sigmoid" of the logits, or "softmax_topk", a softmax over the K chosen logits (gpt-oss).
-    norm_topk_prob: weights of a token sum to 1; routed_scaling_factor: they are multiplied by this at the end.
+    norm_topk_prob: normalize the weights of a token to a sum of 1.
+    routed_scaling_factor: factor of the weights, applied last.
     """
 
     score: Score = "softmax"
@@ -47,10 +48,12 @@ class Scoring:
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Groups of experts, of which a token takes some only.
+    """Restriction of every token to some groups of experts.
 
-    n_group, topk_group: experts are taken from the best `topk_group` of G groups only, whose score is the sum of their
-        `group_best` best experts' (1 in DeepSeek-V2, arXiv:2405.04434; 2 in DeepSeek-V3, arXiv:2412.19437).
+    n_group: number of groups G.
+    topk_group: number of groups that a token's experts are chosen from, those with the best group scores.
+    group_best: number of experts whose scores are summed to a group score: the best 1 in DeepSeek-V2
+        (arXiv:2405.04434), the best 2 in DeepSeek-V3 (arXiv:2412.19437).
     """
 
     n_group: int = 1
@@ -65,16 +68,24 @@ _OLD = {
 
 
 class Router(Linear):
-    """Chooses K of E experts for each token, and their weights, as `scoring` and `groups` say.
+    """Linear layer that chooses K of E experts for each token, and their weights.
 
-    The fields of both are taken as keyword arguments too, as before they were grouped, with a DeprecationWarning.
+    Args:
+        scoring: conversion of logits to weights.
+        groups: restriction to groups of experts.
+        correction_bias: add a float32 buffer `e_score_correction_bias` (E,) to the scores for the choice, but not for
+            the weights; it follows the loads, see `update_bias`.
+        wide_logits: compute logits, and return weights, in at least float32 (DeepSeek) instead of the dtype of x.
 
-    correction_bias: a float32 buffer `e_score_correction_bias` (E,) is added to the scores for the choice, not for the
-        weights, and follows the loads: see `update_bias`.
-    wide_logits: compute logits, and so return weights, in at least float32 (DeepSeek) instead of the dtype of x.
+    The fields of `scoring` and `groups` are also accepted as keyword arguments, with a DeprecationWarning.
 
-    `step`, `choice` and `whole_load` are the caller's to set; None, as they are at first, only routes. Raises
-    `ValueError` for sizes that do not fit together.
+    Attributes, set by the caller; None, the initial value, routes only:
+        step: losses and load counts of a training step.
+        choice: override of the chosen experts.
+        whole_load: see `RouterStep.add_losses`.
+
+    Raises:
+        ValueError: the sizes do not match.
     """
 
     keep_fp32 = ("e_score_correction_bias",)
@@ -117,10 +128,10 @@ class Router(Linear):
         self.whole_load: Callable[[], Tensor] | None = None  # see `RouterStep.add_losses`
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """(T, H), or (B, S, H) with a sequence in each row -> weights (T, K), experts (T, K) int64.
+        """Route tokens: (T, H), or (B, S, H) with one sequence per row -> weights (T, K), experts (T, K) int64.
 
-        Scores are computed in `promote_types(dtype, float32)`; weights are returned in the dtype of the logits. With
-        the score "softmax" and neither groups nor correction bias they are differentiable once.
+        Scores are computed in `promote_types(dtype, float32)`; weights have the dtype of the logits. With the score
+        "softmax" and neither groups nor correction bias, weights are differentiable once.
         """
         x_TH = x.flatten(0, -2)
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
@@ -133,20 +144,21 @@ class Router(Linear):
         else:
             weights_TK, experts_TK, scores_TE = self._weigh(logits_TE)
         if self.step is not None:
-            sequences, probs = len(x) if x.dim() == 3 else None, partial(self._probs, scores_TE)
+            sequences = len(x) if x.dim() == 3 else None
+            probs = partial(self._probs, scores_TE)
             weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences, self.whole_load)
         return weights_TK, experts_TK
 
     def _weigh(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(weights_TK, experts_TK, scores_TE) of any router."""
+        """Return (weights_TK, experts_TK, scores_TE), for every kind of scoring and choice."""
         scores_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        if self.score != "softmax_topk":  # where a softmax over those that are chosen comes later
+        if self.score != "softmax_topk":  # that softmax is over the chosen logits, below
             scores_TE = scores_TE.softmax(-1) if self.score == "softmax" else scores_TE.sigmoid()
         experts_TK = self._choose(scores_TE.detach())
         weights_TK = scores_TE.gather(1, experts_TK)
         if self.score == "softmax_topk":
             weights_TK = weights_TK.softmax(-1)
-        if self.norm_topk_prob:  # the small number matters only where all K scores underflow
+        if self.norm_topk_prob:  # 1e-20 matters only if all K scores underflow
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         if self.routed_scaling_factor != 1:
             weights_TK = weights_TK * self.routed_scaling_factor
@@ -154,13 +166,22 @@ class Router(Linear):
 
     @torch.no_grad()
     def update_bias(self, load_E: Tensor, rate: float) -> None:
-        """Make experts with less than the mean load likelier to be chosen, by `rate`, and the others less: once a step,
-        by the loads of the global batch. Wang et al. (arXiv:2408.15664); DeepSeek-V3 takes a rate of 0.001."""
+        """Raise the bias of experts below the mean load by `rate`, and lower that of experts above it.
+
+        Call it once per step, with the loads of the global batch. Method: Wang et al. (arXiv:2408.15664); DeepSeek-V3
+        uses a rate of 0.001.
+
+        load_E: number of tokens of every expert (E,).
+
+        Raises:
+            ValueError: the router has no bias, or its shape or dtype does not fit.
+        """
         bias_E = self.e_score_correction_bias
         if bias_E is None:
             raise ValueError("the router has no bias to update; build it with correction_bias=True")
         if load_E.shape != bias_E.shape:
-            raise ValueError(f"load_E must have the shape {tuple(bias_E.shape)}; got {tuple(load_E.shape)}")
+            raise ValueError(f"load_E has the shape {tuple(load_E.shape)}, expected {tuple(bias_E.shape)}, one "
+                             "per expert")
         if bias_E.dtype.itemsize < 4:
             raise ValueError(f"e_score_correction_bias is {bias_E.dtype}, which loses updates of {rate}; keep it in "
                              "float32 when casting the model, as a dtype plan does")
@@ -171,6 +192,7 @@ class Router(Linear):
         return f"{super().extra_repr()}, top_k={self.top_k}, score={self.score}{groups}"
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the experts (T, K) of every token."""
         if self.e_score_correction_bias is not None:
             scores_TE = scores_TE + self.e_score_correction_bias
         if self.topk_group < self.n_group:
@@ -179,20 +201,22 @@ class Router(Linear):
             chosen = best_TG.topk(self.topk_group, dim=-1).indices
             outside_TG = torch.ones_like(best_TG, dtype=torch.bool).scatter_(1, chosen, False)
             scores_TE = scores_TE.masked_fill(outside_TG.repeat_interleave(size, dim=1), -torch.inf)
-        own_TK = scores_TE.topk(self.top_k, dim=-1).indices
+        best_TK = scores_TE.topk(self.top_k, dim=-1).indices
         if self.choice is None:
-            return own_TK
-        experts_TK = self.choice(own_TK, self.out_features)
-        if experts_TK.shape != own_TK.shape:
+            return best_TK
+        experts_TK = self.choice(best_TK, self.out_features)
+        if experts_TK.shape != best_TK.shape:
             raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
-                             f"{tuple(own_TK.shape)}; replay the batch, cut as it was recorded")
+                             f"{tuple(best_TK.shape)}; replay the batch, cut as it was recorded")
         return experts_TK
 
     def _probs(self, scores_TE: Tensor) -> Tensor:
-        """Scores of each token as probabilities (of sigmoids: DeepSeek-V3, arXiv:2412.19437, equation 19)."""
+        """Normalize scores to probabilities (sigmoids: DeepSeek-V3, arXiv:2412.19437, equation 19)."""
         if self.score == "softmax_topk":
             return scores_TE.softmax(-1)
-        return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20) if self.score == "sigmoid" else scores_TE
+        if self.score == "sigmoid":
+            return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        return scores_TE
 
 
 class _TopK(torch.autograd.Function):

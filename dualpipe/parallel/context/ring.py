@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.nn.attention import Context, apply_sinks, attend_part
-from dualpipe.nn.attention.sequence_split import Ranges, cut
+from dualpipe.nn.attention.sequence_split import Ranges, slice_sequence
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
@@ -213,7 +213,7 @@ class WindowAttention(_BlockwiseAttention):
             ranges = self._ranges_to_send(context.length, self._rank, other)
             if ranges:
                 local_ranges = [(local_index(start), local_index(stop - 1) + 1) for start, stop in ranges]
-                packed.append(cut(rows_BSC, local_ranges).flatten(0, 1))
+                packed.append(slice_sequence(rows_BSC, local_ranges).flatten(0, 1))
         return torch.cat(packed) if packed else rows[:0]
 
     def _unpack(self, rows: Tensor, context: Context) -> Tensor:
@@ -290,7 +290,7 @@ class _AttendBlock(torch.autograd.Function):
         if dlse is not None:
             dlse_i = dlse_i + dlse[..., first:]
         # Weight gradients run now: deferred, a layer that expands rows would keep the rows of all tokens.
-        with WeightGradStore.current().at_once():
+        with WeightGradStore.current().run_immediately():
             torch.autograd.backward((y_i, lse_i), ((dy_i * share.unsqueeze(-1)).to(y_i.dtype), dlse_i * share))
         earlier = (grad if needed else None for grad, needed in zip((dy, dlse), ctx.needs_input_grad[2:4]))
         return q.grad, rows.grad, *earlier, None, None, None, None

@@ -14,7 +14,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dualpipe.nn.attention import Context, attend
-from dualpipe.nn.attention.sequence_split import cut
+from dualpipe.nn.attention.sequence_split import slice_sequence
 from dualpipe.nn.segments import Communicate, Compute, Segment
 from dualpipe.parallel.context.row_exchange import SequenceRanks, SequenceRows, SharedAttention
 
@@ -83,7 +83,7 @@ class UlyssesAttention:
                         sinks_A=None if layer.sinks is None else layer.sinks[local_heads],
                         peaks_A=None if layer.max_logits_A is None else layer.max_logits_A[local_heads])
         y_BSX = rearrange(y_BASV, "B A S V -> B S (A V)")
-        return torch.cat([cut(y_BSX, rank_chunks).flatten(0, 1) for rank_chunks in chunks])
+        return torch.cat([slice_sequence(y_BSX, rank_chunks).flatten(0, 1) for rank_chunks in chunks])
 
     def _whole_sequence(self, rows: Tensor, context: Context, chunks: list) -> Tensor:
         """Return received rows (B, S, C) in the order of the sequence: early chunks ascending, late ones descending."""

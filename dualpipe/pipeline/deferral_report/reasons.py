@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from dualpipe.nn.conversion import deferring_class, is_sharded_alone
+from dualpipe.nn.conversion import deferring_class, is_fsdp_module
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.linear import Linear, TransposedLinear
 
@@ -50,7 +50,7 @@ def _by_owner(owner: nn.Module, name: str, dim: int) -> str:
         return "nn.Linear, not passed to defer_weight_grads"
     if deferring_class(owner) is not None:
         return f"{kind}, not passed to defer_weight_grads"
-    if isinstance(owner, nn.Linear) and is_sharded_alone(owner):
+    if isinstance(owner, nn.Linear) and is_fsdp_module(owner):
         return f"{kind}: call defer_weight_grads before fully_shard"
     if isinstance(owner, nn.Linear):
         return f"subclass {kind} of nn.Linear with its own forward"

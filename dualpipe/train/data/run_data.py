@@ -56,7 +56,7 @@ class RunData:
 
         rows_of_rank = train.micro_batch_size * train.num_chunks if reads else 0
         rows = range(rows_of_rank * place.batch_shard, rows_of_rank * (place.batch_shard + 1))
-        columns = split.own(train.sequence_length) if split.size > 1 else None
+        columns = split.token_indices(train.sequence_length) if split.size > 1 else None
         self.batch_size = train.micro_batch_size * train.num_chunks * config.parallel.batch_shards
         """sequences of a global batch"""
         self.loader = Loader(

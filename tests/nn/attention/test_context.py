@@ -9,7 +9,7 @@ from dualpipe.nn.attention.sequence_split import WHOLE
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 11), (11,), (3, 11, 1)], ids=str)
 def test_positions_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"positions must be \(3, 11\), as the tokens are; got \("):
+    with pytest.raises(ValueError, match=r"positions have the shape .*, expected \(3, 11\)"):
         Context(Rotary(16, 1e4), torch.empty(3, 11, 8), torch.zeros(shape, dtype=torch.long))
 
 
@@ -57,7 +57,7 @@ def test_tables_are_in_the_dtype_of_the_tokens_or_wider():
 def test_ranks_that_share_a_sequence_have_the_tables_of_their_tokens():
     whole = context(8, [list(range(8))])
     shared = context(8, [list(range(8))], split=SequenceSplit(1, 2), here=4)
-    own = SequenceSplit(1, 2).own(8)
+    own = SequenceSplit(1, 2).token_indices(8)
     assert (shared.length, shared.batch) == (8, 1)
     for mine, all_of_it in zip(shared.tables(torch.float32), whole.tables(torch.float32)):
         assert torch.equal(mine, all_of_it[:, :, own])

@@ -261,7 +261,7 @@ def test_refuses_sizes(sizes, options, message):
 def test_refuses_bias_updates():
     with pytest.raises(ValueError, match="build it with correction_bias=True"):
         router().update_bias(torch.zeros(E), 0.1)
-    with pytest.raises(ValueError, match=r"shape \(12,\); got \(3,\)"):
+    with pytest.raises(ValueError, match=r"shape \(3,\), expected \(12,\)"):
         router(correction_bias=True).update_bias(torch.zeros(3), 0.1)
 
 

@@ -481,9 +481,9 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="one of auto, ring, all_to_all; got 'rings'"):
         ContextParallel(None, method="rings")
     split, x = SequenceSplit(1, 2), torch.empty(3, 4, 8)
-    with pytest.raises(ValueError, match="positions must be given where 2 ranks share a sequence"):
+    with pytest.raises(ValueError, match="got no positions, but 2 ranks share a sequence"):
         Context(Rotary(16, 1e4), x, None, split)
-    with pytest.raises(ValueError, match="positions are given of 4 tokens, of which rank 1 of 2 has 2; got 4 tokens"):
+    with pytest.raises(ValueError, match="got 4 tokens, expected 2, the share of rank 1 of 2 in the 4 tokens"):
         Context(Rotary(16, 1e4), x, torch.zeros(3, 4, dtype=torch.long), split)
 
 
