@@ -1,4 +1,4 @@
-"""`F.scaled_dot_product_attention` on meta tensors, with the tensors that the kernels of a device save for the backward.
+"""`F.scaled_dot_product_attention` on meta tensors, saving what a device's kernels save for the backward.
 
 On the meta device, torch decomposes attention into GEMMs that materialize the scores. Fused kernels save the output and
 one number per row of scores instead. GPUs always have a fused kernel; the CPU has one for some operands.

@@ -134,7 +134,7 @@ def summed_loss(*logits_and_labels: Tensor) -> Tensor:
 
 
 class EvenDispatcher:
-    """Dispatcher of one of `ep` ranks if tokens choose experts at random and all ranks get the same number of tokens."""
+    """Dispatcher of one of `ep` ranks for tokens that choose experts at random; all ranks get the same number."""
 
     def __init__(self, num_experts: int, ep: int) -> None:
         self._experts_per_rank = num_experts // ep
