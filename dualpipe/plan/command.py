@@ -107,7 +107,8 @@ def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[st
     kind, order = ("smallest", "least memory") if by_memory else ("fastest", "shortest step")
     yield f"a row is the {kind} run that fits on its mesh, of all schedules; {order} first"
     best = runs[0]
-    yield (f"{best.tokens:,} tokens a step in sequences of {best.config.train.sequence_length}; GB of the worst rank, beside "
+    length = best.config.train.sequence_length
+    yield (f"{best.tokens:,} tokens a step in sequences of {length}; GB of the worst rank, beside "
            f"{best.machine.reserve:g} for CUDA and the allocator")
     replicated = next((run.config.parallel for run in runs if run.config.parallel.dp_replicate > 1), None)
     if replicated is not None:

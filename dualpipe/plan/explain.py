@@ -10,7 +10,6 @@ from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.runtime.nccl import EXPERTS
 
-
 Row = tuple[str, str, str]  # term, formula with numbers, value
 
 
