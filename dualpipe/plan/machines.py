@@ -1,4 +1,4 @@
-"""GPUs and their links: peak rates and kernel efficiencies from machines.toml, replaced by measurements where given.
+"""GPUs and their links: peak rates and kernel efficiencies from machines.toml, or measurements in their place.
 
 `dualpipe.plan.communication` computes transfer times from them.
 """
