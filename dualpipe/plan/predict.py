@@ -138,7 +138,7 @@ class Prediction:
         return seconds
 
     def _shard_ring_seconds(self, dense: float, experts: float) -> float:
-        """Return the seconds to gather or reduce this many bytes over the ranks that shard them, each group in its ring."""
+        """Return the seconds to gather or reduce this many bytes in the rings of the ranks that shard them."""
         p = self.config.parallel
         dense_seconds = ring_seconds(self.machine, dense, p.dense_shards)
         return dense_seconds + ring_seconds(self.machine, experts, p.expert_shards, p.ep)
