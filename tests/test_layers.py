@@ -205,6 +205,7 @@ ELSEWHERE = {
     "dualpipe/pipeline/rank_stages.py": "tests/parallel/fsdp/test_forward_hooks.py",
     "dualpipe/pipeline/stage_program.py": "tests/nn/test_segments.py",
     "dualpipe/plan/on_meta/meta_run.py": "tests/plan/test_activations.py and test_operators.py, which count it",
+    "dualpipe/plan/stage_memory.py": "tests/plan/test_memory.py",
     "dualpipe/runtime/ranks/process_groups.py": "tests/parallel/test_mesh.py",
     "dualpipe/runtime/ranks/records.py": "tests/runtime/ranks/test_agreement.py",
     "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",

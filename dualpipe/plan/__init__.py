@@ -1,4 +1,4 @@
-"""Estimates from a configuration alone: memory, activations, time, and what a mesh will cost: `dualpipe plan`.
+"""Estimates from a configuration alone: memory, activations, step time, and the best meshes (`dualpipe plan`).
 
 Imports `train`, `models`, `pipeline`, `parallel`, `nn`, `kernels`, `schedule` and `runtime`.
 """

@@ -1,11 +1,12 @@
-"""What a micro-batch takes in a stage, in bytes: counted, not guessed.
+"""Activation bytes of a micro-batch in a stage, counted rather than derived from formulas.
 
-The stage's segments are run as the pipeline runs them, forward and backward, on tensors without memory, and what lives
-meanwhile is counted, each storage once. For GPUs without attention's scores, which the CPU keeps and fused kernels do
-not; for the CPU with what the references of our kernels take while they run (REFERENCES). What deferred weight
-gradients take while they are computed is left out: on GPUs it does not grow with the micro-batch.
+The stage's segments run as the pipeline runs them, forward and backward, on meta tensors, and the live storages are
+counted, each once. For GPUs the count leaves out attention's scores, which the CPU saves and fused kernels do not. For
+the CPU it includes the temporaries of our kernels' references while they run (REFERENCES). Temporaries of deferred
+weight gradients are left out: on GPUs they do not grow with the micro-batch.
 
-Of neighbours that are alike each one from the third on adds the same, so that of many two and three are counted.
+In a run of equal neighbouring layers, each layer from the third on adds the same number of bytes, so that long runs are
+extrapolated from two and three layers.
 
 Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
 """
@@ -30,8 +31,8 @@ from dualpipe.plan.on_meta.counted_models import CountedModel, CountedStage, Wor
 from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
 from dualpipe.train.config.model_config import TrainedModel
 
-# What the references on the CPU take inside of them at half precision, in float32 copies of their largest tensor: as
-# torch's allocator counts it, which a test does again. Kernels take nothing, and other references little.
+# Temporaries of the references on the CPU at half precision, in float32 copies of their largest tensor, as torch's
+# allocator counts them, which a test repeats. Kernels have none, and other references few.
 REFERENCES = {
     "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
     "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
@@ -39,11 +40,15 @@ REFERENCES = {
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes of a micro-batch in a stage: what it keeps between its forward and its backward, what an "I" leaves for its
-    "W", and the most that there is at once, all of it, while a forward, a "B" and an "I" run; inside: how much of a
-    forward's and of a backward's references on the CPU take, of which one runs at a time."""
+    """Bytes of a micro-batch in a stage.
 
-    kept: int
+    saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
+    input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
+    inside_forward, inside_backward: part of the peak of a forward and of a backward that are temporaries of references
+    on the CPU, of which one runs at a time.
+    """
+
+    saved: int
     deferred: int
     forward: int
     backward: int
@@ -51,149 +56,215 @@ class ActivationBytes(NamedTuple):
     inside_forward: int = 0
     inside_backward: int = 0
 
+    @property
+    def kept(self) -> int:
+        """Earlier name of `saved`."""
+        return self.saved
+
+
+# Entries of `ActivationBytes` that include the tensors which attention saves.
+_WITH_ATTENTION = frozenset({"saved", "forward", "backward", "input_backward"})
+
 
 def activation_bytes(
     model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
     recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False, has_documents: bool = False,
 ) -> ActivationBytes:
-    """What the layers take for a micro-batch of (batch, sequence_length) tokens computed in `dtype`; `last`: and the
-    head and the loss, once for each layer for multi-token prediction among them and once more, with what these embed.
-    Without the embedding of the first stage, which keeps the tokens alone.
+    """Return the bytes that layers take for a micro-batch of (batch, sequence_length) tokens.
 
-    recompute: the rules of `Recompute`. ep: the number of expert-parallel ranks, over which tokens are taken to be
-    spread evenly. cpu: as it is there, not on GPUs. has_documents: rows hold several, which the masks of a model of
-    transformers keep apart; this library's need no masks.
+    The embedding of the first stage is left out: it saves nothing but the tokens.
+
+    Args:
+        model: model of the layers.
+        layers: indices of the stage's layers.
+        batch: sequences per micro-batch.
+        sequence_length: tokens per sequence.
+        dtype: compute dtype.
+        recompute: rules of `Recompute`.
+        ep: number of expert-parallel ranks, over which tokens are taken to be spread evenly.
+        last: True for the last stage: count the head and the loss too, once, and once more per layer for multi-token
+            prediction in `layers`, with the tokens that these embed.
+        cpu: count for a CPU, not for GPUs.
+        has_documents: sequences hold several documents. The masks that separate them count for models of transformers;
+            native models need no masks.
     """
     counted = counted_model(model)
     probe = counted.probe(Workload(batch * sequence_length, (sequence_length,), dtype, ep, cpu, has_documents))
     runs = [list(run) for _, run in groupby(counted.kinds(layers, recompute))]
-    short = [run[:2] if len(run) > 3 else run for run in runs]
+    short_runs = [run[:2] if len(run) > 3 else run for run in runs]
 
-    def per_token(*runs: list[LayerKind]) -> tuple[float, ...]:
-        plain, fused, pairs = _per_token(counted, tuple(chain.from_iterable(runs)), probe, last)
-        if fused is not None:
-            return tuple(size + (fused if i not in (1, 5, 6) else 0) for i, size in enumerate(plain))
-        return tuple(size + sequence_length * pair for size, pair in zip(plain, pairs))
+    def token_bytes(*runs: list[LayerKind]) -> tuple[float, ...]:
+        sizes = _token_bytes(counted, tuple(chain.from_iterable(runs)), probe, last)
+        return sizes.with_attention(sequence_length)
 
-    shortened = per_token(*short)
+    shortened = token_bytes(*short_runs)
     total = shortened
     for i, run in enumerate(runs):
-        num_left_out = len(run) - len(short[i])
+        num_left_out = len(run) - len(short_runs[i])
         if num_left_out:
-            longer = per_token(*short[:i], run[:3], *short[i + 1 :])
-            total = tuple(size + num_left_out * (more - base) for size, more, base in zip(total, longer, shortened))
+            one_more = token_bytes(*short_runs[:i], run[:3], *short_runs[i + 1 :])
+            total = tuple(size + num_left_out * (more - base) for size, more, base in zip(total, one_more, shortened))
     return ActivationBytes(*(round(size * batch * sequence_length) for size in total))
 
 
+class _TokenBytes(NamedTuple):
+    """`ActivationBytes` per token.
+
+    plain: without attention's scores. fused: bytes that fused attention kernels save in place of the scores; None if
+    nothing replaces them. scores: bytes of the scores per pair of tokens, in the order of `plain`.
+    """
+
+    plain: tuple[float, ...]
+    fused: float | None
+    scores: tuple[float, ...]
+
+    def with_attention(self, sequence_length: int) -> tuple[float, ...]:
+        """Return the bytes per token, attention included, in sequences of this length."""
+        if self.fused is None:
+            return tuple(size + sequence_length * scores for size, scores in zip(self.plain, self.scores))
+        return tuple(size + self.fused if name in _WITH_ATTENTION else size
+                     for name, size in zip(ActivationBytes._fields, self.plain))
+
+
 @lru_cache(maxsize=4096)
-def _per_token(
-    model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool
-) -> tuple[tuple[float, ...], float | None, tuple[float, ...]]:
-    """`ActivationBytes` for each token, without attention's scores; what fused kernels keep instead of them, None where
-    nothing is instead of them; and the scores for each pair of tokens."""
+def _token_bytes(model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool) -> _TokenBytes:
+    """Count a stage with one layer per kind, at the lengths of `probe`."""
     stage = model.stage(kinds, probe, last)
-    sizes = [_activation_bytes(stage, probe, length) for length in probe.lengths]
-    if len(sizes) == 1:
-        return tuple(size / probe.tokens for size in sizes[0]), stage.fused, (0.0,) * len(sizes[0])
-    # Scores grow with the square of the length, everything else with the tokens: two runs tell them apart.
-    few, many = probe.lengths
-    slopes = [(other - one) / (many - few) for one, other in zip(*sizes)]
-    plain = tuple((one - few * slope) / probe.tokens for one, slope in zip(sizes[0], slopes))
-    return plain, stage.fused, tuple(slope / probe.tokens for slope in slopes)
+    counts = [_count_stage(stage, probe, length) for length in probe.lengths]
+    if len(counts) == 1:
+        plain = tuple(size / probe.tokens for size in counts[0])
+        return _TokenBytes(plain, stage.fused, (0.0,) * len(plain))
+    # At a fixed number of tokens, scores grow with the length and nothing else does: two runs separate them.
+    short, long = probe.lengths
+    slopes = [(long_size - short_size) / (long - short) for short_size, long_size in zip(*counts)]
+    plain = tuple((size - short * slope) / probe.tokens for size, slope in zip(counts[0], slopes))
+    return _TokenBytes(plain, stage.fused, tuple(slope / probe.tokens for slope in slopes))
 
 
-def _activation_bytes(stage: CountedStage, probe: Workload, length: int) -> ActivationBytes:
-    whole = _counted(stage, "B", probe, length)
-    split = _counted(stage, "I", probe, length)
+def _count_stage(stage: CountedStage, probe: Workload, length: int) -> ActivationBytes:
+    """Count the bytes of a micro-batch in sequences of `length` tokens."""
+    full = _count_pass(stage, "B", probe, length)
+    split = _count_pass(stage, "I", probe, length)
     return ActivationBytes(
-        kept=whole.kept, deferred=split.left, forward=whole.forward, backward=whole.backward,
-        input_backward=split.backward, inside_forward=whole.inside_forward, inside_backward=whole.inside_backward,
+        saved=full.saved,
+        deferred=split.remaining,
+        forward=full.forward,
+        backward=full.backward,
+        input_backward=split.backward,
+        inside_forward=full.inside_forward,
+        inside_backward=full.inside_backward,
     )
 
 
-class _Counted(NamedTuple):
-    """Bytes of a forward and one kind of backward: at most while each runs, of that inside of references, what there is
-    between them, and what is left in the end."""
+class _PassBytes(NamedTuple):
+    """Bytes of a forward and one kind of backward.
+
+    forward, backward: their peaks. inside_forward, inside_backward: part of the peaks that are temporaries of
+    references. saved: between forward and backward. remaining: after the backward.
+    """
 
     forward: int
     inside_forward: int
-    kept: int
+    saved: int
     backward: int
     inside_backward: int
-    left: int
+    remaining: int
 
 
-def _counted(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _Counted:
+def _count_pass(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _PassBytes:
+    """Run a forward and a backward of one kind, and count their bytes."""
     segments = stage.segments()
     result = "x"
     if stage.is_last:
         logits = output_names(segments)
         result = "loss"
         segments.append(Compute(summed_loss, (*logits, "labels"), result))
-    run = MetaRun(segments, result, _NoWeightGradients())
+    run = MetaRun(segments, result, _DroppingStore())
     batch = probe.tokens // length
     labels = torch.empty((batch, length), dtype=torch.int64, device="meta")
-    live = _Live([*stage.module.parameters(), *stage.module.buffers()], probe.cpu, stage.has_masks)
+    live = _LiveBytes([*stage.module.parameters(), *stage.module.buffers()], probe.cpu, stage.has_masks)
     with live, stage.attention(), run.store.activate():
         carry = {"x": meta_hidden(stage.hidden_size, batch, length, probe.dtype), "labels": labels}
         run.begin(carry | stage.side_inputs(batch, length), ("x",))
         walk([run.forward()])
         forward, inside_forward = live.take_peaks()
         gradient = run.begin_backward()
-        kept = live.bytes - gradient
+        saved = live.bytes - gradient
         walk([run.backward(kind)])
         run.drop_gradients()
         backward, inside_backward = live.take_peaks()
-        return _Counted(forward, inside_forward, kept, backward, inside_backward, live.bytes)
+        return _PassBytes(forward, inside_forward, saved, backward, inside_backward, remaining=live.bytes)
 
 
-class _NoWeightGradients(WeightGradStore):
-    """A store whose weight gradients are dropped where they would be computed."""
+class _DroppingStore(WeightGradStore):
+    """Store that drops weight gradients instead of computing them."""
 
     def run(self, key: Any) -> None:
+        """Drop the weight gradients of `key`."""
         self.take(key)
 
 
-class _Live(TorchDispatchMode):
-    """The bytes of all storages that are made inside and alive, and the most that there were, with and without what
-    references take on the `cpu`; but for `known` tensors, and unless there are `masks`, who sees whom, bool (S, S),
-    which the CPU alone needs."""
+class _LiveBytes(TorchDispatchMode):
+    """Mode that counts the bytes of the live storages created inside it, and their peak.
 
-    def __init__(self, known: Collection[Tensor], cpu: bool, masks: bool) -> None:
+    Args:
+        existing: tensors that exist before, such as parameters, which do not count.
+        cpu: count temporaries of references too.
+        masks: count bool tensors too. In native models they are masks (S, S) that only the CPU's attention needs.
+    """
+
+    def __init__(self, existing: Collection[Tensor], cpu: bool, masks: bool) -> None:
         super().__init__()
         self._cpu = cpu
         self._masks = masks
-        self.bytes = self.peak = self.outside = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in known}
-        self._given = frozenset(self._known)
+        self.bytes = 0
+        self._peak = 0
+        self._peak_outside = 0  # peak without temporaries of references
+        self._existing = frozenset(tensor.untyped_storage()._cdata for tensor in existing)
+        self._known = set(self._existing)
 
     def take_peaks(self) -> tuple[int, int]:
-        """Return the most bytes so far, and how many of them are inside of references; begin to count anew."""
-        most, inside = self.peak, self.peak - self.outside
-        self.peak = self.outside = 0
-        return most, inside
+        """Return the peak since the last call, and the part of it that is temporaries of references."""
+        peak = self._peak
+        inside = self._peak - self._peak_outside
+        self._peak = 0
+        self._peak_outside = 0
+        return peak, inside
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, and count the storages of its results."""
         results = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
             if isinstance(tensor, Tensor) and (self._masks or tensor.dtype is not torch.bool):
-                storage = tensor.untyped_storage()
-                key, size = storage._cdata, storage.nbytes()
-                if key not in self._known:
-                    self._known.add(key)
-                    self.bytes += size
-                    self.peak, self.outside = max(self.peak, self.bytes), max(self.outside, self.bytes)
-                    weakref.finalize(storage, self._freed, key, size)
+                self._add(tensor)
         if func.namespace == "dualpipe" and self._cpu:
-            largest = max((tensor.numel() for tensor in tree_leaves((args, results)) if isinstance(tensor, Tensor)
-                           and tensor.untyped_storage()._cdata not in self._given), default=0)
-            copied = REFERENCES.get(func._opname, 0.0) * largest
-            if func._opname == "combine_tokens":  # rows twice, and once with places of choices that are elsewhere
-                y, _, inverse, *_ = args
-                copied = 2 * y.numel() + inverse.numel() * y.shape[1]
-            self.peak = max(self.peak, self.bytes + round(4 * copied))
+            temporaries = self._temporary_bytes(func._opname, args, results)
+            self._peak = max(self._peak, self.bytes + temporaries)
         return results
 
-    def _freed(self, key: int, size: int) -> None:
+    def _add(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor until it is freed, unless it counts already."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        size = storage.nbytes()
+        self._known.add(key)
+        self.bytes += size
+        self._peak = max(self._peak, self.bytes)
+        self._peak_outside = max(self._peak_outside, self.bytes)
+        weakref.finalize(storage, self._remove, key, size)
+
+    def _remove(self, key: int, size: int) -> None:
+        """Stop counting a storage that was freed."""
         self._known.remove(key)
         self.bytes -= size
+
+    def _temporary_bytes(self, name: str, args: Any, results: Any) -> int:
+        """Return the bytes of the float32 temporaries of a reference, by its name and tensors."""
+        if name == "combine_tokens":  # rows twice, and once those of choices whose experts are on other ranks
+            y, _, inverse, *_ = args
+            return round(4 * (2 * y.numel() + inverse.numel() * y.shape[1]))
+        sizes = [tensor.numel() for tensor in tree_leaves((args, results))
+                 if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._existing]
+        return round(4 * REFERENCES.get(name, 0.0) * max(sizes, default=0))

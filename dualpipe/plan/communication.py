@@ -1,4 +1,4 @@
-"""Seconds that bytes take from rank to rank on a machine, and what ranks that share sequences send."""
+"""Transfer times between ranks of a machine, and the traffic of context parallelism."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from dualpipe.plan.machines import Machine
 
 
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
-    """Return the seconds in which each of `ranks` neighbours sends `sent` bytes to all of them, evenly but for the
-    imbalance: within a node and to other nodes at once."""
-    inside = min(ranks, machine.node)
+    """Return the seconds of an all-to-all over `ranks` neighbours, within the node and to other nodes at once.
+
+    Each rank sends `sent` bytes, the same number to every rank; the slowest rank has `machine.imbalance` times as many.
+    """
     if ranks == 1:
         return 0.0
-    there = sent * machine.imbalance / ranks
-    near = there * (inside - 1) / (machine.nvlink * machine.links * 1e9)
-    far = there * (ranks - inside) / (machine.network * machine.networks * 1e9)
-    return max(near, far) + _latency(machine, between_nodes=ranks > inside)
+    ranks_in_node = min(ranks, machine.node)
+    bytes_per_peer = sent * machine.imbalance / ranks
+    nvlink_seconds = bytes_per_peer * (ranks_in_node - 1) / (machine.nvlink * machine.links * 1e9)
+    network_seconds = bytes_per_peer * (ranks - ranks_in_node) / (machine.network * machine.networks * 1e9)
+    return max(nvlink_seconds, network_seconds) + _latency(machine, between_nodes=ranks > ranks_in_node)
 
 
 def ring_seconds(machine: Machine, size: float, ranks: int, stride: int = 1) -> float:
-    """Return the seconds to gather `size` bytes, or to reduce and scatter them, over ranks `stride` apart.
+    """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks, `stride` apart.
 
-    Around a ring through several nodes goes what the network cards of all its ranks in a node carry together.
+    A ring through several nodes has the bandwidth of the network cards of all its ranks in a node together.
     """
     if ranks <= 1:
         return 0.0
-    of_a_node = max(1, min(ranks, machine.node // stride))
+    ranks_in_node = max(1, min(ranks, machine.node // stride))
     rate = machine.nvlink * machine.links
-    if of_a_node < ranks:
-        rate = min(rate, of_a_node * machine.network * machine.networks)
-    return size * (ranks - 1) / ranks / (rate * 1e9) + _latency(machine, between_nodes=of_a_node < ranks)
+    if ranks_in_node < ranks:
+        rate = min(rate, ranks_in_node * machine.network * machine.networks)
+    return size * (ranks - 1) / ranks / (rate * 1e9) + _latency(machine, between_nodes=ranks_in_node < ranks)
 
 
 def send_seconds(machine: Machine, size: float, ranks: int, stride: int) -> float:
-    """Return the seconds for `size` bytes to the next of `ranks` ranks, `stride` apart; between nodes where any pair
-    is."""
+    """Return the seconds to send `size` bytes to the next of `ranks` ranks, `stride` apart.
+
+    If any two neighbours are on different nodes, the network's rate and latency count for all of them.
+    """
     if ranks == 1:
         return 0.0
     between_nodes = ranks * stride > machine.node
@@ -49,12 +53,16 @@ def send_seconds(machine: Machine, size: float, ranks: int, stride: int) -> floa
 
 
 def _latency(machine: Machine, *, between_nodes: bool) -> float:
+    """Return the latency of a communication in seconds."""
     return (machine.network_latency if between_nodes else machine.latency) * 1e-6
 
 
 class ContextNumbers(NamedTuple):
-    """Numbers, for each of its own tokens, that a rank sends in a layer's attention where ranks share sequences, and
-    the most that are there at once of what is sent and what arrives."""
+    """Context-parallel traffic of a layer's attention, in elements per token of the rank.
+
+    forward, backward: elements that the rank sends in each. held: the most elements in send and receive buffers at
+    once.
+    """
 
     forward: float
     backward: float
@@ -62,18 +70,22 @@ class ContextNumbers(NamedTuple):
 
 
 def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
-    """Return the numbers of a layer on `cp` ranks, by a `method` of `dualpipe.parallel.context.method_for`.
+    """Return the traffic of layer `index` on `cp` ranks, by a `method` of `dualpipe.parallel.context.method_for`.
 
-    In a ring, rows of keys and values are sent in the forward, again in the backward, and their gradients back. By
-    all-to-all, heads and their results are sent once each way. Raises ValueError where `method_for` does.
+    A ring sends rows of keys and values in the forward, once more in the backward, and their gradients back. By
+    all-to-all, heads and their results are sent once each way.
+
+    Raises:
+        ValueError: where `method_for` raises it.
     """
     attention = meta_layer(config, index).self_attn
     if method_for(attention, cp, method) == "all_to_all":
         width = heads_width(attention)
         sent = width * (cp - 1) / cp
-        return ContextNumbers(sent, sent, 2.0 * width)  # what is sent and what arrives
-    others = float(cp - 1)  # whose rows are needed, each with as many tokens as there are here
-    if attention.window is not None:  # before each of two chunks, so many tokens
-        others = min(others, 2 * (attention.window - 1) * cp / sequence_length)
-    sent = others * row_width(attention)
-    return ContextNumbers(sent, 2 * sent, 4.0 * row_width(attention))  # rows here, rows on their way, their gradients
+        return ContextNumbers(sent, sent, 2.0 * width)  # the send buffer and the receive buffer
+    remote_chunks = float(cp - 1)  # ranks whose rows are needed, each with as many tokens as this one
+    if attention.window is not None:  # a window reaches window - 1 tokens before each of the rank's two chunks
+        remote_chunks = min(remote_chunks, 2 * (attention.window - 1) * cp / sequence_length)
+    width = row_width(attention)
+    sent = remote_chunks * width
+    return ContextNumbers(sent, 2 * sent, 4.0 * width)  # local rows, rows in transit, and the gradients of each

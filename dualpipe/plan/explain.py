@@ -1,4 +1,4 @@
-"""Where the numbers of a row come from: each term, its formula with numbers, and what it gives."""
+"""Explanation of a row of a plan: each term, its formula with numbers, and its value."""
 
 from __future__ import annotations
 
@@ -10,72 +10,126 @@ from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
 from dualpipe.runtime.nccl import EXPERTS
 
+Row = tuple[str, str, str]  # term, formula with numbers, value
+
 
 def explain(run: Prediction) -> Iterator[str]:
-    """Lines of a table: term, formula with numbers, value."""
-    rows = [("term", "formula", "value"), *_terms(run)]
-    first, second, _ = (max(map(len, column)) for column in zip(*rows))
+    """Yield the lines of a table of terms, formulas and values, then those of the memory of each rank."""
+    rows = [("term", "formula", "value"), *_operator_rows(run), *_compute_rows(run), *_transfer_rows(run),
+            *_shard_rows(run), *_step_rows(run)]
+    term_width, formula_width, _ = (max(map(len, column)) for column in zip(*rows))
     for term, formula, value in rows:
-        yield f"{term:<{first}}  {formula:<{second}}  {value}".rstrip()
+        yield f"{term:<{term_width}}  {formula:<{formula_width}}  {value}".rstrip()
     yield ""
     yield from table(run.memory, units=DECIMAL)
 
 
-def _terms(run: Prediction) -> Iterator[tuple[str, str, str]]:
-    m, s, c = run.machine, run.setting, run.config
-    p, t, chunks = c.parallel, c.train, c.train.num_chunks
-    parts, share = run.parts, chunks / p.pp
-    yield "a kind of operator, for each", f"max(TFLOP / rate, GB / {m.hbm:g} GB/s x {m.bandwidth:g}), summed", ""
-    for kind, one in run.spent.items():
-        peak, name = m.fp8 if kind.startswith("fp8") else m.tflops, kind.removeprefix("fp8 ").replace(" ", "_")
-        rate = f" at {peak:g} x {getattr(m, name):g}" if kind in PRODUCTS else ""
-        yield (f"  {kind}", f"{one.launches:,.0f} launches, {one.flops / 1e12:,.1f} TFLOP{rate}, {one.bytes / GB:,.1f} "
-               "GB, whole model", _ms(one.seconds))
-    rows = s.tokens * p.ep * run.model.num_experts_per_tok / run.model.num_experts
-    yield "  of grouped", (f"rows x {m.imbalance if p.ep > 1 else 1:g} imbalance x (1 + {TILE // 2} / {rows:,.0f} rows "
-                           "an expert)"), ""
+def _operator_rows(run: Prediction) -> Iterator[Row]:
+    """Yield a row per kind of operator, and the rules for some of them."""
+    m = run.machine
+    p = run.config.parallel
+    yield "operators, by kind", f"max(TFLOP / rate, GB / {m.hbm:g} GB/s x {m.bandwidth:g}), summed", ""
+    for kind, totals in run.spent.items():
+        peak = m.fp8 if kind.startswith("fp8") else m.tflops
+        efficiency = kind.removeprefix("fp8 ").replace(" ", "_")
+        rate = f" at {peak:g} x {getattr(m, efficiency):g}" if kind in PRODUCTS else ""
+        yield (
+            f"  {kind}",
+            f"{totals.launches:,.0f} launches, {totals.flops / 1e12:,.1f} TFLOP{rate}, {totals.bytes / GB:,.1f} GB, "
+            "whole model",
+            _ms(totals.seconds),
+        )
+    rows = run.setting.tokens * p.ep * run.model.num_experts_per_tok / run.model.num_experts
+    imbalance = m.imbalance if p.ep > 1 else 1
+    yield "  of grouped", f"rows x {imbalance:g} imbalance x (1 + {TILE // 2} / {rows:,.0f} rows per expert)", ""
     yield "  of attention backward", f"{ATTENTION_BACKWARD} x the operations of the forward", ""
-    grouped, kernel = m.launch_grouped or m.launch, m.launch_kernel or m.launch
-    yield ("  of host", f"launches x {m.launch:g} us, {grouped:g} of grouped and {kernel:g} of Triton's, beyond the "
-           "device's time", "")
-    everything = sum(one.seconds for one in run.spent.values())
-    once = 1 - sum(stage.again for stage in run.stages) / everything
+    grouped = m.launch_grouped or m.launch
+    kernel = m.launch_kernel or m.launch
+    yield (
+        "  of host",
+        f"launches x {m.launch:g} us, {grouped:g} for grouped GEMMs and {kernel:g} for other Triton kernels, beyond "
+        "the device's time",
+        "",
+    )
+
+
+def _compute_rows(run: Prediction) -> Iterator[Row]:
+    """Yield the rows of the parts that compute."""
+    pp = run.config.parallel.pp
+    chunks = run.config.train.num_chunks
+    all_operators = sum(totals.seconds for totals in run.spent.values())
+    not_recomputed = 1 - sum(stage.recomputed for stage in run.stages) / all_operators
     for name in ("products", "memory traffic", "host"):
-        formula = f"its operators x {chunks} micro-batches / {p.pp} pipeline ranks x {once:.3f} not again"
-        yield name, formula, _ms(parts[name])
-    yield "recomputation", f"{_ms(everything * (1 - once))} x {chunks} / {p.pp}", _ms(parts["recomputation"])
+        formula = f"its operators x {chunks} micro-batches / {pp} pipeline ranks x {not_recomputed:.3f} not recomputed"
+        yield name, formula, _ms(run.parts[name])
+    recomputed = _ms(all_operators * (1 - not_recomputed))
+    yield "recomputation", f"{recomputed} x {chunks} / {pp}", _ms(run.parts["recomputation"])
+
+
+def _transfer_rows(run: Prediction) -> Iterator[Row]:
+    """Yield the rows of the all-to-all, of context parallelism, and of sends between stages."""
+    m = run.machine
+    p = run.config.parallel
+    chunks = run.config.train.num_chunks
+    setting = run.setting
     sent = sum(stage.sent for stage in run.stages)
-    near = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
-    far = f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s" if p.ep > m.node else ""
-    yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {near}{far}, + latency, whole model", _ms(sent)
+    links = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
+    if p.ep > m.node:
+        links += f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s"
+    yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {links}, + latency, whole model", _ms(sent)
     if p.cp > 1:
-        each = sum(map(sum, (context_seconds(s, i) for i in run.model.all_layers)))
-        yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(each)
-    yield "  all of it", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent * share)
+        seconds = sum(sum(context_seconds(setting, layer)) for layer in run.model.all_layers)
+        yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(seconds)
+    sent_per_rank = sent * chunks / p.pp
+    yield "  per rank", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent_per_rank)
     if sent:
-        yield "all-to-all", (f"pairs played through; {EXPERTS.ctas} of {m.multiprocessors:g} multiprocessors; hidden "
-                             f"{1 - parts['all-to-all'] / (sent * share):.0%}"), _ms(parts["all-to-all"])
-    size = s.tokens * sent_bytes(run.model, s.dtype)
-    yield "sends", f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, less without", _ms(parts["sends"])
-    yield "gather", "the first stage's parameters, around the ring of those that share them", _ms(parts["gather"])
+        hidden = 1 - run.parts["all-to-all"] / sent_per_rank
+        yield (
+            "all-to-all",
+            f"overlap simulated; {EXPERTS.ctas} of {m.multiprocessors:g} multiprocessors; {hidden:.0%} hidden",
+            _ms(run.parts["all-to-all"]),
+        )
+    size = setting.tokens * sent_bytes(run.model, setting.dtype)
+    formula = f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, minus without"
+    yield "sends", formula, _ms(run.parts["sends"])
+
+
+def _shard_rows(run: Prediction) -> Iterator[Row]:
+    """Yield the rows of gather, reduce and optimizer."""
+    m = run.machine
+    p = run.config.parallel
+    yield "gather", "the first stage's parameters, around the ring of the ranks that shard them", _ms(run.gather)
     if p.dp_replicate > 1:
-        yield "  of reduce", (f"around the ring of {p.dense_shards} ranks, then over {p.dp_replicate} parts of dp, "
-                              f"twice 1/{p.dense_shards} of dense and 1/{p.expert_shards} of experts"), ""
-    yield "reduce", "the schedule with the stages' gradients in float32 reduced beside it, less without", \
-        _ms(parts["reduce"])
-    muon = f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)" if run.muon_flops else ""
-    yield "optimizer", f"2 x what is stored and gradients / ({m.hbm:g} x {m.bandwidth:g} GB/s){muon}", \
-        _ms(parts["optimizer"])
-    yield "bubble", f"the schedule {p.schedule} of {p.pp} ranks, {chunks} micro-batches, less what a rank does", \
-        _ms(parts["bubble"])
+        yield (
+            "  of reduce",
+            f"around the ring of {p.dense_shards} ranks, then over {p.dp_replicate} parts of dp, twice "
+            f"1/{p.dense_shards} of dense and 1/{p.expert_shards} of expert gradients",
+            "",
+        )
+    formula = "the schedule with float32 gradients of the stages reduced beside it, minus without"
+    yield "reduce", formula, _ms(run.parts["reduce"])
+    formula = f"2 x (stored + gradients) / ({m.hbm:g} x {m.bandwidth:g} GB/s)"
+    if run.muon_flops:
+        formula += f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)"
+    yield "optimizer", formula, _ms(run.parts["optimizer"])
+
+
+def _step_rows(run: Prediction) -> Iterator[Row]:
+    """Yield the rows of the bubble, the step, its speed and its memory."""
+    p = run.config.parallel
+    t = run.config.train
+    formula = f"the schedule {p.schedule} of {p.pp} ranks, {t.num_chunks} micro-batches, minus a rank's busy time"
+    yield "bubble", formula, _ms(run.parts["bubble"])
     yield "step", "the sum of these", f"{run.step_seconds:.4g} s"
     speed = f"{run.tokens_per_second:,.0f}"
     yield "tokens/s/GPU", f"{run.tokens:,} tokens / {run.step_seconds:.4g} s / {p.world_size} GPUs", speed
     flops = flops_per_token(run.model, t.sequence_length).both
-    yield "MFU", f"{flops / 1e9:,.1f} GFLOP a token x {speed} / {m.tflops:g} TFLOP/s", f"{run.mfu:.1%}"
+    formula = f"{flops / 1e9:,.1f} GFLOP per token x {speed} / {run.machine.tflops:g} TFLOP/s"
+    yield "MFU", formula, f"{run.mfu:.1%}"
     unit = unit_for(run.peak, DECIMAL)
     yield "memory", "the worst pipeline rank below", f"{run.peak / unit.bytes:.1f} {unit.name}"
 
 
 def _ms(seconds: float) -> str:
+    """Format seconds as milliseconds."""
     return f"{seconds * 1e3:,.2f} ms"

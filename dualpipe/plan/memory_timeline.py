@@ -1,14 +1,14 @@
-"""What a run needs on each rank while each step of its schedule runs, by kind: as a table, and as a picture.
+"""Memory of each pipeline rank over the steps of its schedule, by kind: as a table and as a picture.
 
-    parameters     as they are stored, and gathered to compute with
-    accumulators   of gradients, with what is copied to be reduced
-    optimizer      its states
-    activations    of the micro-batches that are alive, with what the step itself needs
-    pending        what deferred weight gradients wait with
-    buffers        NCCL's
+    parameters     stored shards, and the parameters gathered for compute
+    accumulators   accumulated gradients, and the copies that are reduced
+    optimizer      optimizer states
+    activations    live micro-batches, and temporaries of the running step
+    pending        inputs held for deferred weight gradients
+    buffers        NCCL buffers
 
-Pairs that have no communication to hide are shown as they run, one action after the other. Of a long step, the middle
-of which repeats itself, four micro-batches a rank are shown.
+A pair without communication to hide is shown as it runs: one action after the other. The middle of a long step repeats
+itself, so at most four micro-batches per rank are shown.
 """
 
 from __future__ import annotations
@@ -16,91 +16,124 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from dualpipe.plan.memory import step_memory, unit_for
+from dualpipe.plan.memory import RankMemory, Unit, step_memory, unit_for
 from dualpipe.schedule import Step
 from dualpipe.schedule.svg import legend, picture, rect, text, tick_step, titled
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
-COLOURS = {"parameters": "#8f9be0", "accumulators": "#d3d8f5", "optimizer": "#b0b7bf", "activations": "#58b368",
-           "pending": "#f5b041", "buffers": "#c2554d"}
-ROW, GAP, LEFT, TOP, BOTTOM, CELL = 110, 18, 130, 66, 40, 7  # pixels
+COLOURS = {
+    "parameters": "#8f9be0",
+    "accumulators": "#d3d8f5",
+    "optimizer": "#b0b7bf",
+    "activations": "#58b368",
+    "pending": "#f5b041",
+    "buffers": "#c2554d",
+}
+# Pixels: height of a rank's row, gap below it, margins around the rows, and width of a column.
+ROW = 110
+GAP = 18
+LEFT = 130
+TOP = 66
+BOTTOM = 40
+CELL = 7
+PEAK_LABEL = 90  # pixels to the right of a row for the label of its peak
+LEGEND_WIDTH = 580
 STYLE = "line{stroke:#d5dbe1;stroke-width:1}.c{text-anchor:middle;fill:#6b7785}"
 
 
 class Moment(NamedTuple):
-    """Bytes on a rank while a step of its schedule runs, by the kinds of COLOURS."""
+    """Memory of a rank while one step of its schedule runs: bytes by kind, in the order of `COLOURS`."""
 
     step: Step
     bytes: tuple[int, ...]
 
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.bytes)
+
 
 def timeline(config: Config, model: TrainedModel) -> list[list[Moment]]:
-    """The moments of every pipeline rank, on its largest rank of "dp", "cp" and "ep"."""
+    """Return the moments of each pipeline rank, for its largest rank of "dp", "cp" and "ep"."""
     schedule, ranks = step_memory(config, model)
     return [
-        [Moment(step, (of.parameters + of.gathered, of.gradients, of.optimizer, of.activations, of.pending,
-                       of.nccl)) for step, of in zip(steps, rank)]
+        [Moment(step, _bytes_by_kind(memory)) for step, memory in zip(steps, rank)]
         for steps, rank in zip(schedule.ranks, ranks)
     ]
 
 
+def _bytes_by_kind(memory: RankMemory) -> tuple[int, ...]:
+    """Return the bytes of a rank by the kinds of `COLOURS`."""
+    parameters = memory.parameters + memory.gathered
+    return (parameters, memory.gradients, memory.optimizer, memory.activations, memory.pending, memory.nccl)
+
+
 def table(ranks: Sequence[Sequence[Moment]]) -> Iterator[str]:
-    """For each rank the step in which it needs most, in the unit that suits the largest."""
-    unit = unit_for(_most(ranks))
+    """Yield the lines of a table: the step of each rank with the most memory, in the unit that suits the largest."""
+    unit = unit_for(_peak_bytes(ranks))
     yield " ".join(f"{name:>12}" for name in (f"{unit.name} of rank", "worst step", *COLOURS, "total"))
-    for number, moments in enumerate(ranks):
-        worst = max(moments, key=lambda moment: sum(moment.bytes))
+    for rank, moments in enumerate(ranks):
+        worst = max(moments, key=lambda moment: moment.total)
         step = "&".join(map(str, worst.step))
-        sizes = (size / unit.bytes for size in (*worst.bytes, sum(worst.bytes)))
-        yield f"{number:>12} {step:>12} " + " ".join(f"{size:>12.2f}" for size in sizes)
+        sizes = (size / unit.bytes for size in (*worst.bytes, worst.total))
+        yield f"{rank:>12} {step:>12} " + " ".join(f"{size:>12.2f}" for size in sizes)
 
 
 def to_svg(ranks: Sequence[Sequence[Moment]]) -> str:
-    """A row for each rank and a column for each of its steps, stacked by kind; hovering says how much of what."""
-    most = _most(ranks)
-    unit = unit_for(most)
+    """Draw the moments as SVG: one row per rank, one column per step, stacked by kind. Hovering shows the sizes."""
+    peak = _peak_bytes(ranks)
+    unit = unit_for(peak)
     columns = max(map(len, ranks))
-    shapes = [text(LEFT, 22, f"Memory while each step runs: at most {most / unit.bytes:.1f} {unit.name}", "h"),
-              *legend(LEFT, 36, COLOURS.items()), *_step_axis(columns, TOP + len(ranks) * (ROW + GAP))]
+    bottom = TOP + len(ranks) * (ROW + GAP)
+    shapes = [text(LEFT, 22, f"Memory while each step runs: at most {peak / unit.bytes:.1f} {unit.name}", "h")]
+    shapes += legend(LEFT, 36, COLOURS.items())
+    shapes += _step_axis(columns, bottom)
     for rank, moments in enumerate(ranks):
-        bottom = TOP + rank * (ROW + GAP) + ROW
-        peak = max(sum(moment.bytes) for moment in moments)
-        shapes += _memory_axis(f"rank {rank}, {unit.name}", bottom, most / unit.bytes, columns)
-        shapes.append(text(LEFT + CELL * len(moments) + 8, bottom - ROW * peak / most + 4,
-                           f"{peak / unit.bytes:.1f} {unit.name}"))
-        for column, moment in enumerate(moments):
-            amounts = (f"{name} {size / unit.bytes:.2f} {unit.name}" for name, size in zip(COLOURS, moment.bytes))
-            title = "\n".join([" and ".join(action.title for action in moment.step), *amounts])
-            shapes.append(titled(title, _bars(moment, column, bottom, most)))
-    width = max(LEFT + CELL * columns + 90, LEFT + 580)  # room for the legend
-    return picture(width, TOP + len(ranks) * (ROW + GAP) + BOTTOM, shapes, STYLE)
+        row_bottom = TOP + rank * (ROW + GAP) + ROW
+        shapes += _memory_axis(f"rank {rank}, {unit.name}", row_bottom, peak / unit.bytes, columns)
+        shapes += _row(moments, row_bottom, peak, unit)
+    width = max(LEFT + CELL * columns + PEAK_LABEL, LEFT + LEGEND_WIDTH)
+    return picture(width, bottom + BOTTOM, shapes, STYLE)
 
 
-def _most(ranks: Sequence[Sequence[Moment]]) -> int:
-    return max(sum(moment.bytes) for moments in ranks for moment in moments) or 1
+def _peak_bytes(ranks: Sequence[Sequence[Moment]]) -> int:
+    """Return the bytes of the largest moment, at least 1."""
+    return max(moment.total for moments in ranks for moment in moments) or 1
 
 
-def _memory_axis(title: str, bottom: float, most: float, columns: int) -> Iterator[str]:
-    """The axis of a rank, whose height is `most` units of memory."""
+def _row(moments: Sequence[Moment], bottom: float, peak: int, unit: Unit) -> Iterator[str]:
+    """Yield the shapes of a rank: the label of its peak, and a column of bars per step."""
+    rank_peak = max(moment.total for moment in moments)
+    label = f"{rank_peak / unit.bytes:.1f} {unit.name}"
+    yield text(LEFT + CELL * len(moments) + 8, bottom - ROW * rank_peak / peak + 4, label)
+    for column, moment in enumerate(moments):
+        sizes = (f"{name} {size / unit.bytes:.2f} {unit.name}" for name, size in zip(COLOURS, moment.bytes))
+        title = "\n".join([" and ".join(action.title for action in moment.step), *sizes])
+        yield titled(title, _bars(moment, column, bottom, peak))
+
+
+def _memory_axis(title: str, bottom: float, peak: float, columns: int) -> Iterator[str]:
+    """Yield the vertical axis of a rank. Its height stands for `peak` units of memory."""
     yield text(10, bottom - ROW / 2 + 4, title)
-    step = tick_step(most / 4)
-    for i in range(int(most / step) + 1):
-        y = bottom - ROW * i * step / most
+    step = tick_step(peak / 4)
+    for tick in range(int(peak / step) + 1):
+        y = bottom - ROW * tick * step / peak
         yield f'<line x1="{LEFT - 4}" y1="{y:.1f}" x2="{LEFT + CELL * columns}" y2="{y:.1f}"/>'
-        yield text(LEFT - 8, y + 4, f"{i * step:g}", "e m")
+        yield text(LEFT - 8, y + 4, f"{tick * step:g}", "e m")
 
 
 def _step_axis(columns: int, top: float) -> Iterator[str]:
-    """Numbers below the columns, and what they count."""
+    """Yield the step numbers below the columns, and the caption of the axis."""
     step = round(tick_step(max(1, 40 / CELL)))
     for column in range(0, columns, step):
         yield text(LEFT + CELL * (column + 0.5), top, column, "c")
-    yield text(LEFT, top + 18, "steps of a rank's schedule, one after the other, all as wide", "m")
+    yield text(LEFT, top + 18, "steps of the schedule of each rank, in order, all drawn equally wide", "m")
 
 
-def _bars(moment: Moment, column: int, bottom: float, most: int) -> Iterator[str]:
+def _bars(moment: Moment, column: int, bottom: float, peak: int) -> Iterator[str]:
+    """Yield the stacked bars of one step, from the bottom up."""
     for colour, size in zip(COLOURS.values(), moment.bytes):
-        high = ROW * size / most
-        bottom -= high
-        yield rect(LEFT + CELL * column, bottom, CELL - 0.5, high, colour)
+        height = ROW * size / peak
+        bottom -= height
+        yield rect(LEFT + CELL * column, bottom, CELL - 0.5, height, colour)

@@ -1,8 +1,9 @@
-"""What a layer gives to a device: its operators, between its communications, counted on tensors without memory.
+"""Operators of a layer between its communications, recorded on meta tensors.
 
-A layer's segments are run as the pipeline runs them, forward and backward, for two numbers of tokens; each operator's
-operations and bytes are then so many for each token and so many besides. Attention, which is written down here as
-products of whole scores, counts as one fused operator forward and one backward; its operations depend on the layer.
+The pipeline's own code runs the layer's segments, forward and backward, for two numbers of tokens. From these follow
+the operations and bytes of each operator per token, and its bytes that do not depend on the tokens. Attention, which on
+meta is GEMMs that materialize the scores, counts as one fused operator in the forward and one in the backward; its
+operations depend on the layer and are added in `dualpipe.plan.stage_costs`.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from dualpipe.pipeline.overlap import Task
 from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
-LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other size of a tensor is the length of a sequence
-# Launches of operators that are several there, and of making and packing a plan for other ranks, which is not run here:
-# tests/models/test_launches.py counts them.
+LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
+# Launches of operators that launch several kernels, and of building and packing a dispatch plan for other ranks, which
+# is not recorded. tests/models/test_launches.py counts them.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
 _PLANNING = 36
-FP8_BYTES = 1 + 1 / 32  # of a number: with its part of a scale, a byte for 32 or four for 128
-_ACCUMULATE = torch.ops.aten.addmm.dtype_out  # a weight gradient to its accumulator
-_NOTHING = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
+FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
+_ACCUMULATE = torch.ops.aten.addmm.dtype_out  # adds a weight gradient to its accumulator
+_NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
 
 
 class Operator(NamedTuple):
-    """Operations for each token, bytes moved for each token and besides, and what the host launches for it.
+    """Operator of a layer.
 
-    is_triton: launches a kernel of `dualpipe.kernels`, once, whatever else it launches.
+    flops: operations per token. token_bytes: bytes moved per token. bytes: bytes moved whatever the number of tokens.
+    launches: kernels that the host launches. is_triton: True if one of them is a kernel of `dualpipe.kernels`.
     """
 
     kind: Kind
@@ -49,8 +51,11 @@ class Operator(NamedTuple):
 
 
 class ActionPart(NamedTuple):
-    """What an action computes until its next communication, the bytes that each token then sends to all ranks of "ep",
-    and the weight gradients that can be computed beside it."""
+    """Part of an action: its operators up to the next communication, and that communication.
+
+    sent: bytes that the communication sends per token to all ranks of "ep"; 0 without one. deferred: operators of the
+    weight gradients that can overlap it.
+    """
 
     operators: tuple[Operator, ...]
     sent: float = 0.0
@@ -58,30 +63,36 @@ class ActionPart(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """The parts of a forward and of a backward; the last one of each ends without a communication."""
+    """Parts of a layer's forward and of its backward. The last part of either ends without a communication."""
 
     forward: tuple[ActionPart, ...]
     backward: tuple[ActionPart, ...]
 
 
-class InFP8(NamedTuple):
-    """What is in FP8: products with weights of these names, forward; their input gradients; and rows to experts."""
+class FP8Usage(NamedTuple):
+    """FP8 tensors of a model.
+
+    weights: names of the weights with forward GEMMs in FP8. backward: names of those with input gradients in FP8.
+    dispatch: True if rows are sent to experts in FP8.
+    """
 
     weights: frozenset[str] = frozenset()
     backward: frozenset[str] = frozenset()
     dispatch: bool = False
 
 
-IN_BF16 = InFP8()
+InFP8 = FP8Usage  # earlier name
+NO_FP8 = FP8Usage()
+IN_BF16 = NO_FP8  # earlier name
 
 
 @lru_cache(maxsize=1024)
 def layer_parts(
-    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, fp8: InFP8 = IN_BF16
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, fp8: FP8Usage = NO_FP8
 ) -> LayerParts:
-    """The operators of a layer on one of `ep` ranks with as many tokens."""
+    """Return the operators of a layer on one of `ep` ranks that all have the same number of tokens."""
     short, long = (_run_layer(config, kind, ep, dtype, length, fp8) for length in LENGTHS)
-    forward, backward = (tuple(map(_per_token, *pair)) for pair in zip(short, long))
+    forward, backward = _fit_parts(short, long)
     if ep > 1 and len(forward) > 1:
         planning = Operator("memory", launches=_PLANNING)
         forward = (forward[0]._replace(operators=(*forward[0].operators, planning)), *forward[1:])
@@ -90,48 +101,58 @@ def layer_parts(
 
 @lru_cache(maxsize=64)
 def head_parts(config: HubConfig, dtype: torch.dtype) -> LayerParts:
-    """The operators of the last norm, the head and the loss; the last two once more for each layer for multi-token
-    prediction, which has its own norm."""
+    """Return the operators of the last norm, the head and the loss.
+
+    Head and loss run once more per layer for multi-token prediction, which has its own norm.
+    """
 
     def run(length: int) -> tuple[list[ActionPart], list[ActionPart]]:
         head = Linear(config.hidden_size, config.vocab_size, bias=False, device="meta", dtype=dtype)
         norm = RMSNorm(config.hidden_size, config.rms_norm_eps).to(head.weight)
-        store, recorded = _prepared(nn.Sequential(norm, head)), _Recorded()
-        x, *more = (meta_hidden(config.hidden_size, 1, length, dtype) for _ in range(1 + config.mtp_depth))
+        store = _accumulating_store(nn.Sequential(norm, head))
+        recorder = _OperatorRecorder()
+        x, *mtp_hidden = (meta_hidden(config.hidden_size, 1, length, dtype) for _ in range(1 + config.mtp_depth))
         labels = torch.empty(1, length, dtype=torch.int64, device="meta")
-        with recorded, store.activate():
-            loss = summed_loss(*map(head, (norm(x), *more)), labels)
-            forward = [ActionPart(recorded.take())]
+        with recorder, store.activate():
+            loss = summed_loss(*map(head, (norm(x), *mtp_hidden)), labels)
+            forward = [ActionPart(recorder.take())]
             with store.defer(MICROBATCH):
                 loss.backward()
-            return forward, [ActionPart(recorded.take(), deferred=_deferred(store, recorded))]
+            backward_operators = recorder.take()
+            backward = [ActionPart(backward_operators, deferred=_record_deferred(store, recorder))]
+        return forward, backward
 
     short, long = map(run, LENGTHS)
-    return LayerParts(*(tuple(map(_per_token, *pair)) for pair in zip(short, long)))
+    return _fit_parts(short, long)
 
 
 def _run_layer(
-    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: InFP8
+    config: HubConfig, kind: LayerKind, ep: int, dtype: torch.dtype, length: int, fp8: FP8Usage
 ) -> tuple[list[ActionPart], list[ActionPart]]:
+    """Run a layer on one sequence of `length` tokens; return the parts of its forward and backward for all tokens."""
     stage = stage_of_kinds(config, [kind], ep, dtype)
     storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
                 for name, param in stage.named_parameters()}
-    weights, turned = ({storages[name] for name in names & storages.keys()} for names in fp8[:2])
-    recorded = _Recorded(weights, turned, fp8.dispatch)
-    predicts = kind.first in config.mtp_layers
-    inputs, result = (("hidden0", "embedded"), "hidden1") if predicts else (("x",), "x")
-    run = MetaRun(stage.segments(), result, _prepared(stage))
-    with recorded, run.store.activate():
+    fp8_weights = {storages[name] for name in fp8.weights & storages.keys()}
+    fp8_backward = {storages[name] for name in fp8.backward & storages.keys()}
+    recorder = _OperatorRecorder(fp8_weights, fp8_backward, fp8.dispatch)
+    inputs: tuple[str, ...] = ("x",)
+    result = "x"
+    if kind.first in config.mtp_layers:
+        inputs = ("hidden0", "embedded")
+        result = "hidden1"
+    run = MetaRun(stage.segments(), result, _accumulating_store(stage))
+    with recorder, run.store.activate():
         carry = {name: meta_hidden(config.hidden_size, 1, length, dtype) for name in inputs}
         run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
-        forward = list(_parts(run.forward(), run.store, recorded))
+        forward = list(_record_parts(run.forward(), run.store, recorder))
         run.begin_backward()
-        backward = list(_parts(run.backward("I"), run.store, recorded))
+        backward = list(_record_parts(run.backward("I"), run.store, recorder))
     return forward, backward
 
 
-def _prepared(module: nn.Module) -> WeightGradStore:
-    """A store for the module, which has accumulators in float32 already."""
+def _accumulating_store(module: nn.Module) -> WeightGradStore:
+    """Give the module float32 accumulators that already have gradients, and return a store for it."""
     for param in module.parameters():
         param.grad_dtype = torch.float32  # type: ignore[attr-defined]
         param.grad = torch.empty(param.shape, dtype=torch.float32, device="meta")
@@ -140,110 +161,149 @@ def _prepared(module: nn.Module) -> WeightGradStore:
     return store
 
 
-def _parts(task: Task, store: WeightGradStore, recorded: _Recorded) -> Iterator[ActionPart]:
-    """What an action does, up to each of its communications and after the last; as `walk` drives it."""
+def _record_parts(task: Task, store: WeightGradStore, recorder: _OperatorRecorder) -> Iterator[ActionPart]:
+    """Drive a task as `walk` does, and yield its parts: one per communication, and the rest."""
     for in_flight in task:
-        operators = recorded.take()
+        operators = recorder.take()
         if in_flight is not None:
             in_flight.start()
-        yield ActionPart(operators, recorded.sent(), _deferred(store, recorded))
-    yield ActionPart(recorded.take(), 0.0, _deferred(store, recorded))
+        yield ActionPart(operators, recorder.take_sent_bytes(), _record_deferred(store, recorder))
+    yield ActionPart(recorder.take(), 0.0, _record_deferred(store, recorder))
 
 
-def _deferred(store: WeightGradStore, recorded: _Recorded) -> tuple[Operator, ...]:
+def _record_deferred(store: WeightGradStore, recorder: _OperatorRecorder) -> tuple[Operator, ...]:
+    """Compute the deferred weight gradients, and return their operators."""
     with torch.no_grad():
-        for piece in store.take(MICROBATCH):
-            piece()
-    return recorded.take()
+        for compute_gradient in store.take(MICROBATCH):
+            compute_gradient()
+    return recorder.take()
 
 
-def _per_token(short: ActionPart, long: ActionPart) -> ActionPart:
-    """A part for any number of tokens, from those of two numbers."""
+def _fit_parts(
+    short: tuple[list[ActionPart], list[ActionPart]], long: tuple[list[ActionPart], list[ActionPart]]
+) -> LayerParts:
+    """Return parts for any number of tokens from those of runs with the two `LENGTHS`."""
+    forward, backward = (tuple(map(_fit_part, *runs)) for runs in zip(short, long))
+    return LayerParts(forward, backward)
+
+
+def _fit_part(short: ActionPart, long: ActionPart) -> ActionPart:
+    """Return a part for any number of tokens from that of the shorter and that of the longer run."""
+    return ActionPart(
+        operators=_fit_operators(short.operators, long.operators),
+        sent=_fit_line(short.sent, long.sent)[0],
+        deferred=_fit_operators(short.deferred, long.deferred),
+    )
+
+
+def _fit_operators(short: tuple[Operator, ...], long: tuple[Operator, ...]) -> tuple[Operator, ...]:
+    """Return operators whose operations and bytes are per token, and whose other bytes are those at 0 tokens."""
+    short_kinds = [operator.kind for operator in short]
+    long_kinds = [operator.kind for operator in long]
+    assert short_kinds == long_kinds, f"operators depend on the length: {short_kinds} and {long_kinds}"
+    fitted = []
+    for few, many in zip(short, long):
+        flops, _ = _fit_line(few.flops, many.flops)
+        token_bytes, other_bytes = _fit_line(few.bytes, many.bytes)
+        fitted.append(Operator(few.kind, flops, token_bytes, other_bytes, few.launches, few.is_triton))
+    return tuple(fitted)
+
+
+def _fit_line(short: float, long: float) -> tuple[float, float]:
+    """Return slope and intercept, at least 0, of the line through the values at the two `LENGTHS`."""
     few, many = LENGTHS
-
-    def line(one: float, other: float) -> tuple[float, float]:
-        slope = (other - one) / (many - few)
-        return slope, max(0.0, one - slope * few)
-
-    def fitted(operators: tuple[Operator, ...], others: tuple[Operator, ...]) -> tuple[Operator, ...]:
-        assert [each.kind for each in operators] == [each.kind for each in others], "the operators depend on the length"
-        return tuple(Operator(one.kind, line(one.flops, other.flops)[0], *line(one.bytes, other.bytes), one.launches,
-                              one.is_triton)
-                     for one, other in zip(operators, others))
-
-    return ActionPart(fitted(short[0], long[0]), line(short.sent, long.sent)[0], fitted(short[2], long[2]))
+    slope = (long - short) / (many - few)
+    return slope, max(0.0, short - slope * few)
 
 
-class _Recorded(TorchDispatchMode):
-    """The operators that are called inside, in order, from the first of our own on: what is before a stage's layers is
-    once for all of them. Those that move nothing do not count. fp8, fp8_backward: storages of weights whose products
-    are; fp8_rows: what goes to experts is."""
+class _OperatorRecorder(TorchDispatchMode):
+    """Mode that records the operators called inside it, in order, except those that move no data.
+
+    Recording starts at the first operator of `dualpipe`: a stage runs the operators before its layers once for all of
+    them.
+
+    Args:
+        fp8: storages of the weights with forward GEMMs in FP8.
+        fp8_backward: storages of the weights with input gradients in FP8.
+        fp8_rows: True if rows are sent to experts in FP8.
+    """
 
     def __init__(
         self, fp8: Collection[int] = (), fp8_backward: Collection[int] = (), fp8_rows: bool = False
     ) -> None:
         super().__init__()
-        self._fp8, self._fp8_rows = (fp8, fp8_backward), fp8_rows
-        self._found: list[Operator] = []
-        self._begun = False
+        self._fp8_forward = fp8
+        self._fp8_backward = fp8_backward
+        self._fp8_rows = fp8_rows
+        self._operators: list[Operator] = []
+        self._has_begun = False
 
     def take(self) -> tuple[Operator, ...]:
-        """Those since the last call."""
-        found, self._found = tuple(self._found), []
-        return found
+        """Return the operators recorded since the last call."""
+        operators = tuple(self._operators)
+        self._operators = []
+        return operators
 
-    def sent(self) -> float:
-        """The bytes of a communication that has just been started, whose stand-in copies what it sends."""
-        sizes = [each.bytes / 2 for each in self.take()]
+    def take_sent_bytes(self) -> float:
+        """Return the bytes of the communication that was just started. Its stand-in has copied the sent tensors."""
+        sizes = [copy.bytes / 2 for copy in self.take()]
         if self._fp8_rows and len(sizes) == 3:  # a dispatch: rows, weights, choices
             sizes[0] *= FP8_BYTES / 2
         return sum(sizes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func`, and record it unless it moves no data."""
         kwargs = kwargs or {}
-        # Not called: torch 2.11 fails to add on the meta device, where there is nothing to add.
+        # Accumulation is not called: torch 2.11 fails to add on the meta device, where there is nothing to add.
         results = kwargs["out"] if func is _ACCUMULATE else func(*args, **kwargs)
         name = func._schema.name
-        self._begun = self._begun or name.startswith("dualpipe::")
+        self._has_begun = self._has_begun or name.startswith("dualpipe::")
         aliases = [argument.alias_info for argument in func._schema.arguments]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
-        if is_view or name in _NOTHING or not self._begun:
-            return results
-        given, made = _tensors((args, kwargs)), _tensors(results)
-        if any(_is_scores(t) or t.dim() > 4 for t in (*given, *made)):  # attention as it is written down
-            if name == "aten::bmm" and any(map(_is_scores, made)):
-                backward = torch._C._current_autograd_node() is not None
-                kind: Kind = "attention backward" if backward else "attention"
-                self._found.append(Operator(kind, launches=_LAUNCHES.get(kind, 1)))
-            return results
-        moved: float = sum(t.numel() * t.itemsize for t in (*given, *made))
-        kind, flops = _flops(name, given, made)
-        fp8 = self._fp8[torch._C._current_autograd_node() is not None]
-        rows = [t.numel() for t in given if t.is_floating_point() and t.untyped_storage()._cdata not in fp8]
-        if kind in ("gemm", "grouped") and any(t.untyped_storage()._cdata in fp8 for t in given):
-            moved -= (2 - FP8_BYTES) * sum(t.numel() for t in given if t.itemsize == 2)
-            quantized = (2 + FP8_BYTES) * max(rows)
-            self._found.append(Operator("memory", 0.0, 0.0, quantized, is_triton=True))
-            kind = "fp8 gemm" if kind == "gemm" else "fp8 grouped"
-        self._found.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1), name.startswith("dualpipe::")))
+        if self._has_begun and not is_view and name not in _NO_TRAFFIC:
+            self._record(name, _tensors((args, kwargs)), _tensors(results))
         return results
+
+    def _record(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Record an operator by its name and tensors."""
+        is_backward = torch._C._current_autograd_node() is not None
+        if any(_is_scores(tensor) or tensor.dim() > 4 for tensor in (*inputs, *outputs)):  # decomposed attention
+            if name == "aten::bmm" and any(map(_is_scores, outputs)):
+                attention: Kind = "attention backward" if is_backward else "attention"
+                self._operators.append(Operator(attention, launches=_LAUNCHES.get(attention, 1)))
+            return
+        moved: float = sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs))
+        kind, flops = _flops(name, inputs, outputs)
+        fp8_weights = self._fp8_backward if is_backward else self._fp8_forward
+        has_fp8_weight = any(tensor.untyped_storage()._cdata in fp8_weights for tensor in inputs)
+        if kind in ("gemm", "grouped") and has_fp8_weight:
+            moved -= (2 - FP8_BYTES) * sum(tensor.numel() for tensor in inputs if tensor.itemsize == 2)
+            rows = max(tensor.numel() for tensor in inputs
+                       if tensor.is_floating_point() and tensor.untyped_storage()._cdata not in fp8_weights)
+            quantized_bytes = (2 + FP8_BYTES) * rows  # read in bf16, written in FP8
+            self._operators.append(Operator("memory", 0.0, 0.0, quantized_bytes, is_triton=True))
+            kind = "fp8 gemm" if kind == "gemm" else "fp8 grouped"
+        is_triton = name.startswith("dualpipe::")
+        self._operators.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1), is_triton))
 
 
 def _tensors(tree: Any) -> list[Tensor]:
+    """Return the tensors of a pytree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _is_scores(tensor: Tensor) -> bool:
+    """Return True if the tensor is (..., S, S) with a sequence length S of `LENGTHS`: attention scores."""
     return tensor.dim() > 1 and tensor.shape[-2:] in ((LENGTHS[0],) * 2, (LENGTHS[1],) * 2)
 
 
-def _flops(name: str, given: list[Tensor], made: list[Tensor]) -> tuple[Kind, float]:
-    """What a product computes: two operations for each row, column and step of the sum."""
+def _flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Kind, float]:
+    """Return the kind and the operations of an operator: for a GEMM, two per row, column and step of the sum."""
     if name in ("aten::mm", "aten::bmm", "aten::addmm"):
-        a, b = given[1:3] if name == "aten::addmm" else given[:2]
+        a, b = inputs[1:3] if name == "aten::addmm" else inputs[:2]
         return "gemm", 2.0 * prod(a.shape) * b.shape[-1]
     if name.startswith("dualpipe::grouped_gemm"):
-        weight = next(t for t in given if t.dim() == 3)
-        rows = made[0].shape[0] if made else given[0].shape[0]
+        weight = next(tensor for tensor in inputs if tensor.dim() == 3)
+        rows = outputs[0].shape[0] if outputs else inputs[0].shape[0]
         return "grouped", 2.0 * rows * weight.shape[1] * weight.shape[2]
     return "memory", 0.0

@@ -1,10 +1,10 @@
-"""What a step of a run takes, and on what: the costs of its stages, played through in its schedule.
+"""Predicted step time of a run, and its parts: the costs of its stages, simulated in its schedule.
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
-What a rank does on average is its kernels, what of them is computed again, and what of the all-to-all is not hidden
-(with what multiprocessors that communicate take from computing); what is left of the schedule is the bubble, stages
-that differ included, and what sends and reductions add to it.
+An average rank computes its operators, recomputes some of them, and waits for the all-to-all that is not hidden, which
+includes the multiprocessors that communication takes from compute. The rest of the schedule is the bubble, with that of
+unequal stages, and the time that sends and reductions add.
 """
 
 from __future__ import annotations
@@ -20,31 +20,24 @@ from dualpipe.models.flops import flops_per_token
 from dualpipe.models.stages import meta_stages, stage_layers
 from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.memory import (
-    RankMemory,
-    built,
-    dtype_plan,
-    estimate,
-    muon_shapes,
-    sent_bytes,
-    stage_sizes,
-    tokens_of_rank,
-)
-from dualpipe.plan.operators import IN_BF16, InFP8
-from dualpipe.plan.stage_costs import Setting, Spent, StageCosts, stage_costs, total
+from dualpipe.plan.memory import RankMemory, cached_schedule, estimate, sent_bytes, tokens_of_rank
+from dualpipe.plan.operators import NO_FP8, FP8Usage
+from dualpipe.plan.stage_costs import OperatorTotal, Setting, StageCosts, stage_costs, total
+from dualpipe.plan.stage_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.optim.muon import operations
 
+# Kinds of operators that count as "products": GEMMs and attention.
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
 STEADY = 1e-4  # relative change of a period's time below which the middle of a step is taken to repeat itself
 
 
-class Played(NamedTuple):
-    """Seconds of a schedule, and those that an average rank computes and communicates in it."""
+class SimulatedTime(NamedTuple):
+    """Seconds of a schedule, and the busy seconds of an average rank: compute, and communication that is not hidden."""
 
     makespan: float
     busy: float
@@ -52,7 +45,10 @@ class Played(NamedTuple):
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run with its layout, parallel.dp included, on a machine: `config` as `fit_world` makes it."""
+    """Prediction for a run on a machine.
+
+    config: configuration as `fit_world` returns it, with all sizes of the mesh, parallel.dp included.
+    """
 
     config: Config
     model: HubConfig
@@ -60,136 +56,162 @@ class Prediction:
 
     @cached_property
     def setting(self) -> Setting:
-        """What the costs of its layers depend on."""
-        p, t, rules = self.config.parallel, self.config.train, self.config.memory.recompute
+        """Inputs of the costs of its layers."""
+        p = self.config.parallel
+        t = self.config.train
         return Setting(
-            self.model, self.machine, dtype_of(t.dtype), p.ep, t.micro_batch_size * tokens_of_rank(self.config),
-            t.sequence_length, tuple(rule for rule in rules if rule != "none"), p.overlap, p.cp, p.cp_method,
-            _in_fp8(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else IN_BF16,
+            model=self.model,
+            machine=self.machine,
+            dtype=dtype_of(t.dtype),
+            ep=p.ep,
+            tokens=t.micro_batch_size * tokens_of_rank(self.config),
+            length=t.sequence_length,
+            recompute=tuple(rule for rule in self.config.memory.recompute if rule != "none"),
+            overlap=p.overlap,
+            cp=p.cp,
+            cp_method=p.cp_method,
+            fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else NO_FP8,
         )
 
     @cached_property
     def shape(self) -> Schedule:
-        """Its schedule, for one micro-batch: the placement of its stages."""
-        return built(self.config.parallel.schedule, self.config.parallel.pp, 1)
+        """Schedule for one micro-batch, which has the placement of the stages."""
+        return cached_schedule(self.config.parallel.schedule, self.config.parallel.pp, 1)
 
     @cached_property
     def stages(self) -> list[StageCosts]:
-        """The costs of its stages."""
-        number = self.shape.num_stages
-        cuts = stage_layers(self.model, number, self.config.parallel.layers_per_stage)
-        return [stage_costs(self.setting, cut, last=i == number - 1) for i, cut in enumerate(cuts)]
+        """Costs of the stages."""
+        num_stages = self.shape.num_stages
+        layers_by_stage = stage_layers(self.model, num_stages, self.config.parallel.layers_per_stage)
+        return [stage_costs(self.setting, layers, last=stage == num_stages - 1)
+                for stage, layers in enumerate(layers_by_stage)]
 
     @property
     def tokens(self) -> int:
-        """Those of a step, on all ranks."""
+        """Number of tokens per step, on all ranks."""
         t = self.config.train
         return t.micro_batch_size * t.num_chunks * t.sequence_length * self.config.parallel.batch_shards
 
     @property
     def bound(self) -> float:
-        """Seconds that no schedule of these stages can do without: the busiest rank's work."""
+        """Lower bound of any schedule of these stages, in seconds: the work of the busiest rank."""
         ranks = [0.0] * self.shape.num_ranks
         for rank, stage in zip(self.shape.placement, self.stages):
-            c = stage.costs
-            ranks[rank] += min(c.F + c.B, c.F + (c.I or 0.0) + c.W, c.FB or 0.0)
+            costs = stage.costs
+            split = costs.F + (costs.I or 0.0) + costs.W
+            ranks[rank] += min(costs.F + costs.B, split, costs.FB or 0.0)
         return max(ranks) * self.config.train.num_chunks
 
     @cached_property
     def memory(self) -> list[RankMemory]:
-        """As `dualpipe memory` counts it, of the largest rank of each pipeline rank."""
+        """Memory of each pipeline rank, as `dualpipe memory` estimates it."""
         return estimate(self.config, self.model)
 
     @cached_property
     def peak(self) -> int:
-        """Bytes of the worst rank."""
+        """Bytes of the rank with the most memory."""
         return max(rank.total for rank in self.memory)
 
     @cached_property
     def send(self) -> float:
-        """Seconds of a micro-batch's way from a stage to the next."""
-        p, s = self.config.parallel, self.setting
-        return send_seconds(self.machine, s.tokens * sent_bytes(self.model, s.dtype), p.pp, p.replicas)
+        """Seconds to send a micro-batch from a stage to the next."""
+        p = self.config.parallel
+        size = self.setting.tokens * sent_bytes(self.model, self.setting.dtype)
+        return send_seconds(self.machine, size, p.pp, p.replicas)
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
-        """For each stage, seconds to gather its parameters and to reduce its gradients, which are in float32; where
-        several parts of dp have all parameters, to sum these over them too."""
+        """Seconds per stage to gather its parameters, and to reduce its gradients, which are in float32.
+
+        With parallel.dp_replicate, the reduction includes the all-reduce of the shards over the parts of dp.
+        """
         p = self.config.parallel
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
-        found = []
+        itemsize = self.setting.dtype.itemsize
+        seconds = []
         for sizes in stage_sizes(self.model, self.shape.num_stages, p.layers_per_stage, p.ep, ends_meet=ends_meet):
-            gathered_as = self.setting.dtype.itemsize
-            gather = self._around(gathered_as * sizes.dense, gathered_as * sizes.experts)
-            of_rank = 4 * (sizes.dense / p.dense_shards + sizes.experts / p.expert_shards)
-            reduced_and_gathered = 2 * ring_seconds(self.machine, of_rank, p.dp_replicate, p.dense_shards)
-            found.append((gather, self._around(4 * sizes.dense, 4 * sizes.experts) + reduced_and_gathered))
-        return found
+            gather = self._shard_ring_seconds(itemsize * sizes.dense, itemsize * sizes.experts)
+            reduce_scatter = self._shard_ring_seconds(4 * sizes.dense, 4 * sizes.experts)
+            shard_bytes = 4 * (sizes.dense / p.dense_shards + sizes.experts / p.expert_shards)
+            all_reduce = 2 * ring_seconds(self.machine, shard_bytes, p.dp_replicate, p.dense_shards)
+            seconds.append((gather, reduce_scatter + all_reduce))
+        return seconds
 
-    def _around(self, dense: float, experts: float) -> float:
-        """Seconds for so many bytes of dense parameters and of experts to go around the rings of those that share
-        them."""
+    def _shard_ring_seconds(self, dense: float, experts: float) -> float:
+        """Return the seconds to gather or reduce this many bytes in the rings of the ranks that shard them."""
         p = self.config.parallel
-        return (ring_seconds(self.machine, dense, p.dense_shards)
-                + ring_seconds(self.machine, experts, p.expert_shards, p.ep))
+        dense_seconds = ring_seconds(self.machine, dense, p.dense_shards)
+        return dense_seconds + ring_seconds(self.machine, experts, p.expert_shards, p.ep)
 
     @cached_property
     def gather(self) -> float:
-        """Seconds until the first stage of every rank has been gathered; others are while these compute."""
+        """Seconds to gather the first stage of every rank. The other stages are gathered while these compute."""
         firsts = [self.shape.rank_stages(rank)[0] for rank in range(self.shape.num_ranks)]
         return max(self.shards[stage][0] for stage in firsts)
 
     def timeline(self) -> Timeline:
-        """The schedule of a step, in seconds."""
-        p, chunks = self.config.parallel, self.config.train.num_chunks
-        return simulate(built(p.schedule, p.pp, chunks), self.costs())
+        """Simulate the schedule of a step, in seconds."""
+        p = self.config.parallel
+        return simulate(cached_schedule(p.schedule, p.pp, self.config.train.num_chunks), self.costs())
 
     @cached_property
     def optimizer(self) -> float:
-        """Seconds to read and write what is stored, and to read and clear the gradients, and of Muon's products, which
-        hide what it sends; on the worst rank."""
+        """Seconds of the optimizer on the slowest rank.
+
+        It reads and writes parameters and states, reads and clears gradients, and computes Muon's GEMMs, which hide
+        Muon's communication.
+        """
         moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) for rank in self.memory)
-        return moved / (self.machine.hbm * self.machine.bandwidth * 1e9) + (
-            self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12))
+        memory_seconds = moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
+        return memory_seconds + self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
 
     @cached_property
     def muon_flops(self) -> float:
-        """Operations of Muon's products on the worst rank: ranks that have the same stages share them."""
+        """Operations of Muon's GEMMs on the slowest rank. Ranks with the same stages share them."""
         p = self.config.parallel
         stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
-        each = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
-        return max(sum(each[i] for i in self.shape.rank_stages(rank)) for rank in range(p.pp)) / p.dense_shards
+        stage_flops = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
+        rank_flops = [sum(stage_flops[stage] for stage in self.shape.rank_stages(rank)) for rank in range(p.pp)]
+        return max(rank_flops) / p.dense_shards
 
     @cached_property
     def step_seconds(self) -> float:
         """Seconds of a step."""
-        return self.gather + self.optimizer + self._played().makespan
+        return self.gather + self.optimizer + self._simulate().makespan
 
     @cached_property
-    def spent(self) -> dict[str, Spent]:
-        """A micro-batch's computing by kind of operator, of all stages; computed again included."""
+    def spent(self) -> dict[str, OperatorTotal]:
+        """Totals of a micro-batch by kind of operator, over all stages, recompute included."""
         return total(stage.spent.items() for stage in self.stages)
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """What the seconds of a step are spent on, on an average rank, by the names in PARTS; they add up to it."""
-        chunks = self.config.train.num_chunks / self.shape.num_ranks
-        kernels = {kind: one.seconds * chunks for kind, one in self.spent.items()}
-        again = sum(stage.again for stage in self.stages) * chunks
-        products, everything = sum(kernels.get(kind, 0.0) for kind in PRODUCTS), sum(kernels.values())
-        once = 1 - again / everything  # what is computed again has about the mix of the rest
-        full, busy = self._played()
-        unreduced = self._played(reduce=False).makespan
-        plain = self._played(reduce=False, send=False).makespan
+        """Seconds of a step on an average rank by the names in `PARTS`. Their sum is `step_seconds`."""
+        chunks_per_rank = self.config.train.num_chunks / self.shape.num_ranks
+        operators = {kind: totals.seconds * chunks_per_rank for kind, totals in self.spent.items()}
+        recomputed = sum(stage.recomputed for stage in self.stages) * chunks_per_rank
+        products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
+        all_operators = sum(operators.values())
+        not_recomputed = 1 - recomputed / all_operators  # fraction; recompute has about the mix of the rest
+        makespan, busy = self._simulate()
+        unreduced = self._simulate(reduce=False).makespan
+        plain = self._simulate(reduce=False, send=False).makespan
         return {
-            "products": products * once, "memory traffic": kernels["memory"] * once, "host": kernels["host"] * once,
-            "recomputation": again, "all-to-all": busy - everything, "sends": unreduced - plain, "gather": self.gather,
-            "reduce": full - unreduced, "optimizer": self.optimizer, "bubble": plain - busy,
+            "products": products * not_recomputed,
+            "memory traffic": operators["memory"] * not_recomputed,
+            "host": operators["host"] * not_recomputed,
+            "recomputation": recomputed,
+            "all-to-all": busy - all_operators,
+            "sends": unreduced - plain,
+            "gather": self.gather,
+            "reduce": makespan - unreduced,
+            "optimizer": self.optimizer,
+            "bubble": plain - busy,
         }
 
     @property
     def limit(self) -> str:
-        """The part that takes the most of a step besides products, or these where all others take less than a third."""
+        """Name of the largest part besides "products", or "products" if all others take less than a third of a step."""
         others = {name: seconds for name, seconds in self.parts.items() if name != "products"}
         if sum(others.values()) < self.step_seconds / 3:
             return "products"
@@ -197,58 +219,83 @@ class Prediction:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens that one GPU trains on in a second."""
+        """Tokens per second and GPU."""
         return self.tokens / self.step_seconds / self.config.parallel.world_size
 
     @property
     def mfu(self) -> float:
-        """The part of the peak that the model's operations take, those of all pairs of positions counted."""
+        """Model FLOPs utilization, as a fraction. Attention counts all pairs of positions."""
         flops = flops_per_token(self.model, self.setting.length).both
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
     def costs(self, *, reduce: bool = True, send: bool = True) -> Costs:
-        """What the schedule is timed with, in seconds."""
+        """Return the costs for the simulation, in seconds. reduce, send: False to leave out reductions or sends."""
         stages = [replace(stage.costs, R=shards[1] if reduce else 0.0)
                   for stage, shards in zip(self.stages, self.shards)]
         return Costs(p2p=self.send if send else 0.0, per_stage=stages)
 
-    def _played(self, *, reduce: bool = True, send: bool = True) -> Played:
+    def _simulate(self, *, reduce: bool = True, send: bool = True) -> SimulatedTime:
+        """Return the times of the schedule, without reductions or sends if they are False."""
         p = self.config.parallel
-        return play(p.schedule, p.pp, self.config.train.num_chunks, self.costs(reduce=reduce, send=send))
+        return simulate_long(p.schedule, p.pp, self.config.train.num_chunks, self.costs(reduce=reduce, send=send))
 
 
 @lru_cache(maxsize=16)
-def _in_fp8(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> InFP8:
-    """As `dualpipe.nn.quantized_matmul` decides: square blocks can be transposed for input gradients. Rows alone may be
-    sent so for products in another dtype."""
-    plan, (whole,) = dtype_plan(dtypes, dtype, model, 2), meta_stages(model)
-    formats = {name: format for name, _ in whole.named_parameters() if (format := plan.of(name).format)
-               and format.computes and dtype_of(dtype) in HALF and dtypes.products == "auto"}
-    square = frozenset(name for name, format in formats.items() if format.block[0] == format.block[1])
-    return InFP8(frozenset(formats), square, dtypes.fp8_dispatch)
+def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> FP8Usage:
+    """Return the use of FP8, by the rules of `dualpipe.nn.quantized_matmul`.
+
+    Only square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if their GEMMs are
+    in another dtype.
+    """
+    can_compute = dtype_of(dtype) in HALF and dtypes.products == "auto"
+    plan = dtype_plan(dtypes, dtype, model, 2)
+    (whole,) = meta_stages(model)
+    weights = set()
+    square = set()
+    for name, _ in whole.named_parameters():
+        format = plan.of(name).format
+        if format and format.computes and can_compute:
+            weights.add(name)
+            if format.block[0] == format.block[1]:
+                square.add(name)
+    return FP8Usage(frozenset(weights), frozenset(square), dtypes.fp8_dispatch)
 
 
-def play(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
-    """Simulate a schedule. The middle of a long step repeats itself every 2P micro-batches: it is played until a period
-    adds as much as the periods before it, and the rest is multiplied."""
+def simulate_long(name: str, ranks: int, chunks: int, costs: Costs) -> SimulatedTime:
+    """Simulate a schedule, and extrapolate the middle of a long step.
+
+    The middle repeats itself every 2P micro-batches on P ranks. The number of simulated periods is doubled until a
+    period takes as long as those before it; the remaining periods are then taken to be equal.
+
+    Args:
+        name: name of the schedule.
+        ranks: number of pipeline ranks, P.
+        chunks: number of micro-batches.
+        costs: costs of the stages, in seconds.
+    """
     period = 2 * ranks
     periods, rest = divmod(chunks, period)
-    played: list[Played] = []
-    count = 1
+    times: list[SimulatedTime] = []
+    count = 1  # periods simulated next: 1, 2, 4 and so on
     while count < periods:
-        played.append(_simulated(name, ranks, count * period + rest, costs))
-        if len(played) >= 3:
-            first, second, third = played[-3:]
-            before = (second.makespan - first.makespan) / (count // 4)
+        times.append(_simulate(name, ranks, count * period + rest, costs))
+        if len(times) >= 3:
+            first, second, third = times[-3:]
+            previous_period_time = (second.makespan - first.makespan) / (count // 4)
             period_time = (third.makespan - second.makespan) / (count // 2)
-            if abs(period_time - before) <= STEADY * period_time:
-                left = (periods - count) / (count // 2)
-                return Played(*(long + left * (long - short) for short, long in zip(second, third)))
+            if abs(period_time - previous_period_time) <= STEADY * period_time:
+                remaining = (periods - count) / (count // 2)  # in units of the difference between the last two runs
+                return SimulatedTime(*(long + remaining * (long - short) for short, long in zip(second, third)))
         count *= 2
-    return _simulated(name, ranks, chunks, costs)
+    return _simulate(name, ranks, chunks, costs)
 
 
-def _simulated(name: str, ranks: int, chunks: int, costs: Costs) -> Played:
-    timeline = simulate(built(name, ranks, chunks), costs)
+def _simulate(name: str, ranks: int, chunks: int, costs: Costs) -> SimulatedTime:
+    """Simulate all of a schedule."""
+    timeline = simulate(cached_schedule(name, ranks, chunks), costs)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
-    return Played(timeline.makespan, busy / ranks)
+    return SimulatedTime(timeline.makespan, busy / ranks)
+
+
+Played = SimulatedTime  # earlier name
+play = simulate_long  # earlier name

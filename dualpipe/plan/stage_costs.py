@@ -1,8 +1,8 @@
-"""What the actions of a stage cost on a machine: a roofline by operator, and the engine's order of what overlaps.
+"""Costs of a stage's actions on a machine: a roofline per operator, and the engine's order of overlapped actions.
 
-An operator takes the longer of its operations and its bytes, each at the rate that its kind of kernel reaches; a part
-of an action, from one communication to the next, the longer of its operators and of the host that launches them. What
-two actions in turn take is played through in the order of `dualpipe.pipeline.overlap.walk`: one computes while the
+An operator takes the longer of its operations and its memory traffic, each at the rate that its kind of kernel reaches.
+A part of an action, from one communication to the next, takes the longer of its operators and of the host that launches
+them. Two overlapped actions are simulated in the order of `dualpipe.pipeline.overlap.walk`: one computes while the
 other communicates, on fewer multiprocessors.
 """
 
@@ -24,17 +24,21 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.plan.communication import all_to_all_seconds, context_numbers, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.on_meta.meta_run import LayerKind, kinds_of
-from dualpipe.plan.operators import IN_BF16, ActionPart, InFP8, LayerParts, Operator, head_parts, layer_parts
+from dualpipe.plan.operators import NO_FP8, ActionPart, FP8Usage, LayerParts, Operator, head_parts, layer_parts
 from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
-TILE = 128  # rows of a grouped product's tile, of which an expert's last one is half empty
-ATTENTION_BACKWARD = 2.5  # times the operations of the forward: five products instead of two
+TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
+ATTENTION_BACKWARD = 2.5  # times the operations of the forward: five GEMMs instead of two
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What a layer's costs depend on besides the layer. tokens: of a micro-batch on one rank; length: of a sequence."""
+    """Inputs of a layer's costs, apart from the layer itself.
+
+    tokens: tokens per micro-batch on one rank. length: tokens per sequence. recompute: rules of `Recompute`. overlap:
+    True if the actions of a pair overlap.
+    """
 
     model: HubConfig
     machine: Machine
@@ -46,11 +50,11 @@ class Setting:
     overlap: bool = True
     cp: int = 1
     cp_method: str = "auto"
-    fp8: InFP8 = IN_BF16
+    fp8: FP8Usage = NO_FP8
 
 
 class Seconds(NamedTuple):
-    """How long a `ActionPart` computes, sends, and computes what it has deferred."""
+    """Times of an `ActionPart` in seconds: its compute, its communication, and its deferred weight gradients."""
 
     compute: float
     sent: float = 0.0
@@ -60,8 +64,8 @@ class Seconds(NamedTuple):
 Times = tuple[Seconds, ...]
 
 
-class Spent(NamedTuple):
-    """What one kind of operator takes: launches, operations, bytes, and time."""
+class OperatorTotal(NamedTuple):
+    """Totals of one kind of operator: launches, operations, bytes moved, and seconds."""
 
     launches: float
     flops: float
@@ -69,73 +73,121 @@ class Spent(NamedTuple):
     seconds: float
 
 
+Spent = OperatorTotal  # earlier name
+
+
 class LayerCosts(NamedTuple):
-    """Parts of a forward and a backward, and what both spend on each kind of operator; "host": beyond the device's."""
+    """Times of a layer's forward and backward parts, and the totals of both by kind of operator.
+
+    The kind "host" has the host time that exceeds the device's.
+    """
 
     forward: Times
     backward: Times
-    spent: tuple[tuple[str, Spent], ...]
+    spent: tuple[tuple[str, OperatorTotal], ...]
 
 
 class StageCosts(NamedTuple):
-    """What the schedule's actions cost, the computing of a micro-batch forward and backward by kind of operator, and
-    how much of it is computed again."""
+    """Costs of a stage for one micro-batch.
+
+    costs: seconds of its actions. spent: totals of forward and backward by kind of operator, recompute included.
+    recomputed: seconds of recompute. sent: seconds of communication, hidden or not.
+    """
 
     costs: Costs
-    spent: dict[str, Spent]
-    again: float
+    spent: dict[str, OperatorTotal]
+    recomputed: float
     sent: float
+
+    @property
+    def again(self) -> float:
+        """Earlier name of `recomputed`."""
+        return self.recomputed
 
 
 @lru_cache(maxsize=4096)
 def layer_costs(
     setting: Setting, kind: LayerKind, attention: float, shared: tuple[float, float] = (0.0, 0.0)
 ) -> LayerCosts:
-    """Those of a layer of this kind. attention: its operations for each token, forward; shared: the seconds in which it
-    sends what ranks that share sequences attend to, forward and backward."""
-    sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
-    parts = layer_parts(setting.model, kind, setting.ep if sparse else 1, setting.dtype, setting.fp8)
-    return _timed(setting, parts, attention, shared)
+    """Return the costs of a layer of this kind.
+
+    Args:
+        setting: model, machine and layout.
+        kind: kind of the layer.
+        attention: operations of its attention per token, forward.
+        shared: seconds of context-parallel communication in the forward and in the backward.
+    """
+    is_sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
+    parts = layer_parts(setting.model, kind, setting.ep if is_sparse else 1, setting.dtype, setting.fp8)
+    return _time_parts(setting, parts, attention, shared)
 
 
 @lru_cache(maxsize=1024)
 def head_costs(setting: Setting) -> LayerCosts:
-    """Those of the last norm, and of the head and the loss, as often as there are any."""
-    return _timed(setting, head_parts(setting.model, setting.dtype), 0.0)
+    """Return the costs of the last norm, and of all heads and losses, those of multi-token prediction included."""
+    return _time_parts(setting, head_parts(setting.model, setting.dtype), 0.0)
 
 
-def _timed(
+def _time_parts(
     setting: Setting, parts: LayerParts, attention: float, shared: tuple[float, float] = (0.0, 0.0)
 ) -> LayerCosts:
-    machine, spent = setting.machine, defaultdict[tuple[str, int], float](float)
+    """Return the times of the parts. attention, shared: as in `layer_costs`."""
+    timer = _PartTimer(setting, attention)
+    shared_forward, shared_backward = shared
+    forward = tuple(chain.from_iterable(timer.part_seconds(part, shared_forward) for part in parts.forward))
+    backward = tuple(chain.from_iterable(timer.part_seconds(part, shared_backward) for part in parts.backward))
+    return LayerCosts(forward, backward, timer.totals())
 
-    def busy(operators: Iterable[Operator]) -> float:
-        device = host = 0.0
-        for each in operators:
-            flops, size, seconds = operator_seconds(each, setting, attention)
+
+class _PartTimer:
+    """Timer of action parts, which sums what it times by kind of operator."""
+
+    def __init__(self, setting: Setting, attention: float) -> None:
+        self._setting = setting
+        self._attention = attention
+        self._totals = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0, 0.0])
+
+    def totals(self) -> tuple[tuple[str, OperatorTotal], ...]:
+        """Return the totals by kind of operator."""
+        return tuple((kind, OperatorTotal(*values)) for kind, values in self._totals.items())
+
+    def part_seconds(self, part: ActionPart, sharing: float) -> Iterator[Seconds]:
+        """Yield the times of a part: two if context-parallel communication of `sharing` seconds splits it.
+
+        The communication comes before attention. Attention is taken to wait for all of it, as if no rows were attended
+        to while others travel, so that only the other action of a pair can hide it.
+        """
+        setting = self._setting
+        operators = part.operators
+        sent = all_to_all_seconds(setting.machine, part.sent * setting.tokens, setting.ep)
+        attention_at = [i for i, operator in enumerate(operators)
+                        if operator.kind in ("attention", "attention backward")]
+        if sharing and attention_at:
+            yield Seconds(self._compute_seconds(operators[: attention_at[0]]), sharing)
+            operators = operators[attention_at[0] :]
+        compute = self._compute_seconds(operators)
+        deferred = self._compute_seconds(part.deferred)
+        yield Seconds(compute, sent if part.sent else 0.0, deferred)
+
+    def _compute_seconds(self, operators: Iterable[Operator]) -> float:
+        """Return the seconds of operators on the device, with the host time that exceeds them."""
+        machine = self._setting.machine
+        device = 0.0
+        host = 0.0
+        for operator in operators:
+            flops, size, seconds = operator_seconds(operator, self._setting, self._attention)
             device += seconds
-            host += host_seconds(each, machine)
-            for i, value in enumerate((each.launches, flops, size, seconds)):
-                spent[each.kind, i] += value
-        spent["host", 3] += (late := host if machine.host_waits else max(0.0, host - device))
-        return device + late
-
-    def timed(part: ActionPart, sharing: float) -> Iterator[Seconds]:
-        operators, sent = part.operators, all_to_all_seconds(machine, part.sent * setting.tokens, setting.ep)
-        attends = [i for i, each in enumerate(operators) if each.kind in ("attention", "attention backward")]
-        if sharing and attends:  # as if none of it were attended to while the rest travels: the other action hides it
-            yield Seconds(busy(operators[: attends[0]]), sharing)
-            operators = operators[attends[0] :]
-        yield Seconds(busy(operators), sent if part.sent else 0.0, busy(part.deferred))
-
-    forward, backward = (
-        tuple(chain.from_iterable(timed(part, sharing) for part in side)) for side, sharing in zip(parts, shared))
-    kinds = dict.fromkeys(kind for kind, _ in spent)
-    return LayerCosts(forward, backward, tuple((kind, Spent(*(spent[kind, i] for i in range(4)))) for kind in kinds))
+            host += host_seconds(operator, machine)
+            values = self._totals[operator.kind]
+            for i, value in enumerate((operator.launches, flops, size, seconds)):
+                values[i] += value
+        host_excess = host if machine.host_waits else max(0.0, host - device)
+        self._totals["host"][3] += host_excess
+        return device + host_excess
 
 
 def host_seconds(operator: Operator, machine: Machine) -> float:
-    """Return how long the host takes to launch an operator."""
+    """Return the seconds that the host takes to launch an operator."""
     first = machine.launch
     if operator.kind.endswith("grouped"):
         first = machine.launch_grouped or first
@@ -145,104 +197,146 @@ def host_seconds(operator: Operator, machine: Machine) -> float:
 
 
 def operator_seconds(operator: Operator, setting: Setting, attention: float) -> tuple[float, float, float]:
-    """Operations, bytes, and seconds on the rank with the most rows. attention: operations for each token, forward."""
-    machine, kind = setting.machine, operator.kind
-    flops, size = operator.flops * setting.tokens, operator.token_bytes * setting.tokens
-    rate, peak = machine.gemm, machine.fp8 if kind.startswith("fp8") else machine.tflops
-    if kind in ("attention", "attention backward"):
-        flops = attention * setting.tokens * (1.0 if kind == "attention" else ATTENTION_BACKWARD)
-        rate = machine.attention if kind == "attention" else machine.attention_backward
+    """Return operations, bytes and seconds of an operator, on the rank with the most rows.
+
+    Args:
+        operator: operator with operations and bytes per token.
+        setting: model, machine and layout.
+        attention: operations of attention per token, forward.
+    """
+    machine = setting.machine
+    kind = operator.kind
+    flops = operator.flops * setting.tokens
+    size = operator.token_bytes * setting.tokens
+    peak = machine.fp8 if kind.startswith("fp8") else machine.tflops
+    efficiency = machine.gemm
+    if kind == "attention":
+        flops = attention * setting.tokens
+        efficiency = machine.attention
+    elif kind == "attention backward":
+        flops = attention * setting.tokens * ATTENTION_BACKWARD
+        efficiency = machine.attention_backward
     elif kind.endswith("grouped"):
         model = setting.model
-        uneven = machine.imbalance if setting.ep > 1 else 1.0
-        rows = setting.tokens * setting.ep * model.num_experts_per_tok / model.num_experts
-        flops, size = flops * uneven * (1 + (TILE / 2 / rows if not machine.host_waits else 0.0)), size * uneven
-        rate = machine.grouped
+        imbalance = machine.imbalance if setting.ep > 1 else 1.0
+        rows_per_expert = setting.tokens * setting.ep * model.num_experts_per_tok / model.num_experts
+        empty_rows = 0.0 if machine.host_waits else TILE / 2 / rows_per_expert  # as a fraction of an expert's rows
+        flops = flops * imbalance * (1 + empty_rows)
+        size *= imbalance
+        efficiency = machine.grouped
     size += operator.bytes
-    return flops, size, max(flops / (peak * rate * 1e12), size / (machine.hbm * machine.bandwidth * 1e9))
+    compute_seconds = flops / (peak * efficiency * 1e12)
+    memory_seconds = size / (machine.hbm * machine.bandwidth * 1e9)
+    return flops, size, max(compute_seconds, memory_seconds)
 
 
 @lru_cache(maxsize=16384)
 def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
-    """Those of a stage of these layers; `last`: with the head, and the layers for multi-token prediction. Embeddings,
-    which read a row for each token, are left out."""
-    found = _costs_of(setting, layers, last)
-    forward = _joined(each.forward for each in found)
-    backward = _joined(each.backward for each in reversed(found))
-    only_inputs = tuple(part._replace(deferred=0.0) for part in backward)
-    machine = setting.machine
-    slower = EXPERTS.ctas / machine.multiprocessors if machine.multiprocessors else 0.0
-    slower = 1 - machine.beside if machine.beside else slower
-    f, b, i = (walk_seconds([parts], slower) for parts in (forward, backward, only_inputs))
-    fb, fi = (walk_seconds([forward, other], slower) if setting.overlap else f + alone
-              for other, alone in ((backward, b), (only_inputs, i)))
-    spent = total(each.spent for each in found)
-    again = 0.0
+    """Return the costs of a stage of these layers.
+
+    Embeddings, which read one row per token, are left out.
+
+    Args:
+        setting: model, machine and layout.
+        layers: indices of the stage's layers.
+        last: True for the last stage, which also has the layers for multi-token prediction, and the head.
+    """
+    all_costs = _costs_by_layer(setting, layers, last)
+    forward = _join(costs.forward for costs in all_costs)
+    backward = _join(costs.backward for costs in reversed(all_costs))
+    input_backward = tuple(part._replace(deferred=0.0) for part in backward)
+    slowdown = _slowdown(setting.machine)
+    f = walk_seconds([forward], slowdown)
+    b = walk_seconds([backward], slowdown)
+    i = walk_seconds([input_backward], slowdown)
+    fb = walk_seconds([forward, backward], slowdown) if setting.overlap else f + b
+    fi = walk_seconds([forward, input_backward], slowdown) if setting.overlap else f + i
+    w = sum(part.deferred for part in backward)
+    spent = total(costs.spent for costs in all_costs)
+    recomputed = 0.0
     if setting.recompute:
-        once = total(each.spent for each in _costs_of(replace(setting, recompute=()), layers, last))
-        again = sum(spent[kind].seconds - once[kind].seconds for kind in once)
-    costs = Costs(F=f, B=b, W=sum(part.deferred for part in backward), I=i, FB=fb, pairs={("F", "I"): fi})
-    return StageCosts(costs, spent, again, sum(part.sent for part in (*forward, *backward)))
+        plain_costs = _costs_by_layer(replace(setting, recompute=()), layers, last)
+        plain = total(costs.spent for costs in plain_costs)
+        recomputed = sum(spent[kind].seconds - plain[kind].seconds for kind in plain)
+    costs = Costs(F=f, B=b, W=w, I=i, FB=fb, pairs={("F", "I"): fi})
+    return StageCosts(costs, spent, recomputed, sent=sum(part.sent for part in (*forward, *backward)))
 
 
-def _costs_of(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
+def _slowdown(machine: Machine) -> float:
+    """Return the fraction of its speed that compute loses beside a communication."""
+    if machine.beside:
+        return 1 - machine.beside
+    return EXPERTS.ctas / machine.multiprocessors if machine.multiprocessors else 0.0
+
+
+def _costs_by_layer(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
+    """Return the costs of each layer of a stage, and of the head on the last one."""
     model = setting.model
-    inside = (*layers, *model.mtp_layers) if last else layers
-    found = [
-        layer_costs(setting, kind, attention_flops(model, i, setting.length, causal=not setting.machine.host_waits),
-                    context_seconds(setting, i))
-        for kind, i in zip(kinds_of(model, inside, setting.recompute), inside)
-    ]
-    return found + ([head_costs(setting)] if last else [])
+    is_causal = not setting.machine.host_waits
+    indices = (*layers, *model.mtp_layers) if last else tuple(layers)
+    all_costs = []
+    for kind, index in zip(kinds_of(model, indices, setting.recompute), indices):
+        attention = attention_flops(model, index, setting.length, causal=is_causal)
+        all_costs.append(layer_costs(setting, kind, attention, context_seconds(setting, index)))
+    if last:
+        all_costs.append(head_costs(setting))
+    return all_costs
 
 
 def context_seconds(setting: Setting, index: int) -> tuple[float, float]:
-    """In which a layer sends what ranks that share sequences attend to, forward and backward."""
+    """Return the seconds of context-parallel communication of layer `index`, in the forward and in the backward."""
     if setting.cp == 1:
         return 0.0, 0.0
     numbers = context_numbers(setting.model, index, setting.length, setting.cp, setting.cp_method)
-    forward, backward = (send_seconds(setting.machine, each * setting.tokens * setting.dtype.itemsize, setting.cp,
-                                      setting.ep) for each in (numbers.forward, numbers.backward))
+    bytes_per_number = setting.tokens * setting.dtype.itemsize
+    forward = send_seconds(setting.machine, numbers.forward * bytes_per_number, setting.cp, setting.ep)
+    backward = send_seconds(setting.machine, numbers.backward * bytes_per_number, setting.cp, setting.ep)
     return forward, backward
 
 
-def total(spent: Iterable[Iterable[tuple[str, Spent]]]) -> dict[str, Spent]:
-    """What is spent on each kind of operator together."""
-    found: dict[str, Spent] = {}
-    for kind, one in chain.from_iterable(spent):
-        found[kind] = Spent(*map(add, found.get(kind, Spent(0, 0, 0, 0)), one))
-    return found
+def total(spent: Iterable[Iterable[tuple[str, OperatorTotal]]]) -> dict[str, OperatorTotal]:
+    """Sum totals by kind of operator."""
+    sums: dict[str, OperatorTotal] = {}
+    for kind, values in chain.from_iterable(spent):
+        sums[kind] = OperatorTotal(*map(add, sums.get(kind, OperatorTotal(0, 0, 0, 0)), values))
+    return sums
 
 
-def _joined(layers: Iterable[Times]) -> Times:
-    """The parts of layers one after the other: the last of one and the first of the next are one."""
+def _join(layers: Iterable[Times]) -> Times:
+    """Return the parts of consecutive layers. The last part of a layer and the first of the next become one."""
     parts = [Seconds(0.0)]
-    for layer in layers:
-        first, *rest = layer
-        parts[-1] = Seconds(parts[-1].compute + first.compute, first.sent, parts[-1].deferred + first.deferred)
-        parts += rest
+    for first, *others in layers:
+        last = parts[-1]
+        parts[-1] = Seconds(last.compute + first.compute, first.sent, last.deferred + first.deferred)
+        parts += others
     return tuple(parts)
 
 
 def walk_seconds(actions: Iterable[Sequence[Seconds]], slower: float) -> float:
-    """Seconds that actions take in turn, each until its next communication, as `dualpipe.pipeline.overlap.walk` runs
-    them. One communicates at a time; what computes beside it is slower by the part `slower`."""
-    clock = link = 0.0  # when the computing and the communicating stream are through
+    """Return the seconds of actions that take turns at communications, as `dualpipe.pipeline.overlap.walk` runs them.
 
-    def compute(seconds: float) -> float:
-        beside = max(0.0, link - clock)
-        done = min(seconds, beside * (1 - slower))  # beside the communication
-        return clock + seconds + (done / (1 - slower) - done if done else 0.0)
+    One action communicates at a time. Compute beside a communication loses the fraction `slower` of its speed.
+    """
+    compute_end = 0.0  # time at which the compute stream is done
+    link_end = 0.0  # time at which the communication stream is done
+
+    def end_of_compute(seconds: float) -> float:
+        overlapped = max(0.0, link_end - compute_end)
+        done = min(seconds, overlapped * (1 - slower))  # work done beside the communication, in seconds at full speed
+        delay = done / (1 - slower) - done if done else 0.0
+        return compute_end + seconds + delay
 
     running = deque((iter(parts), 0.0) for parts in actions)
     while running:
-        parts, arrived = running.popleft()
-        clock = max(clock, arrived)
-        if (part := next(parts, None)) is None:
+        parts, arrival = running.popleft()
+        compute_end = max(compute_end, arrival)
+        part = next(parts, None)
+        if part is None:
             continue
-        clock = compute(part.compute)
+        compute_end = end_of_compute(part.compute)
         if part.sent:
-            arrived = link = max(link, clock) + part.sent
-        clock = compute(part.deferred)
-        running.append((parts, arrived))
-    return max(clock, link)
+            link_end = max(link_end, compute_end) + part.sent
+            arrival = link_end
+        compute_end = end_of_compute(part.deferred)
+        running.append((parts, arrival))
+    return max(compute_end, link_end)

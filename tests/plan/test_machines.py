@@ -65,7 +65,7 @@ def test_machines_of_ones_own(tmp_path):
     path.write_text("tflops = 100\nhbm = 1000\nmemory = 24\nmultiprocessors = 80\nnvlink = 25\nnetwork = 12.5\n")
     assert read_machine(str(path)).tflops == 100 and read_machine(str(path)).gemm == read_machine("h100").gemm
     path.write_text("tflops = 100\nhbm = 1000\nmemory = 24\nnvlink = 25\n")
-    with pytest.raises(ValueError, match=r"mine\.toml does not say multiprocessors, network; see .*machines\.toml"):
+    with pytest.raises(ValueError, match=r"mine\.toml lacks the fields multiprocessors, network; set .*machines\.toml"):
         read_machine(str(path))
-    with pytest.raises(ValueError, match="no GPU is called 'h101'; known are h100, h800, h200, b200, a100"):
+    with pytest.raises(ValueError, match="unknown GPU 'h101'; give one of h100, h800, h200, b200, a100"):
         read_machine("h101")

@@ -71,6 +71,6 @@ def test_it_is_drawn_and_listed(capsys, tmp_path):
     assert len(titles) == sum(len(step) for steps in build("dualpipev", 2, 5).ranks for step in steps)
     assert titles[0].startswith("F(stage 0, micro-batch 0)\nparameters ") and titles[0].endswith(" MiB")
     texts = [each.text for each in root.iter() if each.tag.endswith("text")]
-    assert "rank 0, MiB" in texts and "rank 1, MiB" in texts and any("steps of a rank" in text for text in texts)
+    assert "rank 0, MiB" in texts and "rank 1, MiB" in texts and any("steps of the" in text for text in texts)
     heights = [float(text) for text in texts if text.isdigit()]
     assert {0, 10, 20}.issubset(heights), "numbers on both axes"

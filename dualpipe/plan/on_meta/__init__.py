@@ -1,4 +1,4 @@
-"""Stages without memory, of this library's models and of transformers', run as in a pipeline to count what they take.
+"""Stages on the meta device, run as in a pipeline to count their memory and operators: native and transformers models.
 
 Imports `train.config`, `hf`, `models`, `pipeline`, `parallel` and `nn`.
 """

@@ -1,6 +1,6 @@
-"""Models whose micro-batches are counted on meta: those of this library, and those of transformers.
+"""Models whose activations are counted on the meta device: native models of this library, and models of transformers.
 
-`dualpipe.plan.activations` asks a model for the kinds of its layers, and for stages of some kinds that it runs.
+`dualpipe.plan.activations` asks a model for the kinds of its layers, then runs stages of some of these kinds.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ if TYPE_CHECKING:
     from dualpipe.plan.on_meta.meta_stage import MetaStage
     from dualpipe.train.config.model_config import TrainedModel
 
-_TRIAL_SHAPE = 2, 16  # rows and tokens of a trial of a layer
-_SHORT = 8, 16  # lengths of the sequences of two runs, so short that attention's scores do not decide where the peak is
-_FEW_TOKENS = 128
-_LONG = 1024, 2048  # lengths instead of longer ones, whose masks would take long to compute
-_MOST_PAIRS = 2**28  # pairs of positions in the sequences of a micro-batch whose masks are computed
-_WINDOW = 512  # positions that attention sees in sequences of the lengths _LONG, where it does not see the whole of one
+_TRIAL_SHAPE = 2, 16  # sequences and tokens per sequence of a layer's trial run
+# Sequence lengths of the two runs of a native stage, so short that attention's scores do not decide where the peak is.
+_SHORT_LENGTHS = 8, 16
+_SHORT_TOKENS = 128  # tokens per micro-batch of these runs
+# Sequence lengths of the two runs that stand for longer sequences, whose masks would take long to compute.
+_LONG_LENGTHS = 1024, 2048
+_MAX_MASK_PAIRS = 2**28  # maximum number of position pairs per micro-batch for which masks are computed
+_LONG_WINDOW = 512  # attention window in sequences of _LONG_LENGTHS, for layers that have a window
 
 
 class Workload(NamedTuple):
-    """Micro-batches of a rank that are counted.
+    """Micro-batch of a rank whose memory is counted.
 
-    tokens: of a micro-batch. lengths: of its sequences; two of them where what a longer one takes follows from both.
-    cpu: run there, not on GPUs. has_documents: a row holds several, which attention does not cross.
+    tokens: tokens per micro-batch. lengths: sequence length, or two of them, from which a longer one is extrapolated.
+    dtype: compute dtype. ep: number of expert-parallel ranks. cpu: True if the rank is a CPU, not a GPU. has_documents:
+    True if a sequence holds several documents, which attention does not cross.
     """
 
     tokens: int
@@ -52,10 +55,10 @@ class Workload(NamedTuple):
 
 
 class CountedStage(Protocol):
-    """A stage without memory, and how it is run.
+    """Interface of a stage on the meta device, and of the way to run it.
 
-    fused: bytes for each token that fused kernels of GPUs keep instead of attention's scores, which the stage computes;
-    None where what it computes is what the device computes. has_masks: its masks, of bool, take memory.
+    fused: bytes per token that fused attention kernels save in place of the scores, which the stage materializes; None
+    if the stage computes attention as the device does. has_masks: True if its bool masks take memory on the device.
     """
 
     @property
@@ -73,32 +76,32 @@ class CountedStage(Protocol):
         """Return the segments of the stage."""
 
     def side_inputs(self, batch: int, length: int) -> dict[str, Any]:
-        """Return what the carry holds besides hidden states and labels."""
+        """Return the entries of the carry other than hidden states and labels."""
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return what attention runs in."""
+        """Return the context in which to run attention."""
 
 
 class CountedModel(Hashable, Protocol):
-    """A model that is counted."""
+    """Interface of a model whose activations are counted."""
 
     def probe(self, work: Workload) -> Workload:
-        """Return what is run instead of `work`, in sequences of each of its lengths."""
+        """Return the workload to run in place of `work`, once for each of its lengths."""
 
     def kinds(self, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
-        """Return the kinds of some layers, in their order. recompute: the rules of `Recompute`."""
+        """Return the kind of each of the layers. recompute: rules of `Recompute`."""
 
     def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> CountedStage:
-        """Return a stage of layers of these kinds."""
+        """Return a stage with one layer per kind."""
 
 
 def counted_model(model: TrainedModel) -> CountedModel:
-    """Return what counts a model's micro-batches."""
-    return OwnModel(model) if isinstance(model, HubConfig) else ModelOfTransformers(model)
+    """Wrap a model in the class that counts its activations."""
+    return NativeModel(model) if isinstance(model, HubConfig) else TransformersCountedModel(model)
 
 
-class OwnStage:
-    """A stage of this library's layers. Their attention is written down as whole scores, as the CPU computes it."""
+class NativeStage:
+    """Stage of native layers. Their attention materializes the scores, as it does on the CPU."""
 
     has_masks = False
 
@@ -113,7 +116,7 @@ class OwnStage:
         return self.module.segments()
 
     def side_inputs(self, batch: int, length: int) -> dict[str, Any]:
-        """Return the tokens ahead, where layers for multi-token prediction embed them."""
+        """Return no positions, and the tokens ahead if layers for multi-token prediction embed them."""
         depth = len(self.module.segments()[-1].writes) - 1 if self.module.last else 0
         ahead = torch.empty((batch, length, depth), dtype=torch.int64, device="meta") if depth else None
         return {"positions": None, "ahead": ahead}
@@ -124,38 +127,38 @@ class OwnStage:
 
 
 @dataclass(frozen=True)
-class OwnModel:
-    """A model of this library."""
+class NativeModel:
+    """Native model of this library."""
 
     config: HubConfig
 
     def probe(self, work: Workload) -> Workload:
-        """Return a few tokens: all that is made grows with them, because all weight gradients are deferred."""
-        return work._replace(tokens=_FEW_TOKENS, lengths=_SHORT, has_documents=False)
+        """Return a few tokens: all tensors grow linearly with them, because all weight gradients are deferred."""
+        return work._replace(tokens=_SHORT_TOKENS, lengths=_SHORT_LENGTHS, has_documents=False)
 
     def kinds(self, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
-        """Return the kinds of some layers, in their order."""
+        """Return the kind of each of the layers."""
         return kinds_of(self.config, layers, recompute)
 
-    def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> OwnStage:
-        """Return a stage of layers of these kinds."""
+    def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> NativeStage:
+        """Return a stage with one layer per kind."""
         stage = stage_of_kinds(self.config, kinds, probe.ep, probe.dtype, is_last)
         if probe.cpu:
-            return OwnStage(stage, None)
+            return NativeStage(stage, fused=None)
         fused = 0
         for index, layer in stage.numbered():
-            if "attention" not in kinds[index].again:
-                # What fused kernels keep beyond the CPU's without its scores: a float32 for each head's row of them,
-                # and less, since keys and values need not be repeated for the heads that share them.
+            if "attention" not in kinds[index].recomputed:
+                # Difference between fused kernels and the CPU's attention without its scores: one float32 more per
+                # head, less the keys and values that need not be repeated for the heads that share them.
                 attention = layer.self_attn
                 num_repeated = attention.num_heads - attention.num_kv_heads
                 repeated = num_repeated * (attention.qk_dim + attention.v_dim)
                 fused += 4 * attention.num_heads - repeated * probe.dtype.itemsize
-        return OwnStage(stage, fused)
+        return NativeStage(stage, fused)
 
 
-class StageOfTransformers:
-    """A stage of transformers' layers. Their attention is what the device runs, by `DeviceAttention`."""
+class TransformersCountedStage:
+    """Stage of a model of transformers. `DeviceAttention` runs its attention as the device does."""
 
     fused = None
     has_masks = True
@@ -171,50 +174,50 @@ class StageOfTransformers:
         return self.module.segments()
 
     def side_inputs(self, batch: int, length: int) -> dict[str, Any]:
-        """Return the positions of two documents in each row, where rows hold several."""
+        """Return position ids: those of two documents per sequence if the workload has documents, else None."""
         positions = None
         if self._probe.has_documents:
             positions = torch.arange(length, device="cpu").remainder(length // 2).expand(batch, length)
         return {"position_ids": positions}
 
     def attention(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention keeps what the device's kernels keep."""
+        """Return a context in which attention saves the tensors that the kernels of the device save."""
         return DeviceAttention(self._probe.cpu)
 
 
 @dataclass(frozen=True)
-class ModelOfTransformers:
-    """A model of transformers."""
+class TransformersCountedModel:
+    """Model of transformers."""
 
     model: TransformersModel
 
     def probe(self, work: Workload) -> Workload:
-        """Return the micro-batch itself, or as many tokens in shorter sequences.
+        """Return the micro-batch itself, or about as many tokens in shorter sequences if its masks would be too large.
 
-        Not a few tokens: gradients of routers are not deferred, and do not grow with them.
+        A few tokens would not do: the weight gradients of routers are not deferred, and do not grow with the tokens.
         """
-        if work.tokens * max(work.lengths) <= _MOST_PAIRS:
+        if work.tokens * max(work.lengths) <= _MAX_MASK_PAIRS:
             return work
-        longest = max(_LONG)
-        return work._replace(tokens=-(-work.tokens // longest) * longest, lengths=_LONG)
+        longest = max(_LONG_LENGTHS)
+        return work._replace(tokens=-(-work.tokens // longest) * longest, lengths=_LONG_LENGTHS)
 
     def kinds(self, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
-        """Return the kinds of some layers, in their order."""
+        """Return the kind of each of the layers."""
         rules = Recompute(recompute, self.model.num_hidden_layers)
-        numbers = _numbers_alike(self.model)
-        return [LayerKind(numbers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
+        equal_layers = _equal_layers(self.model)
+        return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
 
-    def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> StageOfTransformers:
-        """Return a stage of layers of these kinds: those of the model that are the first of these forms."""
+    def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> TransformersCountedStage:
+        """Return a stage with one layer per kind, each the first unused layer of the model of that kind."""
         from dualpipe.plan.on_meta.meta_stage import SkippedLayer, build_meta_stage, split_on_meta
 
-        alike = {kind.first: iter(_numbers_alike(self.model)[kind.first]) for kind in kinds}
-        by_number = {next(alike[kind.first]): kind for kind in kinds}
+        unused_layers = {kind.first: iter(_equal_layers(self.model)[kind.first]) for kind in kinds}
+        by_number = {next(unused_layers[kind.first]): kind for kind in kinds}
         module = build_meta_stage(self.model, list(by_number), is_last=is_last, dtype=probe.dtype)
         if len(probe.lengths) > 1:
             _shorten_windows(module.base.config)
-        again = {number for number, kind in by_number.items() if kind.again}
-        module.recompute = lambda part, number: number in again  # type: ignore[assignment]
+        recomputed = {number for number, kind in by_number.items() if kind.recomputed}
+        module.recompute = lambda part, number: number in recomputed  # type: ignore[assignment]
         layers = module.layers
         for number, kind in by_number.items():
             if failure(self.model, kind.first):
@@ -223,17 +226,17 @@ class ModelOfTransformers:
         if probe.ep > 1:
             _share_experts(module, probe.ep)
             split_on_meta(module, meta_hidden(hidden_size, *_TRIAL_SHAPE, probe.dtype))
-        for parameter in module.parameters():  # accumulators, which are counted apart
+        for parameter in module.parameters():  # accumulators, which are counted elsewhere
             parameter.grad = torch.empty_like(parameter)
-        return StageOfTransformers(module, hidden_size, probe)
+        return TransformersCountedStage(module, hidden_size, probe)
 
 
 def uncounted_layers(model: TrainedModel) -> list[str]:
-    """Return for each kind of layers whose activations are not counted a line that names it, and says why."""
+    """Return a line for each kind of layers whose activations cannot be counted, with the reason."""
     if isinstance(model, HubConfig):
         return []
     lines = []
-    for numbers in {numbers[0]: numbers for numbers in _numbers_alike(model)}.values():
+    for numbers in {numbers[0]: numbers for numbers in _equal_layers(model)}.values():
         reason = failure(model, numbers[0])
         if reason:
             layer = type(model.layer(numbers[0])).__name__
@@ -244,7 +247,7 @@ def uncounted_layers(model: TrainedModel) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def failure(model: TransformersModel, number: int) -> str:
-    """Return why a layer cannot run on meta, as where its Python looks at values; "" where it can."""
+    """Return the reason a layer cannot run on meta, such as Python code that reads values; "" if it can."""
     from dualpipe.plan.on_meta.meta_stage import build_meta_stage
 
     stage = build_meta_stage(model, [number], is_last=False, dtype=torch.bfloat16)
@@ -256,14 +259,14 @@ def failure(model: TransformersModel, number: int) -> str:
             walk([run.forward()])
             run.begin_backward()
             walk([run.backward("B")])
-    except Exception as error:  # whatever a layer raises that looks at values
+    except Exception as error:  # layers that read values may raise any exception
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return ""
 
 
 @lru_cache(maxsize=64)
-def _numbers_alike(model: TransformersModel) -> list[list[int]]:
-    """Return for each layer the numbers of all layers of its form."""
+def _equal_layers(model: TransformersModel) -> list[list[int]]:
+    """Return for each layer the numbers of all layers of its form, itself included."""
     from dualpipe.plan.on_meta.meta_stage import layer_forms
 
     forms = layer_forms(model)
@@ -274,7 +277,7 @@ def _numbers_alike(model: TransformersModel) -> list[list[int]]:
 
 
 def _share_experts(module: nn.Module, ep: int) -> None:
-    """Leave of stacked experts those of a rank among `ep`, to which as many tokens come as to each other."""
+    """Keep 1/ep of the stacked experts: those of one of `ep` ranks, which all get the same number of tokens."""
     experts: list[Any] = [inner for inner in module.modules() if is_interface_experts(inner)]
     for inner in experts:
         inner.dispatcher = EvenDispatcher(inner.num_experts, ep)
@@ -283,11 +286,17 @@ def _share_experts(module: nn.Module, ep: int) -> None:
 
 
 def _shorten_windows(config: Any) -> None:
-    """Make windows of attention shorter than the sequences of the lengths _LONG: whether there is a mask depends on it.
+    """Limit attention windows to less than _LONG_LENGTHS: a layer has a mask only if its window is shorter.
 
-    A window that is longer than all of these counts as one that is shorter than the sequence that they stand for.
+    All windows are taken to be shorter than the sequences that _LONG_LENGTHS stand for.
     """
     for name in ("sliding_window", "attention_chunk_size"):
         size = getattr(config, name, None)
         if size:
-            setattr(config, name, min(size, _WINDOW))
+            setattr(config, name, min(size, _LONG_WINDOW))
+
+
+OwnStage = NativeStage  # earlier name
+OwnModel = NativeModel  # earlier name
+StageOfTransformers = TransformersCountedStage  # earlier name
+ModelOfTransformers = TransformersCountedModel  # earlier name

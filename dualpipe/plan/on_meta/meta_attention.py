@@ -1,7 +1,7 @@
-"""`F.scaled_dot_product_attention` on tensors without memory, with the results that a device's kernels keep.
+"""`F.scaled_dot_product_attention` on meta tensors, saving what a device's kernels save for the backward.
 
-On meta torch writes attention down as products of whole scores. Kernels keep the output and a number for each row of
-scores instead: of the CPU where torch has one for the operands, of GPUs always.
+On the meta device, torch decomposes attention into GEMMs that materialize the scores. Fused kernels save the output and
+one number per row of scores instead. GPUs always have a fused kernel; the CPU has one for some operands.
 
 Dimension letters: B batch, N heads, S sequence, D head.
 """
@@ -21,14 +21,14 @@ _aten = torch.ops.aten
 
 
 class DeviceAttention(TorchFunctionMode):
-    """Runs attention on meta as the kernels of the CPU do, or as those of GPUs do, while the `with` lasts."""
+    """Context that runs attention on meta tensors as the fused kernels of the CPU (`cpu`), or else of GPUs, run it."""
 
     def __init__(self, cpu: bool) -> None:
         super().__init__()
         self._cpu = cpu
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func`, or attention's kernel in its place."""
+        """Call `func`, or the fused kernel of the device if `func` is attention."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return _attend(self._cpu, *args, **kwargs)
@@ -39,7 +39,7 @@ def _attend(
     cpu: bool, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:
-    """Return the output (B, N, S, D) of the kernel that the device takes."""
+    """Return the output (B, N, S, D) of the kernel that the device would choose."""
     has_kernel = dropout_p == 0.0
     if cpu and has_kernel:
         shapes = tuple(tuple(tensor.shape[1:]) for tensor in (query, key, value))
@@ -47,7 +47,7 @@ def _attend(
     if not has_kernel:
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is not None and attn_mask.dtype is torch.bool:  # kernels add numbers: 0 and minus infinity
+    if attn_mask is not None and attn_mask.dtype is torch.bool:  # kernels add the mask to the scores, as 0 and -inf
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     if cpu:
         output, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
@@ -70,7 +70,7 @@ def _attend(
 def _has_cpu_kernel(
     shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, has_mask: bool, is_causal: bool, enable_gqa: bool
 ) -> bool:
-    """Return True if torch has a kernel on the CPU for operands of these shapes, of one row of the batch."""
+    """Return True if torch has a fused CPU kernel for operands of these shapes. shapes: without the batch dimension."""
     query, key, value = (torch.empty(1, *shape, dtype=dtype, device="cpu", requires_grad=True) for shape in shapes)
     mask = torch.empty(1, 1, shapes[0][1], shapes[1][1], dtype=dtype, device="cpu") if has_mask else None
     return torch._fused_sdp_choice(query, key, value, mask, 0.0, is_causal, enable_gqa=enable_gqa) != _MATH

@@ -1,7 +1,7 @@
-"""Layers without memory, run as the pipeline runs a stage's, for those that count what they take and what they do.
+"""Layers on the meta device, run as the pipeline runs a stage, to count their memory and operators.
 
-A model's layers are of a few kinds, and one of each is run. Dispatch to experts on other ranks is stood in for: tokens
-choose experts at random, and all ranks have as many.
+A model has a few kinds of layers; one layer of each kind is run. A stand-in replaces the dispatch to experts on other
+ranks: tokens choose experts at random, and all ranks have the same number of tokens.
 
 Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
 """
@@ -30,13 +30,16 @@ from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 
-MICROBATCH = 0  # the key of its weight gradients in the store
+MICROBATCH = 0  # key of the micro-batch's weight gradients in the store
 
 
 class MetaRun:
-    """A forward and a backward of a micro-batch through the segments of a stage; tasks, for `walk` or a like.
+    """Forward and backward of one micro-batch through the segments of a stage, as tasks for `walk`.
 
-    result: the name of what the segments end with. store: activate it around the calls.
+    Args:
+        segments: segments of the stage.
+        result: name of the last segment's output.
+        store: weight gradient store, to be activated around the calls.
     """
 
     def __init__(self, segments: Sequence[Segment], result: str, store: WeightGradStore) -> None:
@@ -46,50 +49,55 @@ class MetaRun:
         self._state = MicrobatchState()
 
     def begin(self, carry: dict[str, Any], inputs: tuple[str, ...]) -> None:
-        """Start with the values `carry`, of which `inputs` came from the stage before."""
+        """Start a micro-batch with the values `carry`, of which `inputs` come from the previous stage."""
         self._state.begin(carry, inputs)
 
     def forward(self) -> Task:
-        """Return the forward, to be walked."""
+        """Return the forward as a task."""
         return self._runner.forward(self._state)
 
     def begin_backward(self) -> int:
-        """Replace the result by its gradient, of as many bytes; return these."""
+        """Replace the result by its gradient, and return the bytes of the gradient, as many as of the result."""
         gradient = torch.empty_like(self._state.carry.pop(self._result))
         self._state.gradients = {self._result: gradient}
         return gradient.untyped_storage().nbytes()
 
     def backward(self, kind: Literal["B", "I"]) -> Task:
-        """Return a backward, whole or of the inputs alone, to be walked."""
+        """Return a backward as a task: full ("B"), or for the input gradient only ("I")."""
         return self._runner.backward(self._state, kind, MICROBATCH)
 
     def drop_gradients(self) -> None:
-        """Let go of the inputs' gradients, as when they have been sent."""
+        """Release the input gradients, as the pipeline does after sending them."""
         self._state.gradients = {}
 
 
 def meta_hidden(hidden_size: int, batch: int, length: int, dtype: torch.dtype) -> Tensor:
-    """Return hidden values without memory, which need a gradient."""
+    """Return hidden states of shape (batch, length, hidden_size) on the meta device, which require a gradient."""
     return torch.empty((batch, length, hidden_size), dtype=dtype, device="meta", requires_grad=True)
 
 
 class LayerKind(NamedTuple):
-    """What layers that take the same have in common: the number of the first such layer in the model, and which parts
-    are computed again."""
+    """Kind of layers with equal costs: the index of its first layer in the model, and the parts that are recomputed."""
 
     first: int
-    again: tuple[str, ...]
+    recomputed: tuple[str, ...]
+
+    @property
+    def again(self) -> tuple[str, ...]:
+        """Earlier name of `recomputed`."""
+        return self.recomputed
 
 
 def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
-    """The kinds of some layers, in their order. recompute: the rules of `Recompute`."""
+    """Return the kind of each of the layers. recompute: rules of `Recompute`."""
     rules = Recompute(recompute, len(config.all_layers))
-    firsts = _first_alike(config)
+    firsts = _first_equal_layers(config)
     return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
 
 
 @lru_cache(maxsize=64)
-def _first_alike(config: HubConfig) -> list[int]:
+def _first_equal_layers(config: HubConfig) -> list[int]:
+    """Return for each layer the index of the first layer with the same modules."""
     firsts: dict[str, int] = {}
     return [firsts.setdefault(str(meta_layer(config, i)), i) for i in config.all_layers]
 
@@ -97,13 +105,15 @@ def _first_alike(config: HubConfig) -> list[int]:
 def stage_of_kinds(
     config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False
 ) -> Stage:
-    """A stage of such layers without memory, on a rank of `ep` that get the same number of tokens, which has its part
-    of the experts."""
+    """Build a stage on the meta device, with one layer per kind.
+
+    The rank is one of `ep` expert-parallel ranks with the same number of tokens, and holds 1/ep of the experts.
+    """
     with torch.device("meta"):
         stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
         stage.layers = nn.ModuleDict({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
-    again = [kind.again for kind in kinds]
-    stage.recompute = lambda part, layer: part in again[layer]  # type: ignore[assignment]
+    recomputed = [kind.recomputed for kind in kinds]
+    stage.recompute = lambda part, layer: part in recomputed[layer]  # type: ignore[assignment]
     for _, layer in stage.numbered():
         if isinstance(layer.mlp, SparseMLP) and ep > 1:
             layer.mlp.dispatcher = EvenDispatcher(layer.mlp.gate.out_features, ep)
@@ -114,37 +124,51 @@ def stage_of_kinds(
 
 
 def summed_loss(*logits_and_labels: Tensor) -> Tensor:
-    """That of the next token, and of those behind it."""
-    *logits, labels = logits_and_labels
-    return torch.stack([cross_entropy_loss(each, labels) for each in logits]).sum()
+    """Return the sum of the losses of the next token and of the tokens that multi-token prediction predicts.
+
+    Args:
+        logits_and_labels: logits of each prediction, then the labels.
+    """
+    *all_logits, labels = logits_and_labels
+    return torch.stack([cross_entropy_loss(logits, labels) for logits in all_logits]).sum()
 
 
 class EvenDispatcher:
-    """The dispatcher of a rank among `ep`, when tokens choose experts at random and all ranks get the same number."""
+    """Dispatcher of one of `ep` ranks for tokens that choose experts at random; all ranks get the same number."""
 
     def __init__(self, num_experts: int, ep: int) -> None:
-        self._experts = num_experts // ep
+        self._experts_per_rank = num_experts // ep
         self._ranks = ep
-        self.dispatch = self.combine = _Arriving()
+        self.dispatch = _InstantTransfer()
+        self.combine = self.dispatch
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
+        """Return the rows, weights and plan of the tokens that this rank sends.
+
+        Args:
+            x_TH: hidden states.
+            weights_TK: weights of the chosen experts.
+            experts_TK: indices of the chosen experts.
+        """
         top_k = experts_TK.shape[1]
-        copies = self._ranks * (1 - (1 - 1 / self._ranks) ** top_k)  # distinct ranks that a token's experts are on
+        copies = self._ranks * (1 - (1 - 1 / self._ranks) ** top_k)  # expected number of ranks that hold the K experts
         rows = round(len(x_TH) * copies)
         token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
-        received = Received(experts_TK.index_select(0, token_R).int(), self._experts, experts_TK.numel(), None)
+        received = Received(experts_TK.index_select(0, token_R).int(), self._experts_per_rank, experts_TK.numel(), None)
         return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received
 
     def finish(self, rows: Tensor, plan: Received) -> Tensor:
+        """Return the hidden states (T, H): the sum of the combined rows (R, H) of each token."""
         tokens = plan.pairs // plan.ids.shape[1]
         token_R = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         return rows.new_zeros(tokens, rows.shape[1]).index_add(0, token_R, rows)
 
 
-class _Arriving:
-    """A communication whose rows arrive at once, in a memory of their own, and what is pending of it: nothing.
+class _InstantTransfer:
+    """Communication that completes at once: received tensors are copies of the sent ones.
 
-    Weights and choices are kept also where the rows are not, to be there when these are sent again.
+    It is also its own pending result. Weights and choices are held even where the rows are not, because a recompute
+    sends them once more.
     """
 
     group = None
@@ -152,18 +176,22 @@ class _Arriving:
     def __init__(self, results: tuple[Any, ...] = ()) -> None:
         self._results = results
 
-    def forward(self, inputs: tuple[Any, ...]) -> _Arriving:
-        return _Arriving(tree_map_only(Tensor, torch.clone, inputs[: 3 if len(inputs) > 2 else 1]))
+    def forward(self, inputs: tuple[Any, ...]) -> _InstantTransfer:
+        """Transfer the first three inputs, or the only one of a combine."""
+        num_sent = 3 if len(inputs) > 2 else 1
+        return _InstantTransfer(tree_map_only(Tensor, torch.clone, inputs[:num_sent]))
 
-    def again(self, context: Any, inputs: tuple[Any, ...]) -> _Arriving:
+    def again(self, context: Any, inputs: tuple[Any, ...]) -> _InstantTransfer:
+        """Repeat a forward for a recompute."""
         return self.forward(inputs)
 
-    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> _Arriving:
-        """What is sent beside tensors has no gradient."""
-        return _Arriving((*tree_map_only(Tensor, torch.clone, gradients[:2]), None))
+    def backward(self, context: Any, gradients: tuple[Tensor | None, ...]) -> _InstantTransfer:
+        """Transfer the gradients of rows and weights. Inputs that are not tensors have no gradient."""
+        return _InstantTransfer((*tree_map_only(Tensor, torch.clone, gradients[:2]), None))
 
     def advance(self) -> None:
-        """All of it is there."""
+        """Do nothing: the transfer is complete."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
+        """Return the received values, and the context of the backward."""
         return self._results, self._results[1:]

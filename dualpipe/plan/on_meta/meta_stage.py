@@ -1,7 +1,8 @@
-"""A stage of a model of transformers that runs on the meta device, to count what its layers take.
+"""Stage of a model of transformers on the meta device, to count the memory of its layers.
 
-Layers, norm and head are on meta. The model's code around them runs on the CPU with real numbers, because it looks at
-values: whether positions start anew in a row decides if there is a mask. What it gives to layers is moved to meta.
+Layers, norm and head are on meta. The model's code around them runs on the CPU with real numbers, because it reads
+values: there is a mask only if positions restart within a sequence. The arguments that it passes to layers are moved to
+meta.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ from dualpipe.hf.structure import fill_on_cpu
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
-_NUMBERS = ("layer_idx", "layer_id", "layer_number")  # attributes that are a layer's number
+_LAYER_NUMBERS = ("layer_idx", "layer_id", "layer_number")  # attributes that hold the number of a layer
 
 
 class MetaStage(CausalLMStage):
-    """A stage behind the first one, whose layers, norm and head are on meta, and the rest of its model on the CPU."""
+    """Stage after the first one, with layers, norm and head on meta, and the rest of its model on the CPU."""
 
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
-        """Return `x`, and each layer's arguments behind the hidden states, on meta. position_ids: on the CPU."""
+        """Return `x`, and the other arguments of each layer, on meta.
+
+        Args:
+            x: hidden states (batch, length, hidden size), on meta.
+            position_ids: (batch, length), on the CPU.
+        """
         _, arguments = super().layer_arguments(_on_cpu(x), position_ids)
-        copies: dict[int, Tensor] = {}  # layers share tensors
+        copies: dict[int, Tensor] = {}  # by id: layers share tensors
 
         def on_meta(tensor: Tensor) -> Tensor:
             return copies.setdefault(id(tensor), tensor.to("meta"))
@@ -40,6 +46,7 @@ class MetaStage(CausalLMStage):
         return x, pytree.tree_map_only(Tensor, on_meta, arguments)
 
     def _end(self, x: Tensor) -> Tensor:
+        """Return the logits on the last stage, else the hidden states `x`."""
         if not self.is_last:
             return x
         placeholder = _on_cpu(x)
@@ -50,22 +57,22 @@ class MetaStage(CausalLMStage):
 
 
 def _on_cpu(x: Tensor) -> Tensor:
-    """Return zeros of the same shape and dtype on the CPU, which have the memory of one number."""
+    """Return zeros of the same shape and dtype on the CPU, with the memory of one element."""
     return torch.zeros((), dtype=x.dtype, device="cpu").expand(x.shape)
 
 
 class SkippedLayer(StandIn):
-    """Stands for a layer that cannot run on meta: hands on its hidden states."""
+    """Stand-in for a layer that cannot run on meta: the identity."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the hidden states."""
+        """Return the hidden states unchanged."""
         return hidden_states
 
 
 def build_meta_stage(
     model: TransformersModel, layers: Sequence[int], *, is_last: bool, dtype: torch.dtype
 ) -> MetaStage:
-    """Build a stage of some layers of a model, by their numbers, which need not be neighbours."""
+    """Build a stage with the layers of a model that have the numbers `layers`, which need not be consecutive."""
     causal_lm = build_on_meta(model)
     cut_model(causal_lm, layers, is_first=False, is_last=is_last)
     if is_last and is_tied(causal_lm.config):
@@ -75,11 +82,11 @@ def build_meta_stage(
                if part is not None for module in part.modules()}
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         fill_on_cpu(causal_lm, [module for module in causal_lm.modules() if module not in on_meta])
-    for parameter in causal_lm.parameters():  # not buffers, such as frequencies, which stay as wide as they are
+    for parameter in causal_lm.parameters():  # buffers, such as rotary frequencies, keep their dtype
         parameter.data = parameter.data.to(dtype)
     for module in causal_lm.modules():
         if is_interface_experts(module):
-            swiglu_form_of(module)  # found by a computation, which is none of the layer's
+            swiglu_form_of(module)  # cached now: it runs a computation, which must not count as the layer's
     form = model.meta_stages()[0].form
     stage = MetaStage(causal_lm, is_first=False, is_last=is_last, form=form)
     stage.train()
@@ -87,9 +94,11 @@ def build_meta_stage(
 
 
 def split_on_meta(stage: MetaStage, x: Tensor) -> None:
-    """Cut the layers of a stage at their experts, as `load_stages` does, but for the comparison of results.
+    """Split the layers of a stage at their experts, as `load_stages` does, but without comparing results.
 
-    x: hidden states of a few tokens, on meta.
+    Args:
+        stage: stage whose `splits` are set.
+        x: hidden states of a few tokens, on meta.
     """
     with torch.no_grad():
         _, arguments = stage.layer_arguments(x)
@@ -103,17 +112,21 @@ def split_on_meta(stage: MetaStage, x: Tensor) -> None:
 
 
 def layer_forms(model: TransformersModel) -> list[tuple[Any, ...]]:
-    """Return for each layer a form: layers of equal forms take the same memory."""
-    layers = list(base_of(model.causal_lm).layers)
-    config = base_of(model.causal_lm).config
-    lists = [value for _, value in sorted(vars(config).items())
-             if isinstance(value, list | tuple) and len(value) == len(layers)]
-    return [(*(str(values[number]) for values in lists), *map(_module_form, layer.named_modules()))
+    """Return a form for each layer: layers of equal forms take the same memory.
+
+    The form has the layer's entries in all lists of the config with one entry per layer, and the forms of its modules.
+    """
+    base = base_of(model.causal_lm)
+    layers = list(base.layers)
+    per_layer_lists = [value for _, value in sorted(vars(base.config).items())
+                       if isinstance(value, list | tuple) and len(value) == len(layers)]
+    return [(*(str(values[number]) for values in per_layer_lists), *map(_module_form, layer.named_modules()))
             for number, layer in enumerate(layers)]
 
 
-def _module_form(named: tuple[str, nn.Module]) -> tuple[Any, ...]:
-    name, module = named
-    attributes = {key: value for key, value in vars(plain_attributes(module)).items() if key not in _NUMBERS}
+def _module_form(named_module: tuple[str, nn.Module]) -> tuple[Any, ...]:
+    """Return the name, class, attributes and parameter shapes of a module."""
+    name, module = named_module
+    attributes = {key: value for key, value in vars(plain_attributes(module)).items() if key not in _LAYER_NUMBERS}
     shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
     return name, type(module).__name__, str(sorted(attributes.items())), str(shapes)

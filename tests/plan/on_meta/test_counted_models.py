@@ -25,7 +25,7 @@ def test_layers_of_one_kind_are_counted_once(family, kinds):
     counted = counted_model(model_of(family))
     found = counted.kinds(LAYERS, ["layer:0-1"])
     assert [kind.first for kind in found] == kinds
-    assert [kind.again for kind in found] == [("layer",), ("layer",), (), ()]
+    assert [kind.recomputed for kind in found] == [("layer",), ("layer",), (), ()]
 
 
 def test_kernels_of_gpus_keep_as_much_of_long_sequences_as_of_short_ones():
@@ -40,7 +40,7 @@ def test_long_sequences_follow_from_shorter_ones(monkeypatch):
     model = model_of("llama", vocab_size=65)
     sizes = {"batch": 1, "sequence_length": 4096, "last": True}
     exact = activation_bytes(model, LAYERS, **sizes)
-    monkeypatch.setattr(counted_models, "_MOST_PAIRS", 0)
+    monkeypatch.setattr(counted_models, "_MAX_MASK_PAIRS", 0)
     assert activation_bytes(model, LAYERS, **sizes) == pytest.approx(exact, rel=0.01)
 
 

@@ -1,0 +1,176 @@
+"""Memory of a stage on a rank, apart from activations: parameters, optimizer states, and gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from dualpipe.models import HubConfig, Stage
+from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.experts.dispatcher import parameter_sizes
+from dualpipe.parallel.tied import tied_parameters
+from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
+from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from dualpipe.train.optim.groups import algorithm_of, parameter_places
+from dualpipe.train.step.dtype_plan import plan_run
+
+_FP32_BYTES = 4
+
+
+class StageBytes(NamedTuple):
+    """Bytes of a stage on a rank, apart from activations.
+
+    parameters, optimizer: at all times. gathered: until the stage's last action. accumulators: from its first weight
+    gradient on. reduced: shard of the reduced gradients, after its last action. copied: largest copy of gradients that
+    is reduced at once, after its last action.
+    """
+
+    parameters: int
+    optimizer: int
+    gathered: int
+    accumulators: int
+    reduced: int
+    copied: int
+
+
+def stage_bytes(
+    config: Config, model: TrainedModel, stages: Sequence[nn.Module], number: int, ends_meet: bool
+) -> StageBytes:
+    """Return the bytes of stage `number`. ends_meet: the first and the last stage are on one rank."""
+    p = config.parallel
+    dtype = dtype_of(config.train.dtype)
+    is_sharded = p.replicas > 1
+    expert_replicas = p.dp * p.cp  # ranks with the same experts
+    sizes = stage_sizes(model, len(stages), p.layers_per_stage, p.ep, ends_meet=ends_meet)[number]
+    dense_shard = -(-sizes.dense // p.dense_shards)
+    expert_shard = -(-sizes.experts // p.expert_shards)
+    shard = dense_shard + expert_shard
+    stored_itemsize = _FP32_BYTES if is_sharded else dtype.itemsize
+    saving = _FormatSaving(0, 0, 0)
+    if config.dtypes.rules and isinstance(model, HubConfig):
+        stage = cast(Stage, stages[number])
+        saving = _format_saving(
+            stage, config.dtypes, config.train.dtype, model, expert_replicas, p.ep, p.dp_replicate)
+    moment_itemsize = dtype_of(config.optimizer.moments).itemsize
+    num_muon = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
+    master_itemsize = _FP32_BYTES if stored_itemsize < _FP32_BYTES else 0
+    states = (2 * moment_itemsize + master_itemsize) * shard - moment_itemsize * (num_muon // p.dense_shards)
+    shared_experts = expert_shard if expert_replicas > 1 else 0
+    return StageBytes(
+        parameters=stored_itemsize * shard - saving.stored,
+        optimizer=states + saving.masters,
+        gathered=(dtype.itemsize * (sizes.dense + sizes.experts) if is_sharded else 0) - saving.gathered,
+        accumulators=_FP32_BYTES * (sizes.dense + sizes.experts),
+        reduced=_FP32_BYTES * (dense_shard + shared_experts) if is_sharded else 0,
+        copied=_FP32_BYTES * sizes.reduced_at_once(expert_replicas) if is_sharded else 0,
+    )
+
+
+@lru_cache(maxsize=4096)
+def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int, ...]]:
+    """Return the shapes of the parameters of a stage that Muon updates."""
+    return [tuple(param.shape) for param, (name, owner) in parameter_places([stage]).items()
+            if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
+
+
+class StageSizes(NamedTuple):
+    """Numbers of parameters of a stage.
+
+    dense: dense parameters. experts: parameters of one rank's experts. dense_unit, expert_unit: the most of each that
+    are reduced at once, those of one layer, or of all modules around the layers.
+    """
+
+    dense: int
+    experts: int
+    dense_unit: int
+    expert_unit: int
+
+    def reduced_at_once(self, sharing: int) -> int:
+        """Return the largest number reduced at once if `sharing` ranks have the same experts."""
+        if sharing > 1:
+            return max(self.dense_unit, self.expert_unit)
+        return self.dense_unit  # accumulators of experts that no other rank has become their gradients
+
+
+@lru_cache(maxsize=256)
+def stage_sizes(
+    model: TrainedModel, num_stages: int, layers: tuple[int, ...], ep: int, *, ends_meet: bool
+) -> list[StageSizes]:
+    """Return the sizes of all stages on one of `ep` ranks. ends_meet: the first and the last are on one rank."""
+    stages = stages_on_meta(model, num_stages, layers)
+    return [_sizes_of(stage, ep, shares_embedding=ends_meet and stage is stages[-1]) for stage in stages]
+
+
+def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSizes:
+    """Return the sizes of a stage. shares_embedding: its tied embedding counts in the first stage."""
+    dense, experts = parameter_sizes(stage, ep)
+    if shares_embedding:
+        dense -= sum(param.numel() for param in tied_parameters(stage))
+    layer_sizes = [parameter_sizes(layer, ep) for layer in cast(nn.Module, stage.layers).children()]
+    layer_dense = [dense_size for dense_size, _ in layer_sizes]
+    layer_experts = [expert_size for _, expert_size in layer_sizes]
+    around_layers = dense - sum(layer_dense)
+    return StageSizes(
+        dense=dense,
+        experts=experts,
+        dense_unit=max([around_layers, *layer_dense]),
+        expert_unit=max(layer_experts, default=0),
+    )
+
+
+@lru_cache(maxsize=64)
+def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
+    """Return the dtype plan of a run with these settings, cached: it takes seconds for a large model."""
+    config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
+    return plan_run(Resolved.of(config, model), {})
+
+
+class _FormatSaving(NamedTuple):
+    """Change of a stage's bytes by quantized formats.
+
+    stored: bytes fewer of stored parameters. masters: bytes more of master weights, which unquantized weights do
+    without. gathered: bytes fewer of gathered parameters, less those of transposed copies.
+    """
+
+    stored: int
+    masters: int
+    gathered: int
+
+
+@lru_cache(maxsize=4096)
+def _format_saving(
+    stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, expert_replicas: int, ep: int,
+    dp_replicate: int,
+) -> _FormatSaving:
+    """Return the change of a stage's bytes by its formats. expert_replicas: ranks with the same experts."""
+    stored = 0
+    masters = 0
+    gathered = 0
+    replicas = expert_replicas * ep
+    plan = dtype_plan(dtypes, dtype, model, replicas)
+    for name, param in stage.named_parameters():
+        planned = plan.of(name)
+        format = planned.format
+        if format is None:
+            continue
+        *experts, rows, columns = param.shape
+        num_matrices = experts[0] // ep if experts else 1
+        shards = (expert_replicas if experts else replicas) // dp_replicate
+        elements = num_matrices * rows * columns
+        itemsize = planned.storage.itemsize
+        packed = num_matrices * format.block_rows(rows) * format.row_bytes(columns)
+        if not planned.gathered:
+            stored += (itemsize * elements - packed) // shards
+            masters += _FP32_BYTES * elements // shards if itemsize >= _FP32_BYTES else 0
+        if replicas > 1:
+            gathered += planned.compute.itemsize * elements - packed
+        if format.block[0] == format.block[1] and planned.compute is torch.bfloat16:
+            gathered -= num_matrices * format.block_rows(columns) * format.row_bytes(rows)
+    return _FormatSaving(stored, masters, gathered)
