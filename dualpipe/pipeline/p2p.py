@@ -236,6 +236,21 @@ class Crossing(NamedTuple):
         return Crossing(metas, sum(meta.shape.numel() * meta.dtype.itemsize for meta in metas))
 
 
+class PostedReceive(NamedTuple):
+    """A message whose receives are posted: where its tensors arrive, and what to wait for."""
+
+    tensors: tuple[Tensor, ...]
+    works: Sequence[Work]
+    crossing: Crossing
+
+
+class StartedSend(NamedTuple):
+    """A message whose sends have started. buffers: what is sent, which must stay until `works` are done."""
+
+    works: list[Work]
+    buffers: list[Tensor]
+
+
 @dataclass(slots=True)
 class Channel:
     """A stream of messages to or from this rank. peer: the global number of the other end, alone in a tuple."""
@@ -245,9 +260,8 @@ class Channel:
     incoming: Iterator[Message]  # those whose receives are not posted
     ahead: Message | None = None  # the one whose receive is posted, or that of its header, which says what to post
     header: tuple[Work, Tensor] | None = None
-    tensors: tuple[Tensor, ...] | None = None
-    works: Sequence[Work] = ()
-    in_flight: deque[list[tuple[Work, Tensor]]] = field(default_factory=deque)  # keeps buffers until they are sent
+    posted: PostedReceive | None = None
+    in_flight: deque[StartedSend] = field(default_factory=deque)
 
 
 class P2PMessages:
@@ -280,21 +294,18 @@ class P2PMessages:
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
         """Wait for a message, and post the receive of the one after it."""
-        channel = self._channels[message.stream]
-        assert channel.ahead is message, f"took {message} out of order"
-        if channel.tensors is None:  # the shapes were not known when it could have been posted ahead
+        channel = self._channels[message.src, message.dst, message.kind]
+        assert channel.ahead is message, f"took {message.route} out of order"
+        posted = channel.posted
+        if posted is None:  # the shapes were not known when it could have been posted ahead
             if channel.header is not None:
                 self._take_header(channel, message)
-            self._post(channel, message, self._known_crossing(message))
-        tensors = channel.tensors or ()
-        works = channel.works
-        channel.tensors = None
-        channel.works = ()
-        crossing = self._known_crossing(message)
+            posted = self._post(channel, message, self._known_crossing(message))
+        channel.posted = None
+        tensors, works, crossing = posted
+        del posted
         if works:
-            with self._recorder.wait("receive", message.title, channel.peer, crossing.nbytes):
-                for work in works:
-                    work.wait()
+            self._wait("receive", message, works, channel, crossing.nbytes)
         self._post_next(channel)
         if self._memory is not self._device:
             tensors = tuple([tensor.to(self._device) for tensor in tensors])
@@ -310,23 +321,27 @@ class P2PMessages:
         Raises ValueError for tensors that cannot be sent or do not match what was agreed for micro-batches of this
         size.
         """
-        channel = self._channels[message.stream]
+        channel = self._channels[message.src, message.dst, message.kind]
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device != self._device:
                 raise ValueError(f"a result for stage {message.stage} is {tensor.layout} on {tensor.device}; only "
                                  f"dense tensors on {self._device} go between ranks")
-        works: list[tuple[Work, Tensor]] = []
+        started = StartedSend([], [])
         if message.kind == "F":
-            works = self._send_header(channel, message, tensors)
-            self._check(message.stage, message.microbatch, tensors)
-        channel.in_flight.append(works)
-        self._recorder.begin("send", message.title, channel.peer, self._known_crossing(message).nbytes)
+            if self._boundary(message) not in self._agreed:
+                self._send_header(channel, message, tensors, started)
+            crossing = self._check(message.stage, message.microbatch, tensors)
+        else:
+            crossing = self._known_crossing(message)
+        channel.in_flight.append(started)
+        self._recorder.begin("send", message, channel.peer, crossing.nbytes)
         for tensor in tensors:
             if tensor.numel():
                 buffer = _sendable(tensor)
                 if self._memory is not self._device:
                     buffer = buffer.to(self._memory)
-                works.append((self._started(channel.link.send, buffer, message, channel), buffer))
+                started.works.append(self._started(channel.link.send, buffer, message, channel))
+                started.buffers.append(buffer)
         self._recorder.end()
         # After the new send has started, which raises if the peer has closed. gloo never wakes a wait for a send that
         # was partly written then.
@@ -372,30 +387,29 @@ class P2PMessages:
         assert channel.header is not None, "its receive was posted"
         work, header = channel.header
         channel.header = None
-        with self._recorder.wait("receive", message.title, channel.peer):
+        with self._recorder.wait("receive", message, channel.peer):
             work.wait()
         self._agree(self._boundary(message), metas_of(unpack_json(header)))
 
     def _send_header(
-        self, channel: Channel, message: Message, tensors: Sequence[Tensor]
-    ) -> list[tuple[Work, Tensor]]:
-        """Start to send shapes and dtypes, where the receiver does not know them."""
-        boundary = self._boundary(message)
-        if boundary in self._agreed:
-            return []
+        self, channel: Channel, message: Message, tensors: Sequence[Tensor], started: StartedSend
+    ) -> None:
+        """Start to send shapes and dtypes, which the receiver does not know, as a part of `started`."""
         metas = tuple(map(TensorMeta.of, tensors))
         header = pack_json(header_of(metas))
-        self._agree(boundary, metas)
-        work = self._started(self._groups.header(message.dst).send, header, message, channel)
-        return [(work, header)]
+        self._agree(self._boundary(message), metas)
+        started.works.append(self._started(self._groups.header(message.dst).send, header, message, channel))
+        started.buffers.append(header)
 
     def _agree(self, boundary: tuple[int, bool], metas: Metas) -> None:
         """Fix what crosses forward, and so what comes back."""
         back = tuple(meta for meta in metas if meta.requires_grad)
         self._agreed[boundary] = Crossing.of(metas), Crossing.of(back)
 
-    def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        metas = self._agreed[stage, microbatch < self._num_larger][0].metas
+    def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> Crossing:
+        """Return what crosses to `stage`; ValueError where the tensors differ from it."""
+        crossing = self._agreed[stage, microbatch < self._num_larger][0]
+        metas = crossing.metas
         fits = len(tensors) == len(metas)
         for tensor, (shape, dtype, grad) in zip(tensors, metas):
             if tensor.shape != shape or tensor.dtype is not dtype or tensor.requires_grad is not grad:
@@ -408,6 +422,7 @@ class P2PMessages:
                 f"earlier one gave {earlier}, side inputs included. Micro-batches of one size must give outputs of one "
                 "shape and dtype"
             )
+        return crossing
 
     def _post_next(self, channel: Channel) -> None:
         message = channel.ahead = next(channel.incoming, None)
@@ -421,7 +436,7 @@ class P2PMessages:
             receive = self._groups.header(message.src).receive
             channel.header = self._started(receive, header, message, channel), header
 
-    def _post(self, channel: Channel, message: Message, crossing: Crossing) -> None:
+    def _post(self, channel: Channel, message: Message, crossing: Crossing) -> PostedReceive:
         """Post the receive of a message whose shapes are known."""
         receive = channel.link.receive
         tensors = []
@@ -431,23 +446,33 @@ class P2PMessages:
             tensors.append(tensor)
             if tensor.numel():
                 works.append(self._started(receive, tensor, message, channel))
-        channel.tensors = tuple(tensors)
-        channel.works = works
+        channel.posted = PostedReceive(tuple(tensors), works, crossing)
+        return channel.posted
 
     def _started(self, start: Callable[[Tensor], Work], tensor: Tensor, message: Message, channel: Channel) -> Work:
         """Start to send or receive a tensor; RankLost where the connection has closed."""
         try:
             return start(tensor)
         except RuntimeError as error:
-            with self._recorder.wait("start", message.title, channel.peer):
+            with self._recorder.wait("start", message, channel.peer):
                 raise error
 
     def _wait_for_oldest_send(self, channel: Channel) -> None:
         """Wait until the oldest message of a channel that is on its way has been taken."""
-        works = channel.in_flight.popleft()
-        with self._recorder.wait("send", "what was sent to be taken", channel.peer):
-            for work, _ in works:
+        started = channel.in_flight.popleft()
+        self._wait("send", "what was sent to be taken", started.works, channel)
+
+    def _wait(self, kind: str, what: object, works: Sequence[Work], channel: Channel, nbytes: int = 0) -> None:
+        """Wait for sends or receives that have started, as one entry of the record; RankLost where the peer is gone."""
+        recorder = self._recorder
+        entry = recorder.begin(kind, what, channel.peer, nbytes)
+        try:
+            for work in works:
                 work.wait()
+        except BaseException as error:
+            recorder.end_wait(entry, error)
+            raise
+        recorder.end()
 
 
 def _sendable(tensor: Tensor) -> Tensor:

@@ -177,6 +177,31 @@ class Recorder:
         """
         return Waiting(self, self.begin(kind, what, ranks, nbytes), since)
 
+    def end_wait(self, entry: Entry, error: BaseException | None, *, since: int = 0) -> None:
+        """Close the entry of a wait, and what `error` has left open inside of it.
+
+        error: what ended the wait, if it failed; since: see `wait`.
+
+        Raises RankLost from an `error` of the backend.
+        """
+        while not entry[ENDED]:
+            self.end()
+        if error is None or not entry[RANKS] or not _of_backend(error):
+            return
+        lost = [rank for rank in entry[RANKS] if rank != self.rank]
+        seconds = (entry[ENDED] - (since or entry[BEGAN])) / 1e9
+        waited = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
+        reason = _reason(error)
+        left = ""
+        if _CLOSED.search(reason):
+            left = ", which has left" if len(lost) == 1 else ", of which one has left"
+        text = f"waited {waited} for {entry[WHAT]} from {', '.join(map(self.name, lost))}{left} ({reason})"
+        if self.lost is None:
+            self.lost = text
+            self._lost_in = entry
+            self._before = list(self._ring)[-_SHOWN:], Counter(self._numbers)
+        raise RankLost(text, lost) from error
+
     def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
         """Like `wait`, for all ranks of a group, counted."""
         entry = self.begin(kind, what, ranks, nbytes)
@@ -257,23 +282,7 @@ class Waiting:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        recorder, entry = self._recorder, self._entry
-        while not entry[ENDED]:  # with what an error has left open inside
-            recorder.end()
-        if error is not None and entry[RANKS] and _of_backend(error):
-            others = [recorder.name(rank) for rank in entry[RANKS] if rank != recorder.rank]
-            seconds = (entry[ENDED] - (self._since or entry[BEGAN])) / 1e9
-            waited = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
-            reason = _reason(error)
-            left = ""
-            if _CLOSED.search(reason):
-                left = ", which has left" if len(others) == 1 else ", of which one has left"
-            text = f"waited {waited} for {entry[WHAT]} from {', '.join(others)}{left} ({reason})"
-            if recorder.lost is None:
-                recorder.lost, recorder._lost_in = text, entry
-                recorder._before = list(recorder._ring)[-_SHOWN:], Counter(recorder._numbers)
-            lost = [rank for rank in entry[RANKS] if rank != recorder.rank]
-            raise RankLost(text, lost) from error
+        self._recorder.end_wait(self._entry, error, since=self._since)
 
 
 def rank_name(rank: int, sizes: Mapping[str, int]) -> str:

@@ -43,12 +43,12 @@ class Message(NamedTuple):
         return self.src, self.dst, self.kind
 
     @property
-    def title(self) -> str:
-        """Text for error messages, such as "the activation for stage 2, micro-batch 5"."""
-        return f"the {self._noun} for stage {self.stage}, micro-batch {self.microbatch}"
+    def route(self) -> str:
+        """Text with both ranks, such as "activation of micro-batch 5 for stage 2 (rank 0 to 1)"."""
+        return f"{self._noun} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"
 
     def __str__(self) -> str:
-        return f"{self._noun} of micro-batch {self.microbatch} for stage {self.stage} (rank {self.src} to {self.dst})"
+        return f"the {self._noun} for stage {self.stage}, micro-batch {self.microbatch}"
 
     @property
     def _noun(self) -> str:
