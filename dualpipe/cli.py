@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualpipe import __version__
-from dualpipe.runtime.errors import PLAIN, error_line, exit_status
+from dualpipe.runtime.errors import ONE_LINE_ERRORS, error_line, exit_status
 from dualpipe.schedule.by_name import command as schedule  # pure Python
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone (`dualpipe schedule | head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except PLAIN as error:
+    except ONE_LINE_ERRORS as error:
         print(error_line(error), file=sys.stderr)
         return exit_status(error)
     except KeyboardInterrupt:

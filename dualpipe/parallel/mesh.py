@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.device import one_queue
+from dualpipe.runtime.device import single_queue_problem
 from dualpipe.runtime.nccl import CONTEXT, LINK, SHARDS
 from dualpipe.runtime.nccl import EXPERTS as EXPERT_ROWS
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
@@ -169,7 +169,7 @@ def build_mesh(
     check_replicate(sizes["dp"], dp_replicate)
     world = dist.group.WORLD
     assert world is not None, "the default group has a size"
-    problem = one_queue() if device.type == "cuda" else None
+    problem = single_queue_problem() if device.type == "cuda" else None
     if problem:
         warnings.warn(problem, stacklevel=2)
     recorder = Recorder.current()

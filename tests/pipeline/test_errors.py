@@ -463,7 +463,7 @@ def in_place(rank, world):
 
 def test_a_stage_that_begins_in_place_is_told_what_to_do():
     for kind, text in run_ranks(in_place, WORLD, WORLD):
-        assert kind == "PipelineError" and "must not begin with an operation in place" in text
+        assert kind == "PipelineError" and "must not begin with an in-place operation" in text
         assert "Write x = x + 1 instead of x += 1" in text
 
 

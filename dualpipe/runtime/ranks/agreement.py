@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.process_groups import backends, new_gloo_group
 from dualpipe.runtime.ranks.records import KNOWN_BITS, LONGEST, Failure, HostMessages, Record, Summary
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 
@@ -51,7 +51,7 @@ class Agreement:
 
     def __init__(self, pipeline: HostMessages, replicas: Iterable[ProcessGroup] = ()) -> None:
         self.pipeline = pipeline
-        self._replicas = [HostMessages(group if "cpu" in backends(group) else gloo_beside(group)) for group in replicas]
+        self._replicas = [HostMessages(group if "cpu" in backends(group) else new_gloo_group(group)) for group in replicas]
         self._replicas_differ = True  # in number, from rank to rank; until `compare_replicas` knows better
         self._known: list[tuple[list[Any], Any]] = []  # records of all ranks, and what followed
 
@@ -114,7 +114,7 @@ class Agreement:
             answers = self._exchange(Record(Failure.of(unfit)))
         failures = [answer.failure for answer in answers]
         if any(failures):
-            return None, said_by(self.pipeline, failures)
+            return None, join_failures(self.pipeline, failures)
         records = [kind(**answer.value) for answer in answers]
         try:
             conclusion = conclude(records)
@@ -152,7 +152,7 @@ class Agreement:
         return _raise_lost(self.pipeline.exchange(record))
 
 
-def said_by(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
+def join_failures(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
     """Join the failures of ranks, in their order, each once, with the ranks that it comes from unless it names them."""
     ranks_of: dict[Failure, list[int]] = {}
     for rank, failure in enumerate(failures):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.background import limited
+from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
@@ -103,7 +103,7 @@ class FailureBoard:
 
         answer = None
         with suppress(Exception):  # the store is gone
-            answer = limited(ask, ANSWER, "failure board")
+            answer = run_with_timeout(ask, ANSWER, "failure board")
         self._is_silent = answer is None
         return None if answer is None else answer[0]
 

@@ -25,7 +25,7 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
-def gloo_beside(group: ProcessGroup) -> ProcessGroup:
+def new_gloo_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks and timeout that can carry host tensors."""
     wanted = dist.get_process_group_ranks(group), TOTALS
     return create_groups([wanted], beside=group, timeout=timeout_of(group), backend="gloo")[0]

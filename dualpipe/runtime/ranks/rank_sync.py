@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.background import in_background
-from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
-from dualpipe.runtime.ranks.agreement import said_by
+from dualpipe.runtime.background import run_in_background
+from dualpipe.runtime.errors import PipelineError, RankLost, mark_names_ranks
+from dualpipe.runtime.ranks.agreement import join_failures
 from dualpipe.runtime.ranks.records import Failure, HostMessages, Record
 from dualpipe.runtime.recorder import Recorder
 
@@ -103,7 +103,7 @@ class RankSync:
         """
         if self.size == 1:
             return work()
-        doing = in_background(work) if self.rank == 0 else Future[T]()
+        doing = run_in_background(work) if self.rank == 0 else Future[T]()
 
         def look() -> list[T]:
             try:
@@ -146,7 +146,7 @@ class RankSync:
             kind = ValueError if is_refusal else RuntimeError
             if is_refusal and not everywhere:  # rank 0's own, which need not be named
                 raise kind(first.text) from error
-            raise naming_ranks(kind(said_by(self._messages, failures))) from error
+            raise mark_names_ranks(kind(join_failures(self._messages, failures))) from error
         return [outcome.value for outcome in outcomes]
 
     def collect(self, value: T) -> list[T] | None:
@@ -157,7 +157,7 @@ class RankSync:
         self._collective(dist.gather_object, value, values, group_dst=0)
         return values
 
-    def hand_out(self, values: Sequence[T] | None) -> T:
+    def scatter(self, values: Sequence[T] | None) -> T:
         """To each rank its own of rank 0's (picklable) values."""
         if self.size == 1 and values is not None:
             return values[0]
@@ -208,7 +208,7 @@ class RankSync:
             ]
             if any(failures):
                 failed = kind if len(records) == len(answers) else PipelineError
-                raise naming_ranks(failed(said_by(self._messages, failures))) from error
+                raise mark_names_ranks(failed(join_failures(self._messages, failures))) from error
             told.values = [answer.value for answer in records]
         finally:
             error = None  # this frame is in the error's traceback: the cycle would keep all its tensors

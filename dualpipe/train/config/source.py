@@ -10,7 +10,7 @@ import torch
 
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.rank_process import restart_count
 from dualpipe.train.config.schema import Config
 
 
@@ -29,10 +29,10 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
     own, does so in the first of its starts alone.
     """
     resume, own = config.checkpoint.resume, config.checkpoint_directory
-    path, found, notes = own, find(own) if resume != "never" or starts_before() else FoundCheckpoints([], {}), []
+    path, found, notes = own, find(own) if resume != "never" or restart_count() else FoundCheckpoints([], {}), []
     saved = found.committed[0].manifest.config if found.committed else None
     began = saved_settings(saved, "checkpoint").get("resume")
-    if starts_before() and began == resume:
+    if restart_count() and began == resume:
         pass  # what to begin with was for the first start, which has saved since
     elif resume == "never":
         return None, None, []

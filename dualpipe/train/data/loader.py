@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dualpipe.runtime.device import Event, Stream, beside, keep, record, wait
+from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
 from dualpipe.runtime.files import checksum_of
 from dualpipe.train.config.schema import BYTES, TEXT_KEY, TOKENIZER
 from dualpipe.train.data.document_index import KEPT_FROM, TextPart, open_index
@@ -404,7 +404,7 @@ class _Copies:
     def start(self, key: Any) -> tuple[TokenBatch, Event | None]:
         """In the thread that reads: a batch of the device, and the event after which it is there."""
         batch = self._read(key)
-        with beside(self._stream, None):
+        with use_stream(self._stream, None):
             sizes = [part.numel() for part in batch]
             if self._pinned is None:
                 self._pinned = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -419,7 +419,7 @@ class _Copies:
         """In the thread that computes: the batch, for its current stream."""
         batch, copied = started
         wait(copied, self._stream.device)  # orders: the copy, then what reads it
-        keep(*batch)
+        record_stream(*batch)
         return batch
 
 

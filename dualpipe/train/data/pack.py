@@ -32,7 +32,7 @@ from typing import IO, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from dualpipe.runtime.files import naming, write_file
+from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.config.schema import BYTES, STDLIB, TEXT_KEY, TOKENIZER
 
 FORMAT = "dualpipe tokens 1"
@@ -135,7 +135,7 @@ def _write(
 ) -> dict[str, Any]:
     """Write all files of a packed directory; returns its index. left_out: gets the files that turn out to be no text,
     with the reasons."""
-    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing it may write, and fail
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing it may write, and fail
         return _write_with(records, sources, tokenizer, out, shard_tokens, key, left_out)
 
 
@@ -163,7 +163,7 @@ def _write_with(
                 shard, filled = shard + 1, 0
             content = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
             length = len(tokens) + 1
-            with naming(out / DOCUMENTS):
+            with name_file_in_errors(out / DOCUMENTS):
                 records.write(struct.pack("<IQQQ", shard, filled, length, content))  # as DOCUMENT_TYPE
             largest = max(largest, int(tokens.max(initial=0)))
             filled += length
@@ -173,7 +173,7 @@ def _write_with(
 
     def write(name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
         """Write a file; what the index says of it."""
-        with naming(out / name):
+        with name_file_in_errors(out / name):
             size, checksum = write_file(out / name, pieces, "sha256")
         return {"file": name, "bytes": size, "sha256": checksum}
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
-from dualpipe.runtime.background import limited
+from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.rank_process import CONFIG_FILE, ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
@@ -111,7 +111,7 @@ def _start(arguments: Sequence[str], config: Config, number: int, received: list
         finally:
             ranks.end()
             # A disk that hangs may be what has ended them.
-            limited(partial(remove_unfinished, config.checkpoint_directory), GRACE_SECONDS)
+            run_with_timeout(partial(remove_unfinished, config.checkpoint_directory), GRACE_SECONDS)
             if sys.stdout.isatty():  # a rank that is stopped in the middle of its live line leaves the cursor hidden
                 print("\x1b[?25h", end="", flush=True)
 
@@ -206,7 +206,7 @@ class _Ranks:
         states: dict[int, Any] = {}
         if self._watched:
             with suppress(OSError):  # none where the disk hangs, either
-                states = limited(partial(self._ask, letters, since), 2 * STATE_SECONDS) or {}
+                states = run_with_timeout(partial(self._ask, letters, since), 2 * STATE_SECONDS) or {}
         letters = {rank: letter for rank, letter in self._states_of_processes().items() if letters.get(rank) == letter}
         words = self._last_words()
         cause = self._cause(statuses, letters, words, states)

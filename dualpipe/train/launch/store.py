@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dualpipe.runtime.background import limited
-from dualpipe.runtime.rank_process import LISTENER, RankInfo, starts_before
+from dualpipe.runtime.background import run_with_timeout
+from dualpipe.runtime.rank_process import LISTENER, RankInfo, restart_count
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -43,14 +43,14 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str
 
     try:
         # torch waits without end for what accepts connections and says nothing, as a stopped process does.
-        if (store := limited(make, timeout.total_seconds(), "connect")) is None:
+        if (store := run_with_timeout(make, timeout.total_seconds(), "connect")) is None:
             raise TimeoutError(f"what is there has not answered for {timeout.total_seconds():g} s")
     except (OSError, dist.DistError) as error:
         line = str(error).partition("\n")[0]
         raise ValueError(f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
                          f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
     # torchrun's store has what ranks of an earlier start wrote.
-    return dist.PrefixStore(f"start {starts_before()}{prefix and f' {prefix}'}", store)
+    return dist.PrefixStore(f"start {restart_count()}{prefix and f' {prefix}'}", store)
 
 
 def _listen(address: str, port: int, interface: str) -> int | None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import dualpipe.runtime.ranks.failure as failure_module
-from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
+from dualpipe.runtime.errors import PipelineError, RankLost, mark_names_ranks
 from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up, watch
 from dualpipe.runtime.recorder import Recorder
 from ranks import run_ranks
@@ -94,7 +94,7 @@ def test_a_failure_without_other_ranks_ends_nothing():
     with pytest.raises(KeyboardInterrupt), failure.ending_step(str):
         raise KeyboardInterrupt
     with pytest.raises(PipelineError, match=r"^ranks 0-1: they say it$"), failure.ending_step(str):
-        raise naming_ranks(RuntimeError("ranks 0-1: they say it"))
+        raise mark_names_ranks(RuntimeError("ranks 0-1: they say it"))
 
 
 WAITS = {
