@@ -215,7 +215,7 @@ def _build_groups(
     if layout.dp_replicate > 1:
         hybrid = ((_REPLICATE,), (_SHARD, "cp", "ep"), (_SHARD, "cp"))
         requests += [(layout.ranks_along(*names), SHARDS) for names in hybrid]
-    groups = create_groups(requests, beside=world, timeout=timeout)
+    groups = create_groups(requests, parent=world, timeout=timeout)
     dimension_groups = groups[: len(sizes)]
     device_mesh = DeviceMesh.from_group(
         dimension_groups, device.type, mesh=layout.numbers, mesh_dim_names=tuple(sizes))

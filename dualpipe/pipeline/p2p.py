@@ -132,7 +132,7 @@ class P2PGroups:
             ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
             wanted = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in ends]
             groups = create_groups(
-                wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
+                wanted, parent=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
             )
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._control)  # NCCL would wait for ever for who fails
         for stream, group in zip(mine, groups):

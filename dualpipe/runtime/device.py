@@ -50,7 +50,7 @@ def stream(device: torch.device) -> Stream | None:
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """Return a new high-priority side stream, whose kernels start before those of the computing one; None on the CPU."""
+    """Return a new side stream, whose kernels start before those of the computing stream; None on the CPU."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
@@ -238,8 +238,8 @@ def single_queue_problem() -> str | None:
     """Return the text of a warning if all streams share one hardware queue; None otherwise."""
     if os.environ.get(_MAX_CONNECTIONS) != "1":
         return None
-    return (f"{_MAX_CONNECTIONS}=1: all streams share one queue, so that nothing overlaps, and a message that is waited "
-            "for can hold up the work that it waits for; set it to 32")
+    return (f"{_MAX_CONNECTIONS}=1: all streams share one queue, so that nothing overlaps, and a receive can hold up "
+            "the work that its sender waits for; set it to 32")
 
 
 def flight_recorder() -> list[dict[str, Any]]:

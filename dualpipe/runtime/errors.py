@@ -54,8 +54,8 @@ _MIXED_DTYPES = (
     "another dtype; dualpipe.parallel.shard does."
 )
 _REMEDIES = {  # remedies for errors of torch that do not mention the pipeline, by a phrase of their text
-    "leaf Variable that requires grad": " A stage must not begin with an in-place operation: its input is a leaf, whose "
-    "gradient goes to the stage before, and so are parameters. Write x = x + 1 instead of x += 1.",
+    "leaf Variable that requires grad": " A stage must not begin with an in-place operation: its input is a leaf, "
+    "whose gradient goes to the stage before, and so are parameters. Write x = x + 1 instead of x += 1.",
     "must have the same dtype": _MIXED_DTYPES,
     "same dtype, but got": _MIXED_DTYPES,
 }

@@ -31,7 +31,10 @@ MAX_LINKS = 8  # of a rank in the middle of a V: to and from both neighbours, ac
 
 
 def nccl_options(traffic: Traffic, timeout: timedelta) -> dist.ProcessGroupNCCL.Options:
-    """Return new options for one process group; never share them, as torch writes the group's name and ranks into them."""
+    """Return new options for one process group.
+
+    Two groups cannot share options: torch writes the group's name and ranks into them.
+    """
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=traffic.urgent)
     options.config.max_ctas = traffic.ctas
     options._timeout = timeout

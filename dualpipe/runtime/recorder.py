@@ -31,8 +31,8 @@ _running: ContextVar[Recorder | None] = ContextVar("dualpipe_recorder", default=
 
 
 # Indices into an entry, which is a list because that is the fastest to make. Times are nanoseconds of perf_counter_ns;
-# ENDED is 0 before the end. STEP is the optimizer step, RANKS the global ranks being waited on. NUMBER is a collective's
-# sequence number among those of its kind and ranks, the same on all its ranks.
+# ENDED is 0 before the end. STEP is the optimizer step, RANKS the global ranks being waited on. NUMBER is the sequence
+# number of a collective among those of its kind and ranks, the same on all its ranks.
 BEGAN, ENDED, STEP, KIND, WHAT, RANKS, BYTES, NUMBER = range(8)
 Entry = list[Any]
 
