@@ -186,7 +186,8 @@ def pack_json(value: Any) -> Tensor:
     """
     data = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
     if len(data) > RECORD_BYTES:
-        raise ValueError(f"a record of {len(data)} bytes exceeds the limit of {RECORD_BYTES}; shorten it: {data[:200]!r}...")
+        text = f"a record of {len(data)} bytes exceeds the limit of {RECORD_BYTES}; shorten it: {data[:200]!r}..."
+        raise ValueError(text)
     return torch.frombuffer(bytearray(data.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 

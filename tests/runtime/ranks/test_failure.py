@@ -128,7 +128,7 @@ def test_a_wait_in_an_ended_group_raises_at_once(wait, size):
 
 
 def hung_up_in_the_middle_of_a_message(rank: int, source: int) -> float:
-    """Hang up on rank 1 once the first numbers of a message have arrived; return the seconds that the other rank waits."""
+    """Hang up on rank 1 once a message has partly arrived; return the seconds that the other rank waits."""
     message = torch.zeros(5_000_000)
     failure_module._LINGER = 1.0  # however busy the machine is
     if rank == source:
@@ -153,7 +153,7 @@ def test_a_partly_received_message_is_not_cut_off(source):
 
 
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
-    """Let ranks wait in a chain for the last one, which does not come; return the error of a rank and if it is a loss."""
+    """Let ranks wait in a chain for the last one, which does not come; return their errors."""
     failure = StepFailure(FailureBoard(partial(default_store, dist.group.WORLD), "one"), [dist.group.WORLD])
     if rank == size - 1:
         store = dist.distributed_c10d._get_default_store()
