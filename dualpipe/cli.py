@@ -166,6 +166,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> None:
+    """Tokenise text into a packed directory."""
     from dualpipe.train.data.pack import find_sources, load_tokenizer, pack
 
     sources = find_sources(args.paths)
@@ -175,6 +176,7 @@ def _pack(args: argparse.Namespace) -> None:
 
 
 def _dtypes(args: argparse.Namespace) -> None:
+    """Print the dtypes of all tensors of a run."""
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.resolve import resolve
     from dualpipe.train.config.source import find_source
@@ -191,6 +193,7 @@ def _dtypes(args: argparse.Namespace) -> None:
 
 
 def _memory(args: argparse.Namespace) -> None:
+    """Print an estimate of the memory of every rank, and draw it over time if asked to."""
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
     from dualpipe.plan.memory import estimate, table
@@ -216,6 +219,7 @@ def _memory(args: argparse.Namespace) -> None:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    """Print the layouts that fit, best first."""
     args, overrides = _parse_after_config(args)
     from dualpipe.plan.command import run
 
@@ -224,6 +228,7 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
+    """List, verify or describe checkpoints."""
     from dualpipe.checkpoint import commands
 
     functions = {"ls": commands.ls, "verify": commands.check, "show": commands.show}
@@ -232,6 +237,7 @@ def _checkpoint(args: argparse.Namespace) -> None:
 
 
 def _hf_check(args: argparse.Namespace) -> None:
+    """Check that a Hugging Face checkpoint can be loaded."""
     from dualpipe.checkpoint.hub.commands import check
     from dualpipe.models import HubConfig
     from dualpipe.parallel.mesh import Mesh
@@ -253,12 +259,14 @@ def _hf_check(args: argparse.Namespace) -> None:
 
 
 def _hf_import(args: argparse.Namespace) -> None:
+    """Import a Hugging Face checkpoint as step 0 of a run."""
     from dualpipe.checkpoint.hub.commands import import_hf
 
     print(f"{import_hf(args.source, args.target, mtp=args.mtp)}: written")
 
 
 def _hf_export(args: argparse.Namespace) -> None:
+    """Export a checkpoint in Hugging Face's format."""
     from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run
     from dualpipe.runtime.byte_sizes import parse_bytes
     from dualpipe.runtime.dtypes import dtype_of
@@ -275,6 +283,7 @@ def _hf_export(args: argparse.Namespace) -> None:
 
 
 def _why(args: argparse.Namespace) -> None:
+    """Print the rank on which a run waits or waited."""
     from dualpipe.train.health.diagnose import report
 
     for line in report(Path(args.path), as_json=args.json):
@@ -282,6 +291,7 @@ def _why(args: argparse.Namespace) -> None:
 
 
 def _trace(args: argparse.Namespace) -> None:
+    """Print a summary of a trace, or the costs of its actions."""
     from dualpipe.trace import costs, summary
 
     if args.command == "costs":
@@ -292,6 +302,7 @@ def _trace(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    """Report the installed software and hardware."""
     from dualpipe.runtime.doctor import run
 
     return run()

@@ -430,8 +430,8 @@ class P2PMessages:
 
     def _layout(self, message: Message) -> MessageLayout | None:
         """Return the layout of a message; None if it is not known yet."""
-        both = self._layouts.get(self._boundary(message))
-        return None if both is None else both[message.kind == "B"]
+        layouts = self._layouts.get(self._boundary(message))
+        return None if layouts is None else layouts[message.kind == "B"]
 
     def _known_layout(self, message: Message) -> MessageLayout:
         """Return the layout of a message that is sent, or whose header has arrived."""

@@ -155,7 +155,7 @@ class Recorder:
 
     @property
     def depth(self) -> int:
-        """The number of open entries."""
+        """Return the number of open entries."""
         return len(self._open)
 
     def unwind(self, depth: int) -> None:

@@ -73,11 +73,11 @@ class Agreement:
 
     def lowest(self, number: int) -> int:
         """Return the lowest number of all ranks and their replicas."""
-        return self._everywhere(Summary(key=number)).key
+        return self._combine_everywhere(Summary(key=number)).key
 
     def wait_for_all(self) -> None:
         """Wait until all ranks and their replicas have called this."""
-        self._everywhere(Summary())
+        self._combine_everywhere(Summary())
 
     def compare(
         self, kind: type[R], record: Callable[[], R], conclude: Callable[[list[R]], C], *, same_everywhere: Any = None
@@ -93,26 +93,26 @@ class Agreement:
             conclude: returns the conclusion from the records of all ranks, or raises ValueError.
             same_everywhere: a JSON value that replicas must have in common.
         """
-        own: R | None = None
+        own_record: R | None = None
         error: BaseException | None = None
         try:
-            own = record()
+            own_record = record()
         except BaseException as raised:  # sent to the other ranks before it is raised here
             error = raised
         try:
-            conclusion, problem = self._compare_in_pipeline(kind, own, error, conclude)
+            conclusion, problem = self._compare_in_pipeline(kind, own_record, error, conclude)
             problem = self._compare_replicas(problem, same_everywhere)
             return Outcome(None if problem else conclusion, problem, error)
         finally:
             del error  # this frame is in its traceback: the cycle would keep all its tensors
 
     def _compare_in_pipeline(
-        self, kind: type[R], own: R | None, error: BaseException | None, conclude: Callable[[list[R]], C]
+        self, kind: type[R], own_record: R | None, error: BaseException | None, conclude: Callable[[list[R]], C]
     ) -> tuple[C | None, str | None]:
         """Return the conclusion from the records of the pipeline's ranks, or a problem."""
         matches = 0  # bits: cached records that fit this rank's
         for index, (records, _) in enumerate(self._known):
-            if own is not None and records[self.pipeline.rank] == own:
+            if own_record is not None and records[self.pipeline.rank] == own_record:
                 matches |= 1 << index
         combined = self.pipeline.combine(Summary(has_error=error is not None, known=matches))
         if combined.known and not combined.has_error:
@@ -120,7 +120,7 @@ class Agreement:
             return self._known[index][1], None
         failure = None if error is None else Failure.of(error)
         try:
-            fields = None if own is None else asdict(own)  # type: ignore[call-overload]
+            fields = None if own_record is None else asdict(own_record)  # type: ignore[call-overload]
             answers = self._exchange(Record(failure, fields))
         except (TypeError, ValueError) as raised:  # no JSON, or too long, on this rank alone: the others are told
             answers = self._exchange(Record(Failure.of(raised)))
@@ -151,9 +151,9 @@ class Agreement:
                 problem = _first_failure(self._exchange(Record(_failure(problem))))
         return problem
 
-    def _everywhere(self, own: Summary) -> Summary:
+    def _combine_everywhere(self, summary: Summary) -> Summary:
         """Return the combined summary of all ranks of the pipeline and their replicas."""
-        combined = self.pipeline.combine(own)
+        combined = self.pipeline.combine(summary)
         for replica in self._replicas:
             combined = replica.combine(combined)
         return self.pipeline.combine(combined) if self._replicas_differ else combined

@@ -171,10 +171,10 @@ class StepFailure:
             text = str(error)
         else:
             text = f"{recorder.name(recorder.rank)}: {running()}{describe_error(error)}"
-        own = Cause(text[:_MAX_LENGTH])
-        cause = self._board.publish(own) if self.has_peers else own
+        own_cause = Cause(text[:_MAX_LENGTH])
+        cause = self._board.publish(own_cause) if self.has_peers else own_cause
         self.hang_up(cause)
-        return cause, cause == own
+        return cause, cause == own_cause
 
     def _cause_of_loss(self, error: RankLost, recorder: Recorder) -> Cause:
         """Hang up, and return the cause of the loss of the ranks that this rank waited on."""
@@ -218,7 +218,8 @@ def watch(failure: StepFailure, board: FailureBoard) -> None:
     ended = threading.Event()
     reference = weakref.ref(failure, lambda _: ended.set())
 
-    def look() -> None:
+    def watch_board() -> None:
+        """Hang up at a published cause. Holds no reference to `failure` while it waits."""
         while not ended.wait(WATCH) and board.is_reachable():
             cause = board.cause()
             watched = reference()
@@ -227,7 +228,7 @@ def watch(failure: StepFailure, board: FailureBoard) -> None:
                 return
             del watched
 
-    thread = threading.Thread(target=look, name="failure watch", daemon=True)
+    thread = threading.Thread(target=watch_board, name="failure watch", daemon=True)
     thread.start()
 
     def end() -> None:

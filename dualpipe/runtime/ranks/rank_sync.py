@@ -141,11 +141,11 @@ class RankSync:
         except BaseException as raised:  # sent to the other ranks before it is raised here
             error = raised
             failure = Failure.of(raised, _MAX_TEXT)
-        own = _Outcome(value, failure, is_value_error=isinstance(error, ValueError))
-        outcomes = [own]
+        own_outcome = _Outcome(value, failure, is_value_error=isinstance(error, ValueError))
+        outcomes = [own_outcome]
         if everywhere:
             outcomes *= self.size
-            self._collective(dist.all_gather_object, outcomes, own)
+            self._collective(dist.all_gather_object, outcomes, own_outcome)
         else:
             source = self._members[0]
             self._collective(dist.broadcast_object_list, outcomes, group_src=source, device=torch.device("cpu"))
@@ -205,12 +205,12 @@ class RankSync:
         except BaseException as raised:  # sent to the other ranks before it is raised here
             error = raised
         try:
-            own = Record(None if error is None else Failure.of(error), exchange.value)
+            own_record = Record(None if error is None else Failure.of(error), exchange.value)
             timeout = _TIMEOUT_AFTER_LOSS if isinstance(error, RankLost) else None
-            answers: list[Record | RankLost] = [own]
+            answers: list[Record | RankLost] = [own_record]
             if self.size > 1:
                 try:
-                    answers = self._messages.exchange(own, timeout)
+                    answers = self._messages.exchange(own_record, timeout)
                 except (TypeError, ValueError) as raised:  # no JSON, or too long: the others are told
                     error = error or raised
                     answers = self._messages.exchange(Record(Failure.of(raised)), timeout)

@@ -125,10 +125,10 @@ class HostMessages:
             ranks = dist.get_process_group_ranks(group)
         self.global_ranks = tuple(ranks[member] for member in self._members)
 
-    def combine(self, own: Summary) -> Summary:
+    def combine(self, summary: Summary) -> Summary:
         """Return the combined summary of all ranks. Raises RankLost if a rank is gone."""
         recorder = Recorder.current()
-        combined = own
+        combined = summary
         distance = 1
         while distance < self.size:
             before = (self.rank - distance) % self.size
