@@ -112,7 +112,7 @@ class Executor:
             if message.kind == "F":
                 self._states[slot] = received_state(tensors, len(self._batch.side_names), slot)
             else:
-                self._states[slot].arrive(tensors)
+                self._states[slot].set_gradients(tensors)
             del tensors  # only the state keeps them
         recorder.begin(instruction.kinds, instruction)
         if self._annotate is None:
@@ -207,7 +207,7 @@ class Executor:
             self._messages.check_local(*slot, result)
             self._states[slot] = received_state(tuple(map(detached, result)), len(self._batch.side_names), slot)
         elif action.kind in "BI" and action.stage > 0:
-            self._states[action.stage - 1, action.microbatch].arrive(result)
+            self._states[action.stage - 1, action.microbatch].set_gradients(result)
 
     # -- states of micro-batches
 

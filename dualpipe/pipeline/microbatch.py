@@ -125,7 +125,7 @@ class MicrobatchState:
                 self.from_caller[name] = value
                 carry[name] = value.detach().requires_grad_()
 
-    def arrive(self, gradients: Sequence[Tensor]) -> None:
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Set the gradients of the results, in their order."""
         self.gradients = dict(zip(self.results, gradients))
 
