@@ -406,7 +406,7 @@ def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
-    monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
+    monkeypatch.setattr(parity.ParityModels, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 
