@@ -213,6 +213,8 @@ ELSEWHERE = {
     "dualpipe/quantized/registry.py": "tests/quantized/test_tensor.py",
     "dualpipe/runtime/printing.py": "tests/test_cli.py and tests/train/test_metrics.py, which read what is printed",
     "dualpipe/train/export.py": "tests/train/test_hf.py",
+    "dualpipe/train/parity_errors.py": "tests/train/test_parity.py and tests/train/model_parity/bf16/test_rounding.py",
+    "dualpipe/train/parity_models.py": "tests/train/test_parity.py",
     "dualpipe/train/replay.py": "tests/train/anomaly/test_guard.py",
     "dualpipe/train/run_report.py": "tests/train/test_metrics.py and test_trainer.py",
     "dualpipe/train/anomaly/rank_checks.py": "tests/train/anomaly/test_guard.py",

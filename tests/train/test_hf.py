@@ -95,7 +95,7 @@ def test_the_model_goes_beside_the_metrics_and_that_of_an_earlier_run_is_kept(ru
         train("beside", *once, "--model.config", "few.json", "--train.seed", seed)
         said.append(capsys.readouterr().out)
     assert "the model: beside/hf\n" in said[0]
-    assert "WARNING: train.sequence_length = 16 is beyond the 15 positions" in said[0]
+    assert "WARNING: train.sequence_length = 16 exceeds the model's 15 positions" in said[0]
     assert {path.name for path in (run_folder / "beside").glob("hf*")} == {"hf", "hf.1"}
     first, second = (read_all(run_folder / "beside" / name)["lm_head.weight"] for name in ("hf.1", "hf"))
     assert not torch.equal(first, second)
@@ -140,7 +140,7 @@ def test_fp8_blocks_are_trained_and_leave_as_fp8_blocks(run_folder, train, ranks
         (["--export.to_hf", "text"], "export.to_hf = 'text' exists and is not empty"),
         (["--export.to_hf", "run.toml/out"], "export.to_hf = 'run.toml/out' cannot be made"),
         (["--init.from_hf", "small", "--model.config", "small/one.json", "--export.to_hf", "new"],
-         "export.to_hf takes config.json from init.from_hf = 'small', but model.config says another model"),
+         "export.to_hf copies config.json from init.from_hf = 'small', but model.config is another model"),
         (["--export.to_hf", "new", "--export.quantized", "True"], "the dtype plan stores no weight in fp8_block"),
         (["--export.to_hf", "new", "--export.quantized", "True", "--dtypes.rules", "*.experts,storage=mxfp8"],
          "cannot be exported quantized: it is in mxfp8, and checkpoints of qwen3_moe are in fp8_block"),

@@ -22,7 +22,7 @@ from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStr
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
-from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -143,7 +143,7 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
     evaluated = first[-1]
     assert len(evaluated["eval_mtp_loss"]) == 2 and 1 <= evaluated["acceptance_length"] <= 3
     mtp = ", ".join(f"{loss:.4f}" for loss in evaluated["eval_mtp_loss"])
-    assert f"held-out loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
+    assert f"validation loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
 
 
 def test_losses_are_the_cross_entropies_over_all_tokens(toml):
@@ -167,7 +167,7 @@ real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
     if Recorder.current().step == 2:  # as it is told, not in its gradients
-        self.noted[-1][{depth}] = float("inf")
+        self.depth_losses[-1][{depth}] = float("inf")
     return loss
 MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
 """
@@ -339,7 +339,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     visited = torch.full_like(targets, NO_TARGET)
     for i, _ in drafts:
         visited[0, i] = targets[0, i]
-    both = accepted(found, visited, found[..., 0], torch.arange(length))
+    both = count_accepted(found, visited, found[..., 0], torch.arange(length))
     assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
 
 
@@ -362,10 +362,10 @@ def test_a_chain_ends_with_its_first_wrong_draft():
     main = torch.tensor([[1, 2, 3, 4, 5]])
     drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
     targets = torch.from_numpy(shifted(np.arange(6)[None], 2))
-    assert accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
+    assert count_accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
     columns = torch.tensor([0, 2])  # those of another rank are there by main alone
     part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]
-    assert accepted(*part, main, columns).tolist() == [3, 2]
+    assert count_accepted(*part, main, columns).tolist() == [3, 2]
 
 
 def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
@@ -406,7 +406,7 @@ def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
-    monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
+    monkeypatch.setattr(parity.ParityModels, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 

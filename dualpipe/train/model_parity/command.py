@@ -18,7 +18,7 @@ from dualpipe.train.model_parity.bf16.routes import RouteCount
 from dualpipe.train.model_parity.compare import ModelComparison, Report
 from dualpipe.train.model_parity.models.cut_model import ComparedModel
 from dualpipe.train.model_parity.models.find_model import find_model
-from dualpipe.train.parity import TOLERANCES, print_bf16, worst_of
+from dualpipe.train.parity_errors import TOLERANCES, print_bf16, worst_of
 
 BF16 = "bf16"  # the value of --dtype
 
@@ -32,7 +32,8 @@ def check_model(
     with bf16.
     """
     if dtype == BF16 and tolerance is not None:
-        raise ValueError(f"--tolerance {tolerance:g}: that of bf16 is derived; leave it out, or compare in float32")
+        raise ValueError(
+            f"--tolerance {tolerance:g}: the bounds of bf16 are derived; leave it out, or compare in float32")
 
     def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, ComparedModel]:
         settings["--model"] = text

@@ -42,7 +42,7 @@ from dualpipe.train.model_parity.models.uncut import (
     tied_names,
     train_whole,
 )
-from dualpipe.train.parity import Difference, difference, worst_of
+from dualpipe.train.parity_errors import Difference, difference, worst_of
 
 
 class StageDifference(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.parity import difference
+from dualpipe.train.parity_errors import difference
 
 
 class Call(NamedTuple):

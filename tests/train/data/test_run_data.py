@@ -31,8 +31,8 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
                                                             if name != "order"})  # as earlier versions wrote it
         assert cli.main([*run, "--train.steps", "2"]) == 0
     said = capsys.readouterr().out
-    assert "data: 13,231 tokens in 1 documents to train on, 270 in 1 held out" in said
-    assert "a unigram model of the same text has a held-out loss of " in said
+    assert "data: 13,231 tokens in 1 documents for training, 270 in 1 for validation" in said
+    assert "a unigram model of the same text has a validation loss of " in said
     assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
     assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
@@ -83,7 +83,7 @@ def test_a_short_text_is_evaluated_on_and_the_run_says_by_what(dualpipe, run_tom
     done = dualpipe(run_toml.parent, "train", "run.toml", *options, "--data.path", "short.txt",
                     "--data.validation_fraction", "0.02")
     assert done.returncode == 0, done.stderr
-    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: "
+    said = "129 of 3001 tokens are for validation, enough for one sequence: "
     assert f"{said}data.validation_fraction = 0.02 would be 60\n" in done.stdout
     rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval_loss"] > 0

@@ -25,7 +25,7 @@ from dualpipe.train.model_parity.bf16.search import OriginSearch
 from dualpipe.train.model_parity.models.cut_model import ComparedModel
 from dualpipe.train.model_parity.models.origin import Origin
 from dualpipe.train.model_parity.models.pipelined import ActionResults
-from dualpipe.train.parity import Accumulation, Rounding, accumulation_failures, rounding_failures
+from dualpipe.train.parity_errors import Accumulation, Rounding, accumulation_failures, rounding_failures
 
 MORE_TURNED = 8  # choices, or 1%, that a module of the pipeline may turn besides twice those of the uncut model
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dualpipe.train.model_parity.models.pipelined import StageGradient, has_bfloat16_values
 from dualpipe.train.model_parity.models.uncut import UncutStep
-from dualpipe.train.parity import Accumulation, Bounds, Rounding, measure_rounding, worst_of
+from dualpipe.train.parity_errors import Accumulation, Bounds, Rounding, measure_rounding, worst_of
 
 # Wider than those of this library's models, whose two forms are rounded almost alike. Measured over 7 families of
 # transformers, whose uncut models compute experts otherwise, and 10 batches: of all gradients together 0.6 to 1.2

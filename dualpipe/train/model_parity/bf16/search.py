@@ -33,7 +33,7 @@ from dualpipe.train.model_parity.models.uncut import (
     compare_by_first_name,
     sum_by_first_name,
 )
-from dualpipe.train.parity import measure_rounding, rounding_failures, worst_of
+from dualpipe.train.parity_errors import measure_rounding, rounding_failures, worst_of
 
 CUT_TOLERANCE = 1e-5  # relative, of the stages in float64, parts of which may compute in float32
 

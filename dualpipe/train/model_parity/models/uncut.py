@@ -13,7 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage, Tensors
-from dualpipe.train.parity import Difference, difference
+from dualpipe.train.parity_errors import Difference, difference
 
 
 class Batch(NamedTuple):

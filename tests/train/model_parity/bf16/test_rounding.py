@@ -12,7 +12,7 @@ from dualpipe.train.model_parity.bf16.rounding import (
 )
 from dualpipe.train.model_parity.models.pipelined import StageGradient
 from dualpipe.train.model_parity.models.uncut import UncutStep
-from dualpipe.train.parity import Rounding, rounding_failures
+from dualpipe.train.parity_errors import Rounding, rounding_failures
 
 
 def step(gradients, losses=(1.0, 1.0)):
