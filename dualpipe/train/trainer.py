@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dualpipe.nn.attention import AttentionChoice, choose_attention_kernel, head_size, use_attention_kernel
 from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.peak_tflops import peak_tflops
@@ -86,6 +87,12 @@ def train(
     return status
 
 
+def _choose_attention(resolved: Resolved, job: Job, stages: Iterable[nn.Module]) -> AttentionChoice:
+    """Choose the kernel of causal attention for the heads of this rank's stages; ValueError if it does not run."""
+    sizes = [size for stage in stages for module in stage.modules() if (size := head_size(module)) is not None]
+    return choose_attention_kernel(resolved.config.model.attention, job.device, sizes, dtype=resolved.dtypes.compute)
+
+
 def _lock_output(folder: Path, resources: ExitStack) -> None:
     """Create the output directory and lock it against other jobs until `resources` is closed.
 
@@ -151,6 +158,7 @@ class Trainer:
         model = runner.model
         if config.export_directory is not None:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
+        self.attention = job.ranks.agree(partial(_choose_attention, resolved, job, model.stages))
         self.start_up.begin("data")
         self.data = RunData(
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
@@ -210,7 +218,7 @@ class Trainer:
         progress.done = self.saver.resume(self.state)
         self.start_up.begin("step")
         garbage = GarbageCollection(self.config.train.gc_interval)
-        with self._open_writer() as self.report.writer, self.observers, garbage:
+        with use_attention_kernel(self.attention), self._open_writer() as self.report.writer, self.observers, garbage:
             while progress.done < self.config.train.steps and not progress.status:
                 try:
                     self._run_steps(garbage)
@@ -248,6 +256,8 @@ class Trainer:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
+        if self.job.device.type == "cuda":
+            writer.say(str(self.attention))
         if train.compile and self.progress.done < train.steps:
             writer.say(f"step {self.progress.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

@@ -55,6 +55,8 @@ class ModelConfig:
     backend: Literal["auto", "dualpipe", "transformers"] = "auto"
     """whose implementation of the model is trained: this library's, or that of transformers (the extra "hf"); auto:
     this library's where it has the family"""
+    attention: Literal["auto", "default", "fa3", "fa4", "flash", "cudnn", "efficient"] = "auto"
+    """kernel of plain causal attention on CUDA; auto: the fastest for the GPU that runs; default: torch's own order"""
 
 
 @dataclass(frozen=True)
