@@ -61,6 +61,7 @@ test-gpu: $(READY)-test
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
 	$(BIN)/python -P -m mypy
+	$(BIN)/python -P tests/support/style_rules.py
 
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.
 bench: $(READY)
