@@ -39,20 +39,20 @@ def test_good_code_passes(tmp_path):
     ("Bytes of", "Of", "module.py:3: a docstring begins with 'Of'"),
     ("Take the", "Those,", "module.py:6: a docstring begins with 'Those'"),
     ("self.rows, self.width = rows, width", "self.a, self.b, self.c = rows",
-     "module.py:8: a tuple assignment to 3 attributes; one line for each"),
+     "module.py:8: a tuple assignment to 3 attributes; use a line for each"),
     ("Asynchronously add", "Add one's own, of one's own,", "module.py:12: \"of one's own\"; name the thing"),
 ])
 def test_a_rule_is_broken(tmp_path, old, new, expected):
     assert old in GOOD
     (problem,) = problems(tmp_path, GOOD.replace(old, new))
-    assert problem.startswith(expected)
+    assert problem.startswith(expected), problem
 
 
 def test_walruses_are_counted_over_all_files(tmp_path):
     line = "if (size := len(rows)) > 1: print(size)\n"
     assert problems(tmp_path, "rows = []\n" + line * MOST_WALRUSES) == []
     (problem,) = problems(tmp_path, "rows = []\n" + line * (MOST_WALRUSES + 1))
-    assert f"{MOST_WALRUSES + 1} walruses, at most {MOST_WALRUSES}" in problem and problem.endswith("module.py 31")
+    assert f"{MOST_WALRUSES + 1} walruses in the library, at most {MOST_WALRUSES}" in problem and problem.endswith(": module.py 31")
 
 
 def test_the_library_keeps_the_rules():
