@@ -105,7 +105,7 @@ def split_on_meta(stage: MetaStage, x: Tensor) -> None:
         for (number, layer), layer_arguments in zip(stage.layers.numbered(), arguments):
             try:
                 split = SplitLayer(layer)
-                split.first(x, layer_arguments)
+                split.run_before_experts(x, layer_arguments)
             except CannotSplit:
                 continue
             stage.splits[number] = split
