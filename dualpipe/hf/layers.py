@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dualpipe.hf.experts import dispatcher_of, exchange_segments
-from dualpipe.hf.stand_ins import ForwardStop, ForwardStopped, OutputRecorder, OutputReplay, standing_in
+from dualpipe.hf.stand_ins import ForwardStop, ForwardStopped, OutputRecorder, OutputReplay, swap_modules
 from dualpipe.nn.segments import Compute, Segment, run_segments
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
@@ -84,7 +84,7 @@ class SplitLayer:
             recorder.results = []  # a failed step may have left some
         inputs: tuple[Any, ...] | None = None
         try:
-            with standing_in(self.layer, stand_ins):
+            with swap_modules(self.layer, stand_ins):
                 self.layer.forward(x, *arguments.args, **arguments.kwargs)
         except ForwardStopped as stopped:
             inputs = stopped.inputs
@@ -108,7 +108,7 @@ class SplitLayer:
         self._experts_result.results = [y_TH]
         stand_ins: dict[str, nn.Module] = {**self._replays, self._experts_path: self._experts_result}
         try:
-            with standing_in(self.layer, stand_ins):
+            with swap_modules(self.layer, stand_ins):
                 result = self.layer.forward(x, *arguments.args, **arguments.kwargs)
         finally:
             self._experts_result.results = []
