@@ -37,7 +37,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -134,7 +134,7 @@ def _launch_forward(
     launch((cdiv(rows, tile_rows),), pointers, (rows, width, stride, residual_stride))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _forward_launcher(width: int, eps: float, has_residual: bool, dtype: torch.dtype) -> tuple[Launcher, int]:
     """The launcher, and the rows of one program."""
     tile = tile_of(width)
@@ -154,7 +154,7 @@ def _launch_backward(
     launch((parts.shape[0],), pointers, (rows, width, stride_dy, stride_d_sum, stride, _span(rows, width)))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _backward_launcher(width: int, has_d_sum: bool, dtype: torch.dtype) -> Launcher:
     tile = tile_of(width)
     return Launcher(_backward_kernel, HAS_D_SUM=has_d_sum, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,

@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from dualpipe.kernels.common import RowTile, cdiv, compute_dtype, operator, tl, tl_dtype, triton, use_triton
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 from dualpipe.kernels.norm import rms_norm_backward_reference, rms_norm_reference
 
 # ------------------------------------------------------------------------------------------------------------ kernels
@@ -204,7 +204,7 @@ _SPAN = 256
 def tile_of(dim: int, dtype: torch.dtype) -> RowTile:
     """The tile for heads of `dim` dimensions: rows, and pairs of a row, all of them; 16 bytes of each half a thread."""
     pairs = max(8, 1 << (dim // 2 - 1).bit_length())
-    return RowTile(rows=max(1, 1024 // pairs), cols=pairs, warps=4).sized(dtype)
+    return RowTile(rows=max(1, 1024 // pairs), cols=pairs, warps=4).scaled_for(dtype)
 
 
 def _launch_forward(
@@ -224,7 +224,7 @@ def _launch_forward(
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _forward_launcher(eps: float, *compiled_for: Any) -> tuple[Launcher, int]:
     """The launcher, and the rows of one program. compiled_for: arguments of `constants`."""
     compiled = constants(*compiled_for)
@@ -250,7 +250,7 @@ def _launch_backward(
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _backward_launcher(*compiled_for: Any) -> Launcher:
     return Launcher(_backward_kernel, **constants(*compiled_for))
 

@@ -38,7 +38,7 @@ from dualpipe.kernels.common import (
     RowTile,
     cdiv,
     compute_dtype,
-    once_only,
+    forbid_double_backward,
     operator,
     register_backward,
     tl,
@@ -47,7 +47,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -185,7 +185,7 @@ _TILES = {"wide": RowTile(1, 1024, 4, unroll=4), "narrow": RowTile(8, 128, 8), "
 
 
 def _tile(hidden: int, dtype: torch.dtype) -> RowTile:
-    return _TILES["wide" if hidden > 256 else "narrow" if hidden > 8 else "column"].sized(dtype)
+    return _TILES["wide" if hidden > 256 else "narrow" if hidden > 8 else "column"].scaled_for(dtype)
 
 
 def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -220,7 +220,7 @@ def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Ten
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _sum_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
@@ -244,7 +244,7 @@ def _launch_spread(
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _spread_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
@@ -416,7 +416,7 @@ register_backward(_dispatch_tokens, _dispatch_backward, _dispatch_setup)
 register_backward(_combine_tokens, _combine_backward, _combine_setup)
 register_backward(
     _combine_tokens_backward,
-    once_only("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
+    forbid_double_backward("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
 )
 
 # ---------------------------------------------------------------------------------------------------------- reference

@@ -31,7 +31,7 @@ from dualpipe.kernels.common import (
     RowTile,
     cdiv,
     compute_dtype,
-    once_only,
+    forbid_double_backward,
     operator,
     register_backward,
     tl,
@@ -40,7 +40,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -178,13 +178,13 @@ def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _launcher(
     forward: bool, width: int, dtype: torch.dtype, weight_dtype: torch.dtype | None, clamped: bool, alpha: float,
     limit: float,
 ) -> tuple[Launcher, RowTile]:
     """The launcher of the kernel of the forward or of the backward, and its tile."""
-    tile = _TILES["wide" if width > 64 else "narrow"].sized(dtype)
+    tile = _TILES["wide" if width > 64 else "narrow"].scaled_for(dtype)
     wide = torch.promote_types(dtype, torch.float32)
     launch = Launcher(
         _forward_kernel if forward else _backward_kernel, CLAMPED=clamped, ALPHA=alpha, LIMIT=limit,
@@ -300,7 +300,7 @@ def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_backward(_swiglu, _backward, _setup_context)
-register_backward(_swiglu_backward, once_only("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
+register_backward(_swiglu_backward, forbid_double_backward("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

@@ -33,7 +33,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -135,7 +135,7 @@ def _launch_forward(logits: Tensor, weights: Tensor, experts: Tensor, probs: Ten
     launch((cdiv(tokens, tile_rows),), (logits, weights, experts, probs), (tokens, num_experts, logits.stride(0)))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _forward_launcher(
     num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
@@ -158,7 +158,7 @@ def _launch_backward(
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _backward_launcher(
     has_d_probs: bool, num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
