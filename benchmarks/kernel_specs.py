@@ -376,7 +376,7 @@ def _cross_entropy_specs() -> Iterator[CompileSpec]:
 def _norm_specs() -> Iterator[CompileSpec]:
     """Widths of a head, of a latent, and up to the widest; with what is added, and without."""
     for dtype, width, added, odd, kernel in product(
-        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._WIDEST), (False, True), (False, True),
+        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._MAX_COLUMNS), (False, True), (False, True),
         (NORM._forward_kernel, NORM._backward_kernel),
     ):
         tile, forward = NORM.tile_of(width), kernel is NORM._forward_kernel
