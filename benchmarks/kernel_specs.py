@@ -296,7 +296,7 @@ def _swiglu_specs() -> Iterator[CompileSpec]:
         ("bf16", "fp32"), SWIGLU._TILES, (False, True), (False, True), (False, True),
         (SWIGLU._forward_kernel, SWIGLU._backward_kernel),
     ):
-        tile = SWIGLU._TILES[shape].sized(_DTYPES[dtype])
+        tile = SWIGLU._TILES[shape].scaled_for(_DTYPES[dtype])
         names = [name for name in kernel.arg_names if name == "M" or not name.isupper()]
         words = ["swiglu", "forward" if kernel is SWIGLU._forward_kernel else "backward", dtype, shape]
         words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
@@ -323,7 +323,7 @@ def _routing_specs() -> Iterator[CompileSpec]:
         ("bf16", "fp32"), ROUTING._TILES, (False, True), (False, True),
         (ROUTING._sum_kernel, ROUTING._spread_kernel),
     ):
-        tile = ROUTING._TILES[shape].sized(_DTYPES[dtype])
+        tile = ROUTING._TILES[shape].scaled_for(_DTYPES[dtype])
         words = ["routing", "sum" if kernel is ROUTING._sum_kernel else "spread", dtype, shape]
         words += [word for word, said in (("weighted", weighted), ("odd", odd)) if said]
         constexprs = {"HAS_WEIGHTS": weighted, "COMPUTE": tl.float32, "BLOCK_T": tile.rows, "BLOCK_H": tile.cols}
@@ -376,7 +376,7 @@ def _cross_entropy_specs() -> Iterator[CompileSpec]:
 def _norm_specs() -> Iterator[CompileSpec]:
     """Widths of a head, of a latent, and up to the widest; with what is added, and without."""
     for dtype, width, added, odd, kernel in product(
-        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._WIDEST), (False, True), (False, True),
+        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._MAX_COLUMNS), (False, True), (False, True),
         (NORM._forward_kernel, NORM._backward_kernel),
     ):
         tile, forward = NORM.tile_of(width), kernel is NORM._forward_kernel

@@ -1,6 +1,6 @@
-"""Kernels of layers and their PyTorch references; they know nothing of pipelines.
+"""Triton kernels of layers, and their PyTorch references. They are independent of pipelines.
 
-Imports nothing.
+Imports no other room.
 """
 
 from dualpipe.kernels.cross_entropy import cross_entropy

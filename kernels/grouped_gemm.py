@@ -41,7 +41,7 @@ from torch import Tensor
 import dualpipe.kernels.grouped_gemm_tiles as tiling
 from dualpipe.kernels.common import INTERPRET, architecture, cdiv, operator, register_backward, tl, triton, use_triton
 from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, find_tile, rows_of, tiles_per_expert
-from dualpipe.kernels.launcher import MOST_SHAPES, Block, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Block, Launcher
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
 HALF = (torch.bfloat16, torch.float16)
@@ -338,7 +338,7 @@ class _RowsLaunch(NamedTuple):
     numbers: tuple[int, ...]  # all but the rows
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _rows_launch(
     arch: int, a: _Matrix, w: _Matrix, experts: int, forward: bool, gathered: bool, activation: SwigluForm | None,
     weight_dtype: torch.dtype | None,
@@ -413,7 +413,7 @@ class _WeightLaunch(NamedTuple):
     numbers: tuple[int, ...]  # all but the rows
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _weight_launch(
     arch: int, dy: _Matrix, x: _Matrix, out: _Matrix, experts: int, accumulate: bool, gathered: bool
 ) -> _WeightLaunch:

@@ -35,7 +35,7 @@ from dualpipe.kernels.common import (
 )
 from dualpipe.kernels.formats import FORMATS, Format, QuantizedRows, dequantize_reference
 from dualpipe.kernels.grouped_gemm import (
-    MOST_SHAPES,
+    MAX_LAUNCHERS,
     check_operands,
     check_values,
     grouped_gemm,
@@ -300,7 +300,7 @@ def _launch_fp8(
     return y
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _fp8_launcher(
     config: GemmConfig, format: Format, a_descriptor: bool, w_descriptor: bool, depth: int, experts: int
 ) -> Launcher:
@@ -333,7 +333,7 @@ def _launch_dequantize(
     return y
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _dequantize_launcher(
     config: GemmConfig, format: Format, forward: bool, a_descriptor: bool, depth: int, experts: int, dtype: torch.dtype
 ) -> Launcher:

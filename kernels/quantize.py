@@ -36,7 +36,7 @@ from dualpipe.kernels.formats import (
     quantize_reference,
 )
 from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 from dualpipe.kernels.swiglu import activate, check_gate_up, load_gate_up, swiglu_form, swiglu_reference
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ _SCALES = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.floa
 
 def tile_of(format: Format, dtype: torch.dtype) -> RowTile:
     """What one program takes: a block, or of formats for parts of rows two accesses of 16 bytes a thread."""
-    return RowTile(*format.block, 8) if format.block[0] > 1 else RowTile(8, 256, 4).sized(dtype)
+    return RowTile(*format.block, 8) if format.block[0] > 1 else RowTile(8, 256, 4).scaled_for(dtype)
 
 
 def constants(format: Format, tile: RowTile) -> dict[str, Any]:
@@ -358,7 +358,7 @@ def _launch_quantize(x: Tensor, to: _Parts, format: Format, amax: Tensor | None 
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _quantize_launcher(
     format: Format, dtype: torch.dtype, matrix_scale: bool, tail: bool
 ) -> tuple[Launcher, RowTile]:
@@ -377,7 +377,7 @@ def _launch_dequantize(parts: _Parts, wholes: Tensor | None, format: Format, y: 
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _dequantize_launcher(format: Format, matrix_scale: bool) -> tuple[Launcher, RowTile]:
     tile = tile_of(ROW_FORMATS[32], torch.bfloat16)
     return Launcher(_dequantize_kernel, MATRIX_SCALE=matrix_scale, **constants(format, tile)), tile
@@ -482,7 +482,7 @@ def _swiglu_quantize(
     return h, elements, scales
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _swiglu_launcher(
     block: int, dtype: torch.dtype, weighted: torch.dtype | None, clamped: bool, alpha: float, limit: float
 ) -> tuple[Launcher, RowTile]:

@@ -51,7 +51,7 @@ def test_an_unknown_implementation_is_refused(family):
 ])
 def test_the_fastest_one_is_taken_and_logged_with_all_times(faster, slower, caplog, monkeypatch):
     seconds = {"deepgemm": float("inf"), faster: 0.001}
-    monkeypatch.setattr(experts_choice, "_seconds", lambda stages, name: seconds.get(name, 0.002))
+    monkeypatch.setattr(experts_choice, "_measure_seconds", lambda stages, name: seconds.get(name, 0.002))
     with caplog.at_level(logging.INFO, LOG):
         stages = load_stages(config_of("qwen3_moe"), 1, (0,), experts="auto")
     assert implementations_of(stages) == {faster}
@@ -63,7 +63,7 @@ def test_the_fastest_one_is_taken_and_logged_with_all_times(faster, slower, capl
 
 def test_both_are_measured_at_the_models_shapes():
     (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))
-    seconds = [experts_choice._seconds([stage], name) for name in ("dualpipe", "grouped_mm", "deepgemm")]
+    seconds = [experts_choice._measure_seconds([stage], name) for name in ("dualpipe", "grouped_mm", "deepgemm")]
     assert 0 < seconds[0] < 60 and 0 < seconds[1] < 60 and seconds[2] == float("inf")
     assert implementations_of([stage]) == {"dualpipe"}, "as before"
 

@@ -72,7 +72,7 @@ def test_what_is_called_before_the_experts_is_called_once():
 def test_a_layer_of_the_same_form_needs_no_check():
     layers, arguments, x = layers_of("gpt_oss")
     first = check_split(layers[0], x, arguments[0])
-    second = first.like(layers[1])
+    second = first.split_same(layers[1])
     found = run_segments(second.segments("a"), {"x": x, "a": arguments[1]})["x"]
     assert error_of(found, layers[1](x, **arguments[1].kwargs)) < 1e-12
 
@@ -130,9 +130,9 @@ def test_experts_that_are_not_called_are_noticed():
 def test_a_layer_that_changes_its_mind_is_an_error_and_not_a_wrong_result():
     layers, arguments, x = layers_of("qwen3_moe")
     split = check_split(layers[0], x, arguments[0])
-    split._called.append("mlp.gate")  # as if it had been called once more when it was checked
+    split._called_paths.append("mlp.gate")  # as if it had been called once more when it was checked
     with pytest.raises(RuntimeError, match="it cannot run in two parts"):
-        split.first(x, arguments[0])
+        split.run_before_experts(x, arguments[0])
 
 
 def test_gradient_checkpointing_by_transformers_runs_as_a_whole():

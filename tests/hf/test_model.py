@@ -51,7 +51,7 @@ def test_operations_of_a_dense_model():
 
 
 def test_a_family_that_transformers_lacks_is_refused():
-    with pytest.raises(ValueError, match="model_type 'nothing' is not one of those of transformers"):
+    with pytest.raises(ValueError, match="model_type 'nothing' is unknown to transformers"):
         TransformersModel.from_dict({"model_type": "nothing"})
     with pytest.raises(ValueError, match="has no embed_tokens, layers, norm"):
         TransformersModel.from_dict({"model_type": "gpt2"})

@@ -8,14 +8,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dualpipe.hf import load_stages
-from dualpipe.hf.structure import LayerCall, refuse_other_parameters, uses_state
+from dualpipe.hf.structure import LayerCall, check_parameter_owners, uses_state
 from dualpipe.parallel.mesh import build_mesh
 from hf_families import config_of
 from hf_sweep import outcome_of, sweep_config
 from ranks import run_ranks
 
 REFUSED = {
-    "glm_moe_dsa": "hands a GlmMoeDsaDecoderLayer 'prev_topk_indices', which the layer before it returns",
+    "glm_moe_dsa": "passes 'prev_topk_indices' to a GlmMoeDsaDecoderLayer, which the layer before it returns",
     "deepseek_v4": r"parameters outside of embedding, layers, norm and head.*: model\.hc_head\.hc_fn",
     "gemma3n_text": r"parameters outside of .*: model\.embed_tokens_per_layer\.weight.* and 6 more",
     "zaya": r"parameters outside of .*: model\.input_hidden_states_scale",
@@ -91,13 +91,13 @@ def test_parameters_that_layers_share_are_named():
         model = AutoModelForCausalLM.from_config(config_of("llama"))
     model.model.layers[2].mlp = model.model.layers[1].mlp
     with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate_proj\.weight \(also in layers\.1\).*only a head may"):
-        refuse_other_parameters(model)
+        check_parameter_owners(model)
 
 
 def test_a_tied_head_is_no_other_parameter():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of("llama", tie_word_embeddings=True))
-        refuse_other_parameters(model)
+        check_parameter_owners(model)
         model.model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"has parameters outside of .* train separately: model\.scale; expected none"):
-        refuse_other_parameters(model)
+        check_parameter_owners(model)

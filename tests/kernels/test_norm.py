@@ -155,9 +155,9 @@ def test_nothing_is_read_back():
 
 
 BAD = {
-    r"got \(5,\) for torch.float32 of shape \(3, 4\)": {"weight": torch.zeros(5)},
-    "for torch.int64": {"x": torch.zeros(3, 4, dtype=torch.long)},
-    r"residual must have the shape of x, \(3, 4\); got \(4,\)": {"residual": torch.zeros(4)},
+    r"x is torch.float32 of shape \(3, 4\) and weight has shape \(5,\)": {"weight": torch.zeros(5)},
+    "x is torch.int64": {"x": torch.zeros(3, 4, dtype=torch.long)},
+    r"residual has shape \(4,\), expected that of x, \(3, 4\)": {"residual": torch.zeros(4)},
 }
 
 

@@ -137,11 +137,11 @@ def test_nothing_is_read_back():
 
 
 BAD = {
-    r"even D are needed; got \(2, 5, 4, 7\)": {"q": torch.zeros(2, 5, 4, 7), "k": torch.zeros(2, 5, 2, 7)},
-    r"and \(2, 6, 2, 8\)": {"k": torch.zeros(2, 6, 2, 8)},
-    r"cos and sin must be \(5, 8\).*got \(6, 8\)": {"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)},
-    r"both be \(8,\), or None; got \[\(8,\), None\]": {"q_weight": torch.zeros(8)},
-    r"got \[\(8,\), \(4,\)\]": {"q_weight": torch.zeros(8), "k_weight": torch.zeros(4)},
+    r"queries have shape \(2, 5, 4, 7\).* even D": {"q": torch.zeros(2, 5, 4, 7), "k": torch.zeros(2, 5, 2, 7)},
+    r"keys \(2, 6, 2, 8\)": {"k": torch.zeros(2, 6, 2, 8)},
+    r"cos has shape \(6, 8\).*expected \(5, 8\)": {"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)},
+    r"the shapes \[\(8,\), None\], expected \(8,\) for both": {"q_weight": torch.zeros(8)},
+    r"the shapes \[\(8,\), \(4,\)\]": {"q_weight": torch.zeros(8), "k_weight": torch.zeros(4)},
 }
 
 

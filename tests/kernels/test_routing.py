@@ -254,7 +254,7 @@ def test_expert_out_of_range(expert, device):
         for name in ("order", "inverse", "gather"):
             assert torch.equal(getattr(tokens, name), getattr(as_fourth, name))
     else:
-        with pytest.raises(ValueError, match=f"between 0 and 2, or -1 for none; got {expert}"):
+        with pytest.raises(ValueError, match=f"contains {expert}, expected experts between 0 and 2, or -1"):
             sort_tokens(expert_idx, 3)
 
 
@@ -343,11 +343,11 @@ def test_expert_out_of_range_fails_with_the_debug_switch():
 
 
 BAD_SORTS = {
-    r"expert_idx must be int32 or int64 of shape \(T, K\).*\(4,\)": (torch.zeros(4, dtype=torch.long), 3),
+    r"of shape \(4,\), expected int32 or int64 of shape \(T, K\)": (torch.zeros(4, dtype=torch.long), 3),
     r"shape \(4, 0\)": (torch.zeros(4, 0, dtype=torch.long), 3),
-    "got torch.float32": (torch.zeros(4, 2), 3),
-    "num_experts must be at least 1; got 0": (torch.zeros(4, 2, dtype=torch.long), 0),
-    "at most 2\\^31 - 1 rows": (torch.zeros(1, 1, dtype=torch.long).expand(2**30, 2), 3),
+    "expert_idx is torch.float32": (torch.zeros(4, 2), 3),
+    "num_experts is 0, expected at least 1": (torch.zeros(4, 2, dtype=torch.long), 0),
+    r"2147483648 rows, but at most 2\^31 - 1": (torch.zeros(1, 1, dtype=torch.long).expand(2**30, 2), 3),
 }
 
 
@@ -358,14 +358,14 @@ def test_misfit_in_sort_is_a_value_error(message):
 
 
 BAD_COMBINES = {
-    "y must be a floating-point matrix": {"y": torch.zeros(6)},
-    "one row for each of 6 sorted ones; got 5": {"y": torch.zeros(5, 4)},
+    r"y is .* of shape \(6,\).* expected a floating-point matrix": {"y": torch.zeros(6)},
+    "y has 5 rows, expected one for each of 6 sorted rows": {"y": torch.zeros(5, 4)},
     "on meta": {"y": torch.zeros(6, 4, device="meta"), "weights": torch.zeros(3, 2, device="meta")},
-    "weights must be a floating-point": {"weights": torch.zeros(3, 2, dtype=torch.long)},
-    r"one element for each of 6 rows.*\(2, 2\)": {"weights": torch.zeros(2, 2)},
-    "top_k 3": {"top_k": 3},
-    "or top_k where there are none": {"weights": None},
-    "divide the 6 sorted rows; got 4": {"weights": None, "top_k": 4},
+    "weights are torch.int64": {"weights": torch.zeros(3, 2, dtype=torch.long)},
+    r"shape \(2, 2\).* one element for each of 6 rows": {"weights": torch.zeros(2, 2)},
+    "top_k is 3": {"top_k": 3},
+    "weights and top_k are None": {"weights": None},
+    "top_k is 4, expected a divisor of the 6 sorted rows": {"weights": None, "top_k": 4},
 }
 
 
@@ -379,7 +379,7 @@ def test_misfit_in_combine_is_a_value_error(message):
 
 def test_misfit_in_dispatch_is_a_value_error():
     tokens = sort_tokens(torch.tensor([[0, 1]] * 3), 2)
-    with pytest.raises(ValueError, match=r"one row for each of 6 / 2 sorted tokens; got 4"):
+    with pytest.raises(ValueError, match=r"x has 4 rows, expected one row for each of 6 / 2 sorted tokens"):
         dispatch_tokens(torch.zeros(4, 5), tokens, 2)
-    with pytest.raises(ValueError, match="x must be a floating-point matrix"):
+    with pytest.raises(ValueError, match=r"x is .* of shape \(3,\).* expected a floating-point matrix"):
         dispatch_tokens(torch.zeros(3), tokens, 2)

@@ -173,13 +173,13 @@ def test_nothing_is_read_back():
 
 
 BAD = {
-    r"\(M, 2I\).*float32 of shape \(4,\)": {"gate_up": torch.zeros(4)},
-    r"shape \(3, 5\)": {"gate_up": torch.zeros(3, 5)},
-    "torch.int64": {"gate_up": torch.zeros(3, 4, dtype=torch.long)},
-    r"weight must be floating-point of shape \(3,\)": {"weight": torch.zeros(3, 1)},
-    "got torch.int64 of shape": {"weight": torch.zeros(3, dtype=torch.long)},
-    "one device": {"weight": torch.zeros(3, device="meta")},
-    "limit must be positive; got -1": {"limit": -1.0},
+    r"float32 of shape \(4,\), expected floating-point \(M, 2I\)": {"gate_up": torch.zeros(4)},
+    r"gate_up is .* of shape \(3, 5\)": {"gate_up": torch.zeros(3, 5)},
+    "gate_up is torch.int64": {"gate_up": torch.zeros(3, 4, dtype=torch.long)},
+    r"of shape \(3, 1\), expected floating-point of shape \(3,\)": {"weight": torch.zeros(3, 1)},
+    "weight is torch.int64": {"weight": torch.zeros(3, dtype=torch.long)},
+    "weight is on meta": {"weight": torch.zeros(3, device="meta")},
+    "limit is -1.0, expected a positive number": {"limit": -1.0},
 }
 
 

@@ -102,8 +102,8 @@ def test_nothing_is_read_back():
 
 
 @pytest.mark.parametrize("logits, top_k, message", [
-    (torch.zeros(3), 1, r"float32 of shape \(3,\) and 1"), (torch.zeros(3, 4, dtype=torch.long), 1, "int64"),
-    (torch.zeros(3, 4), 5, "and 5"), (torch.zeros(3, 4), 0, "and 0"),
+    (torch.zeros(3), 1, r"float32 of shape \(3,\) and top_k is 1"), (torch.zeros(3, 4, dtype=torch.long), 1, "int64"),
+    (torch.zeros(3, 4), 5, "top_k is 5"), (torch.zeros(3, 4), 0, "top_k is 0"),
 ])
 def test_misfit_is_a_value_error(logits, top_k, message):
     with pytest.raises(ValueError, match=message):
