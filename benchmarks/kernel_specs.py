@@ -6,7 +6,7 @@ model; "8" multiples of 8; "odd" nothing, and no consecutive numbers either. Of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
@@ -17,10 +17,12 @@ import torch
 from dualpipe.kernels.common import tl, triton
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.kernels.grouped_gemm_tiles import (
+    MOST_MERGED,
     GemmConfig,
     dequantize_configs,
     fp8_configs,
     fuses_swiglu,
+    most_merged,
     row_configs,
     rows_constants,
     w_block,
@@ -121,6 +123,9 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
         for add in (False, True):
             yield _weight_spec(name, config, dtype, "fp32", add, sizes="odd", dy=False, x=False)
             yield _weight_spec(name, config, dtype, dtype, add, sizes="odd", dy=False, x=False, gather=True)
+        most = most_merged(arch)
+        yield _weight_spec(name, config, dtype, "fp32", True, sizes="odd", dy=False, x=False, merged=2)
+        yield _weight_spec(name, config, dtype, dtype, True, sizes="odd", dy=False, x=False, gather=True, merged=most)
         return
     chip = arch >= 90
     gather = name.endswith("_gathered")
@@ -133,6 +138,11 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
         yield _weight_spec(
             name, config, "bf16", "fp32", True, sizes="16", dy=True, x=x, gather=gather, out_descriptor=False)
     yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=x, gather=gather)
+    most = most_merged(arch)
+    for merged in range(2, most + 1):
+        yield _weight_spec(name, config, "bf16", "fp32", True, sizes="16", dy=chip, x=x, gather=gather, merged=merged)
+    yield _weight_spec(name, config, "bf16", "fp32", False, sizes="16", dy=chip, x=x, gather=gather, merged=most)
+    yield _weight_spec(name, config, "bf16", "bf16", True, sizes="8", dy=chip, x=x, gather=gather, merged=most)
 
 
 def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:
@@ -250,31 +260,44 @@ def _rows_spec(
 
 def _weight_spec(
     name: str, config: GemmConfig, dtype: str, out: str, add: bool, *, sizes: str, dy: bool, x: bool,
-    gather: bool = False, out_descriptor: bool = True,
+    gather: bool = False, out_descriptor: bool = True, merged: int = 1,
 ) -> CompileSpec:
-    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
+    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted.
+
+    merged: the number of micro-batches in one launch.
+    """
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
     constants = weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
-    numbers = [n for n in ("M", "N", "H", "dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
-    signature = {
+    rows = [f"M{i}" for i in range(MOST_MERGED)] if merged > 1 else ["M"]
+    strides = [n for n in ("dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
+    of_microbatch = {
         "dy": _argument(dtype, [config.depth, config.rows], dy),
         "x": _argument(dtype, [config.depth, config.cols], x),
-        "out": _argument(out, [1, config.rows, config.cols // 2], reduce),
         "offs": "*i32",
         **({"gather": "*i32"} if gather else {}),
+    }
+    if merged > 1:
+        of_microbatch = {f"{key}{i}": kind for key, kind in of_microbatch.items() for i in range(merged)}
+    numbers = [*rows, "N", "H", *strides]
+    signature = {
+        **of_microbatch,
+        "out": _argument(out, [1, config.rows, config.cols // 2], reduce),
         **dict.fromkeys(numbers, "i32"),
     }
+    kernel = GEMM._merged_weight_kernel if merged > 1 else GEMM._weight_kernel
+    absent = [n for n in kernel.arg_names if n.startswith(("dy", "x", "offs", "gather")) and "_" not in n]
     return CompileSpec(
         name=f"grouped_gemm.weight.{name}.{dtype}.{sizes}.{out}_{'add' if add else 'write'}"
-        f"{'.gather' if gather else ''}{_read('.dy', dy)}{_read('.x', x)}{_read('.out', reduce)}",
-        kernel=GEMM._weight_kernel,
+        f"{f'.merged{merged}' if merged > 1 else ''}{'.gather' if gather else ''}{_read('.dy', dy)}{_read('.x', x)}"
+        f"{_read('.out', reduce)}",
+        kernel=kernel,
         signature=signature,
-        constexprs={**constants, **({} if gather else {"gather": None}), **dict.fromkeys(ones, 1)},
+        constexprs={**constants, **dict.fromkeys(set(absent) - signature.keys()), **dict.fromkeys(ones, 1)},
         num_warps=config.warps,
         num_stages=config.stages,
         needs_mma=name not in ("float32", "float64"),
-        divisible_by_16=_divisible(signature, numbers, sizes, never=("M",)),
+        divisible_by_16=_divisible(signature, numbers, sizes, never=rows),
     )
 
 
@@ -286,8 +309,11 @@ def _argument(dtype: str, block: list[int], descriptor: bool) -> str:
     return f"tensordesc<{dtype}{block}>" if descriptor else f"*{dtype}"
 
 
-def _divisible(signature: dict[str, str], numbers: list[str], sizes: str, never: tuple[str, ...]) -> tuple[str, ...]:
-    pointers = [name for name, kind in signature.items() if kind.startswith("*") and (sizes != "odd" or name == "offs")]
+def _divisible(
+    signature: dict[str, str], numbers: list[str], sizes: str, never: Sequence[str]
+) -> tuple[str, ...]:
+    pointers = [name for name, kind in signature.items()
+                if kind.startswith("*") and (sizes != "odd" or name.startswith("offs"))]
     return (*pointers, *(n for n in numbers if sizes == "16" and n not in never))
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -40,7 +40,7 @@ from torch import Tensor
 
 import dualpipe.kernels.grouped_gemm_tiles as tiling
 from dualpipe.kernels.common import INTERPRET, architecture, cdiv, operator, register_backward, tl, triton, use_triton
-from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, find_tile, rows_of, tiles_per_expert
+from dualpipe.kernels.grouped_gemm_tiles import MOST_MERGED, GemmConfig, find_tile, rows_of, tiles_per_expert
 from dualpipe.kernels.launcher import MAX_LAUNCHERS, Block, Launcher
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
@@ -222,6 +222,43 @@ def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUM
         tl.store(at, part.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_outer_products(
+    acc,  # (ROWS, COLS)
+    dy, x, gather, start, end, n, h, N, H, dy_row, dy_n, x_row, x_h,
+    DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, DEPTH: tl.constexpr,
+):
+    """Return acc[i, j] + sum over the rows m from `start` to `end` of dy[m, n + i] x[m, h + j].
+
+    Only the last step of an expert can reach into the next one's rows, and is the only one that masks them.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = acc.shape[1]
+    full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
+    for m in range(start, full_end, DEPTH):
+        dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
+    if full_end < end:
+        dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def _store_tile(out, acc, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
+                DESCRIPTOR: tl.constexpr):
+    """Write or add a tile of the weight gradient.
+
+    In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
+    """
+    HALF: tl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape(acc.shape[0], 2, HALF).permute(0, 2, 1).split()
+    _store_columns(out, left, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE, DESCRIPTOR)
+    _store_columns(out, right, expert, row, col + HALF, N, H, out_e, out_n, out_h, ACCUMULATE, DESCRIPTOR)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _weight_kernel(
     dy,  # (M, N): descriptor of [DEPTH, ROWS] or pointer
@@ -235,10 +272,7 @@ def _weight_kernel(
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
     ACC: tl.constexpr,  # what is summed in
 ):
-    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h].
-
-    Only the last step of an expert can reach into the next one's rows, and is the only one that masks them.
-    """
+    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]."""
     if ALIGNED:
         N, H, dy_row, x_row = N // 8 * 8, H // 8 * 8, dy_row // 8 * 8, x_row // 8 * 8
         out_e, out_n = out_e // 8 * 8, out_n // 8 * 8
@@ -250,20 +284,62 @@ def _weight_kernel(
     start, end = rows_of(offs, expert, M)
     if ACCUMULATE and end <= start:
         return
-    full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
     acc = tl.zeros((ROWS, COLS), dtype=ACC)
-    for m in range(start, full_end, DEPTH):
-        dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
-        x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
-    if full_end < end:
-        dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
-        x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
-    # In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
-    left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-    _store_columns(out, left, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
-    _store_columns(out, right, expert, n, h + COLS // 2, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+    acc = _add_outer_products(acc, dy, x, gather, start, end, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    _store_tile(out, acc, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+
+
+@triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
+def _merged_weight_kernel(
+    dy0, dy1, dy2, dy3,  # of each micro-batch (M, N): descriptor or pointer; None from the number of micro-batches on,
+    x0, x1, x2, x3,  # as the next three
+    gather0, gather1, gather2, gather3,
+    offs0, offs1, offs2, offs3,
+    out,
+    M0, M1, M2, M3,  # rows of each micro-batch
+    N, H,
+    dy_row, dy_n, x_row, x_h, out_e, out_n, out_h,  # strides in elements, the same in every micro-batch
+    ACCUMULATE: tl.constexpr, DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """`_weight_kernel` for two to four micro-batches: `out` is read and written once for all of them.
+
+    One sum in registers goes through the micro-batches in their order. Each has a loop of its own, as descriptors
+    cannot be chosen by a variable; tensors are arguments of their own for the same reason.
+    """
+    if ALIGNED:
+        N, H, dy_row, x_row = N // 8 * 8, H // 8 * 8, dy_row // 8 * 8, x_row // 8 * 8
+        out_e, out_n = out_e // 8 * 8, out_n // 8 * 8
+    col_tiles = tl.cdiv(H, COLS)
+    tiles = tl.cdiv(N, ROWS) * col_tiles
+    expert = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles // col_tiles * ROWS
+    h = tl.program_id(0) % tiles % col_tiles * COLS
+    start0, end0 = rows_of(offs0, expert, M0)
+    start1, end1 = rows_of(offs1, expert, M1)
+    most = tl.maximum(end0 - start0, end1 - start1)
+    if dy2 is not None:
+        start2, end2 = rows_of(offs2, expert, M2)
+        most = tl.maximum(most, end2 - start2)
+    if dy3 is not None:
+        start3, end3 = rows_of(offs3, expert, M3)
+        most = tl.maximum(most, end3 - start3)
+    if ACCUMULATE and most <= 0:
+        return
+    acc = tl.zeros((ROWS, COLS), dtype=ACC)
+    acc = _add_outer_products(acc, dy0, x0, gather0, start0, end0, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    acc = _add_outer_products(acc, dy1, x1, gather1, start1, end1, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    if dy2 is not None:
+        acc = _add_outer_products(acc, dy2, x2, gather2, start2, end2, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                                  DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    if dy3 is not None:
+        acc = _add_outer_products(acc, dy3, x3, gather3, start3, end3, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                                  DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    _store_tile(out, acc, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
 
 
 # --- launchers -------------------------------------------------------------------------------------------------------
@@ -402,8 +478,17 @@ def _launch_rows(
     return y
 
 
+class WgradOperands(NamedTuple):
+    """One micro-batch's operands of `grouped_gemm_wgrad`."""
+
+    dy: Tensor
+    x: Tensor
+    offs: Tensor
+    gather: Tensor | None = None
+
+
 class _WeightLaunch(NamedTuple):
-    """How `_weight_kernel` is launched for one shape, whatever the number of rows."""
+    """How `_weight_kernel`, or that for several micro-batches, is launched for one shape, whatever the rows."""
 
     launch: Launcher
     grid: tuple[int]
@@ -415,7 +500,8 @@ class _WeightLaunch(NamedTuple):
 
 @lru_cache(maxsize=MAX_LAUNCHERS)
 def _weight_launch(
-    arch: int, dy: _Matrix, x: _Matrix, out: _Matrix, experts: int, accumulate: bool, gathered: bool
+    arch: int, dy: _Matrix, x: _Matrix, out: _Matrix, experts: int, accumulate: bool, gathered: bool,
+    is_merged: bool = False,
 ) -> _WeightLaunch:
     n, h = out.columns
     dy_descriptor, x_descriptor = dy.takes_descriptor(arch), not gathered and x.takes_descriptor(arch)
@@ -427,8 +513,9 @@ def _weight_launch(
     constants = tiling.weight_constants(
         config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
     )
+    kernel = _merged_weight_kernel if is_merged else _weight_kernel
     return _WeightLaunch(
-        Launcher(_weight_kernel, **constants, num_warps=config.warps, num_stages=config.stages),
+        Launcher(kernel, **constants, num_warps=config.warps, num_stages=config.stages),
         grid=(experts * cdiv(n, config.rows) * cdiv(h, config.cols),),
         dy_block=(config.depth, config.rows) if dy_descriptor else None,
         x_block=(config.depth, config.cols) if x_descriptor else None,
@@ -450,6 +537,56 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
     )
     with torch.cuda.device_of(dy):
         how.launch(how.grid, pointers, (dy.shape[0], *how.numbers))
+
+
+def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    """Launch as few kernels as possible, each for neighbours of one layout."""
+    if not out.numel():
+        return
+    for batch in _mergeable_batches(operands, out):
+        if len(batch) == 1:
+            dy, x, offs, gather = batch[0]
+            _launch_weight(dy, x, offs, out, accumulate, gather)
+        else:
+            _launch_merged_batch(batch, out, accumulate)
+        accumulate = True
+
+
+def _mergeable_batches(operands: Sequence[WgradOperands], out: Tensor) -> list[Sequence[WgradOperands]]:
+    """Cut `operands` into what one kernel takes at a time; of seven alike, three and four where it takes four."""
+    batches: list[Sequence[WgradOperands]] = []
+    for _, group in groupby(operands, _layout):
+        alike = list(group)
+        is_converted = out.dtype is torch.float64 and alike[0].dy.dtype is not torch.float64
+        # One micro-batch at a time is copied to float64.
+        most = 1 if is_converted else tiling.most_merged(architecture(out.device))
+        num_batches = cdiv(len(alike), most)
+        ends = [len(alike) * i // num_batches for i in range(num_batches + 1)]
+        batches += [alike[start:end] for start, end in pairwise(ends)]
+    return batches
+
+
+def _layout(operands: WgradOperands) -> tuple[Any, ...]:
+    """Return what a kernel's arguments are the same for in all its micro-batches."""
+    gather = operands.gather
+    return _matrix(operands.dy), _matrix(operands.x), None if gather is None else gather.dtype
+
+
+def _launch_merged_batch(batch: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    dy, x, _, gather = batch[0]
+    how = _weight_launch(architecture(dy.device), _matrix(dy), _matrix(x), _matrix(out), out.shape[0], accumulate,
+                         gather is not None, is_merged=True)
+    absent = (None,) * (MOST_MERGED - len(batch))
+    pointers = (
+        *(operand(each.dy, how.dy_block) for each in batch), *absent,
+        *(operand(each.x, how.x_block) for each in batch), *absent,
+        *(None if each.gather is None else each.gather.contiguous() for each in batch), *absent,
+        *(each.offs.contiguous() for each in batch), *absent,
+        operand(out, how.out_block),
+    )
+    rows = (*(each.dy.shape[0] for each in batch), *(0 for _ in absent))
+    with torch.cuda.device_of(dy):
+        how.launch(how.grid, pointers, (*rows, *how.numbers))
 
 
 def forget_launches() -> None:
@@ -500,6 +637,18 @@ def _grouped_gemm_wgrad(
     check_values(offs, dy.shape[0], gather, x.shape[0])
     torch.autograd.graph.increment_version(out)
     (_launch_weight if use_triton(dy) else _reference_weight)(dy, x, offs, out, accumulate, gather)
+
+
+@operator(lambda *_: None, mutates=("out",))
+def _grouped_gemm_wgrad_merged(
+    dys: Sequence[Tensor], xs: Sequence[Tensor], offsets: Sequence[Tensor], gathers: Sequence[Tensor | None],
+    out: Tensor, accumulate: bool,
+) -> None:
+    operands = [*map(WgradOperands, dys, xs, offsets, gathers)]
+    for dy, x, offs, gather in operands:  # before anything is added
+        check_values(offs, dy.shape[0], gather, x.shape[0])
+    torch.autograd.graph.increment_version(out)
+    (_launch_merged_weight if use_triton(out) else _reference_merged_weight)(operands, out, accumulate)
 
 
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -565,12 +714,39 @@ def grouped_gemm_wgrad(
     are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
     strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
     """
+    _check_wgrad(dy, x, offs, out, gather)
+    _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+
+
+def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
+    """Gradient of `grouped_gemm` for its weights, summed over micro-batches: `grouped_gemm_wgrad` of each in turn.
+
+    operands: of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and form of `gather` are
+    one launch, which reads and writes `out` once: at 256 rows for each expert most of the time goes to `out`.
+
+    Bits: on CPU those of `grouped_gemm_wgrad` for each micro-batch in turn. A kernel sums the micro-batches of its
+    launch in their order in float32 (float64 for float64 operands) and adds the sum to `out` once, where separate
+    launches add each micro-batch's sum: only the roundings between micro-batches differ, and every run has the same.
+
+    Example: an expert's rows give 1 and 2 in two micro-batches and `out` holds 4: (1 + 2) + 4 instead of (4 + 1) + 2.
+
+    Raises `ValueError` for operands that do not fit, before anything is added.
+    """
+    if not operands:
+        raise ValueError("operands must hold those of at least one micro-batch; got none")
+    for dy, x, offs, gather in operands:
+        _check_wgrad(dy, x, offs, out, gather)
+    dys, xs, offsets, gathers = (list(column) for column in zip(*operands))
+    _grouped_gemm_wgrad_merged(dys, xs, offsets, gathers, out, accumulate)
+
+
+def _check_wgrad(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, gather: Tensor | None) -> None:
+    """Refuse operands of a weight gradient that do not fit."""
     check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
         raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
-    _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
 
 
 def check_operands(
@@ -666,6 +842,13 @@ def _reference_weight(
     for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
         dw = dy[start:end].to(out.dtype).t().mm(x[start:end].to(out.dtype))
         out[e].add_(dw) if accumulate else out[e].copy_(dw)
+
+
+def _reference_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    """Add one micro-batch after the other."""
+    for dy, x, offs, gather in operands:
+        _reference_weight(dy, x, offs, out, accumulate, gather)
+        accumulate = True
 
 
 def _gathered(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ from dualpipe.kernels.common import tl, tl_dtype, triton
 from dualpipe.kernels.swiglu import Activation
 
 GROUP = 8  # tiles of rows that share a tile of weights before the next one
+MOST_MERGED = 4  # micro-batches that the kernel for weight gradients has arguments for
 
 # --- how big ---------------------------------------------------------------------------------------------------------
 
@@ -119,6 +120,14 @@ def row_configs(arch: int) -> dict[str, GemmConfig]:
 def weight_configs(arch: int) -> dict[str, GemmConfig]:
     """Tiles of weight gradients on sm_`arch`, by shape class."""
     return _WEIGHT[80 if arch < 90 else 90] | _ANY
+
+
+def most_merged(arch: int) -> int:
+    """Micro-batches that one kernel for weight gradients takes on sm_`arch`.
+
+    With three or four, tiles of 128 x 128 x 32 spill 8 to 16 bytes on sm_80 (Triton 3.7.1).
+    """
+    return 2 if arch < 90 else MOST_MERGED
 
 
 def fp8_configs(arch: int) -> dict[str, GemmConfig]:

@@ -13,7 +13,7 @@ out_features, I intermediate (N is 2I for gate and up).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,11 +22,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.formats import QuantizedRows
-from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels.grouped_gemm import (
+    WgradOperands,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_swiglu,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_merged,
+)
 from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
-from dualpipe.nn.deferral import accumulation_dtype, local, weight_grads
+from dualpipe.nn.deferral import WeightGradStore, accumulation_dtype, local, weight_grads
+from dualpipe.nn.merged_weight_grads import MergeableOperands
 from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
 from dualpipe.quantized import QuantizedTensor
 
@@ -253,12 +261,16 @@ class _Grouped(torch.autograd.Function):
         weight_grad: Callable[..., Tensor] = partial(
             _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
         num_rows = dy.shape[0]
+        merge: MergeableOperands | None = None
+        if x_rows[0] is None and ctx.needs_input_grad[1] and WeightGradStore.current().merging:
+            merged_weight_grad = partial(_merged_weight_grad, is_transposed=ctx.is_transposed)
+            merge = MergeableOperands(merged_weight_grad, WgradOperands(dy, x.detach(), ctx.ends, ctx.gather))
         if x_rows[0] is not None:
             weight_grad = weight_grad_from_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
             if not ctx.needs_input_grad[2]:
                 dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
         bias_grad = partial(grouped_bias_grad, ends=ctx.ends)
-        dw, db = weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows)
+        dw, db = weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows, merge=merge)
         return dx, dw, db, None, None, None, d_scale, None, None, None, None, None
 
 
@@ -299,12 +311,25 @@ def _grouped_weight_grad(
 
     out: accumulator to add it to; None: a new tensor.
     """
-    dw = out
-    if dw is None:
-        dw = dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
+    dw = _new_weight_grad(weight, dy) if out is None else out
     dw_ENH = dw.transpose(1, 2) if is_transposed else dw
     grouped_gemm_wgrad(dy, x, ends, out=dw_ENH, accumulate=out is not None, gather=gather)
     return dw
+
+
+def _merged_weight_grad(
+    weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None = None, *, is_transposed: bool
+) -> Tensor:
+    """Return the gradient of this rank's experts over several micro-batches; see `_grouped_weight_grad`."""
+    dw = _new_weight_grad(weight, operands[0].dy) if out is None else out
+    dw_ENH = dw.transpose(1, 2) if is_transposed else dw
+    grouped_gemm_wgrad_merged(operands, out=dw_ENH, accumulate=out is not None)
+    return dw
+
+
+def _new_weight_grad(weight: Tensor, dy: Tensor) -> Tensor:
+    """Return an uninitialized gradient of this rank's experts."""
+    return dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
 
 
 def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:

@@ -93,6 +93,10 @@ class Pipeline(nn.Module):
     overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
     unreduced: trainable parameters, or modules, whose gradients you reduce over data-parallel ranks yourself: names as
         in their stage, with wildcards. Needed only beside others that FSDP2 has.
+    merge_weight_grads: where the schedule has actions "W" of a stage next to each other, compute the weight gradients
+        of a `GroupedLinear` for all of their micro-batches in one GEMM, which reads and writes the accumulator once.
+        On CPU the bits are the same; on CUDA the micro-batches are summed before they are added to the accumulator,
+        so that float32 rounds in other places. Takes no more memory, as all of them wait for the first "W" anyway.
 
     Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
     a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
@@ -109,7 +113,7 @@ class Pipeline(nn.Module):
     def __init__(
         self, modules: Sequence[nn.Module], *, process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "1f1b", batch_dim: int = 0, rank_mapping: Sequence[int] | None = None,
-        overlap: bool = True, unreduced: Sequence[str] = (),
+        overlap: bool = True, unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -134,6 +138,7 @@ class Pipeline(nn.Module):
         self._norm_dtype = agreed.norm_dtype
         self._side = agreed.side
         self._programs.pairs = agreed.overlap
+        self._programs.merges = merge_weight_grads
         self._connect(agreed.has_copies)
 
     def _build(
@@ -237,6 +242,7 @@ class Pipeline(nn.Module):
         other = replace(schedule, num_microbatches=1, ranks=ranks)
         self._programs = Programs(other, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.pairs = kept.pairs
+        self._programs.merges = kept.merges
         self._is_reordered = True
         try:
             yield
@@ -482,9 +488,9 @@ class DualPipeV(Pipeline):
     def __init__(
         self, modules: Sequence[nn.Module], batch_dim: int = 0, process_group: ProcessGroup | None = None,
         rank_mapping: Sequence[int] | None = None, *, schedule: str | Schedule = "dualpipev", overlap: bool = True,
-        unreduced: Sequence[str] = (),
+        unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__(
             modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
-            overlap=overlap, unreduced=unreduced,
+            overlap=overlap, unreduced=unreduced, merge_weight_grads=merge_weight_grads,
         )

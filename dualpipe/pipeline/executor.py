@@ -71,6 +71,7 @@ class Executor:
     def run(self) -> tuple[Tensor | None, Outputs]:
         """Run the program; return the losses (num_chunks,) and the outputs, as `Pipeline.step` does."""
         depth = self._recorder.depth
+        self._store.merging = self._program.merges
         try:
             # Single-threaded: on CUDA, autograd's own threads would not see the running store.
             with self._store.activate(), torch.autograd.set_multithreading_enabled(False):
@@ -102,7 +103,8 @@ class Executor:
         """Receive what the actions need, run them, and send their results on."""
         actions = instruction.actions
         recorder = self._recorder
-        self._doing = actions
+        merged = instruction.merged
+        self._doing = merged or actions  # a share of the work of several is not of one of them
         for message in instruction.incoming:
             slot = message.stage, message.microbatch
             tensors = self._messages.take(message)
@@ -112,6 +114,8 @@ class Executor:
                 self._states[slot].arrive(tensors)
             del tensors  # the state keeps them as long as they are needed
         recorder.begin(instruction.kinds, instruction)
+        if merged and merged[0] is actions[0]:
+            self._store.merge([(action.stage, action.microbatch) for action in merged])
         if self._annotate is None:
             results = self._run_actions(actions)
         else:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 from dualpipe.schedule import build
@@ -18,6 +21,8 @@ class Instruction(NamedTuple):
 
     `outgoing` runs parallel to `actions`: what carries the action's result away, or None where it stays here.
     `completes`: the stages that have nothing left to do; those whose gradients are complete, in training.
+    `merged`: of a "W", all actions "W" whose weight gradients are merged with its own, this one among them, in their
+    order; none: nothing is merged. Each still is an instruction of its own, with its share of their work.
     """
 
     incoming: tuple[Message, ...]
@@ -26,6 +31,7 @@ class Instruction(NamedTuple):
     completes: tuple[int, ...]
     name: str
     kinds: str  # such as "F", or "FB" for a pair
+    merged: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
         return " and ".join(action.title for action in self.actions)
@@ -38,10 +44,14 @@ class Program:
     instructions: tuple[Instruction, ...]
     incoming: dict[MessageStream, list[Message]]  # in the order in which they are taken
     outgoing: tuple[MessageStream, ...]
+    merges: bool = False  # whether weight gradients of several micro-batches are merged
 
 
-def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
-    """The program of `rank`, in the same order without backwards for an evaluation. The schedule must be valid."""
+def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) -> Program:
+    """The program of `rank`, in the same order without backwards for an evaluation. The schedule must be valid.
+
+    merge: merge the weight gradients of neighbouring actions "W".
+    """
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
     instructions, incoming, outgoing = [], defaultdict(list), set()
@@ -56,7 +66,32 @@ def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
             for message in taken:
                 incoming[message.stream].append(message)
             outgoing |= {message.stream for message in results if message is not None}
-    return Program(tuple(instructions), dict(incoming), tuple(sorted(outgoing)))
+    if merge:
+        instructions = merge_neighbours(instructions)
+    return Program(
+        tuple(instructions), dict(incoming), tuple(sorted(outgoing)), merges=any(i.merged for i in instructions))
+
+
+def merge_neighbours(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Set `merged` of the instructions of each run of single "W", by stage.
+
+    A run ends where anything else is to be done, pairs with a "W" included. Nothing is moved, so that a stage is
+    complete when it was. Example: of W(3, 0) W(4, 0) W(3, 1) W(4, 1) W(4, 2), written as stage and micro-batch, the
+    first and the third are merged, and the other three.
+    """
+    result: list[Instruction] = []
+    for kinds, run in groupby(instructions, key=attrgetter("kinds")):
+        neighbours = list(run)
+        if kinds != "W":
+            result += neighbours
+            continue
+        of_stage: defaultdict[int, list[Action]] = defaultdict(list)
+        for instruction in neighbours:
+            of_stage[instruction.actions[0].stage] += instruction.actions
+        for instruction in neighbours:
+            actions = of_stage[instruction.actions[0].stage]
+            result.append(instruction._replace(merged=tuple(actions)) if len(actions) > 1 else instruction)
+    return result
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:
@@ -80,6 +115,7 @@ class Programs:
         self._schedule, self._num_ranks, self._rank, self._num_modules = schedule, num_ranks, rank, num_modules
         self._found: dict[int, Schedule] = {}  # of "auto", by the number of micro-batches
         self.pairs = True  # whether pairs stay together
+        self.merges = False  # whether the weight gradients of neighbouring "W" are merged
         self._lowered: dict[int, dict[bool, Program]] = {}  # and by whether they are for training
 
     def is_to_search(self, num_microbatches: int) -> bool:
@@ -97,7 +133,8 @@ class Programs:
             schedule = self.schedule(num_microbatches)
             if not self.pairs:  # as nothing overlaps, the first result may leave before the second is begun
                 schedule = one_at_a_time(schedule)
-            self._lowered[num_microbatches] = {t: lower(schedule, self._rank, train=t) for t in (True, False)}
+            lowered = {train: lower(schedule, self._rank, train=train, merge=self.merges) for train in (True, False)}
+            self._lowered[num_microbatches] = lowered
         return self._lowered[num_microbatches][train]
 
     def schedule(self, num_microbatches: int | None = None) -> Schedule:

@@ -121,6 +121,9 @@ class ParallelConfig:
     """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
+    merge_weight_grads: bool = True
+    """compute the experts' weight gradients of several micro-batches in one product, which reads and writes their sum
+    once, where the schedule has them next to each other; on CUDA float32 then rounds in other places, on CPU in none"""
     schedule: Literal["dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
     """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the
     best that a search finds, by the first rank and once"""

@@ -60,7 +60,7 @@ class PipelinedModel:
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule,
-            overlap=config.parallel.overlap,
+            overlap=config.parallel.overlap, merge_weight_grads=config.parallel.merge_weight_grads,
         )
 
     @property
