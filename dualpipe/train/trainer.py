@@ -49,6 +49,7 @@ from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.run_report import RunReport
 from dualpipe.train.start_up import StartUp
+from dualpipe.train.step.expert_gemm_choice import ExpertWork, choose_expert_gemm
 from dualpipe.train.step.step_runner import StepRunner
 from dualpipe.train.stop import RankReports, stop_message
 
@@ -85,6 +86,14 @@ def train(
             trainer = Trainer(resolved, job, saver, start_up, traced=traced, profiled=profiled)
             status = trainer.train()
     return status
+
+
+def _expert_work(resolved: Resolved, job: Job) -> ExpertWork:
+    """Return the work of a rank's expert layers in one micro-batch, if all experts get the same number of tokens."""
+    config = resolved.config
+    tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
+    rows = tokens * getattr(resolved.model, "num_experts_per_tok", 0)
+    return ExpertWork(rows, config.parallel.ep, resolved.dtypes.compute, job.device)
 
 
 def _choose_attention(resolved: Resolved, job: Job, stages: Iterable[nn.Module]) -> AttentionChoice:
@@ -158,6 +167,8 @@ class Trainer:
         model = runner.model
         if config.export_directory is not None:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
+        self.expert_gemm = choose_expert_gemm(
+            model.stages, config.model.expert_gemm, _expert_work(resolved, job), job.ranks)
         self.attention = job.ranks.agree(partial(_choose_attention, resolved, job, model.stages))
         self.start_up.begin("data")
         self.data = RunData(
@@ -256,6 +267,8 @@ class Trainer:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
+        if self.expert_gemm:
+            writer.say(self.expert_gemm)
         if self.job.device.type == "cuda":
             writer.say(str(self.attention))
         if train.compile and self.progress.done < train.steps:

@@ -124,6 +124,7 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         "router.balance": (router.balance, 0, "it needs this library's routers"),
         "router.z_loss": (router.z_loss, 0, "it needs this library's routers"),
         "router.bias_update_rate": (router.bias_update_rate, 0, "it needs this library's routers"),
+        "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts run by its experts implementation"),
         "memory.recompute": (parts, [], "its layers are computed again as a whole, by layer, or layer:0-7 of some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], "its weights are not quantized"),

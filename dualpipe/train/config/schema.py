@@ -57,6 +57,9 @@ class ModelConfig:
     this library's where it has the family"""
     attention: Literal["auto", "default", "fa3", "fa4", "flash", "cudnn", "efficient"] = "auto"
     """kernel of plain causal attention on CUDA; auto: the fastest for the GPU that runs; default: torch's own order"""
+    expert_gemm: Literal["dualpipe", "grouped_mm", "quack", "auto"] = "dualpipe"
+    """library of the experts' GEMMs in the forward and the input gradient: this one, torch or quack-kernels; auto: the
+    fastest, timed at the start. Weight gradients are this library's"""
 
 
 @dataclass(frozen=True)
