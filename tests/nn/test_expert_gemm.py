@@ -1,6 +1,7 @@
 """GEMMs of expert layers by other libraries: the same results as this library's, without reading sizes back."""
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ def quack_gemm(a, b, *, cu_seqlens_m, tuned):
     assert not tuned and cu_seqlens_m.dtype is torch.int32 and cu_seqlens_m.shape == (b.shape[0] + 1,)
     y = a.new_full((a.shape[0], b.shape[2]), float("nan"))
     bounds = cu_seqlens_m.tolist()
-    for expert, (start, end) in enumerate(zip(bounds, bounds[1:])):
+    for expert, (start, end) in enumerate(pairwise(bounds)):
         y[start:end] = a[start:end] @ b[expert]
     return y
 

@@ -78,16 +78,16 @@ def _expert_layers(stage: nn.Module) -> list[GroupedLinear]:
 def _find_fastest(shapes: list[GemmShape], work: ExpertWork, ranks: RankSync) -> tuple[str, str]:
     """Return the fastest library, and its choice as text. Collective."""
 
-    def measure() -> list[dict[str, float]]:
-        return [{library: _seconds(library, shape, work) for library in EXPERT_GEMMS} for shape in shapes]
+    def measure() -> tuple[str, dict[str, float]]:
+        totals = {library: sum(_seconds(library, shape, work) for shape in shapes) for library in EXPERT_GEMMS}
+        return " and ".join(map(str, shapes)), totals
 
-    tables = [table for table in ranks.gather(measure) if table]
-    if not tables:
+    measured = [(sizes, totals) for sizes, totals in ranks.gather(measure) if sizes]
+    if not measured:
         return DUALPIPE, ""
-    totals = {library: sum(seconds[library] for seconds in tables[0]) for library in EXPERT_GEMMS}
+    sizes, totals = measured[0]
     fastest = min(totals, key=lambda library: totals[library])
     times = ", ".join(f"{1e3 * total:.3g} ms by {name!r}" for name, total in totals.items() if total < float("inf"))
-    sizes = " and ".join(map(str, shapes))
     return fastest, (f"GEMMs of the experts by {fastest!r}: a forward and an input gradient of {work.rows} rows by "
                      f"{sizes} take {times}")
 
