@@ -25,8 +25,9 @@ def test_it_is_set_on_all_expert_layers():
 
 
 def test_what_does_not_run_is_refused():
-    message = (r"expert GEMMs by 'quack' do not run here \(ModuleNotFoundError: No module .*; expected a library that is "
-               r"installed and takes torch.bfloat16 on cpu; use 'dualpipe'")
+    message = (
+        r"expert GEMMs by 'quack' do not run here \(ModuleNotFoundError: No module .*; expected a library that "
+        r"is installed and takes torch.bfloat16 on cpu; use 'dualpipe'")
     with pytest.raises(ValueError, match=message):
         choose_expert_gemm([stage()], "quack", WORK, ALONE)
     with pytest.raises(ValueError, match="unknown library of expert GEMMs 'mkl'; expected one of dualpipe, grouped_mm"):
