@@ -30,7 +30,7 @@ from dualpipe.train.anomaly.reruns import Kept, StepReruns
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import flops_per_token
-from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
+from dualpipe.train.config.resolve import Resolved, find_saved_batch, keep_batch
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.data.run_data import RunData
@@ -69,7 +69,7 @@ def train(
         join(config, info, watchdog) as (job, resolved), ExitStack() as held,
     ):
         job.ranks.first(partial(_hold, Path(config.output.dir), held))
-        resolved, note = keep_batch(resolved, job.ranks.first(partial(saved_batch, config)))
+        resolved, note = keep_batch(resolved, job.ranks.first(partial(find_saved_batch, config)))
         if note and job.rank == 0:
             say(note)
         if snapshot:

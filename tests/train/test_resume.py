@@ -309,7 +309,7 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own(run_folder, half_way, m
     capsys.readouterr()
     assert cli.main([*begin, "--train.steps", "7"]) == 0
     text = capsys.readouterr().out
-    assert "after step 6" in text and "checkpoint.resume = 'half/checkpoints' is where this run began" in text
+    assert "after step 6" in text and "this run began with checkpoint.resume = 'half/checkpoints'" in text
     assert cli.main([*begin, "--checkpoint.resume", "half", "--train.steps", "7"]) == 2
     assert "of a run that did not begin with checkpoint.resume = 'half'; give another" in capsys.readouterr().err
     back = str(run_folder / "branch" / "checkpoints" / "step-00000005")  # of its own: back to there
