@@ -243,7 +243,7 @@ class PatternRule:
 
 @dataclass(frozen=True)
 class DTypeRule(PatternRule):
-    """An element of dtypes.rules: dtypes of the tensors that `pattern` matches. A field that is None changes nothing."""
+    """An element of dtypes.rules: dtypes of the tensors that `pattern` matches. A field that is None is not changed."""
 
     storage: Literal[DTypeName, FormatName] | None = None
     """dtype of the parameter that the optimizer updates, or format of stored weights, which have fp32 masters"""
@@ -504,7 +504,7 @@ class GuardConfig:
     limit: int = _at_least_1(3)
     """number of consecutive skipped steps or rollbacks after which the run stops"""
     spike: float = _not_negative(0.0)
-    """robust z-score of a step's loss or gradient norm among earlier steps above which it is a spike; 0: no detection"""
+    """robust z-score among earlier steps above which a step's loss or gradient norm is a spike; 0: no detection"""
     on_spike: Literal["warn", "rollback"] = "warn"
     """reaction to a spike: print a warning, or roll back to the last checkpoint before it and skip its data"""
     checksum_interval: int = _not_negative(0)
