@@ -50,7 +50,7 @@ from dualpipe.schedule.draw import aligned
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.data.loader import TokenBatch, shifted
+from dualpipe.train.data.token_stream import TokenBatch, shift_targets
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.step.dtype_plan import plan_model, plan_run
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
@@ -242,7 +242,7 @@ class Comparison:
             bounds = torch.randint(shape[0] * length, (shape[0],), generator=generator, device="cpu").sort().values
             bounds = torch.cat((torch.zeros_like(bounds[:1]), bounds, torch.full_like(bounds[:1], shape[0] * length)))
             positions = packed_positions(bounds, shape[0], length)
-        targets = shifted(rows.numpy(), model_config.mtp_depth, None if positions is None else positions.numpy())
+        targets = shift_targets(rows.numpy(), model_config.mtp_depth, None if positions is None else positions.numpy())
         batch = [rows[:, :-1], torch.from_numpy(targets), *([] if positions is None else [positions])]
         # (B, T), or targets (B, T, 1 + D): tokens, targets, positions
         self.batch = [each.contiguous().to(job.device) for each in batch]

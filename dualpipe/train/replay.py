@@ -26,7 +26,7 @@ from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.step.step_runner import StepRunner
 

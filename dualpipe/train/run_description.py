@@ -10,8 +10,8 @@ import torch
 from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.loader import check_tokenizer
 from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.step.stages import slow_products
 from dualpipe.train.step.step_runner import StepRunner
 
@@ -48,7 +48,7 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
             f"{held_out.num_tokens} of {total} tokens are held out, so that there is a sequence to evaluate on: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
         )
-    if data.held_out and held_out.num_tokens < data.batch_size * (train.sequence_length + 1):
+    if data.validation_windows and held_out.num_tokens < data.batch_size * (train.sequence_length + 1):
         yield "evaluations read sequences that overlap: the held-out text has fewer tokens than a batch"
     if unigram is not None:
         yield f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token"

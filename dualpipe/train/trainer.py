@@ -32,8 +32,8 @@ from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.resolve import Resolved, find_saved_batch, keep_batch
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export
 from dualpipe.train.garbage_collection import GarbageCollection
@@ -221,7 +221,7 @@ class Trainer:
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
-        if self.data.splits.held_out.num_tokens:
+        if self.data.splits.validation.num_tokens:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
@@ -277,7 +277,7 @@ class Trainer:
         """Return True if an evaluation is due after the last step."""
         interval, done = self.config.train.eval_interval, self.progress.done
         is_last = done == self.config.train.steps
-        return bool(self.data.held_out) and (is_last or (interval > 0 and done % interval == 0))
+        return bool(self.data.validation_windows) and (is_last or (interval > 0 and done % interval == 0))
 
     def _reads_now(self) -> bool:
         """Return True if the numbers of the last step are needed before the next one."""

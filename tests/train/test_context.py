@@ -15,7 +15,8 @@ from dualpipe.plan.communication import context_numbers
 from dualpipe.train import parity
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
-from dualpipe.train.data.loader import Loader, TokenStream
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from faults import planting

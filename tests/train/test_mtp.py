@@ -18,7 +18,8 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import MTPConfig
-from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
@@ -70,15 +71,15 @@ def test_targets_are_those_whose_tokens_between_are_known_and_of_one_document(de
     first = (documents[..., None] == documents[:, None]).argmax(-1)
     positions = np.arange(length) - first
     for given in (None, positions):
-        found = shifted(rows, depth, given)
+        found = shift_targets(rows, depth, given)
         for (row, i, k), target in np.ndenumerate(found):
             known = i + k < length and (given is None or documents[row, i] == documents[row, i + k])
             assert target == (rows[row, i + k + 1] if known else NO_TARGET)
-    assert np.array_equal(shifted(rows, 0), rows[:, 1:])
+    assert np.array_equal(shift_targets(rows, 0), rows[:, 1:])
 
 
 def test_tokens_ahead_are_those_that_something_is_predicted_from():
-    targets = torch.from_numpy(shifted(np.arange(5)[None], 2))
+    targets = torch.from_numpy(shift_targets(np.arange(5)[None], 2))
     assert targets.tolist() == [[[1, 2, 3], [2, 3, 4], [3, 4, -100], [4, -100, -100]]]
     assert tokens_ahead(targets).tolist() == [[[1, 2], [2, 3], [3, -100], [-100, -100]]]
     assert tokens_ahead(targets[..., 0]) is None
@@ -326,7 +327,7 @@ def trained(tmp_path_factory):
 def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     (stage,) = trained.runner.model.stages
     stage.eval()
-    prompt, length = trained.data.splits.held_out.read(0, 4).tolist(), 24
+    prompt, length = trained.data.splits.validation.read(0, 4).tolist(), 24
     text, drafts = decode(stage, prompt, length + 1)
     rows, plain = np.array([text[: length + 1]]), list(prompt)
     while len(plain) <= length:
@@ -334,7 +335,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     assert rows[0].tolist() == plain, "of speculation the text is that of the model alone"
     drafts = [(i, right) for i, right in drafts if i + 2 <= length]
     assert {right for _, right in drafts} == {True, False}, "the example has both"
-    targets = torch.from_numpy(shifted(rows, 1))
+    targets = torch.from_numpy(shift_targets(rows, 1))
     found = greedy(stage, torch.from_numpy(rows[:, :-1].copy()), tokens_ahead(targets))
     visited = torch.full_like(targets, NO_TARGET)
     for i, _ in drafts:
@@ -346,7 +347,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
     (stage,) = trained.runner.model.stages
     found = evaluate(trained.runner, trained.data, trained.progress.done)
-    with trained.data.held_out_batches() as batches:
+    with trained.data.validation_batches() as batches:
         (batch,) = batches
     stage.eval()
     right = []
@@ -361,7 +362,7 @@ def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_wo
 def test_a_chain_ends_with_its_first_wrong_draft():
     main = torch.tensor([[1, 2, 3, 4, 5]])
     drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
-    targets = torch.from_numpy(shifted(np.arange(6)[None], 2))
+    targets = torch.from_numpy(shift_targets(np.arange(6)[None], 2))
     assert accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
     columns = torch.tensor([0, 2])  # those of another rank are there by main alone
     part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]

@@ -19,7 +19,7 @@ from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import GuardConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 
 # A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
 # routers that start at the limit have left it by then.
@@ -122,12 +122,12 @@ class Guard:
             done = loader.step = bad.step
             self._saver.save(self._state, done)
             return Resolution(done, went_back=False, text=f"{text}\nleft out: nothing is updated by it")
-        taken = bad.step + loader.passed_over  # batches until now, with that of the bad step
+        taken = bad.step + loader.skipped_batches  # batches until now, with that of the bad step
         target = self._saver.go_back(self._state)
         if target is None:
             raise FloatingPointError(f"{text}\nthere is no checkpoint to go back to; set checkpoint.interval, or "
                                      'guard.on_nonfinite = "skip"')
         loader.step = target
-        loader.passed_over = taken - target
+        loader.skipped_batches = taken - target
         went_on = f"back to step {target}; the data of steps {target + 1} to {bad.step} is left out"
         return Resolution(target, went_back=True, text=f"{text}\n{went_on}")

@@ -22,7 +22,7 @@ from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
 _SHOWN, _KNOWN = 4, 64  # names of a kind, and those that a rank tells

@@ -20,7 +20,7 @@ from dualpipe.schedule import Action
 from dualpipe.train.anomaly.localize import Spot, Watch, bits, named_gradients, on_host
 from dualpipe.train.checkpointing.training_state import TrainingState
 from dualpipe.train.config.schema import GuardConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
 _SHOWN = 8  # copies that differ

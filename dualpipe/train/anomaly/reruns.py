@@ -14,7 +14,7 @@ from dualpipe.schedule import Action
 from dualpipe.train.anomaly.localize import Watch, on_host, run_again, total
 from dualpipe.train.checkpointing.bundle import write_bundle
 from dualpipe.train.checkpointing.training_state import TrainingState
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
 

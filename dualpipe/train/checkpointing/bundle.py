@@ -14,7 +14,7 @@ from torch import Tensor
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.runtime.files import replace_file
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
 BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it

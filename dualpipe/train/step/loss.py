@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.train.data.loader import NO_TARGET
+from dualpipe.train.data.token_stream import NO_TARGET
 
 
 class MicroBatchLoss:
@@ -52,7 +52,7 @@ class MicroBatchLoss:
 
 def tokens_ahead(targets: Tensor) -> Tensor | None:
     """What a model with MTP is told of the tokens behind each (B, C, D), below 0 where it has nothing to predict from
-    them; None for targets (B, C) of a model without. targets: from `dualpipe.train.data.loader.shifted`."""
+    them; None for targets (B, C) of a model without. targets: from `dualpipe.train.data.token_stream.shift_targets`."""
     return None if targets.dim() == 2 else targets[..., :-1].where(targets[..., 1:] >= 0, NO_TARGET)
 
 

@@ -163,7 +163,7 @@ resume = Saver.resume
 
 def passing_over(self, state):
     done = resume(self, state)
-    state.loader.passed_over = 2
+    state.loader.skipped_batches = 2
     return done
 
 Saver.resume = passing_over
