@@ -445,7 +445,7 @@ def test_optimizer_routers_and_recomputation_know_the_layers(toml):
         shares = {name: optimizer._groups[optimizer._masters[last.get_parameter(name)]] for name in (
             "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
             "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}
-        assert [(algorithm, group["share"]) for algorithm, group in shares.values()] == [
+        assert [(algorithm, group["lr_factor"]) for algorithm, group in shares.values()] == [
             ("muon", 0.5), ("muon", 1.0), ("muon", 1.0), ("adamw", 1.0), ("adamw", 1.0), ("adamw", 0.125)]
         assert len(run.runner.qk_clip._layers) == 3
         assert last.recompute("experts", 2) and not last.recompute("experts", 1)

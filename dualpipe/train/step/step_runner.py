@@ -176,4 +176,4 @@ class StepRunner(PipelinedModel):
     def drop_scores(self) -> None:
         """Forget the attention scores that QK-clip has noted, of a run of the pipeline that updates nothing."""
         if self.qk_clip is not None:
-            self.qk_clip.forget()
+            self.qk_clip.reset()
