@@ -19,7 +19,7 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.anomaly.localize import run_again
+from dualpipe.train.anomaly.localize import rerun_step
 from dualpipe.train.checkpointing.bundle import batch_tensors
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import model_tensors
@@ -68,12 +68,12 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         tensors = model_tensors(model, runner.optimizer) | runner.routers.state_tensors()
         load(config.checkpoint.resume, tensors | batch_tensors(runner, batch), mesh=job.mesh)
         runner.optimizer.round_parameters()
-        found = run_again(runner, batch, manifest.step)
-        now = found.record()
+        found = rerun_step(runner, batch, manifest.step)
+        now = found.to_record()
         then, again = manifest.extra["then"], manifest.extra["again"]
         same = now == again and all(now[name] == value for name, value in then.items())
         if job.rank == 0:
-            say(f"step {manifest.step}, run again: {found.text()}")
+            say(f"step {manifest.step}, run again: {found.describe()}")
             for name, recorded in (("in the run", then), ("run again there", again)):
                 numbers = ", ".join(f"{key} {float.fromhex(recorded[key])}" for key in ("loss", "norm"))
                 equal = all(now[key] == value for key, value in recorded.items())

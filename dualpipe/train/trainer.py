@@ -26,7 +26,7 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard
 from dualpipe.train.anomaly.rank_checks import RankChecks
-from dualpipe.train.anomaly.reruns import Kept, StepReruns
+from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import flops_per_token
@@ -103,7 +103,7 @@ class QueuedStep(NamedTuple):
     numbers: Tensor
     began: Event | None
     arrived: Event | None  # after which the numbers may be read
-    kept: Kept  # to run it again
+    kept: StepSnapshot  # to run it again
 
 
 @dataclass
@@ -205,7 +205,7 @@ class Trainer:
         """Do what is to be done about a step that must not count, or raise FloatingPointError. Collective."""
         resolution = self.guard.resolve(bad)
         self.progress.done = resolution.done
-        if resolution.went_back:
+        if resolution.rolled_back:
             self.report.go_back(resolution.done)
         self.report.say(f"WARNING: {resolution.text}")
         self._close_windows()
@@ -308,10 +308,10 @@ class Trainer:
         runner.recorder.step = step + 1
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
-        kept = self.guard.keep(batch)
+        kept = self.guard.snapshot(batch)
         with kept.watch:
             losses = runner.run_step(batch, step + 1)
-        norm = self.guard.judge(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
+        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
         lr = run_learning_rate(step, optimizer, self.config.train.steps)
         runner.update(lr, norm)
         found = {"grad_norm": norm}

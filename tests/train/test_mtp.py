@@ -231,11 +231,11 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
 
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
-                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
+                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to resume without them$"),
     pytest.param(
         "0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
                     r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
-                    r"\(\*layers\.2\.\*\) to go on with new ones$", marks=pytest.mark.slow)])
+                    r"\(\*layers\.2\.\*\) to resume with new ones$", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
         toml, tmp_path, before, after, told):
     first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,
@@ -285,7 +285,7 @@ def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
     assert done.returncode == 0, done.stderr
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "flipped", before=FLIP)
     assert done.returncode == 1 and done.stderr.startswith(
-        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits of what both ends of a pipeline have"
+        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits in parameters that both ends of a pipeline "
     ), done.stderr
 
 
