@@ -38,13 +38,13 @@ class ResultLocation(NamedTuple):
     order: sort key within a micro-batch.
     microbatch: its number.
     rank: global rank.
-    what: text, such as "F(stage 1, micro-batch 0)".
+    label: text, such as "F(stage 1, micro-batch 0)".
     """
 
     order: tuple[int, ...]
     microbatch: int
     rank: int
-    what: str
+    label: str
 
     @staticmethod
     def of(source: Action | SegmentRun, rank: int) -> ResultLocation:
@@ -53,12 +53,12 @@ class ResultLocation(NamedTuple):
         direction = 1 if is_forward else -1
         if isinstance(source, SegmentRun):
             segment_order = direction * source.number
-            what = str(source)
+            label = str(source)
         else:
             segment_order = _AFTER_SEGMENTS
-            what = source.title
+            label = source.title
         order = (not is_forward, direction * source.stage, segment_order, source.kind != "R")
-        return ResultLocation(order, source.microbatch, rank, what)
+        return ResultLocation(order, source.microbatch, rank, label)
 
 
 class ResultWatch(Observer):
@@ -268,7 +268,7 @@ def _first_nonfinite(watch: ResultWatch, losses: Tensor | None, rank: int) -> Re
     first = min(nonfinite)
     counts = read_values(watch.calls.get(first, {}))
     module = next((name for name, count in counts.items() if count), "")  # inner modules return before outer ones
-    return first._replace(what=f"{first.what}, in {module}") if module else first
+    return first._replace(label=f"{first.label}, in {module}") if module else first
 
 
 def _merge_findings(by_rank: Sequence[_RankFindings], norm: float, recorder: Recorder) -> Rerun:
@@ -279,7 +279,7 @@ def _merge_findings(by_rank: Sequence[_RankFindings], norm: float, recorder: Rec
         loss=next(findings.loss for findings in by_rank if findings.loss is not None),
         norm=norm,
         checksums=[findings.checksum for findings in by_rank],
-        origin=f"{recorder.name(first.rank)}, {first.what}" if first else "",
+        origin=f"{recorder.name(first.rank)}, {first.label}" if first else "",
         parameters=[f"{name} on {recorder.name(rank)}" for rank in ranks for name in by_rank[rank].parameters],
         gradients=[f"{name} on {recorder.name(rank)}" for rank in ranks for name in by_rank[rank].gradients],
     )

@@ -70,8 +70,8 @@ class RankChecks:
         runner = self._runner
         problems: list[str] = []
         if _is_multiple(step, self._settings.checksum_interval):
-            own = compare_copies(self._named_tensors(), runner.job.place.group(*DENSE), runner.recorder)
-            problems += chain.from_iterable(runner.job.ranks.gather(lambda: own))
+            local_problems = compare_copies(self._named_tensors(), runner.job.place.group(*DENSE), runner.recorder)
+            problems += chain.from_iterable(runner.job.ranks.gather(lambda: local_problems))
             problems += self._compare_pipeline_ends()
         if _is_multiple(step, self._settings.recheck_interval):
             number = step // self._settings.recheck_interval % runner.config.train.num_chunks
@@ -92,9 +92,9 @@ class RankChecks:
         tied = list(chain.from_iterable(map(tied_parameters, runner.model.stages)))
         states = runner.optimizer.state_tensors() if tied else {}
         tensors = chain.from_iterable((parameter, *states[parameter].values()) for parameter in tied)
-        own = [int(checksum_bits(tensor)) for tensor in tensors if isinstance(tensor, Tensor)]
+        local_checksums = [int(checksum_bits(tensor)) for tensor in tensors if isinstance(tensor, Tensor)]
         by_replica: dict[int, dict[int, list[int]]] = {}  # checksums by replica, then rank
-        gathered = runner.job.ranks.gather(lambda: (runner.job.place.replica, own))
+        gathered = runner.job.ranks.gather(lambda: (runner.job.place.replica, local_checksums))
         for rank, (replica, checksums) in enumerate(gathered):
             if checksums:
                 by_replica.setdefault(replica, {})[rank] = checksums
@@ -130,8 +130,8 @@ class RankChecks:
         by_rank = runner.job.ranks.gather(lambda: (location, parameter))
         first = min((location for location, _ in by_rank if location is not None), default=None)
         if first is not None:
-            what = first.what.replace("micro-batch 0", f"micro-batch {number}")  # it ran alone
-            return [f"{runner.recorder.name(first.rank)} got other bits for {what} when it computed it a second time"]
+            label = first.label.replace("micro-batch 0", f"micro-batch {number}")  # it ran alone
+            return [f"{runner.recorder.name(first.rank)} got other bits for {label} when it computed it a second time"]
         return [f"{runner.recorder.name(rank)} got other bits for the gradient of {name} when it computed micro-batch "
                 f"{number} a second time" for rank, (_, name) in enumerate(by_rank) if name is not None]
 
@@ -186,10 +186,10 @@ def compare_copies(tensors: Mapping[str, Tensor], replicas: ProcessGroup | None,
     problems = []
     for group, replicated in by_group.items():
         ranks = recorder.members(group)
-        own = torch.stack([checksum_bits(tensor) for tensor in replicated.values()])
-        gathered = [torch.empty_like(own) for _ in ranks]
-        with recorder.collective("checksums", "checksums", ranks, own.nbytes):
-            dist.all_gather(gathered, own, group=group)
+        local_checksums = torch.stack([checksum_bits(tensor) for tensor in replicated.values()])
+        gathered = [torch.empty_like(local_checksums) for _ in ranks]
+        with recorder.collective("checksums", "checksums", ranks, local_checksums.nbytes):
+            dist.all_gather(gathered, local_checksums, group=group)
         for name, checksums in zip(replicated, torch.stack(gathered, 1).tolist()):
             wrong = _wrong_ranks(ranks, checksums)
             if wrong:

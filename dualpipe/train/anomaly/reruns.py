@@ -93,4 +93,4 @@ class StepReruns:
         nonfinite = [location for location, value in sums.items() if not math.isfinite(value)]
         by_rank = self.runner.job.ranks.gather(lambda: min(nonfinite, default=None))
         first = min((location for location in by_rank if location is not None), default=None)
-        return f"{recorder.name(first.rank)}, {first.what}" if first else ""
+        return f"{recorder.name(first.rank)}, {first.label}" if first else ""
