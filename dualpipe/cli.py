@@ -166,9 +166,12 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _pack(args: argparse.Namespace) -> None:
-    from dualpipe.train.data.pack import find_sources, load_tokenizer, pack
+    from dualpipe.train.data.pack import pack
+    from dualpipe.train.data.sources import find_sources
+    from dualpipe.train.data.tokenizer import load_tokenizer
 
-    sources, tokenizer = find_sources(args.paths), load_tokenizer(args.tokenizer, args.end_of_document)
+    sources = find_sources(args.paths)
+    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
     print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
 
@@ -387,7 +390,7 @@ _GROUPS = {"data": "prepare training data", "checkpoint": "a run's checkpoints",
 _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arguments]] = {
     "train": (_train, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
               {**_TRAIN, **_CONFIG}),
-    "data pack": (_pack, "tokenise text into memory-mapped shards", _PACK),
+    "data pack": (_pack, "tokenize text into memory-mapped shards", _PACK),
     "parity": (_parity, "compare loss and gradients of the pipelined model with the unpipelined one",
                {**_PARITY, **_CONFIG_OR_MODEL}),
     "replay": (_replay, "run a step again whose numbers were not finite, from its bundle, and compare bit for bit",

@@ -27,7 +27,7 @@ from dualpipe.plan.stage_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.optim.muon import operations
+from dualpipe.train.optim.muon import count_flops
 
 # Kinds of operators that count as "products": GEMMs and attention.
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
@@ -170,7 +170,7 @@ class Prediction:
         """Operations of Muon's GEMMs on the slowest rank. Ranks with the same stages share them."""
         p = self.config.parallel
         stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
-        stage_flops = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
+        stage_flops = [sum(map(count_flops, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         rank_flops = [sum(stage_flops[stage] for stage in self.shape.rank_stages(rank)) for rank in range(p.pp)]
         return max(rank_flops) / p.dense_shards
 

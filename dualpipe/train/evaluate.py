@@ -23,7 +23,7 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     drafts = []
     for stage in model.model.stages:
         stage.eval()
-    with data.held_out_batches() as batches:
+    with data.validation_batches() as batches:
         for batch in batches:
             criterion = model.criterion(step)
             loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)

@@ -25,7 +25,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import TokenBatch, shifted
+from dualpipe.train.data.token_stream import TokenBatch, shift_targets
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
 from dualpipe.train.step.routers import build_routers
@@ -76,11 +76,11 @@ class ParityModels:
         tokens = rows[:, :-1].contiguous()
         depth = resolved.model.mtp_depth
         if not with_documents:
-            return [tokens, torch.from_numpy(shifted(rows.numpy(), depth, None)).contiguous()]
+            return [tokens, torch.from_numpy(shift_targets(rows.numpy(), depth, None)).contiguous()]
         starts = torch.randint(num_tokens, (num_rows,), generator=generator, device="cpu").sort().values
         bounds = torch.cat((torch.zeros_like(starts[:1]), starts, torch.full_like(starts[:1], num_tokens)))
         positions = packed_positions(bounds, num_rows, length)
-        targets = torch.from_numpy(shifted(rows.numpy(), depth, positions.numpy()))
+        targets = torch.from_numpy(shift_targets(rows.numpy(), depth, positions.numpy()))
         return [tokens, targets.contiguous(), positions.contiguous()]
 
     def _rank_part(self) -> list[Tensor]:

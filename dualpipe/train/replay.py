@@ -20,14 +20,14 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.anomaly.localize import run_again
+from dualpipe.train.anomaly.localize import rerun_step
 from dualpipe.train.checkpointing.bundle import batch_tensors
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.step.step_runner import StepRunner
 
@@ -68,13 +68,13 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         runner = StepRunner(resolved, job, saver.source_dtypes)
         recorder.step = manifest.step
         batch = _load_state(runner, config.checkpoint.resume)
-        rerun = run_again(runner, batch, manifest.step)
-        result = rerun.record()
+        rerun = rerun_step(runner, batch, manifest.step)
+        result = rerun.to_record()
         in_run = manifest.extra["then"]
         rerun_in_run = manifest.extra["again"]
         is_same = result == rerun_in_run and _agrees(result, in_run)
         if job.rank == 0:
-            say(f"step {manifest.step}, run again: {rerun.text()}")
+            say(f"step {manifest.step}, run again: {rerun.describe()}")
             for name, recorded in (("in the run", in_run), ("run again there", rerun_in_run)):
                 numbers = ", ".join(f"{key} {float.fromhex(recorded[key])}" for key in ("loss", "norm"))
                 verdict = "the same bits" if _agrees(result, recorded) else "other bits"

@@ -10,8 +10,8 @@ import torch
 from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.loader import check_tokenizer
 from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.step.stages import slow_fp8_weights
 from dualpipe.train.step.step_runner import StepRunner
 
@@ -68,7 +68,7 @@ def _validation_notes(runner: StepRunner, data: RunData) -> Iterator[str]:
             f"{validation.num_tokens} of {total} tokens are for validation, enough for one sequence: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
         )
-    if data.held_out and validation.num_tokens < data.batch_size * (length + 1):
+    if data.validation_windows and validation.num_tokens < data.batch_size * (length + 1):
         yield "evaluations read sequences that overlap: the validation text has fewer tokens than a batch"
 
 

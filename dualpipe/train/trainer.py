@@ -27,14 +27,14 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard
 from dualpipe.train.anomaly.rank_checks import RankChecks
-from dualpipe.train.anomaly.reruns import Kept, StepReruns
+from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import flops_per_token
-from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
+from dualpipe.train.config.resolve import Resolved, find_saved_batch, keep_batch
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export
 from dualpipe.train.garbage_collection import GarbageCollection
@@ -76,7 +76,7 @@ def train(
         join(config, info, watchdog) as (job, resolved), ExitStack() as resources,
     ):
         job.ranks.first(partial(_lock_output, Path(config.output.dir), resources))
-        resolved, note = keep_batch(resolved, job.ranks.first(partial(saved_batch, config)))
+        resolved, note = keep_batch(resolved, job.ranks.first(partial(find_saved_batch, config)))
         if note and job.rank == 0:
             say(note)
         if snapshot:
@@ -128,7 +128,7 @@ class QueuedStep(NamedTuple):
     values: Tensor
     start_event: Event | None  # recorded on the device before the step
     copy_event: Event | None  # recorded after the copy of `values`, which may be read then
-    rerun_state: Kept  # to run the step once more
+    rerun_state: StepSnapshot  # to run the step once more
 
 
 @dataclass
@@ -242,7 +242,7 @@ class Trainer:
         """Let the guard skip or undo a step that must not count; it may raise FloatingPointError. Collective."""
         resolution = self.guard.resolve(bad)
         self.progress.done = resolution.done
-        if resolution.went_back:
+        if resolution.rolled_back:
             self.report.go_back(resolution.done)
         self.report.say(f"WARNING: {resolution.text}")
         self._close_windows()
@@ -263,7 +263,7 @@ class Trainer:
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
-        if self.data.splits.held_out.num_tokens:
+        if self.data.splits.validation.num_tokens:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
@@ -332,7 +332,7 @@ class Trainer:
         interval = self.config.train.eval_interval
         done = self.progress.done
         is_last = done == self.config.train.steps
-        return bool(self.data.held_out) and (is_last or (interval > 0 and done % interval == 0))
+        return bool(self.data.validation_windows) and (is_last or (interval > 0 and done % interval == 0))
 
     def _needs_values_now(self) -> bool:
         """Return True if the values of the last step are needed before the next step."""
@@ -366,10 +366,10 @@ class Trainer:
         runner.recorder.step = step + 1
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
-        rerun_state = self.guard.keep(batch)
+        rerun_state = self.guard.snapshot(batch)
         with rerun_state.watch:
             losses = runner.run_step(batch, step + 1)
-        norm = self.guard.judge(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
+        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
         lr = run_learning_rate(step, optimizer, self.config.train.steps)
         runner.update(lr, norm)
         values = self._step_values(norm, losses)

@@ -18,7 +18,7 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import packed_positions
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.schedule import build
-from dualpipe.train.data.loader import shifted
+from dualpipe.train.data.token_stream import shift_targets
 from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from models import randomize_vectors, whole
@@ -167,7 +167,8 @@ def reference(depth, length, documents, replicas=1, **changes):
 
 def arguments(rows, positions, depth):
     """Tokens, targets and side inputs of a step."""
-    targets = torch.from_numpy(shifted(rows.numpy(), depth, None if positions is None else positions.numpy()).copy())
+    places = None if positions is None else positions.numpy()
+    targets = torch.from_numpy(shift_targets(rows.numpy(), depth, places).copy())
     return rows[:, :-1], targets, {"positions": positions, "ahead": tokens_ahead(targets)}
 
 

@@ -55,7 +55,7 @@ def test_in_and_out_in_two_layouts(run_folder, train, capsys):
     losses = train("sharded", *from_and_to(checkpoint, "a"), *on_bytes, "--parallel.ep", "2")
     again = train("whole", *from_and_to(checkpoint, "b"), *on_bytes, *ALONE, "--train.num_chunks", "8")
     said = capsys.readouterr().out
-    assert "was packed as bytes, but the model begins with a checkpoint that has a tokenizer of its own; set " in said
+    assert "was packed as bytes, but the model starts from a checkpoint with its own tokenizer; set " in said
     assert "max_position_embeddings" not in said
     assert losses == pytest.approx(again, rel=1e-5)
     assert losses[-1] < losses[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.train.data.loader import NO_TARGET
+from dualpipe.train.data.token_stream import NO_TARGET
 
 
 class MicroBatchLoss:
@@ -63,7 +63,7 @@ def tokens_ahead(targets: Tensor) -> Tensor | None:
     """Return the D next tokens after each token (B, C, D), the inputs of the MTP layers; None without MTP.
 
     Tokens that have no target to predict are `NO_TARGET`. targets: (B, C, 1 + D), or (B, C) without MTP, from
-    `dualpipe.train.data.loader.shifted`.
+    `dualpipe.train.data.token_stream.shift_targets`.
     """
     if targets.dim() == 2:
         return None

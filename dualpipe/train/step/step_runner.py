@@ -21,7 +21,7 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
@@ -193,4 +193,4 @@ class StepRunner(PipelinedModel):
     def drop_scores(self) -> None:
         """Drop the attention scores that QK-clip has recorded, after a step without an update."""
         if self.qk_clip is not None:
-            self.qk_clip.forget()
+            self.qk_clip.reset()

@@ -1,4 +1,4 @@
-"""A run goes on with other ranks than before: the same batches, and so the same losses up to the order of sums."""
+"""Resume with another number of ranks: the same batches, and so the same losses up to the order of summation."""
 
 import os
 import re
@@ -18,9 +18,9 @@ from dualpipe.parallel import Rule
 from dualpipe.train.config import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
+from dualpipe.train.config.source import ResumeSource
 from dualpipe.train.metrics import read_metrics
 
-# So many that its steps can be told apart by their losses, which are of different batches.
 OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",
            "--optimizer.schedule", "constant"]
 
@@ -50,7 +50,7 @@ def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_o
     train_on(2, "whole", 3)
     assert "num_chunks" not in train_on(2, "changing", 1)
     said = train_on(1, "changing", 2)
-    assert "train.num_chunks = 8, so that a step has 16 sequences as before, by 2 pipelines then and 1 now" in said
+    assert "train.num_chunks = 8 keeps the 16 sequences of a step: 2 pipelines saved the checkpoint, 1" in said
     train_on(2, "changing", 3)
     assert losses(run_folder, "changing") == pytest.approx(losses(run_folder, "whole"), rel=1e-5)
     assert len(set(losses(run_folder, "whole").values())) == 3
@@ -61,7 +61,7 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(resolve, "find_source", lambda config: (tmp_path, {}, []))
+    monkeypatch.setattr(resolve, "find_source", lambda config: ResumeSource(tmp_path, {}, []))
     monkeypatch.setattr(resolve, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
 
@@ -69,7 +69,7 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
 def fitted(config, world_size):
     """The configuration of a run that goes on with so many ranks, and what is said of it."""
     known = resolve.Resolved.of(resolve.fit_world(config, world_size), None)
-    kept, said = resolve.keep_batch(known, resolve.saved_batch(config))
+    kept, said = resolve.keep_batch(known, resolve.find_saved_batch(config))
     return kept.config, said
 
 
@@ -77,10 +77,10 @@ def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path
     config = saved_by_two_pipelines
     assert fitted(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
     kept, said = fitted(config, 4)
-    assert kept.train.num_chunks == 2 and "so that a step has 16 sequences as before, by 2 pipelines" in said
+    assert kept.train.num_chunks == 2 and "keeps the 16 sequences of a step: 2 pipelines saved" in said
     message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
-               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences "
-               'each, by checkpoint.allow = ["loader"]')
+               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or resume with batches of 24 sequences by "
+               'checkpoint.allow = ["loader"]')
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         fitted(config, 3)
 
@@ -89,7 +89,7 @@ def test_another_batch_that_is_allowed_is_said(saved_by_two_pipelines):
     config = replace(saved_by_two_pipelines, checkpoint=CheckpointConfig(allow=("loader",)))
     other, said = fitted(config, 3)
     assert other.train.num_chunks == 4
-    assert said == ("WARNING: a step has 24 sequences, and had 16 before: 3 pipelines cannot share these in "
+    assert said == ("WARNING: a step now has 24 sequences instead of 16: 3 pipelines cannot share these in "
                     "micro-batches of 2")
 
 
@@ -207,7 +207,7 @@ def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, tra
         os.kill(pid, signal.SIGKILL)
     assert first.wait(500) == 0
     said = (run_folder / "first.log").read_text()
-    assert re.search(r"train.num_chunks = 8, so that a step has 16 sequences as before", said), said
+    assert re.search(r"train.num_chunks = 8, keeps the 16 sequences of a step", said), said
     train_on(2, "straight-60", 60)
     assert losses(run_folder, "nodes") == pytest.approx(losses(run_folder, "straight-60"), rel=1e-3)
 

@@ -128,7 +128,7 @@ def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys)
     with planted("nan rank=0 step=3 action=F"):
         assert alone("--trace", "steps=2..3", "--guard.on_nonfinite", "skip") == 0
     out = capsys.readouterr().out
-    assert "left out: nothing is updated by it" in out and "trace: out/trace-2-3.json" in out
+    assert "skipped: the step updates nothing" in out and "trace: out/trace-2-3.json" in out
     trace = read("out/trace-2-3.json")
     (check,) = (each for each in trace.slices if each.kind == "check")
     assert any(check.start < each.start < check.end for each in trace.slices if each.kind == "F")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from dualpipe.schedule import Action
-from dualpipe.train.anomaly.localize import Spot
+from dualpipe.train.anomaly.localize import ResultLocation
 
 
 class Origin(NamedTuple):
@@ -25,4 +25,4 @@ class Origin(NamedTuple):
 def order_of(action: Action) -> tuple[int, ...]:
     """Return the order in which actions depend on each other: a cause comes before what follows from it."""
     kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-    return (*Spot.of(Action(kind, action.stage, action.microbatch), 0).order, action.microbatch)
+    return (*ResultLocation.of(Action(kind, action.stage, action.microbatch), 0).order, action.microbatch)
