@@ -302,7 +302,7 @@ def stack_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.stack"
 
 
-def letter_of(process: int) -> str:
+def process_state(process: int) -> str:
     """The state of a process by /proc, as in ps; "" where it is gone."""
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0]
@@ -311,8 +311,8 @@ def letter_of(process: int) -> str:
 
 def halted(processes: Mapping[int, int]) -> dict[int, str]:
     """Return the text for processes, by rank, that do nothing and wait for nobody."""
-    letters = {rank: letter_of(process) for rank, process in processes.items()}
+    letters = {rank: process_state(process) for rank, process in processes.items()}
     if "D" in letters.values():  # which is mostly short
         time.sleep(0.1)
-        letters = {rank: letter_of(processes[rank]) if letter == "D" else letter for rank, letter in letters.items()}
+        letters = {rank: process_state(processes[rank]) if letter == "D" else letter for rank, letter in letters.items()}
     return {rank: HALTED[letter] for rank, letter in letters.items() if letter in HALTED}

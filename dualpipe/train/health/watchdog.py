@@ -30,11 +30,11 @@ from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, lea
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 from dualpipe.train.health.peer_store import ASK, FAULT, TICK, PeerStore
+from dualpipe.train.health.signals import STOPPING
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # after the step; the second one at once
 _LAST_CHANCE = 2.0  # for the main thread to end by itself where a rank is lost
 _LATE = 2.0  # beyond its limit, of a wait that does not end by itself
 _FRAMES = 100  # a layer has 40, with those of torch
