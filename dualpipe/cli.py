@@ -70,8 +70,8 @@ def _train(args: argparse.Namespace) -> int:
         from dualpipe.train.observers import profiler, tracing
         from dualpipe.train.trainer import train
 
-        traced = tracing.parse(args.trace, config.train.steps)
-        profiled = profiler.parse(args.profile, config.train.steps)
+        traced = tracing.parse_trace_option(args.trace, config.train.steps)
+        profiled = profiler.parse_profile_option(args.profile, config.train.steps)
         ending.status = train(config, info, traced, profiled=profiled, snapshot=args.memory_snapshot)
     return ending.status
 

@@ -44,7 +44,7 @@ from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
 from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
 from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
-from dualpipe.train.observers.windows import ObservedSteps
+from dualpipe.train.observers.windows import StepWindows
 from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.run_report import RunReport
@@ -181,7 +181,7 @@ class Trainer:
         self.rank_checks = RankChecks(config.guard, runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
         folder = Path(config.output.dir)
-        self.observers = ObservedSteps(
+        self.windows = StepWindows(
             TracedSteps(traced, job, runner.pipeline, folder), ProfiledSteps(profiled, job.rank, job.device, folder))
         self.report = RunReport(Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
@@ -229,7 +229,7 @@ class Trainer:
         progress.done = self.saver.resume(self.state)
         self.start_up.begin("step")
         garbage = GarbageCollection(self.config.train.gc_interval)
-        with use_attention_kernel(self.attention), self._open_writer() as self.report.writer, self.observers, garbage:
+        with use_attention_kernel(self.attention), self._open_writer() as self.report.writer, self.windows, garbage:
             while progress.done < self.config.train.steps and not progress.status:
                 try:
                     self._run_steps(garbage)
@@ -294,7 +294,7 @@ class Trainer:
         try:
             with self.data.training_batches(steps) as batches:
                 while progress.done < steps and not progress.status:
-                    self.observers.before(progress.done + 1)
+                    self.windows.before(progress.done + 1)
                     self.unread.append(self._step(progress.done, batches))
                     progress.done += 1
                     garbage.after(progress.done)  # while the device computes
@@ -325,7 +325,7 @@ class Trainer:
         """Write the trace and the profile if their last step is done or the run ends."""
         progress = self.progress
         run_ends = bool(progress.status) or progress.done == self.config.train.steps
-        self.observers.after(progress.done, run_ends=run_ends)
+        self.windows.after(progress.done, run_ends=run_ends)
 
     def _is_evaluation_due(self) -> bool:
         """Return True if an evaluation is due after the last completed step."""
@@ -340,7 +340,7 @@ class Trainer:
         on_cpu = self.job.device.type == "cpu"
         is_last = done == self.config.train.steps
         something_is_due = self._is_evaluation_due() or self.rank_checks.is_due(done) or self.saver.is_due(done)
-        trace_ends = self.observers.traced.ends(done)  # it contains the expert loads of this step
+        trace_ends = self.windows.traced.ends(done)  # it contains the expert loads of this step
         return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
 
     def _read_and_check(self) -> dict[str, Any]:
@@ -393,7 +393,7 @@ class Trainer:
     def _gather_reports(self) -> Tensor:
         """Return the `RankReport` of every rank, on the device. Collective."""
         load: Tensor | float = 0.0
-        if self.observers.traced.is_open:
+        if self.windows.traced.is_open:
             place = self.job.place
             load = self.runner.routers.load(place.rank("ep"), place.size("ep"))
         return self.rank_reports.gather(load)
@@ -413,7 +413,7 @@ class Trainer:
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN on ranks that do not know the loss
         reports = RankReports.decode(numbers[num_values:])
         self.progress.status = self.progress.status or int(max(report.exit_status for report in reports))
-        self.observers.traced.loads(queued.step, [float(report.load) for report in reports])
+        self.windows.traced.loads(queued.step, [float(report.load) for report in reports])
         start_up_times = self.start_up.end()
         try:
             self.guard.check(queued.step, values, queued.rerun_state)

@@ -11,7 +11,7 @@ from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
 from dualpipe.train.config.schema import ParallelConfig
-from dualpipe.train.launch.distributed import meet
+from dualpipe.train.launch.distributed import join_prepared
 from dualpipe.train.model_parity.bf16.comparison import Bf16Comparison, Bf16Report, RouteReport
 from dualpipe.train.model_parity.bf16.rounding import BOUNDS
 from dualpipe.train.model_parity.bf16.routes import RouteCount
@@ -43,7 +43,7 @@ def check_model(
         return layout, find_model(text)
 
     title = f"{text}, {layout}, {dtype}"
-    with meet(layout, info, prepare) as (job, model):
+    with join_prepared(layout, info, prepare) as (job, model):
         if dtype == BF16:
             bf16_report = Bf16Comparison(model, job).run()
             return 0 if job.rank else print_bf16_report(bf16_report, title, worst)

@@ -25,8 +25,8 @@ def test_torchrun_environment():
         ({"RANK": "0"}, "WORLD_SIZE = '' must be a number from 0"),
         ({"WORLD_SIZE": "2"}, "RANK = '' must be a number from 0"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2, on its machine 2 of 2, cannot be: ranks count from 0"),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "2 of 2, cannot be"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "got rank 2 of 2 and, on its machine, rank 2 of 2, but ranks count from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "rank 2 of 2, but ranks"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "?"}, r"SLURM_STEP_NUM_TASKS = '\?' must be a number"),
     ],
 )

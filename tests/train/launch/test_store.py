@@ -155,7 +155,7 @@ def test_a_port_of_somebody_else(meet, info, says):
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=serve, daemon=True).start()
         port, start = meet(port=server.getsockname()[1]), time.monotonic()
-        where = f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
+        where = f"rank {info.rank} cannot reach the store at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
         with pytest.raises(ValueError, match=where) as error:
             connect(info, timedelta(seconds=1))
         assert "\n" not in str(error.value)

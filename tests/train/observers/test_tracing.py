@@ -13,7 +13,7 @@ from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
 from dualpipe.train.observers.step_window import Steps
-from dualpipe.train.observers.tracing import parse
+from dualpipe.train.observers.tracing import parse_trace_option
 from faults import planted, planting
 from ranks import run_ranks
 from traces import check_format
@@ -91,13 +91,14 @@ def test_a_trace_that_is_not_there(what, message, capsys):
 
 
 def test_which_steps():
-    assert parse("", 5) is None
-    assert parse("steps=10..12", 12) == Steps(10, 12) and parse("steps=3", 3) == Steps(3, 3)
-    assert parse("steps=1..2,file=a, b=c.json", 5) == Steps(1, 2, "a, b=c.json")
+    assert parse_trace_option("", 5) is None
+    assert parse_trace_option("steps=10..12", 12) == Steps(10, 12)
+    assert parse_trace_option("steps=3", 3) == Steps(3, 3)
+    assert parse_trace_option("steps=1..2,file=a, b=c.json", 5) == Steps(1, 2, "a, b=c.json")
 
 
 @pytest.mark.parametrize("text, message", [
-    ("10..12", "--trace: '10..12' is not understood; give steps=10..12, or steps=10, and perhaps ,file=PATH behind it"),
+    ("10..12", "--trace: '10..12' is not understood; give steps=10..12, or steps=10, optionally with ,file=PATH"),
     ("steps=1..", "--trace: 'steps=1..' is not understood"),
     ("steps=1,file=", "--trace: 'steps=1,file=' is not understood"),
     ("steps=0..2", "--trace: steps=0..2 are not steps of this run, which has 1 to 5; give some of these"),
