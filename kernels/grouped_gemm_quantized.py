@@ -64,17 +64,17 @@ def _as_float(scales):
 def _fp8_kernel(
     a,  # (R, K) e4m3: descriptor of [ROWS, DEPTH] or pointer; R is M unless gathered
     a_scales,  # (R, blocks) float32, or the bytes of e8m0
-    w,  # (E, block rows, BAND, K) e4m3: descriptor of COLS rows in DEPTH columns, or pointer
+    w,  # (E, block rows, BLOCK_HEIGHT, K) e4m3: descriptor of COLS rows in DEPTH columns, or pointer
     w_scales,  # (E, block rows, blocks), as a_scales
     y,  # (M, N)
     bias,  # (E, N) or None
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
     M, N, K, E,
-    a_row, a_scales_row, w_e, w_band, w_row, w_scales_e, w_scales_band,  # strides in elements
+    a_row, a_scales_row, w_e, w_block_row, w_row, w_scales_e, w_scales_block_row,  # strides in elements
     A_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of DEPTH
-    BAND: tl.constexpr,  # rows of a block: 1, or a multiple of COLS
+    BLOCK_HEIGHT: tl.constexpr,  # rows of a block: 1, or a multiple of COLS
     BLOCK: tl.constexpr,  # columns of a block: DEPTH, or with DOT_SCALED a part of it
     DOT_SCALED: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, E_PADDED: tl.constexpr,
@@ -98,15 +98,16 @@ def _fp8_kernel(
         source = tl.load(gather + rows, mask=rows < end, other=0).to(tl.int64)
     a_scales += source * a_scales_row
     w_scales += expert.to(tl.int64) * w_scales_e
-    if BAND == 1:
-        w_scales += cols.to(tl.int64) * w_scales_band
+    if BLOCK_HEIGHT == 1:
+        w_scales += cols.to(tl.int64) * w_scales_block_row
     else:
-        w_scales += (col // BAND).to(tl.int64) * w_scales_band
+        w_scales += (col // BLOCK_HEIGHT).to(tl.int64) * w_scales_block_row
     if not A_DESCRIPTOR:
         a_rows = a + (source * a_row)[:, None]
     if not W_DESCRIPTOR:
         w_cols = w + expert.to(tl.int64) * w_e
-        w_cols += ((cols // BAND).to(tl.int64) * w_band + (cols % BAND).to(tl.int64) * w_row)[None, :]
+        w_starts = (cols // BLOCK_HEIGHT).to(tl.int64) * w_block_row + (cols % BLOCK_HEIGHT).to(tl.int64) * w_row
+        w_cols += w_starts[None, :]
     acc = tl.zeros((ROWS, COLS), dtype=tl.float32)
     for d in range(0, K, DEPTH):
         ds = d + tl.arange(0, DEPTH)
@@ -118,7 +119,7 @@ def _fp8_kernel(
                 a_mask &= (ds < K)[None, :]
             a_tile = tl.load(a_rows + ds[None, :], mask=a_mask, other=0.0)
         if W_DESCRIPTOR:
-            w_tile = w.load([expert, col // BAND, col % BAND, d]).reshape(COLS, DEPTH).T
+            w_tile = w.load([expert, col // BLOCK_HEIGHT, col % BLOCK_HEIGHT, d]).reshape(COLS, DEPTH).T
         else:
             w_mask = (cols < N)[None, :]
             if not EVEN:
@@ -134,7 +135,7 @@ def _fp8_kernel(
         else:
             part = tl.dot(a_tile, w_tile)
             a_scale = _as_float(tl.load(a_scales + block, mask=rows < end, other=0))
-            if BAND == 1:
+            if BLOCK_HEIGHT == 1:
                 w_scale = _as_float(tl.load(w_scales + block, mask=cols < N, other=0))
                 acc += part * a_scale[:, None] * w_scale[None, :]
             else:
@@ -146,11 +147,11 @@ def _fp8_kernel(
 
 @triton.jit
 def _dequantized(
-    w,  # (block rows, BAND, bytes of a row): e4m3, or two e2m1 in a uint8
+    w,  # (block rows, BLOCK_HEIGHT, bytes of a row): e4m3, or two e2m1 in a uint8
     w_scales,  # (block rows, blocks): float32, e4m3, or the bytes of e8m0
     matrix_scales,  # (block rows,) float32, of which parts that were written apart may differ, or None
-    n, k, N, K, w_band, w_row, w_scales_band, matrix_scales_band,
-    BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    n, k, N, K, w_block_row, w_row, w_scales_block_row, matrix_scales_block_row,
+    BITS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """HEIGHT rows from `n` and WIDTH columns from `k` of one matrix, float32; zeros outside of it.
 
@@ -159,8 +160,8 @@ def _dequantized(
     """
     rows = n + tl.arange(0, HEIGHT)
     inside = (rows < N)[:, None]
-    band = (rows // BAND).to(tl.int64)
-    at = w + (band * w_band + (rows % BAND).to(tl.int64) * w_row)[:, None]
+    block_row = (rows // BLOCK_HEIGHT).to(tl.int64)
+    at = w + (block_row * w_block_row + (rows % BLOCK_HEIGHT).to(tl.int64) * w_row)[:, None]
     if BITS == 4:
         pairs = k // 2 + tl.arange(0, WIDTH // 2)
         bytes = tl.load(at + pairs[None, :], mask=inside & (pairs < K // 2)[None, :], other=0)
@@ -172,10 +173,10 @@ def _dequantized(
         tile = tl.load(at + cols[None, :], mask=inside & (cols < K)[None, :], other=0.0).to(tl.float32)
     ACROSS: tl.constexpr = WIDTH // BLOCK if WIDTH > BLOCK else 1
     blocks = k // BLOCK + tl.arange(0, ACROSS)
-    at = w_scales + (band * w_scales_band)[:, None] + blocks[None, :]
+    at = w_scales + (block_row * w_scales_block_row)[:, None] + blocks[None, :]
     scale = _as_float(tl.load(at, mask=inside & (blocks * BLOCK < K)[None, :], other=0.0))
     if matrix_scales is not None:
-        scale *= tl.load(matrix_scales + band * matrix_scales_band, mask=rows < N, other=0.0)[:, None]
+        scale *= tl.load(matrix_scales + block_row * matrix_scales_block_row, mask=rows < N, other=0.0)[:, None]
     return (tile.reshape(HEIGHT, ACROSS, WIDTH // ACROSS) * scale[:, :, None]).reshape(HEIGHT, WIDTH)
 
 
@@ -189,11 +190,11 @@ def _dequantize_kernel(
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
     M, N, K, E,
-    a_row, a_d, w_e, w_band, w_row, w_scales_e, w_scales_band,  # strides in elements
-    matrix_scales_e, matrix_scales_band,
+    a_row, a_d, w_e, w_block_row, w_row, w_scales_e, w_scales_block_row,  # strides in elements
+    matrix_scales_e, matrix_scales_block_row,
     FORWARD: tl.constexpr, A_DESCRIPTOR: tl.constexpr,
     EVEN: tl.constexpr,  # D is a multiple of DEPTH
-    BITS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,  # of an element; rows and columns of a block
+    BITS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr,  # of an element; rows and columns of a block
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, E_PADDED: tl.constexpr,
     ACC: tl.constexpr,  # what is summed in
 ):
@@ -231,11 +232,11 @@ def _dequantize_kernel(
                 a_mask &= (ds < D)[None, :]
             a_tile = tl.load(a_rows + ds.to(tl.int64)[None, :] * a_d, mask=a_mask, other=0.0)
         if FORWARD:
-            w_tile = _dequantized(w, w_scales, matrix_scales, col, d, N, K, w_band, w_row, w_scales_band,
-                                  matrix_scales_band, BITS, BAND, BLOCK, COLS, DEPTH).to(a_tile.dtype).T
+            w_tile = _dequantized(w, w_scales, matrix_scales, col, d, N, K, w_block_row, w_row, w_scales_block_row,
+                                  matrix_scales_block_row, BITS, BLOCK_HEIGHT, BLOCK, COLS, DEPTH).to(a_tile.dtype).T
         else:
-            w_tile = _dequantized(w, w_scales, matrix_scales, d, col, N, K, w_band, w_row, w_scales_band,
-                                  matrix_scales_band, BITS, BAND, BLOCK, DEPTH, COLS).to(a_tile.dtype)
+            w_tile = _dequantized(w, w_scales, matrix_scales, d, col, N, K, w_block_row, w_row, w_scales_block_row,
+                                  matrix_scales_block_row, BITS, BLOCK_HEIGHT, BLOCK, DEPTH, COLS).to(a_tile.dtype)
         acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
     part0, part1 = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
     store_rows(y, bias, part0, expert, rows, end, col, C, C)
@@ -250,7 +251,7 @@ def fp8_constants(
 ) -> dict[str, Any]:
     """The constants of `_fp8_kernel`."""
     return dict(
-        A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, EVEN=depth % config.depth == 0, BAND=format.block[0],
+        A_DESCRIPTOR=a_descriptor, W_DESCRIPTOR=w_descriptor, EVEN=depth % config.depth == 0, BLOCK_HEIGHT=format.block[0],
         BLOCK=format.block[1], DOT_SCALED=config.depth > format.block[1], **tiling.tile_constants(config, experts),
     )
 
@@ -261,7 +262,7 @@ def dequantize_constants(
     """The constants of `_dequantize_kernel`."""
     return dict(
         FORWARD=forward, A_DESCRIPTOR=a_descriptor, EVEN=depth % config.depth == 0, BITS=format.bits,
-        BAND=format.block[0], BLOCK=format.block[1], **tiling.tile_constants(config, experts),
+        BLOCK_HEIGHT=format.block[0], BLOCK=format.block[1], **tiling.tile_constants(config, experts),
         ACC=tl_dtype(torch.promote_types(dtype, torch.float32)),
     )
 
