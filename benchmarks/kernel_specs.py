@@ -42,7 +42,7 @@ _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
 # Of the products with quantized weights, how the names of strides start.
-_STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_band", "w_row", "w_scales_", "matrix_scales_")
+_STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_block_row", "w_row", "w_scales_", "matrix_scales_")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -184,7 +184,7 @@ def _fp8_spec(format: Format, arch: int, even: bool, *, a: bool, w: bool, gather
         num_warps=config.warps,
         num_stages=config.stages,
         needs_mma=True,
-        divisible_by_16=_divisible(signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "16", never=()),
+        divisible_by_16=_divisible(signature, ["N", "K", "a_row", "w_e", "w_block_row", "w_row"], "16", never=()),
         mma_kind=r"\S*" + kind,
     )
 
@@ -219,7 +219,7 @@ def _dequantize_spec(
         num_stages=config.stages,
         needs_mma=dtype in ("bf16", "fp16"),
         divisible_by_16=_divisible(
-            signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "odd" if odd else "16", never=()
+            signature, ["N", "K", "a_row", "w_e", "w_block_row", "w_row"], "odd" if odd else "16", never=()
         ),
     )
 
@@ -481,7 +481,7 @@ def _quantize_spec(
     """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
     scales = "*i32" if how.scale is torch.float32 else "*u8"
     types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
-    types |= dict.fromkeys(("amax_ptr", "wholes_ptr"), "*fp32")
+    types |= dict.fromkeys(("amax_ptr", "matrix_scales_ptr"), "*fp32")
     types |= dict.fromkeys(("gate_up_ptr", "weight_ptr", "h_ptr"), f"*{dtype}")
     if kernel is QUANTIZE._transpose_kernel:
         types |= {"x_ptr": "*u8", "y_ptr": "*u8", "x_scales_ptr": "*i32", "y_scales_ptr": "*i32"}
@@ -489,7 +489,7 @@ def _quantize_spec(
         types["amax_ptr"] = "*i32"
     warps = constants.pop("num_warps")
     names = [name for name in kernel.arg_names if name not in constants]
-    aligned = {"elements_matrix", "elements_band", "row_bytes"}
+    aligned = {"elements_matrix", "elements_block_row", "row_bytes"}
     if not odd:
         aligned |= {name for name in names if name not in ("N", "M", "used")}
     return CompileSpec(

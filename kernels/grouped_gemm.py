@@ -472,7 +472,7 @@ def _launch_rows(
         offs.contiguous(),
     )
     with torch.cuda.device_of(a):
-        how.launch((tiling.most_tiles(how.config, rows, cols, experts),), pointers, (rows, *how.numbers))
+        how.launch((tiling.max_tiles(how.config, rows, cols, experts),), pointers, (rows, *how.numbers))
     if activation is not None and h is not None and not how.is_fused:
         launch_swiglu(y, activation, h)
     return y

@@ -23,7 +23,7 @@ SMALLEST = {"mxfp8": 2.0**-127, "mxfp4": 2.0**-127}  # scale; of float32 ones 2^
 
 
 def blocks(x, format):
-    """(N, K) -> (bands, rows of a block, blocks across, columns of a block); both must be multiples."""
+    """(N, K) -> (block rows, rows of a block, blocks across, columns of a block); both must be multiples."""
     return x.unflatten(1, (-1, format.block[1])).unflatten(0, (-1, format.block[0]))
 
 

@@ -234,7 +234,8 @@ BAD = {
     "gather must be": {"gather": torch.zeros(5)},
     "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
     "weight is .*, expected floating-point of shape \\(5,\\)": {"weight": torch.zeros(2)},
-    "weight is .*, expected floating-point of shape \\(6,\\)": {"weight": torch.zeros(5), "gather": torch.zeros(6).int()},
+    "weight is .*, expected floating-point of shape \\(6,\\)":
+        {"weight": torch.zeros(5), "gather": torch.zeros(6).int()},
     "weight is on meta": {"weight": torch.zeros(5, device="meta")},
     "limit is 0.0, expected a positive number": {"limit": 0.0, "clamped": True},
 }

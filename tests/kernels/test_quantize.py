@@ -186,15 +186,15 @@ X = torch.zeros(2, 4, 6)
 BAD = {
     "there is no format 'int8'": lambda: quantize(X, "int8"),
     r"the shape is \(4, 5\), .* must be even": lambda: quantize(X[0, :, :5], "nvfp4"),
-    r"matrices.*shape \(6,\)": lambda: quantize(X[0, 0], "mxfp8"),
-    "got torch.int64": lambda: quantize(X.long(), "mxfp8"),
-    r"amax must be \(2,\).*got \(4,\)": lambda: quantize(X, "nvfp4", torch.zeros(4)),
-    r"out must be uint8 of shape \(2, 4, 16\).*got torch.float32": lambda: quantize(X, "mxfp8", out=X),
-    r"uint8 \(..., 4, 16\); got torch.uint8 of shape \(2, 4, 32\)":
+    r"the shape is \(6,\), but mxfp8 stores matrices": lambda: quantize(X[0, 0], "mxfp8"),
+    "x is torch.int64": lambda: quantize(X.long(), "mxfp8"),
+    r"amax has shape \(4,\) .* expected \(2,\)": lambda: quantize(X, "nvfp4", torch.zeros(4)),
+    r"out is torch.float32 .* expected uint8 of shape \(2, 4, 16\)": lambda: quantize(X, "mxfp8", out=X),
+    r"data is torch.uint8 of shape \(2, 4, 32\), .* uint8 \(..., 4, 16\)":
         lambda: dequantize(torch.zeros(2, 4, 32, dtype=torch.uint8), "mxfp8", 4, 6),
     "blocks of mxfp8 are 1 x 32, not square": lambda: transpose_blocks(quantize(X, "mxfp8"), "mxfp8", 4, 6),
-    "blocks of 128 or 32; got 64": lambda: quantize_rows(X[0], 64),
-    r"\(M, K\); got torch.float32 of shape \(2, 4, 6\)": lambda: quantize_rows(X, 32),
+    "block is 64, .* blocks of 128 or 32": lambda: quantize_rows(X[0], 64),
+    r"x is torch.float32 of shape \(2, 4, 6\), expected floating-point \(M, K\)": lambda: quantize_rows(X, 32),
     r"weight is .*, expected floating-point of shape \(4,\)": lambda: swiglu_quantize(X[0], torch.zeros(3), block=32),
     "limit is 0.0, expected a positive number": lambda: swiglu_quantize(X[0], block=32, clamped=True, limit=0.0),
 }
