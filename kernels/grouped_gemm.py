@@ -721,8 +721,9 @@ def grouped_gemm_wgrad(
 def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
     """Gradient of `grouped_gemm` for its weights, summed over micro-batches: `grouped_gemm_wgrad` of each in turn.
 
-    operands: of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and form of `gather` are
-    one launch, which reads and writes `out` once: at 256 rows for each expert most of the time goes to `out`.
+    `operands` has those of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and
+    form of `gather` are one launch, which reads and writes `out` once: with 256 rows for each expert, most of the time
+    of a launch goes to a float32 `out`. `out` and `accumulate` are those of `grouped_gemm_wgrad`.
 
     Bits: on CPU those of `grouped_gemm_wgrad` for each micro-batch in turn. A kernel sums the micro-batches of its
     launch in their order in float32 (float64 for float64 operands) and adds the sum to `out` once, where separate
