@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -553,15 +553,14 @@ def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumu
 
 
 def _mergeable_batches(operands: Sequence[WgradOperands], out: Tensor) -> list[Sequence[WgradOperands]]:
-    """Cut `operands` into what one kernel takes at a time; of seven alike, three and four where it takes four."""
+    """Cut `operands` into what one kernel takes at a time."""
     batches: list[Sequence[WgradOperands]] = []
     for _, group in groupby(operands, _layout):
         alike = list(group)
         is_converted = out.dtype is torch.float64 and alike[0].dy.dtype is not torch.float64
         # One micro-batch at a time is copied to float64.
         most = 1 if is_converted else tiling.most_merged(architecture(out.device))
-        num_batches = cdiv(len(alike), most)
-        ends = [len(alike) * i // num_batches for i in range(num_batches + 1)]
+        ends = accumulate(tiling.merged_sizes(len(alike), most), initial=0)
         batches += [alike[start:end] for start, end in pairwise(ends)]
     return batches
 

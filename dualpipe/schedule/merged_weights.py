@@ -1,7 +1,7 @@
 """Neighbouring actions "W" of a stage, whose weight gradients an engine may compute together.
 
-A run of single "W" ends where anything else is to be done, pairs with a "W" included. Of a run, all "W" of one stage are
-merged. Nothing is moved, so a stage is complete when it was.
+A run of single "W" ends where anything else is to be done, pairs with a "W" included. Of a run, all "W" of one stage
+are merged. Nothing is moved, so a stage is complete when it was.
 """
 
 from __future__ import annotations
