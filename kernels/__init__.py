@@ -22,6 +22,6 @@ from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 __all__ = [
     "SortedTokens", "WgradOperands", "clamped_swiglu", "combine_tokens", "cross_entropy", "dispatch_tokens",
     "grouped_gemm", "grouped_gemm_dequantize", "grouped_gemm_dgrad", "grouped_gemm_fp8", "grouped_gemm_swiglu",
-    "grouped_gemm_wgrad", "grouped_gemm_wgrad_merged", "rms_norm", "rms_norm_backward", "rotate_heads", "rotate_heads_backward", "softmax_top_k",
-    "softmax_top_k_backward", "sort_tokens", "swiglu",
+    "grouped_gemm_wgrad", "grouped_gemm_wgrad_merged", "rms_norm", "rms_norm_backward", "rotate_heads",
+    "rotate_heads_backward", "softmax_top_k", "softmax_top_k_backward", "sort_tokens", "swiglu",
 ]

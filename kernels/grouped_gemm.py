@@ -31,7 +31,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -553,15 +553,14 @@ def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumu
 
 
 def _mergeable_batches(operands: Sequence[WgradOperands], out: Tensor) -> list[Sequence[WgradOperands]]:
-    """Cut `operands` into what one kernel takes at a time; of seven alike, three and four where it takes four."""
+    """Cut `operands` into what one kernel takes at a time."""
     batches: list[Sequence[WgradOperands]] = []
     for _, group in groupby(operands, _layout):
         alike = list(group)
         is_converted = out.dtype is torch.float64 and alike[0].dy.dtype is not torch.float64
         # One micro-batch at a time is copied to float64.
         most = 1 if is_converted else tiling.most_merged(architecture(out.device))
-        num_batches = cdiv(len(alike), most)
-        ends = [len(alike) * i // num_batches for i in range(num_batches + 1)]
+        ends = accumulate(tiling.merged_sizes(len(alike), most), initial=0)
         batches += [alike[start:end] for start, end in pairwise(ends)]
     return batches
 
@@ -721,8 +720,9 @@ def grouped_gemm_wgrad(
 def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
     """Gradient of `grouped_gemm` for its weights, summed over micro-batches: `grouped_gemm_wgrad` of each in turn.
 
-    operands: of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and form of `gather` are
-    one launch, which reads and writes `out` once: at 256 rows for each expert most of the time goes to `out`.
+    `operands` has those of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and
+    form of `gather` are one launch, which reads and writes `out` once: with 256 rows for each expert, most of the time
+    of a launch goes to a float32 `out`. `out` and `accumulate` are those of `grouped_gemm_wgrad`.
 
     Bits: on CPU those of `grouped_gemm_wgrad` for each micro-batch in turn. A kernel sums the micro-batches of its
     launch in their order in float32 (float64 for float64 operands) and adds the sum to `out` once, where separate

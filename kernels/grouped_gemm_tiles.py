@@ -18,6 +18,7 @@ so that concurrent programs read the same weights from the L2 cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -136,6 +137,13 @@ def most_merged(arch: int) -> int:
     With three or four, tiles of 128 x 128 x 32 spill 8 to 16 bytes on sm_80 (Triton 3.7.1).
     """
     return 2 if arch < 90 else MOST_MERGED
+
+
+def merged_sizes(count: int, most: int) -> list[int]:
+    """Micro-batches of each kernel for `count` of them, at most `most` in one; of seven, three and four."""
+    num_kernels = -(-count // most)
+    ends = [count * i // num_kernels for i in range(num_kernels + 1)]
+    return [end - start for start, end in pairwise(ends)]
 
 
 def fp8_configs(arch: int) -> dict[str, GemmConfig]:

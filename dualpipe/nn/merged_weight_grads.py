@@ -4,13 +4,13 @@ The accumulator of an expert is read and written once for every GEMM that adds t
 takes longer than the GEMM itself: at 256 rows the gate and up projections of 128 experts move 3.2 GB, about 1 ms on an
 H100, beside 0.3 ms of multiplications. Weight gradients that wait for the same moment can share it.
 
-Bits: on CPU those of the unmerged gradients, as one micro-batch is added after the other. On CUDA a GEMM sums up to four
-micro-batches in float32 registers before it adds to the accumulator: see
+Bits: on CPU those of the unmerged gradients, as one micro-batch is added after the other. On CUDA a GEMM sums up to
+four micro-batches in float32 registers before it adds to the accumulator: see
 `dualpipe.kernels.grouped_gemm.grouped_gemm_wgrad_merged`.
 
-Memory: merging starts when all queues are full, and keeps nothing that a queue would not keep. Until the first share has
-run, the operands of all micro-batches are alive, merged or not; after each share, about as many are freed as those of
-one micro-batch. Where the accumulators exist before, the peak is the same.
+Memory: merging starts when all queues are full, and keeps nothing that a queue would not keep. Until the first share
+has run, the operands of all micro-batches are alive, merged or not; after each share, about as many are freed as those
+of one micro-batch. Where the accumulators exist before, the peak is the same.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import attrgetter
 from typing import NamedTuple
 
 from dualpipe.schedule import build
+from dualpipe.schedule.merged_weights import merged_weights
 from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
@@ -50,7 +48,7 @@ class Program:
 def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) -> Program:
     """The program of `rank`, in the same order without backwards for an evaluation. The schedule must be valid.
 
-    merge: merge the weight gradients of neighbouring actions "W".
+    merge: merge the weight gradients of neighbouring actions "W", as `merged_weights` says.
     """
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
@@ -67,31 +65,10 @@ def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) ->
                 incoming[message.stream].append(message)
             outgoing |= {message.stream for message in results if message is not None}
     if merge:
-        instructions = merge_neighbours(instructions)
+        merged = merged_weights([instruction.actions for instruction in instructions])
+        instructions = [i._replace(merged=actions) for i, actions in zip(instructions, merged)]
     return Program(
         tuple(instructions), dict(incoming), tuple(sorted(outgoing)), merges=any(i.merged for i in instructions))
-
-
-def merge_neighbours(instructions: Sequence[Instruction]) -> list[Instruction]:
-    """Set `merged` of the instructions of each run of single "W", by stage.
-
-    A run ends where anything else is to be done, pairs with a "W" included. Nothing is moved, so that a stage is
-    complete when it was. Example: of W(3, 0) W(4, 0) W(3, 1) W(4, 1) W(4, 2), written as stage and micro-batch, the
-    first and the third are merged, and the other three.
-    """
-    result: list[Instruction] = []
-    for kinds, run in groupby(instructions, key=attrgetter("kinds")):
-        neighbours = list(run)
-        if kinds != "W":
-            result += neighbours
-            continue
-        of_stage: defaultdict[int, list[Action]] = defaultdict(list)
-        for instruction in neighbours:
-            of_stage[instruction.actions[0].stage] += instruction.actions
-        for instruction in neighbours:
-            actions = of_stage[instruction.actions[0].stage]
-            result.append(instruction._replace(merged=tuple(actions)) if len(actions) > 1 else instruction)
-    return result
 
 
 def one_at_a_time(schedule: Schedule) -> Schedule:

@@ -4,6 +4,7 @@ On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_inter
 """
 
 import importlib
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def expected_sum(operands):
     for dy, x, offs, gather in operands:
         ends = [0, *offs.tolist()]
         rows = x if gather is None else x[gather[: ends[-1]].long()]
-        experts = [dy[a:b].double().T @ rows[a:b].double() for a, b in zip(ends, ends[1:])]
+        experts = [dy[a:b].double().T @ rows[a:b].double() for a, b in pairwise(ends)]
         total = total + torch.stack(experts)
     return total
 
