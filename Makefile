@@ -1,4 +1,5 @@
-# make train | test | test-slow | test-all | test-idle | test-gpu | lint | bench | wheels | gpu | gpu-node | clean
+# make train | test | test-slow | test-all | test-idle | test-gpu | lint | docs | reference | bench | wheels | gpu | gpu-node
+# make clean removes what these have made.
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
 # (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the matrices.
 # Where there is a folder wheels/, which `make wheels` fills, everything is installed from it, without a package index.
@@ -25,7 +26,7 @@ PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest
 # matrix of the kernels, which takes hours and runs in test-all alone.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
-.PHONY: train test test-slow test-all test-idle test-gpu lint bench wheels gpu gpu-node clean
+.PHONY: train test test-slow test-all test-idle test-gpu lint docs reference bench wheels gpu gpu-node clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
 	$(call SETUP,train)
@@ -57,6 +58,10 @@ test-idle: $(READY)-test
 # Those that need a GPU, all cases, one after the other, as they share the card; --gpu-cases 4 runs a few of each test.
 test-gpu: $(READY)-test
 	$(PYTEST) --numprocesses 0 -m gpu -rs $(ARGS)
+
+# docs/config.md, docs/cli.md and docs/api.md, from the code.
+reference: $(READY)-test
+	$(BIN)/python docs/generate/reference.py
 
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
