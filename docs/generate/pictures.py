@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from dualpipe.schedule import Costs, build, simulate, to_svg
+from dualpipe.schedule import Costs, build, simulate, to_html, to_svg
 from dualpipe.schedule.draw import LOOKS
 from dualpipe.schedule.svg import picture, rect, text
 
@@ -55,10 +55,11 @@ def schedule(name: str, costs: Costs = EXAMPLE, num_ranks: int = 4, num_microbat
     return with_dark_mode(to_svg(simulate(build(name, num_ranks, num_microbatches), costs)))
 
 
-def found_schedule() -> str:
-    """Draw a schedule that a search has found."""
-    costs = Costs(F=1, B=2, W=1)
-    return with_dark_mode(to_svg(simulate(build("auto", 4, 8, costs=costs), costs)))
+def page() -> str:
+    """Return the interactive page of two schedules, as `dualpipe schedule --html` writes it."""
+    costs = Costs(F=1, B=2, W=1, FB=2.6, p2p=0.1)
+    timelines = [simulate(build(name, 4, 10), costs) for name in ("dualpipev", "zbv")]
+    return to_html(timelines, title="Schedules of 4 ranks and 10 micro-batches")
 
 
 # -- the pair
@@ -236,9 +237,9 @@ PICTURES: dict[str, Callable[[], str]] = {
     "zbv.svg": lambda: schedule("zbv", Costs(F=1, B=2, W=1)),
     "v_half.svg": lambda: schedule("v_half", Costs(F=1, B=2, W=1)),
     "dualpipev.svg": lambda: schedule("dualpipev"),
-    "auto.svg": found_schedule,
+    "schedules.html": page,
 }
-STORED = ("plan.svg", "trace.svg")  # made by commands that docs/planning.md and docs/tracing.md show
+STORED = ("plan.svg", "trace.svg", "auto.svg")  # made by commands in docs/planning.md, tracing.md and schedules.md
 
 
 def pictures() -> Iterator[tuple[str, str]]:
