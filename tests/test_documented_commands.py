@@ -102,7 +102,7 @@ IN_PROCESS = {  # what is replaced, by what
 def takes(arguments):
     """Their namespace, if `dualpipe` takes the command, and the settings behind its CONFIG."""
     args = cli._parser().parse_args(arguments)
-    args, overrides = cli._after_config(args) if "config" in vars(args) else (args, [])
+    args, overrides = cli._parse_after_config(args) if "config" in vars(args) else (args, [])
     if "config" in vars(args):
         load_config(args.config, overrides)
     return args

@@ -74,7 +74,7 @@ class CommStream:
 
     def beside(self, ready: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
         """Run work that reads `tensors` on the side stream, after the event `ready`; on the CPU there is no stream."""
-        return device.beside(self._stream, ready, *tensors)
+        return device.use_stream(self._stream, ready, *tensors)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
@@ -82,7 +82,7 @@ class CommStream:
         """Start an exchange as `AsyncAllToAll.start` does, inside of `beside`."""
         recorder = Recorder.current()
         title = self._title
-        if recorder.whole:  # a trace is recorded: number the exchanges, so that their waits can be told apart
+        if recorder.keeps_all:  # a trace is recorded: number the exchanges, so that their waits can be told apart
             title = f"{title}, number {recorder.count('exchange')}"
             recorder.begin("exchange", title, (), sent.nbytes)
         try:
@@ -92,7 +92,7 @@ class CommStream:
             work.wait()  # orders: the exchange, then the side stream, which may read `received` and reuse `sent`
             return None, device.record(self.device), title
         finally:
-            if recorder.whole:
+            if recorder.keeps_all:
                 recorder.end()
 
     def wait(self, exchange: Exchange) -> None:
@@ -100,7 +100,7 @@ class CommStream:
         work, arrived, title = exchange
         recorder = Recorder.current()
         if work is None:
-            with recorder.doing("all_to_all", title) if recorder.whole else nullcontext():
+            with recorder.doing("all_to_all", title) if recorder.keeps_all else nullcontext():
                 device.wait(arrived, self.device)  # orders: the arrival, then the readers of the rows
         else:
             with recorder.collective("all_to_all", title, recorder.members(self.group)):
@@ -153,7 +153,7 @@ class PendingRows:
             self._stream.wait(self._exchanges.pop(0)[0])
         received = self._received
         self._received = []  # the caller owns them now
-        device.keep(*received)  # record_stream: allocated on the side stream, used on the current one
+        device.record_stream(*received)  # record_stream: allocated on the side stream, used on the current one
         return received
 
     def advance(self) -> None:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.device import one_queue
+from dualpipe.runtime.device import single_queue_problem
 from dualpipe.runtime.nccl import CONTEXT, LINK, SHARDS
 from dualpipe.runtime.nccl import EXPERTS as EXPERT_ROWS
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
@@ -169,7 +169,7 @@ def build_mesh(
     check_replicate(sizes["dp"], dp_replicate)
     world = dist.group.WORLD
     assert world is not None, "the default group has a size"
-    problem = one_queue() if device.type == "cuda" else None
+    problem = single_queue_problem() if device.type == "cuda" else None
     if problem:
         warnings.warn(problem, stacklevel=2)
     recorder = Recorder.current()
@@ -215,7 +215,7 @@ def _build_groups(
     if layout.dp_replicate > 1:
         hybrid = ((_REPLICATE,), (_SHARD, "cp", "ep"), (_SHARD, "cp"))
         requests += [(layout.ranks_along(*names), SHARDS) for names in hybrid]
-    groups = create_groups(requests, beside=world, timeout=timeout)
+    groups = create_groups(requests, parent=world, timeout=timeout)
     dimension_groups = groups[: len(sizes)]
     device_mesh = DeviceMesh.from_group(
         dimension_groups, device.type, mesh=layout.numbers, mesh_dim_names=tuple(sizes))

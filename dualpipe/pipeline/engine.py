@@ -45,7 +45,7 @@ from dualpipe.pipeline.stage_program import OfferedSegments
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.agreement import Agreement, Outcome
 from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
-from dualpipe.runtime.ranks.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import new_gloo_group
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.builders import first_microbatches
@@ -410,7 +410,7 @@ class Pipeline(nn.Module):
         group = group or self._process_group
         if group is not None and group not in self._trace_groups:
             # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
-            self._trace_groups[group] = gloo_beside(group)
+            self._trace_groups[group] = new_gloo_group(group)
         return Tracer(Path(path), self._trace_groups.get(group), self.device, place,
                       lambda: self._steps.begun if WeightGradStore.current() is self.weight_grad_store else 0)
 

@@ -34,7 +34,7 @@ from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
-from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
+from dualpipe.runtime.ranks.process_groups import backends, create_groups, new_gloo_group, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder
@@ -84,7 +84,7 @@ class P2PGroups:
         Recorder.current().rank = dist.get_rank()  # by which this rank is named in errors
         self._backends = backends(group)
         if "cpu" not in self._backends:
-            self._control = gloo_beside(group)
+            self._control = new_gloo_group(group)
         self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
     def messages(self) -> HostMessages:
@@ -132,7 +132,7 @@ class P2PGroups:
             ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
             wanted = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in ends]
             groups = create_groups(
-                wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
+                wanted, parent=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
             )
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._control)  # NCCL would wait for ever for who fails
         for stream, group in zip(mine, groups):

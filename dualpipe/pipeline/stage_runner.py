@@ -282,7 +282,7 @@ class StageRunner:
 
     def _compute_deferred(self, key: Hashable) -> None:
         """Compute what is queued under `key`; in a trace as an entry of its own."""
-        entry = self._recorder.doing("wgrad", key) if self._recorder.whole else nullcontext()
+        entry = self._recorder.doing("wgrad", key) if self._recorder.keeps_all else nullcontext()
         with entry, no_autocast(self._autocast):
             self._store.run(key)
 

@@ -28,7 +28,7 @@ from rich.table import Column
 
 from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.printing import go_on_without, say, warn
+from dualpipe.runtime.printing import discard_output, say, warn
 from dualpipe.schedule import Schedule, simulate, to_svg
 
 METRICS = "metrics.jsonl"
@@ -380,4 +380,4 @@ class Console(rich.console.Console):
 
     def on_broken_pipe(self) -> None:
         """Continue without the console."""
-        go_on_without(BrokenPipeError())
+        discard_output(BrokenPipeError())

@@ -11,7 +11,7 @@ from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
 from dualpipe.pipeline import engine
-from dualpipe.runtime.ranks.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import new_gloo_group
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 
@@ -194,7 +194,7 @@ def timeouts(rank):
     pipe = DualPipeV((stages[rank], stages[3 - rank]))
     groups = [link.group for link in pipe._p2p._links.values()]
     assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
-    groups += [gloo_beside(dist.group.WORLD)]
+    groups += [new_gloo_group(dist.group.WORLD)]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 

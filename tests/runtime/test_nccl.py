@@ -1,4 +1,4 @@
-"""Blocks of NCCL's kernels that can wait at once."""
+"""Number of blocks of NCCL's kernels that can wait at once."""
 
 import os
 

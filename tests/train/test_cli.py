@@ -337,7 +337,7 @@ def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
     Path("out").mkdir()
     other = lock(Path("out/.metrics.lock"), 0)
     assert train_alone() == 2
-    assert capsys.readouterr().err == "error: another job saves to out; end it, or give each a directory\n"
+    assert capsys.readouterr().err == "error: another job saves to out; end it, or give every job its own directory\n"
     other.release()
     assert train_alone() == 0, "the lock is free again"
     assert train_alone() == 0, "and after a job has ended"

@@ -37,7 +37,7 @@ from dualpipe.parallel.fsdp.units import (
 from dualpipe.parallel.fsdp.units import mesh_groups as mesh_groups
 from dualpipe.quantized.quantize_model import placed_as, quantized_part
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.recorder import Recorder, Waiting
+from dualpipe.runtime.recorder import RecordedWait, Recorder
 
 
 class StageParameters:
@@ -361,7 +361,7 @@ class ParametersStep:
             with suppress(Exception):  # the error that ended the step is reported instead
                 parameters.abandon()
 
-    def _collective(self, kind: str, stage: int) -> Waiting:
+    def _collective(self, kind: str, stage: int) -> RecordedWait:
         title = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
         return self._recorder.collective(kind, title, self._sharded[stage].ranks)
 

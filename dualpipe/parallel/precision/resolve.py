@@ -27,7 +27,7 @@ from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.runtime import errors
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.process_groups import backends, new_gloo_group
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _PIN_TARGET = "tensor of the model"  # the tensors that patterns of each kind apply to, for error messages
@@ -78,7 +78,7 @@ def resolve_dtypes(
     contradicts another; if no name of `source_dtypes` is in the model; or if FSDP2 could not keep the dtypes apart (not
     checked if `sharded` is false).
     """
-    ranks = RankSync(group if group is None or "cpu" in backends(group) else gloo_beside(group))
+    ranks = RankSync(group if group is None or "cpu" in backends(group) else new_gloo_group(group))
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     hint = _OTHER_STAGES if group is None and _may_be_part(model) else ""
     plans: list[DTypePlan] = []

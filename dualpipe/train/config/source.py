@@ -10,7 +10,7 @@ import torch
 
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.rank_process import restart_count
 from dualpipe.train.config.schema import Config
 
 
@@ -48,7 +48,7 @@ def find_source(config: Config) -> ResumeSource:
     """
     resume = config.checkpoint.resume
     directory = config.checkpoint_directory
-    is_restart = bool(starts_before())
+    is_restart = bool(restart_count())
     new_run = ResumeSource(None, None, [])
     if resume == "never" and not is_restart:
         return new_run

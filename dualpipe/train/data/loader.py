@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualpipe.runtime.device import Event, Stream, beside, keep, record, wait
+from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
 
@@ -166,7 +166,7 @@ class _Uploader:
     def start(self, key: Any) -> tuple[TokenBatch, Event | None]:
         """Read a batch and start its copy; return it with the event after the copy. Called in the reading thread."""
         batch = self._read(key)
-        with beside(self._stream, None):
+        with use_stream(self._stream, None):
             sizes = [tensor.numel() for tensor in batch]
             if self._pinned is None:
                 self._pinned = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -182,5 +182,5 @@ class _Uploader:
         """Make a started batch usable on the current stream and return it. Called in the computing thread."""
         batch, copied = started
         wait(copied, self._stream.device)  # orders: the copy before its readers
-        keep(*batch)
+        record_stream(*batch)
         return batch

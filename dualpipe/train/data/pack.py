@@ -27,7 +27,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dualpipe.runtime.files import naming, write_file
+from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.config.schema import TEXT_KEY
 from dualpipe.train.data.sources import DOCUMENTS, NotText, Source, file_kind, read_checked, read_documents
 from dualpipe.train.data.tokenizer import Tokenizer
@@ -148,7 +148,7 @@ def _write_files(
         out: an empty directory.
         skipped: files are added that turn out not to be text, with the reasons.
     """
-    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing the file may write, and fail
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing the file may write, and fail
         writer = _Writer(out, tokenizer, records, shard_tokens)
         shards = writer.write_shards(_read_all(sources, text_key, skipped))
         if not writer.num_documents:
@@ -222,7 +222,7 @@ class _Writer:
                 filled = 0
             content_hash = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
             length = len(tokens) + 1
-            with naming(self._out / DOCUMENTS):
+            with name_file_in_errors(self._out / DOCUMENTS):
                 self._records.write(DOCUMENT_STRUCT.pack(shard, filled, length, content_hash))
             self.largest = max(self.largest, int(tokens.max(initial=0)))
             self.num_documents += 1
@@ -247,6 +247,6 @@ class _Writer:
 
     def write_file(self, name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
         """Write a file, and return its entry in the index."""
-        with naming(self._out / name):
+        with name_file_in_errors(self._out / name):
             size, checksum = write_file(self._out / name, pieces, "sha256")
         return {"file": name, "bytes": size, "sha256": checksum}

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
+from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, report_exit
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 from dualpipe.train.health.peer_store import ASK, FAULT, TICK, PeerStore
@@ -224,7 +224,7 @@ class Watchdog:
         deadline = time.monotonic() + _LAST_CHANCE
         self._announce_loss(loss)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            leave_word(f"error: {loss}" if loss else "", 1, lost=True)
+            report_exit(f"error: {loss}" if loss else "", 1, from_another_rank=True)
             os._exit(1)
 
     # -- states

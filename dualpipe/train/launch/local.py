@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from dualpipe.runtime.background import limited
+from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
 from dualpipe.train.config.schema import Config
@@ -102,7 +102,7 @@ def _start(arguments: Sequence[str], config: Config, number: int, received: list
         finally:
             ranks.end()
             # With a time limit: a hanging disk may have ended the ranks.
-            limited(partial(remove_unfinished, config.checkpoint_directory), GRACE_SECONDS)
+            run_with_timeout(partial(remove_unfinished, config.checkpoint_directory), GRACE_SECONDS)
             if sys.stdout.isatty():  # a rank that is killed while it prints its live line leaves the cursor hidden
                 print("\x1b[?25h", end="", flush=True)
 

@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from dualpipe.runtime.background import limited
+from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.rank_process import CONFIG_FILE, ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
 from dualpipe.trace.file import TRACED
 from dualpipe.train.config.schema import Config
@@ -167,7 +167,7 @@ class RankProcesses:
         states: dict[int, Any] = {}
         if self._watched:
             with suppress(OSError):  # a hanging disk gives no states
-                states = limited(partial(self._request_states, letters, since), 2 * STATE_SECONDS) or {}
+                states = run_with_timeout(partial(self._request_states, letters, since), 2 * STATE_SECONDS) or {}
         lasting = {rank: letter for rank, letter in self._process_states().items() if letters.get(rank) == letter}
         return Evidence(
             sizes=self._sizes, statuses=statuses, letters=lasting, errors=self._read_errors(), states=states,

@@ -16,8 +16,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from dualpipe.runtime.background import limited
-from dualpipe.runtime.rank_process import LISTENER, RankInfo, starts_before
+from dualpipe.runtime.background import run_with_timeout
+from dualpipe.runtime.rank_process import LISTENER, RankInfo, restart_count
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
@@ -48,7 +48,7 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str
 
     try:
         # torch has no timeout for a server that accepts connections and never answers, such as a stopped process.
-        store = limited(make, timeout.total_seconds(), "connect")
+        store = run_with_timeout(make, timeout.total_seconds(), "connect")
         if store is None:
             raise TimeoutError(f"the server there has not answered for {timeout.total_seconds():g} s")
     except (OSError, dist.DistError) as error:
@@ -56,7 +56,7 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str
         raise ValueError(f"rank {info.rank} cannot reach the store at MASTER_ADDR:MASTER_PORT = {address}:{port}; give "
                          f"rank 0's host and a port that is free there, the same on every rank ({line})") from error
     # The store of torchrun outlives a restart: it holds keys of earlier starts.
-    return dist.PrefixStore(f"start {starts_before()}{prefix and f' {prefix}'}", store)
+    return dist.PrefixStore(f"start {restart_count()}{prefix and f' {prefix}'}", store)
 
 
 def _listen(address: str, port: int, interface: str) -> int | None:

@@ -109,7 +109,7 @@ def lost(rank, recorder, kind, what, ranks, ago, seconds=10.0):
         recorder._open[-1][BEGAN] -= int((seconds + ago) * 1e9)
         raise RuntimeError("[../gloo/pair.cc:1] Connection closed")
     recorder._ring[-1][ENDED] -= int(ago * 1e9)
-    assert recorder._ring[-1] is recorder._lost_in
+    assert recorder._ring[-1] is recorder._loss.wait
 
 
 def test_all_are_looked_at_as_they_were_when_the_first_gave_up():

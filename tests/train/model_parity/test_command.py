@@ -91,8 +91,8 @@ def test_bf16_passes_for_a_model_of_transformers_with_experts_over_ranks(folder,
     (["own_model:right", "--dtype", "bf16", "--tolerance", "1"], "error: --tolerance 1: the bounds of bf16"),
     (["own_model:right", "--pp", "0"], "error: --pp 0 must be at least 1"),
     (["own_model:right", "--cp", "2"], "error: --cp 2 is not for --model"),
-    (["own_model:right", "run.toml"], "error: --model own_model:right: got run.toml besides"),
-    (["own_model:right", "run.toml", "--x", "3"], "error: --model own_model:right: got run.toml --x 3 besides"),
+    (["own_model:right", "run.toml"], "error: --model own_model:right: got run.toml as well"),
+    (["own_model:right", "run.toml", "--x", "3"], "error: --model own_model:right: got run.toml --x 3 as well"),
     (["nothing"], "error: --model 'nothing' is no directory"),
 ])
 def test_wrong_inputs_are_said_in_one_line(monkeypatch, capsys, arguments, error):
