@@ -104,6 +104,11 @@ EXPORT: Arguments = {
                      "config.json, tokenizer and layers for multi-token prediction are copied"),
     "--max-shard-size": dict(default="5GB", metavar="SIZE", help="maximum size of a file's tensors (default: 5GB)"),
 }
+COMPARE: Arguments = {
+    "first": dict(metavar="RUN_A", help="output.dir of a run"),
+    "second": dict(metavar="RUN_B", help="output.dir of another run"),
+    "--picture": dict(type=Path, metavar="FILE", help="draw losses and speed over the steps, as .png, .svg or .pdf"),
+}
 WHY: Arguments = {
     "path": dict(metavar="DIR", help="output.dir of a run, or the folder `why` in it"),
     "--json": dict(action="store_true", help="print the rank at fault, the diagnosis and all states as JSON"),

@@ -276,6 +276,13 @@ def _hf_export(args: argparse.Namespace) -> None:
     print(f"{args.target}: written")
 
 
+def _compare(args: argparse.Namespace) -> None:
+    from dualpipe.train.runs.compare import compare
+
+    for line in compare(Path(args.first), Path(args.second), args.picture):
+        print(line)
+
+
 def _why(args: argparse.Namespace) -> None:
     from dualpipe.train.health.diagnose import report
 
@@ -352,6 +359,8 @@ _COMMANDS = {
     "hf export": _Command(
         _hf_export, "write a run's checkpoint, or one of Hugging Face's, dequantized in Hugging Face's format",
         tables.EXPORT),
+    "compare": _Command(
+        _compare, "compare two runs: losses, speed, memory, and the settings that differ", tables.COMPARE),
     "why": _Command(
         _why, "name the rank on which a run waits or waited, from the states that its ranks have written", tables.WHY),
     "trace summary": _Command(

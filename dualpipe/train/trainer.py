@@ -48,6 +48,7 @@ from dualpipe.train.observers.windows import StepWindows
 from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.run_report import RunReport
+from dualpipe.train.runs.run_file import Start, record_start
 from dualpipe.train.start_up import StartUp
 from dualpipe.train.step.expert_gemm_choice import ExpertWork, choose_expert_gemm
 from dualpipe.train.step.step_runner import StepRunner
@@ -263,6 +264,7 @@ class Trainer:
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
+        record_start(Path(config.output.dir), Start.now(self.progress.done, describe(config, runner.model)))
         if self.data.splits.validation.num_tokens:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
