@@ -237,6 +237,7 @@ ELSEWHERE = {
     "dualpipe/train/step/stages.py": "tests/train/test_trainer.py and tests/parallel/test_layouts.py",
     "dualpipe/train/step/step_runner.py": "tests/train/test_trainer.py and test_parity.py",
     "dualpipe/train/evaluate.py": "tests/train/test_trainer.py and test_cli.py",
+    "dualpipe/train/runs/metrics_file.py": "tests/train/test_metrics.py",
     "dualpipe/train/run_description.py": "tests/train/test_metrics.py and test_cli.py",
     "dualpipe/train/anomaly/localize.py": "tests/train/anomaly/test_guard.py",
     "dualpipe/train/anomaly/spikes.py": "tests/train/anomaly/test_guard.py",

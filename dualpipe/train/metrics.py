@@ -6,14 +6,12 @@ Only the rank that knows the loss has a `MetricsWriter`.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -30,8 +28,8 @@ from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import discard_output, say, warn
 from dualpipe.schedule import Schedule, simulate, to_svg
+from dualpipe.train.runs.metrics_file import METRICS, json_line, read_metrics
 
-METRICS = "metrics.jsonl"
 OPTIONAL_PACKAGES = {  # and the consequence of a missing one
     "tensorboard": "no TensorBoard events",
     "matplotlib": "no picture of the loss",
@@ -297,25 +295,6 @@ def _unused_name(path: Path) -> Path:
     """Return the first of name.1, name.2, ... that does not exist."""
     candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
-
-
-def json_line(values: Mapping[str, object]) -> str:
-    """Return a line of valid JSON; numbers that are not finite, which JSON lacks, become null."""
-    def clean(value: object) -> object:
-        if isinstance(value, list):
-            return [clean(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({name: clean(value) for name, value in values.items()}, allow_nan=False) + "\n"
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `metrics.jsonl`, without lines that are incomplete or damaged."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""What is left of a run: its settings in `run.json`, and the comparison of two runs.
+"""The files that a run leaves, its metrics and settings, and the comparison of two runs.
 
-Imports `runtime`, `schedule` and `train`.
+Imports `runtime` and `schedule`.
 """

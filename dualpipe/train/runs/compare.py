@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe.schedule.draw import aligned
-from dualpipe.train.metrics import METRICS, read_metrics
+from dualpipe.train.runs.metrics_file import METRICS, read_metrics
 from dualpipe.train.runs.run_file import Start, read_starts
 
 Row = dict[str, Any]

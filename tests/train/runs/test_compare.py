@@ -49,7 +49,8 @@ def test_the_table(tmp_path):
     assert rows["MFU (median)"] == ["-", "-"]
     assert lines[1] == "losses are compared at steps 1 to 20, which both have"
     assert lines[2] == "settings that differ:"
-    assert [line.split() for line in lines[3].splitlines()] == [["first", "second"], ["train.dtype", "'fp32'", "'bf16'"]]
+    assert [line.split() for line in lines[3].splitlines()] == [
+        ["first", "second"], ["train.dtype", "'fp32'", "'bf16'"]]
 
 
 def test_the_speed_of_a_resumed_run_is_that_after_its_last_start(tmp_path):
@@ -83,12 +84,12 @@ def test_the_picture(tmp_path):
     assert list(compare(run, run, tmp_path / "both.svg"))[-1] == f"wrote {tmp_path / 'both.svg'}"
     assert "<svg" in (tmp_path / "both.svg").read_text()
     for name in ("both.txt", "none/both.png"):
-        with pytest.raises(ValueError, match="cannot be written: .*; give a .png, .svg or .pdf in a folder that exists"):
+        with pytest.raises(ValueError, match=r"cannot be written: .*; give a \.png, \.svg or \.pdf"):
             list(compare(run, run, tmp_path / name))
 
 
 def test_what_is_no_run(tmp_path):
-    with pytest.raises(ValueError, match="has no metrics.jsonl; give output.dir of a run"):
+    with pytest.raises(ValueError, match=r"has no metrics\.jsonl; give output\.dir of a run"):
         list(compare(tmp_path, tmp_path))
     with pytest.raises(ValueError, match="has no step; give a run that has trained"):
         empty = write_run(tmp_path / "empty", [])

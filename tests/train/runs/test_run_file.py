@@ -20,7 +20,7 @@ def test_starts_of_a_run_are_kept_and_those_of_another_replaced(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]", '{"starts": [{"step": 1}]}', '{"ends": []}'])
 def test_a_damaged_file(tmp_path, content, capsys):
     (tmp_path / RUN_FILE).write_text(content)
-    with pytest.raises(ValueError, match="run.json is damaged .* remove it to compare without settings"):
+    with pytest.raises(ValueError, match=r"run\.json is damaged .* remove it to compare without settings"):
         read_starts(tmp_path)
     record_start(tmp_path, Start.now(3, {}))  # a run that resumes goes on nevertheless
     assert "run.json cannot be written: " in capsys.readouterr().err
