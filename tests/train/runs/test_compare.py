@@ -33,7 +33,7 @@ def test_the_table(tmp_path):
     slow = [(step, values(4 - step / 100, 1.0 if step < 3 else 100.0)) for step in range(1, 41)]
     fast = [(step, values(4 - step / 50, 9e9 if step < 3 else 150.0)) for step in range(1, 21)]
     slow[19][1]["eval_loss"] = 3.9
-    fast[9][1] |= {"eval_loss": 3.5, "memory_bytes": 3 * 2**29}
+    fast[9][1].update(eval_loss=3.5, memory_bytes=3 * 2**29)
     settings = {"run": {"train": {"dtype": "fp32", "steps": 40}, "output": {"dir": "a"}}, "model": {"layers": 2}}
     others = {"run": {"train": {"dtype": "bf16", "steps": 40}, "output": {"dir": "b"}}, "model": {"layers": 2}}
     first = write_run(tmp_path / "first", slow, settings)
