@@ -268,8 +268,8 @@ def kept_on_disk(folder):
     ("options", "message"),
     [
         (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
-        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where a field is one of storage"),
-        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, and storage as well: mxfp8, nvfp4, fp8_"),
+        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where FIELD is one of storage"),
+        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, storage takes both: mxfp8, nvfp4, fp8_"),
         (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "and pinned ones, matches '*.mlp.gate' (stored"),
         (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
         (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "to compute in more than that, fp32"),

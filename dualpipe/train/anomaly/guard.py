@@ -91,8 +91,10 @@ class Guard:
         return self._reruns.snapshot(batch)
 
     def poison_norm(self, norm: Tensor) -> Tensor:
-        """Return the gradient norm for the optimizer: NaN also if an earlier step's was not finite, unknown to the
-        host."""
+        """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
+
+        The device knows of an earlier step what the host has not read yet.
+        """
         poison = norm - norm  # 0, or NaN if the norm is not finite
         if self._poison is not None:
             poison = poison + self._poison.to(poison.dtype)

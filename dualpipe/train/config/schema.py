@@ -220,8 +220,8 @@ class TrainConfig:
     gc_interval: int = _not_negative(50)
     """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
     print_interval: int = _at_least_1(10)
-    """steps between printed lines if stdout is not a terminal, of the logged steps; the first step, steps with an
-    evaluation and the last step are always printed"""
+    """steps between printed lines if stdout is not a terminal; steps that are not logged are not printed; the first
+    step, steps with an evaluation and the last step always are"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -416,7 +416,7 @@ class OptimizerConfig:
     steps"""
     qk_clip: float = _not_negative(0.0)
     """QK-clip threshold: a step scales back the query and key weights of heads with a larger attention logit; 0: off;
-    Kimi K2 has 100"""
+    Kimi K2 uses 100"""
     options: str = ""
     """arguments of a custom optimizer, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()

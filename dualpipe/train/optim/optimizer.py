@@ -193,8 +193,9 @@ class Optimizer:
 
     @torch.no_grad()
     def round_parameters(self, only: Iterable[nn.Parameter] | None = None) -> None:
-        """Round the masters into the parameters. Collective, as `requantize` is, over ranks that share a quantized
-        matrix.
+        """Round the masters into the parameters.
+
+        Collective, as `requantize` is, over ranks that share a quantized matrix.
 
         Args:
             only: the parameters to update. None: all.

@@ -20,7 +20,8 @@ from dualpipe.runtime.recorder import Recorder
 made, left = Recorder.made, [{times}]
 
 def planted(self, what, *results):
-    name, tensors = getattr(what, "title", str(what)), [each for each in results if isinstance(each, torch.Tensor)]
+    name = getattr(what, "title", str(what))
+    tensors = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
     if name == {what!r} and self.step == {step} and tensors and os.environ.get("RANK", "0") == "{rank}" and left[0]:
         left[0] -= 1
         tensors[0].data.view(-1)[0] {change}
@@ -48,10 +49,10 @@ def test_the_run_stops_with_the_origin_of_a_nan_and_the_step_can_be_replayed(run
     done = dualpipe(run_folder, "train", "run.toml", *SEGMENTS, "--output.dir", "stop", before=before)
     assert done.returncode == 1 and list(rows(run_folder, "stop")) == [1]
     bundle = "stop/bundles/step-00000002"
-    first, found, kept = done.stderr.splitlines()
-    assert first.startswith("error: the gradient norm is nan at step 2")
-    assert found.startswith(f"first in rank 1 (pp 1), {FORWARD}; gradients that are not finite: ")
-    assert kept.endswith(f"dualpipe replay {run_folder / bundle}")
+    error, origin, hint = done.stderr.splitlines()
+    assert error.startswith("error: the gradient norm is nan at step 2")
+    assert origin.startswith(f"first in rank 1 (pp 1), {FORWARD}; gradients that are not finite: ")
+    assert hint.endswith(f"dualpipe replay {run_folder / bundle}")
 
     again = dualpipe(run_folder, "replay", bundle, before=before)
     assert again.returncode == 0 and "reproduced" in again.stdout, again.stdout + again.stderr
@@ -100,7 +101,7 @@ def tensors(folder, out, step):
     """Return the tensors of a checkpoint."""
     files = sorted((folder / out / "checkpoints" / f"step-{step:08}").glob("*.safetensors"))
     assert files
-    return {name: each for file in files for name, each in load_file(file).items()}
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
 # Rows for other ranks are in a buffer of the maximum size: the rows after the sent ones may be anything.
@@ -110,9 +111,9 @@ from dualpipe.parallel.experts.dispatcher import AllToAllDispatcher
 plan = AllToAllDispatcher.plan
 
 def with_room(self, *inputs):
-    rows, weights, found = plan(self, *inputs)
-    rows.data[int(found.counts[:, 0].sum()):] = float("nan")
-    return rows, weights, found
+    rows, weights, dispatch = plan(self, *inputs)
+    rows.data[int(dispatch.counts[:, 0].sum()):] = float("nan")
+    return rows, weights, dispatch
 
 AllToAllDispatcher.plan = with_room
 """
@@ -140,8 +141,8 @@ def test_a_skipped_step_changes_nothing(run_folder, dualpipe, layout, rank):
     assert f"first in {where}, F(stage 1, micro-batch 1); " in done.stdout
     assert "skipped: the step updates nothing" in done.stdout
     before, after, later = (tensors(run_folder, out, step) for step in (2, 3, 4))
-    assert all(torch.equal(each, after[name]) for name, each in before.items())
-    assert not all(torch.equal(each, later[name]) for name, each in before.items())
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert not all(torch.equal(tensor, later[name]) for name, tensor in before.items())
 
 
 @pytest.mark.slow

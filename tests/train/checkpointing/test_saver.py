@@ -91,8 +91,8 @@ def test_a_checkpoint_before_an_anomaly_is_kept_also_after_a_resume(run_folder, 
     at_saving(monkeypatch, call)
     for steps in (4, 6):
         assert in_one_process(run_folder, monkeypatch, "anomaly", steps, 1, "--checkpoint.keep_last", "1") == 0
-        found = sorted((run_folder / "anomaly" / "checkpoints").glob("step-*"))
-        assert [int(path.name[5:]) for path in found] == [2, steps]
+        saved = sorted((run_folder / "anomaly" / "checkpoints").glob("step-*"))
+        assert [int(path.name[5:]) for path in saved] == [2, steps]
     folder = (run_folder / "anomaly" / "checkpoints").relative_to(run_folder)
     assert {step: text for step, text in advice.items() if text} == {
         5: f"the first step after {folder / 'step-00000004'} is not finite; "

@@ -38,9 +38,9 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
     assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
     assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
-    for steps, is_said in (("3", True), ("4", False)):
+    for steps, warns in (("3", True), ("4", False)):
         assert cli.main([*run, "--train.steps", steps]) == 0
-        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is is_said
+        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is warns
     assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
     assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
 
@@ -71,12 +71,12 @@ def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml
     loader = Loader(text, sequence_length=16, batch_size=16, seed=0)
     evaluated = choose_evaluation_windows(validation, sequence_length=16, batch_size=16, limit=2)
     for rank in range(2):
-        own = slice(8 * rank, 8 * rank + 8)
-        windows = [window for step in range(3) for window in loader.windows(step)[own].tolist()]
+        rows_of_rank = slice(8 * rank, 8 * rank + 8)
+        windows = [window for step in range(3) for window in loader.windows(step)[rows_of_rank].tolist()]
         read = [start // 17 for documents, start, _ in seen[rank] if documents == text.num_documents]
         assert read == windows
         read = [start // 17 for documents, start, _ in seen[rank] if documents == validation.num_documents]
-        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[own]]
+        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[rows_of_rank]]
 
 
 def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml):

@@ -60,7 +60,7 @@ def test_matrices_of_a_stack_are_orthogonalized_separately():
             matrix.grad = grad.clone()
         optimizer.step()
         reference.step()
-    torch.testing.assert_close(stack.detach(), torch.stack([each.detach() for each in alone]))
+    torch.testing.assert_close(stack.detach(), torch.stack([matrix.detach() for matrix in alone]))
 
 
 @pytest.mark.parametrize(("coefficients", "low", "high"), [("jordan", 0.65, 1.25), ("polar_express", 0.85, 1.15)])
@@ -123,9 +123,9 @@ def _updated(rank, path, dp, ep):
     model, sent, send = _model(rank, path, dp, ep), [], dist.all_to_all_single
     optimizer = Optimizer(model.stages, lr=0.02, name="muon", **ADAMW)
 
-    def counted(received, given, received_sizes, sizes, **options):
+    def counted(received, tensor, received_sizes, sizes, **options):
         sent.append(sum(sizes) - sizes[dist.get_rank(options["group"])])
-        return send(received, given, received_sizes, sizes, **options)
+        return send(received, tensor, received_sizes, sizes, **options)
 
     dist.all_to_all_single = counted
     try:
@@ -146,18 +146,18 @@ def _updated(rank, path, dp, ep):
 def test_shards_give_the_same_update_and_send_the_documented_amount(tmp_path, dp, ep):
     path = str(write_files(tmp_path, MODEL | {"hidden_size": 28, "head_dim": 14}))  # rows that do not divide
     (expected, nothing), = run_ranks(_updated, 1, path, 1, 1)
-    found = run_ranks(_updated, dp * ep, path, dp, ep)
+    by_rank = run_ranks(_updated, dp * ep, path, dp, ep)
     assert nothing == 0
-    for parameters, _ in found:
+    for parameters, _ in by_rank:
         for name, values in parameters.items():
             torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(expected[name]), atol=1e-5, rtol=0,
                                        msg=name)
     layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
     attention, experts = 28 * 14 * (2 + 1 + 1 + 2) * layers, 3 * 28 * 32 * experts * layers
-    # There and back, three times: each number but a rank's own. FSDP2 cuts through experts over dp where ep ranks have
-    # them in turn; with one ep rank it cuts between them.
+    # Sent and returned in three steps: all elements but those that stay on a rank. FSDP2 shards experts over dp through
+    # their matrices if there are several ep ranks, and between them with one.
     shared = attention * (1 - 1 / (dp * ep)) + (experts * (1 - 1 / dp) if ep > 1 else 0)
-    assert sum(sent for _, sent in found) == pytest.approx(2 * 3 * shared, rel=0.02)  # rows do not divide
+    assert sum(sent for _, sent in by_rank) == pytest.approx(2 * 3 * shared, rel=0.02)  # rows do not divide
 
 
 def _matrices_in_flight(rank):
@@ -184,7 +184,7 @@ def test_at_most_one_more_matrix_is_in_flight():
 # -- groups, rates and other classes
 
 
-def _made(path, *options, steps=1):
+def _build(path, *options, steps=1):
     config = load_config(path, ["--parallel.pp", "1", *options])
     hub = read_config(config.model.config)
     resolved = Resolved.of(config, hub)
@@ -194,27 +194,27 @@ def _made(path, *options, steps=1):
 
 
 def test_muon_updates_hidden_matrices_only(tmp_path):
-    _, model, optimizer = _made(str(write_files(tmp_path)), "--optimizer.name", "muon")
+    _, model, optimizer = _build(str(write_files(tmp_path)), "--optimizer.name", "muon")
     (stage,) = model.stages
     names = {p: name for name, p in stage.named_parameters()}
-    found = {names[p] for p in optimizer.parameters if "momentum_buffer" in optimizer.state_tensors()[p]}
+    updated = {names[p] for p in optimizer.parameters if "momentum_buffer" in optimizer.state_tensors()[p]}
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
-    assert found == {name for name in names.values() if name.split(".")[-2] in kinds}
+    assert updated == {name for name in names.values() if name.split(".")[-2] in kinds}
     assert estimate(load_config(str(tmp_path / "run.toml"), ["--parallel.pp", "1", "--optimizer.name", "muon"]),
                     model.config, activations=False)[0].optimizer == sum(
-        4 * p.numel() * (1 if name in found else 2) for p, name in names.items())
+        4 * p.numel() * (1 if name in updated else 2) for p, name in names.items())
 
 
 def test_groups_set_learning_rate_decay_and_algorithm(tmp_path):
     groups = ("*.mlp.gate,lr=1e-3", "*.self_attn,weight_decay=0.5,algorithm=adamw", "layers.0,lr=0.5")
-    _, model, optimizer = _made(
+    _, model, optimizer = _build(
         str(write_files(tmp_path)), "--optimizer.name", "muon", "--optimizer.lr", "0.01", "--optimizer.layer_decay",
         "0.5", "--optimizer.groups", *groups)
     (stage,) = model.stages
-    own = dict(stage.named_parameters())
+    parameters = dict(stage.named_parameters())
 
     def of(name):
-        algorithm, group = optimizer._groups[own[name]]
+        algorithm, group = optimizer._groups[parameters[name]]
         return algorithm, group["lr_factor"] * 0.01, group["weight_decay"]
 
     assert of("layers.0.mlp.gate.weight") == ("adamw", 0.5, 0.1)
@@ -223,12 +223,12 @@ def test_groups_set_learning_rate_decay_and_algorithm(tmp_path):
     assert of("layers.1.mlp.experts.down_proj.weight") == ("muon", pytest.approx(0.01 * 0.5**3), 0.1)
     assert of("embed_tokens.weight") == ("adamw", pytest.approx(0.01 * 0.5**5), 0.1)
     assert of("lm_head.weight") == ("adamw", 0.01, 0.1)
-    before = {name: p.detach().clone() for name, p in own.items()}
-    for p in own.values():
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for p in parameters.values():
         p.grad = torch.zeros_like(p)
     optimizer.step(0.01)
     for name, share, decay in (("layers.3.self_attn.q_proj.weight", 0.5, 0.5), ("lm_head.weight", 1, 0.1)):
-        torch.testing.assert_close(own[name].detach(), before[name] * (1 - 0.01 * share * decay))
+        torch.testing.assert_close(parameters[name].detach(), before[name] * (1 - 0.01 * share * decay))
 
 
 @pytest.mark.parametrize("family, expected", [
@@ -245,7 +245,7 @@ def test_routers_of_transformers_models_are_not_muon_matrices(family, expected):
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_group_with_muon_has_the_settings_of_muon(tmp_path, name):
-    _, _, optimizer = _made(
+    _, _, optimizer = _build(
         str(write_files(tmp_path)), "--optimizer.name", name, "--optimizer.groups", "*.q_proj,algorithm=muon",
         "--optimizer.momentum", "0.8", "--optimizer.nesterov", "False", "--optimizer.coefficients", "polar_express")
     inner = optimizer._inner["muon"]
@@ -256,8 +256,8 @@ def test_a_group_with_muon_has_the_settings_of_muon(tmp_path, name):
 def test_a_custom_optimizer_updates_and_resumes(tmp_path):
     path = str(write_files(tmp_path))
     options = ("--optimizer.name", "torch.optim.NAdam", "--optimizer.options", json.dumps({"momentum_decay": 0.01}))
-    (_, model, optimizer), (_, twin, _) = _made(path, *options), _made(path)
-    own, theirs = ([*made.stages[0].parameters()] for made in (model, twin))
+    (_, model, optimizer), (_, twin, _) = _build(path, *options), _build(path)
+    ours, theirs = ([*built.stages[0].parameters()] for built in (model, twin))
     reference = torch.optim.NAdam([{"params": [p for p in theirs if p.dim() >= 2], "weight_decay": 0.1},
                                    {"params": [p for p in theirs if p.dim() < 2], "weight_decay": 0.0}],
                                   lr=3e-4, momentum_decay=0.01)
@@ -265,17 +265,17 @@ def test_a_custom_optimizer_updates_and_resumes(tmp_path):
         if step == 2:
             with Checkpoints(tmp_path / "saved") as checkpoints:
                 checkpoints.save(training_state(model.stages, optimizer), step=2)
-            _, model, optimizer = _made(path, *options)
+            _, model, optimizer = _build(path, *options)
             load(next((tmp_path / "saved").glob("step-*")), training_state(model.stages, optimizer))
             optimizer.round_parameters()
-            own = [*model.stages[0].parameters()]
-        for mine, other in zip(own, theirs):
+            ours = [*model.stages[0].parameters()]
+        for mine, other in zip(ours, theirs):
             mine.grad = torch.randn(mine.shape)
             other.grad = mine.grad.clone()
         optimizer.step(3e-4, torch.tensor(1.0))
         reference.step()
         optimizer.step(3e-4, torch.tensor(float("nan")))  # which changes nothing
-    assert all(map(torch.equal, own, theirs))
+    assert all(map(torch.equal, ours, theirs))
 
 
 class Counting(torch.optim.SGD):
@@ -293,7 +293,7 @@ def test_a_resumed_custom_optimizer_has_the_settings_of_the_run(tmp_path, monkey
     saved = (*name, "--optimizer.options", '{"momentum": 0.9}', "--optimizer.layer_decay", "0.5")
     changed = (*name, "--optimizer.options", '{"dampening": 0.5}', "--optimizer.weight_decay", "0",
                "--optimizer.groups", "*.mlp,lr=1e-9")
-    (_, model, optimizer), (_, others, now) = _made(path, *saved), _made(path, *changed)
+    (_, model, optimizer), (_, others, now) = _build(path, *saved), _build(path, *changed)
     for parameter in optimizer.parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-3)
@@ -302,8 +302,8 @@ def test_a_resumed_custom_optimizer_has_the_settings_of_the_run(tmp_path, monkey
     load(tmp_path / "saved", training_state(others.stages, now))
     assert {(g["momentum"], g["dampening"], g["weight_decay"], g["lr_factor"], g["count"])
             for g in now._inner[name[1]].param_groups} == {(0, 0.5, 0, 1.0, 1), (0, 0.5, 0, 1e-9 / 3e-3, 1)}
-    kept, before = now._inner[name[1]].state, optimizer._inner[name[1]].state
-    assert all(torch.equal(kept[here]["momentum_buffer"], before[there]["momentum_buffer"])
+    resumed, before = now._inner[name[1]].state, optimizer._inner[name[1]].state
+    assert all(torch.equal(resumed[here]["momentum_buffer"], before[there]["momentum_buffer"])
                for here, there in zip(now.parameters, optimizer.parameters))
 
 
@@ -311,7 +311,7 @@ def test_another_optimizer_class_starts_from_no_state_if_allowed(tmp_path):
     path, allow = str(write_files(tmp_path)), ["optimizer/*"]
     for before, after in (("SGD", "NAdam"), ("NAdam", "SGD"), ("Adam", "NAdam")):
         (_, model, optimizer), (_, others, now) = (
-            _made(path, "--optimizer.name", f"torch.optim.{each}") for each in (before, after))
+            _build(path, "--optimizer.name", f"torch.optim.{name}") for name in (before, after))
         for parameter in optimizer.parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step(1e-3)
@@ -363,7 +363,7 @@ def test_torch_optimizers_update_only_if_the_norm_is_finite(name):
 ])
 def test_refuses_invalid_settings(tmp_path, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        _made(str(write_files(tmp_path)), *options)
+        _build(str(write_files(tmp_path)), *options)
     assert str(caught.value).count(options[-2].removeprefix("--")) <= 1, "the setting is named once"
 
 
@@ -379,7 +379,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path):
 
     def losses(folder, *more):
         train(load_config(path, [*options, "--output.dir", str(tmp_path / folder), *more]), RankInfo(0, 1, 0, 1))
-        return [each["loss"] for each in read_metrics(tmp_path / folder / "metrics.jsonl")]
+        return [row["loss"] for row in read_metrics(tmp_path / folder / "metrics.jsonl")]
 
     whole = losses("whole")
     (saved,) = (tmp_path / "whole").rglob("step-00000002")

@@ -36,7 +36,7 @@ CONFIGS = {
 ADAMW = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
-def made(family):
+def build(family):
     kind, values = CONFIGS[family]
     model = whole(kind.from_dict(values))
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def max_logits(model, tokens, positions):
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_heads_above_the_limit_are_scaled_back_and_others_are_not(family):
-    model, *inputs = made(family)
+    model, *inputs = build(family)
     clip = QKClip([model], 1e9, group=None, device=torch.device("cpu"))
     before = max_logits(model, *inputs)
     first, limit = before[0], before[0].sort().values[2:].mean().item()  # between the heads of the first layer
@@ -74,7 +74,7 @@ def test_heads_above_the_limit_are_scaled_back_and_others_are_not(family):
 
 
 def test_a_norm_that_is_not_finite_scales_nothing():
-    model, *inputs = made("gpt_oss")
+    model, *inputs = build("gpt_oss")
     clip = QKClip([model], 1e-3, group=None, device=torch.device("cpu"))
     max_logits(model, *inputs)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -84,7 +84,7 @@ def test_a_norm_that_is_not_finite_scales_nothing():
 
 
 def test_narrow_weights_are_scaled_in_their_masters():
-    model, *inputs = made("gpt_oss")
+    model, *inputs = build("gpt_oss")
     model.bfloat16()
     optimizer, clip = Optimizer([model], **ADAMW), QKClip([model], 1e9, group=None, device=torch.device("cpu"))
     clip._limit = max_logits(model, *inputs).min().item() / 3
@@ -108,15 +108,15 @@ def test_refuses_norms_and_limits_that_are_not_positive():
 def shared_max_logits(rank, family, method):
     """Return the largest logit of a sequence that two ranks share, as the clip returns it on each."""
     mesh = build_mesh(1, 1, 1, torch.device("cpu"), cp=2)["cp"]
-    model, tokens, positions = made(family)
+    model, tokens, positions = build(family)
     context = ContextParallel(mesh, method=method)
     model.use_context_parallelism(context)
     clip = QKClip([model], 1e9, group=mesh.get_group(), device=torch.device("cpu"))
-    own, state = tokens[:, context.split.token_indices(12)], MicrobatchState()
+    local_tokens, state = tokens[:, context.split.token_indices(12)], MicrobatchState()
     stage = StageRunner(compile_segments(model.segments(), ("x",)), WeightGradStore())
-    state.begin({"x": own, "positions": positions}, ())
+    state.begin({"x": local_tokens, "positions": positions}, ())
     walk([stage.forward(state)])
-    loss = cross_entropy_loss(logits := state.carry.pop("x").requires_grad_(), own)
+    loss = cross_entropy_loss(logits := state.carry.pop("x").requires_grad_(), local_tokens)
     state.gradients = {"x": torch.autograd.grad(loss, logits)[0]}
     walk([stage.backward(state, "B", 0)])
     return clip(Optimizer([model], **ADAMW), torch.tensor(1.0)).item()
@@ -126,7 +126,7 @@ def shared_max_logits(rank, family, method):
     ("gpt_oss", "ring"), pytest.param("deepseek", "ring", marks=pytest.mark.slow),
     pytest.param("deepseek", "all_to_all", marks=pytest.mark.slow)])
 def test_ranks_that_share_a_sequence_see_all_of_its_logits(family, method):
-    model, *inputs = made(family)
+    model, *inputs = build(family)
     QKClip([model], 1e9, group=None, device=torch.device("cpu"))
     expected = max_logits(model, *inputs).max().item()
     assert run_ranks(shared_max_logits, 2, family, method) == [pytest.approx(expected)] * 2
