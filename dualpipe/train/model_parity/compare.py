@@ -204,8 +204,8 @@ class ModelComparison:
     def _search_stage(self, first: _Place, sequence: StagesInSequence) -> Suspects:
         """Return the parameters of the modules where a forward goes wrong, by names in the unpipelined model.
 
-        Collective. The step is repeated with hooks on the modules of that stage alone: the outputs of all modules may not
-        fit in memory.
+        Collective. The step is repeated with hooks on the modules of that stage alone: the outputs of all modules may
+        not fit in memory.
         """
         rank_stage = next((stage for stage in self._pipelined.stages if stage.number == first.stage), None)
         calls = ModuleCalls(first.stage, nn.Module() if rank_stage is None else rank_stage.module)
