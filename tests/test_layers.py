@@ -230,7 +230,7 @@ ELSEWHERE = {
     "dualpipe/train/model_parity/models/hub_model.py": "tests/train/model_parity/test_command.py",
     "dualpipe/train/model_parity/models/origin.py": "tests/train/model_parity/test_compare.py",
     "dualpipe/train/model_parity/models/pipelined.py": "tests/train/model_parity/test_compare.py",
-    "dualpipe/train/model_parity/models/uncut.py": "tests/train/model_parity/test_compare.py and test_cut_model.py",
+    "dualpipe/train/model_parity/models/unpipelined.py": "tests/train/model_parity/test_compare.py",
     "dualpipe/train/step/dtype_plan.py": "tests/train/test_dtypes.py",
     "dualpipe/train/step/loss.py": "tests/train/test_mtp.py and test_context.py",
     "dualpipe/train/step/routers.py": "tests/train/test_trainer.py",

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from dualpipe.runtime.recorder import rank_name, rank_ranges
 
 FOLDER = "why"  # in output.dir, with the states
-_ENDED = "has ended, without a word of what it did"
+_ENDED = "has ended without writing a state"
 HALTED = {  # texts for the state letters in /proc/PID/stat of a process that does not run
     "T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is in disk sleep",
     "Z": _ENDED, "X": _ENDED, "": _ENDED,
@@ -217,7 +217,7 @@ class _WaitGraph:
         else:
             subject = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
         if not self._is_known(root) and len(unknown) > 1:
-            return self._report(None, f"{subject} for {rank_ranges(unknown)}: they have not been heard of")
+            return self._report(None, f"{subject} for {rank_ranges(unknown)}: they have not reported")
         text = f"{subject} for {self._name(root)}: it {self._activity(root)}"
         if root in complete:
             text += _LEFT
@@ -272,7 +272,7 @@ class _WaitGraph:
     def _activity(self, rank: int) -> str:
         """Return the activity of a rank as a predicate in the singular."""
         if rank in self.silent or rank not in self.states:
-            return self.silent.get(rank, "has not been heard of")
+            return self.silent.get(rank, "has not reported")
         waited_for = self.edges[rank]
         if waited_for:
             return f"waits for {rank_ranges(waited_for)} in {_title(self.moments[rank].entry)}"
@@ -338,8 +338,8 @@ def report(folder: Path, *, as_json: bool = False) -> list[str]:
     processes = read_stuck(folder)
     states |= dict.fromkeys(processes)  # a state of such a rank is older: writing a state empties the stack file
     if not states:
-        raise ValueError(f"{folder} has no states of ranks: they write them when nothing goes on for watchdog.timeout, "
-                         "when a rank is lost, and when one of them gets SIGUSR2")
+        raise ValueError(f"{folder} has no states of ranks: they are written after watchdog.timeout without progress, "
+                         "after the loss of a rank, and when a rank gets SIGUSR2")
     rank, lines = diagnose(states, processes)
     if as_json:
         return [json.dumps({"rank": rank, "lines": lines, "states": states, "processes": processes})]

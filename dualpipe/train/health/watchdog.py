@@ -153,7 +153,7 @@ class Watchdog:
         elif overdue.get("ranks") and overdue["kind"] != "save":  # a save goes by the progress of all ranks
             self._leave(self._describe_wait(overdue))
         elif self._store.gone and now - self._store.gone > self._limit:
-            self._leave("the store of the job is gone, with rank 0, and this rank goes on")
+            self._leave("the store of the job is gone, with rank 0, but this rank still runs")
         elif asked > self._asked:
             self._asked = asked
             if idle > self._patience / 2:  # the rank that asked prints the report
@@ -164,7 +164,7 @@ class Watchdog:
             self._write_state()
             if self._store.is_first(f"stall {asked}"):
                 self._store.ask()
-                self._print_diagnosis(f"watchdog: nothing has gone on for {idle:.0f} s: ")
+                self._print_diagnosis(f"watchdog: no progress for {idle:.0f} s: ")
 
     def _describe_wait(self, entry: dict[str, Any]) -> str:
         """Return a text about a wait for other ranks."""

@@ -137,7 +137,8 @@ def _silent_end(evidence: Evidence) -> Cause | None:
     """Look for a rank that ended and left nothing. Its status may be 0, while the others continued."""
     for rank, status in enumerate(evidence.statuses):
         if status is not None and rank not in evidence.errors and rank not in evidence.states:
-            return Cause(status or 1, [evidence.describe(rank, f"ended with exit status {status}, without a word")])
+            text = f"ended with exit status {status} and no error message"
+            return Cause(status or 1, [evidence.describe(rank, text)])
     return None
 
 

@@ -1,4 +1,4 @@
-"""`dualpipe parity --model`: a custom model, or one of transformers, in a pipeline against the uncut model.
+"""`dualpipe parity --model`: compares a custom or transformers model in a pipeline with the unpipelined model.
 
 Imports `train.parity_errors`, `train.launch`, `train.config.schema`, `parallel.mesh`, `schedule` and `runtime`.
 """

@@ -82,7 +82,7 @@ class StepWindow(ABC):
         if step <= last:
             self._open(step, last)
             return
-        self._say(f"no {self.output} is taken: the run goes on behind step {last}, the last one to {self.output}")
+        self._say(f"no {self.output} is taken: the run resumes after step {last}, the last one to {self.output}")
         self._steps = None
 
     def ends(self, step: int) -> bool:

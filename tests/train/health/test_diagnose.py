@@ -79,9 +79,9 @@ def test_ranks_that_have_not_been_heard_of():
     """As where the store is gone: it may have had no time to hand over the states of those that are well."""
     others = {rank: state(rank, ("meet", "the settings of all ranks", range(4), 1)) for rank in range(3)}
     found = diagnose(others)
-    assert found.rank == 3 and found.lines[0] == "everything waits for rank 3 (pp 1, dp 1): it has not been heard of"
+    assert found.rank == 3 and found.lines[0] == "everything waits for rank 3 (pp 1, dp 1): it has not reported"
     found = diagnose({2: others[2]})
-    assert found.rank is None and found.lines[0] == "everything waits for ranks 0-1, 3: they have not been heard of"
+    assert found.rank is None and found.lines[0] == "everything waits for ranks 0-1, 3: they have not reported"
 
 
 def test_a_stopped_rank_is_at_fault_though_it_has_written_a_state():

@@ -143,7 +143,7 @@ def test_a_rank_that_does_not_come_to_meet_the_others(start):
     process, _ = start((2, 2, 1), "--watchdog.timeout", 1, steps=0, before=DOES_NOT_MEET, timeout=6)
     _, err = over(process)
     assert process.returncode == 1, err
-    said = "watchdog: nothing has gone on for 1 s: everything waits for rank 1: it has been in start (rendezvous)"
+    said = "watchdog: no progress for 1 s: everything waits for rank 1: it has been in start (rendezvous)"
     assert said in err
     assert "wait for rank 1 in meet number 1 of ranks 0-3 (the settings of all ranks)" in err and "in sleeping" in err
     assert "error: rank 0 waited 6 s for rank 1 of 4" in err

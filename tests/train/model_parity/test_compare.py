@@ -44,7 +44,7 @@ FAULTS = {
     "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0)", ""),
     "swapped_weights": ("layers.1.experts.down.weight", "the weights of stage 1, before any step", ""),
     "tied_without_sum": ("embed.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
-    "wrong_cut": ("norm.", "without a pipeline: the cut computes something else", "no stage uses it"),
+    "wrong_cut": ("norm.", "without a pipeline: the split into stages changes the result", "no stage uses it"),
 }
 
 
@@ -77,4 +77,4 @@ def test_stages_that_lack_parameters_are_refused():
     found = run_ranks(compare, 2, PP2, ["missing_parameter"], check=False)
     for error in found:
         assert isinstance(error, ValueError)
-        assert "no stage has 18 of the uncut model's parameters, such as 'layers.1.norm.weight'" in str(error)
+        assert "no stage has 18 of the unpipelined model's parameters, such as 'layers.1.norm.weight'" in str(error)

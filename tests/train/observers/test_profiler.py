@@ -67,7 +67,7 @@ def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatc
     assert "profile: out/profile-1-3-rank0.json, and one file per rank" in capsys.readouterr().out
     assert "ProfilerStep#1" in Path("out/profile-1-3-rank0.json").read_text()
     assert cli.main(["train", "run.toml", *options, "--train.steps", "3", "--profile", "steps=1"]) == 0
-    assert "no profile is taken: the run goes on behind step 1, the last one to profile" in capsys.readouterr().out
+    assert "no profile is taken: the run resumes after step 1, the last one to profile" in capsys.readouterr().out
 
 
 # -- the memory snapshot

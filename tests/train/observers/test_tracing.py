@@ -167,7 +167,7 @@ def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, m
         assert {each.args.get("step") for each in read(f"out/{name}.json").slices} == {step}
     capsys.readouterr()
     assert alone(*saves, "--trace", "steps=1..2") == 0
-    assert "no trace is taken: the run goes on behind step 2, the last one to trace\n" in capsys.readouterr().out
+    assert "no trace is taken: the run resumes after step 2, the last one to trace\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file, message", [

@@ -1,4 +1,4 @@
-"""The models that are compared: the uncut model, its stages in sequence, and the pipeline; and positions in them.
+"""The models that are compared: the unpipelined one, its stages in sequence, and the pipeline.
 
 Imports `train.anomaly.localize`, `train.launch`, `train.parity_errors`, `hf`, `pipeline`, `parallel`, `nn`,
 `schedule` and `runtime`.
