@@ -347,10 +347,10 @@ def test_offsets_are_checked_on_the_device_when_asked(call, monkeypatch):
     wrong = good | {"offs": torch.tensor([3, 6], dtype=torch.int32, device="cuda")}
     call(**wrong)  # not asked: ends past the rows count as rows
     monkeypatch.setenv("DUALPIPE_CHECK_OFFSETS", "1")
-    with pytest.raises(ValueError, match="offs must rise from 0 to at most 5"):
+    with pytest.raises(ValueError, match="expected ends that rise from 0 to at most 5"):
         call(**wrong)
     if call is not CALLS["dgrad"]:
-        with pytest.raises(ValueError, match="gather must stay within the 5 rows"):
+        with pytest.raises(ValueError, match="expected values within the 5 rows of x"):
             call(**good, gather=torch.tensor([0, 1, 5, 2, 3], device="cuda"))
 
 
@@ -371,30 +371,30 @@ def operands(device="cpu"):
 
 
 BAD = {
-    "x must be a floating-point": {"x": torch.zeros(5, 4, dtype=torch.long)},
-    "dy must be a floating-point": {"dy": torch.zeros(5, 6, 1)},
-    "(w|out) must be a floating-point": {"w": torch.zeros(3, 4)},
-    "x.shape\\[1\\] must equal": {"x": torch.zeros(5, 3)},
-    "dy.shape\\[1\\] must equal": {"dy": torch.zeros(5, 7)},
-    "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16), "dy": torch.zeros(5, 6).half()},
-    "offs must be int32": {"offs": torch.tensor([1, 2])},
+    "x is torch.int64 .* expected a floating-point tensor": {"x": torch.zeros(5, 4, dtype=torch.long)},
+    r"dy is .* of shape \(5, 6, 1\), expected a floating-point tensor with 2": {"dy": torch.zeros(5, 6, 1)},
+    r"(w|out) is .* of shape \(3, 4\), expected a floating-point tensor with 3": {"w": torch.zeros(3, 4)},
+    r"x\.shape\[1\] is 3": {"x": torch.zeros(5, 3)},
+    r"dy\.shape\[1\] is 7": {"dy": torch.zeros(5, 7)},
+    "expected one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16), "dy": torch.zeros(5, 6).half()},
+    "offs is torch.int64, expected int32": {"offs": torch.tensor([1, 2])},
     "one end for each of 2": {"offs": torch.tensor([1, 2, 3], dtype=torch.int32)},
-    "at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
-    "offs must rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
-    "offs must rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
-    "offs must rise from 0": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
-    "one device": {"w": torch.zeros(2, 6, 4, device="meta")},
-    "one device; got": {"offs": torch.zeros(2, dtype=torch.int32, device="meta")},
-    "bias must have shape": {"bias": torch.zeros(6)},
-    "gather must be": {"gather": torch.zeros(5)},
-    "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
-    "gather must stay within the 5 rows of x; got -1": {"gather": torch.tensor([0, 1, -1, 2, 3])},
-    "rows of dy": {"dy": torch.zeros(4, 6)},
+    "expected at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
+    r"offs is \[3, 2\], expected ends that rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
+    "expected ends that rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
+    r"offs is \[-1, 2\], expected ends that rise": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
+    "expected one device": {"w": torch.zeros(2, 6, 4, device="meta")},
+    r"operands are on \[.*'meta'\], expected one": {"offs": torch.zeros(2, dtype=torch.int32, device="meta")},
+    "bias is .* one row for each expert": {"bias": torch.zeros(6)},
+    "gather is torch.float32": {"gather": torch.zeros(5)},
+    "expected values within the 5 rows of x": {"gather": torch.tensor([0, 1, 5, 2, 3])},
+    "gather has values from -1 to 3, expected values within": {"gather": torch.tensor([0, 1, -1, 2, 3])},
+    r"dy\.shape\[0\] is 4": {"dy": torch.zeros(4, 6)},
 }
 ONLY = {  # the others refuse every entry that they have the operand of
-    "dy.shape\\[1\\] must equal": {"dgrad"},
-    "x.shape\\[1\\] must equal": {"gemm"},
-    "rows of dy": {"wgrad"},
+    r"dy\.shape\[1\] is 7": {"dgrad"},
+    r"x\.shape\[1\] is 3": {"gemm"},
+    r"dy\.shape\[0\] is 4": {"wgrad"},
 }
 
 
@@ -409,13 +409,13 @@ def test_misfit_is_a_value_error(message, call):
 
 def test_wgrad_refuses_a_wrong_out():
     x, dy, w, offs = make([2, 3], 4, 6, torch.float32, "cpu", extra=0)
-    with pytest.raises(ValueError, match=r"out must have shape \(E, 6, 4\)"):
+    with pytest.raises(ValueError, match=r"out has shape .* expected \(E, 6, 4\)"):
         grouped_gemm_wgrad(dy, x, offs, out=w.transpose(1, 2), accumulate=False)
-    with pytest.raises(ValueError, match="rows of dy"):
+    with pytest.raises(ValueError, match=r"dy\.shape\[0\] is 4"):
         grouped_gemm_wgrad(dy[:4], x, offs, out=w, accumulate=False)
     with pytest.raises(ValueError, match="share memory"):
         grouped_gemm_wgrad(dy, x, offs, out=w[:1].expand(2, 6, 4), accumulate=False)
-    with pytest.raises(ValueError, match="must have one dtype"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         grouped_gemm_wgrad(dy.half(), x, offs, out=w, accumulate=False)
-    with pytest.raises(ValueError, match="out must be a floating-point"):
+    with pytest.raises(ValueError, match=r"out is torch\.int64"):
         grouped_gemm_wgrad(dy, x, offs, out=w.long(), accumulate=False)
