@@ -158,11 +158,9 @@ def _launch_backward(
     d_weights = with_dense_rows(d_weights)
     launch, tile_rows = _backward_launcher(
         d_probs is not None, num_experts, experts.shape[1], norm, factor, probs.dtype)
+    d_probs_strides = (0, 0) if d_probs is None else d_probs.stride()
     if d_probs is None:
         d_probs = probs  # not read
-        d_probs_strides = (0, 0)
-    else:
-        d_probs_strides = d_probs.stride()
     launch(
         (cdiv(tokens, tile_rows),), (d_weights, d_probs, experts, probs, d_logits),
         (tokens, num_experts, d_weights.stride(0), *d_probs_strides),
