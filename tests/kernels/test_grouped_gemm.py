@@ -1,4 +1,4 @@
-"""Grouped products against a plain loop in float64, on odd and empty sizes, with poisoned results and unused rows.
+"""Grouped GEMMs against a plain loop in float64, on odd and empty sizes, with poisoned results and unused rows.
 
 On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
 """
@@ -30,7 +30,7 @@ FAST_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def make(counts, hidden, out, dtype, device, extra=2):
-    """Operands with `extra` rows of NaN past the last offset."""
+    """Return operands with `extra` rows of NaN past the last offset."""
     generator = torch.Generator().manual_seed(0)
     experts, rows = len(counts), sum(counts)
     x, dy, w = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -44,7 +44,7 @@ def ends(counts, device="cpu"):
 
 
 def loop(function, counts, *operands):
-    """`function(e, *rows of the operands)` of every expert, in float64."""
+    """Apply `function(e, *rows of the operands)` to every expert, in float64."""
     start, results = 0, []
     for e, count in enumerate(counts):
         results.append(function(e, *(operand[start : start + count].double() for operand in operands)))
@@ -76,7 +76,7 @@ def check_products(counts, hidden, out, dtype, device, accumulators=None):
 
 @pytest.fixture(params=[80, 90] if INTERPRET else [None])
 def chip(request, monkeypatch):
-    """Interpreted, the kernel runs with pointers as on sm_80 and with descriptors as on sm_90."""
+    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
     if request.param is not None:
         monkeypatch.setattr(MODULE, "architecture", lambda device: request.param)
 
@@ -90,7 +90,7 @@ def test_products_equal_a_loop(counts, hidden, out, dtype, device, chip):
 
 @pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
 def test_products_of_several_tiles(dtype, device, chip):
-    """Several of rows, columns and depth; float32 and float64 have tiles of 32 x 64 x 32 and 32 x 32 x 16 at most."""
+    """Several tiles of rows, columns and depth; tiles of float32 have at most 32 x 64 x 32, of float64 32 x 32 x 16."""
     half = dtype in (torch.float16, torch.bfloat16)
     check_products([66, 0, 1, 129] if half else [34, 0, 1, 65], 136 if half else 72, 264 if half else 72, dtype, device)
 
@@ -112,7 +112,7 @@ def test_numbers_of_experts(experts, dtype, device, chip):
 
 
 def test_more_than_a_group_of_tiles(device, chip):
-    """Tiles of rows come in groups."""
+    """Several groups of row tiles."""
     dtype = torch.float16
     check_products([1300, 0, 400], 16, 136, dtype, device)
 
@@ -213,7 +213,7 @@ def test_every_run_has_the_same_bits(device, chip):
 
 
 def test_bits_depend_neither_on_the_order_of_programs_nor_on_their_number(device, chip, monkeypatch):
-    """As when others hold multiprocessors and the tiles go to those that are left; the grid is an upper bound."""
+    """Like tiles on a device with occupied multiprocessors; the grid is an upper bound."""
     if not (INTERPRET or device.type == "cuda"):
         pytest.skip("the reference has no programs")
     x, dy, w, offs = make([70, 0, 30], 72, 136, torch.float16, device, extra=0)
@@ -272,7 +272,7 @@ def test_views_work(dtype, device, chip):
 
 
 def test_more_than_two_billion_elements(tmp_path):
-    """Row 2 starts past 2^31 elements: a sparse file stands for memory that nobody has to own."""
+    """Row 2 starts past 2^31 elements; a sparse file replaces memory of that size."""
     row = 2**30 + 8
     size = 2 * row + 8  # 4.3 GB of float16, of which a few pages exist
     storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
@@ -364,7 +364,7 @@ def test_nothing_is_read_back(call, dtype):
 
 
 def operands(device="cpu"):
-    """Some that fit."""
+    """Return operands that match."""
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     return {"x": torch.zeros(5, 4, device=device), "dy": torch.zeros(5, 6, device=device),
             "w": torch.zeros(2, 6, 4, device=device), "offs": offs}
