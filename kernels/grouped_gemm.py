@@ -4,11 +4,11 @@ Rows are sorted by expert. `offs` has the end of every expert's rows, on the dev
 host and no row is padded. Example: offs = [2, 2, 5] assigns rows 0 and 1 to expert 0, none to expert 1, and rows 2 to 4
 to expert 2. Rows from 5 on are unassigned: no result depends on them, and they are not written.
 
-Advantages: over one GEMM per expert, E - 1 launches less, and no copy of the sizes to the host; over a batched GEMM, no
-padding. `gather` reads rows through an index, which saves writing and reading a sorted copy of K times the activations.
-`grouped_gemm_swiglu` activates gate and up in registers, which saves reading them and a launch. The weight gradient is
-added to its float32 accumulator from registers, which saves a rounded copy of all weights. Every element of a result
-has one writer and one order of additions, so results are bitwise reproducible.
+Advantage over one GEMM per expert: one launch instead of E, and no copy of the sizes to the host. Advantage over a
+batched GEMM: no padding. `gather` reads rows through an index, which saves writing and reading a sorted copy of K times
+the activations. `grouped_gemm_swiglu` activates gate and up in registers, which saves a launch and reading both. The
+weight gradient is added to its float32 accumulator from registers, which saves a rounded copy of all weights. Every
+element of a result has one writer and one order of additions, so results are bitwise reproducible.
 
 There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient). Both
 have one program per tile, which the hardware schedules as multiprocessors become idle, because experts have different
