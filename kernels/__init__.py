@@ -1,6 +1,6 @@
 """Triton kernels of layers, and their PyTorch references. They are independent of pipelines.
 
-Imports no other room.
+Imports nothing.
 """
 
 from dualpipe.kernels.cross_entropy import cross_entropy

@@ -45,6 +45,7 @@ def architecture(device: torch.device) -> int:
 
 @cache
 def _capability(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device as a number."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 

@@ -108,6 +108,7 @@ _TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
+    """Write the losses (T,) and the statistics (T, 2)."""
     tokens, vocabulary = logits.shape
     logits = with_dense_rows(logits)
     launch, _ = _launcher(True, vocabulary > 1024, loss.dtype)
@@ -253,11 +254,13 @@ def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scal
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Save the logits, the labels, the statistics and the divisor."""
     logits, labels, _, ctx.ignore_index, _, ctx.in_place = inputs
     ctx.save_for_backward(logits, labels, *output[1:])  # stats and divisor
 
 
 def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradient of the logits; with `in_place`, in their memory."""
     logits, labels, stats, divisor = ctx.saved_tensors
     operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
     if ctx.in_place:

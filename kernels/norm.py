@@ -127,6 +127,7 @@ def tile_of(width: int) -> RowTile:
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor, scale: Tensor
 ) -> None:
+    """Write y, the sum `total` if there is a residual, and the scale."""
     width = x.shape[-1]
     launch, tile_rows = _forward_launcher(width, eps, residual is not None, scale.dtype)
     x, stride = _as_rows(x)
@@ -154,6 +155,7 @@ def _forward_launcher(width: int, eps: float, has_residual: bool, dtype: torch.d
 def _launch_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor, dx: Tensor, parts: Tensor
 ) -> None:
+    """Write the gradient of the sum to `dx`, and partial weight gradients to `parts`."""
     rows = scale.shape[0]
     width = total.shape[-1]
     launch = _backward_launcher(width, d_sum is not None, scale.dtype)
@@ -293,6 +295,7 @@ def _new_gradients(
 def _rms_norm_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the sum, and partial weight gradients (P, H)."""
     if not _has_kernel(total):
         return rms_norm_backward_reference(dy, d_sum, total, scale, weight)
     dx, parts = _new_gradients(dy, d_sum, total, scale, weight)

@@ -133,7 +133,8 @@ def _quantize_tile(
             unit = scale.to(tl.float32, bitcast=True)
         x = tl.div_rn(
             x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BLOCK_HEIGHT, BLOCK_HEIGHT, COLS // BLOCK, BLOCK)))
-    NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else 255 if SCALE == "e8m0" else 127
+    NAN_BYTE: tl.constexpr = 255 if SCALE == "e8m0" else 127
+    NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else NAN_BYTE
     return _encode(tl.reshape(x, (ROWS, COLS)), BITS), tl.where(is_broken, NAN, scale)
 
 

@@ -84,7 +84,8 @@ def _forward_rows(
     N = T * heads
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
     first, second = _load_pairs(x_ptr, rows, N, heads, token_stride, head_stride, D, STEP, APART, BLOCK_D)
-    a, b = first.to(COMPUTE), second.to(COMPUTE)
+    a = first.to(COMPUTE)
+    b = second.to(COMPUTE)
     y_type = y_ptr.dtype.element_ty
     if NORM:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + EPS)
@@ -145,18 +146,23 @@ def _backward_rows(
     for start in range(block * span, tl.minimum(block * span + span, N), BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         dy_first, dy_second = _load_pairs(dy_ptr, rows, N, heads, dy_token, dy_head, D, 1, D // 2, BLOCK_D)
-        dy1, dy2 = dy_first.to(COMPUTE), dy_second.to(COMPUTE)
+        dy1 = dy_first.to(COMPUTE)
+        dy2 = dy_second.to(COMPUTE)
         cos, sin = _load_angles(cos_ptr, sin_ptr, rows, N, heads, R, D, dy_first.dtype, COMPUTE, BLOCK_D)
-        d_a, d_b = dy1 * cos + dy2 * sin, dy2 * cos - dy1 * sin
+        d_a = dy1 * cos + dy2 * sin
+        d_b = dy2 * cos - dy1 * sin
         if NORM:
             first, second = _load_pairs(x_ptr, rows, N, heads, token_stride, head_stride, D, STEP, APART, BLOCK_D)
             scale = tl.load(scale_ptr + rows, mask=rows < N, other=0.0)[:, None]
-            a, b = first.to(COMPUTE) * scale, second.to(COMPUTE) * scale
+            a = first.to(COMPUTE) * scale
+            b = second.to(COMPUTE) * scale
             d_weight_a += d_a * a.to(first.dtype).to(COMPUTE)
             d_weight_b += d_b * b.to(first.dtype).to(COMPUTE)
-            d_a, d_b = d_a * weight_a, d_b * weight_b
+            d_a = d_a * weight_a
+            d_b = d_b * weight_b
             mean = ((tl.sum(d_a * a, 1) + tl.sum(d_b * b, 1)) * (1.0 / D))[:, None]
-            d_a, d_b = scale * (d_a - a * mean), scale * (d_b - b * mean)
+            d_a = scale * (d_a - a * mean)
+            d_b = scale * (d_b - b * mean)
         mask = (rows < N)[:, None] & (pairs < D // 2)[None, :]
         dx_ptrs = dx_ptr + rows.to(tl.int64)[:, None] * D + (pairs * STEP)[None, :]
         tl.store(dx_ptrs, d_a.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -219,6 +225,7 @@ def _launch_forward(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
     interleaved: bool, results: Rotated,
 ) -> None:
+    """Write the rotated queries and keys and the scales of their norms to `results`."""
     q = _flatten_tokens(q)
     k = _flatten_tokens(k)
     tokens, heads, dim = q.shape
@@ -246,6 +253,7 @@ def _launch_backward(
     q_weight: Tensor | None, k_weight: Tensor | None, q_scale: Tensor, k_scale: Tensor, interleaved: bool,
     gradients: tuple[Tensor, ...],
 ) -> None:
+    """Write the fields of `RotatedBackward` to `gradients`."""
     dq_out = _flatten_tokens(dq_out)
     dk_out = _flatten_tokens(dk_out)
     # Without norms, the kernel does not read q and k.

@@ -222,6 +222,7 @@ def _sort_launchers(bins: int) -> tuple[Launcher, Launcher]:
 
 
 def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor) -> None:
+    """Write the sum of every token's rows to `out` (T, H)."""
     tokens, hidden = out.shape
     rows = with_dense_rows(rows)
     launch, tile = _sum_launcher(hidden, rows.dtype, None if weights is None else weights.dtype)
@@ -245,6 +246,7 @@ def _launch_spread(
     x: Tensor, weights: Tensor | None, rows: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor,
     d_weights: Tensor | None,
 ) -> None:
+    """Write every token to its rows `out` (M, H), and the gradient of the weights if there are weights."""
     tokens, hidden = x.shape
     x = with_dense_rows(x)
     rows = x if rows is None else with_dense_rows(rows)
@@ -398,6 +400,7 @@ def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 @operator(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
 def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+    """Compute `dispatch_tokens` with checked operands. rows: M."""
     out = x.new_empty(rows, x.shape[1])
     if not use_triton(x):
         choices = _assigned_choices(inverse, offs)
@@ -409,6 +412,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
 
 @operator(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
 def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """Compute `combine_tokens` with checked operands."""
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
         out.copy_(combine_tokens_reference(y, weights, inverse, offs, top_k))
@@ -436,21 +440,25 @@ def _combine_tokens_backward(
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the permutation for the backward."""
     _, inverse, offs, ctx.top_k, _ = inputs
     ctx.save_for_backward(inverse, offs)
 
 
 def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Sum the gradients of every token's rows."""
     return _combine_tokens(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the operands that the backward needs: without weights, not the rows."""
     y, weights, inverse, offs, ctx.top_k = inputs
     ctx.rows = y.shape[0]
     ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
 
 
 def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Spread the gradient of every token to its rows, and compute the gradient of the weights."""
     y, weights, inverse, offs = ctx.saved_tensors
     if weights is None:
         return _dispatch_tokens(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None

@@ -119,13 +119,15 @@ def _backward_kernel(
         dh_ptrs = dh_ptr + rows.to(tl.int64)[:, None] * stride_dh + cols[None, :]
         dh = tl.load(dh_ptrs, mask=mask, other=0.0).to(COMPUTE)
         raw_gate, raw_up = load_gate_up(gate_up_ptr, rows, start, M, width, stride, CLAMPED, BLOCK_M, BLOCK_I)
-        raw_gate, raw_up = raw_gate.to(COMPUTE), raw_up.to(COMPUTE)
+        raw_gate = raw_gate.to(COMPUTE)
+        raw_up = raw_up.to(COMPUTE)
         gate, s, u = activate(raw_gate, raw_up, ALPHA, LIMIT, CLAMPED)
         d_u = dh * (gate * s)
         d_gate = dh * u * s * (1.0 + ALPHA * gate * (1.0 - s))
         if HAS_WEIGHT:
             d_weight += d_u * u
-            d_u, d_gate = d_u * weight, d_gate * weight
+            d_u = d_u * weight
+            d_gate = d_gate * weight
         row_ptrs = d_gate_up_ptr + rows.to(tl.int64)[:, None] * (2 * width)
         if CLAMPED:
             d_gate = tl.where(raw_gate > LIMIT, 0.0, d_gate).to(d_gate_up_ptr.dtype.element_ty)
@@ -167,6 +169,7 @@ def launch_swiglu(gate_up: Tensor, activation: Activation, h: Tensor) -> None:
 
 
 def _launch_backward(dh: Tensor, gate_up: Tensor, activation: Activation, d_gate_up: Tensor, d_weight: Tensor) -> None:
+    """Write the gradients to `d_gate_up` (M, 2I) and `d_weight` (M,)."""
     rows, width = dh.shape
     weight, *form = activation
     launch, tile = _launcher(False, width, gate_up.dtype, None if weight is None else weight.dtype, *form)
@@ -282,6 +285,7 @@ def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None
 
 @operator(lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
 def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
+    """Return the activation (M, I)."""
     h = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if not use_triton(gate_up):
         h.copy_(swiglu_reference(gate_up, weight, clamped, alpha, limit))
@@ -314,11 +318,13 @@ def _swiglu_backward(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the operands for the backward."""
     gate_up, weight, *ctx.form = inputs
     ctx.save_for_backward(gate_up, weight)
 
 
 def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of gate_up and weight."""
     gate_up, weight = ctx.saved_tensors
     return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
 

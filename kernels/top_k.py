@@ -51,7 +51,8 @@ def _forward_kernel(
 ):
     """Route BLOCK_T tokens per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_E)
+    places = tl.arange(0, BLOCK_K)
     mask = (rows < T)[:, None] & (cols < E)[None, :]
     logits_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     x = tl.load(logits_ptrs, mask=mask, other=float("-inf")).to(COMPUTE)
@@ -135,6 +136,7 @@ def block_k(top_k: int) -> int:
 
 
 def _launch_forward(logits: Tensor, weights: Tensor, experts: Tensor, probs: Tensor, norm: bool, factor: float) -> None:
+    """Write weights, experts and probabilities."""
     tokens, num_experts = logits.shape
     logits = with_dense_rows(logits)
     launch, tile_rows = _forward_launcher(num_experts, weights.shape[1], norm, factor, probs.dtype)
@@ -154,15 +156,14 @@ def _launch_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float,
     d_logits: Tensor,
 ) -> None:
+    """Write the gradient of the logits to `d_logits`."""
     tokens, num_experts = probs.shape
     d_weights = with_dense_rows(d_weights)
     launch, tile_rows = _backward_launcher(
         d_probs is not None, num_experts, experts.shape[1], norm, factor, probs.dtype)
+    d_probs_strides = (0, 0) if d_probs is None else d_probs.stride()
     if d_probs is None:
         d_probs = probs  # not read
-        d_probs_strides = (0, 0)
-    else:
-        d_probs_strides = d_probs.stride()
     launch(
         (cdiv(tokens, tile_rows),), (d_weights, d_probs, experts, probs, d_logits),
         (tokens, num_experts, d_weights.stride(0), *d_probs_strides),
@@ -243,6 +244,7 @@ def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tup
 def _softmax_top_k_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
 ) -> Tensor:
+    """Return the gradient of the logits."""
     if not use_triton(probs):
         return softmax_top_k_backward_reference(d_weights, d_probs, experts, probs, norm, factor).to(d_weights.dtype)
     d_logits = d_weights.new_empty(probs.shape)

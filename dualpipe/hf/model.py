@@ -80,6 +80,7 @@ class TransformersModel:
 
     @property
     def _text_config(self) -> Any:
+        """Configuration of the language model."""
         return self.causal_lm.config.get_text_config()
 
     @property
@@ -184,11 +185,13 @@ def build_on_meta(model: TransformersModel) -> Any:
 
 @lru_cache(maxsize=8)
 def _whole_on_meta(text: str) -> Any:
+    """Return the whole model on the meta device, cached by the text of its config.json."""
     return build_on_meta(TransformersModel(text))
 
 
 @lru_cache(maxsize=64)
 def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) -> tuple[CausalLMStage, ...]:
+    """Build all stages on the meta device, cached by the text of the model's config.json."""
     cuts = stage_layers(_whole_on_meta(text), num_stages, layers_per_stage)
     form = check_structure(build_on_meta(TransformersModel(text)), cuts)  # consumes the model it gets
     stages = []

@@ -313,6 +313,7 @@ def _compare_arguments(number: int, actual: LayerCall, expected: LayerCall) -> N
 
 
 def _none_if_false(value: Any) -> Any:
+    """Return None for False, and other values unchanged."""
     return None if value is False else value
 
 

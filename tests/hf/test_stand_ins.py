@@ -1,4 +1,4 @@
-"""Modules that take the place of others for one call."""
+"""Stand-ins: modules that replace others for one call."""
 
 from __future__ import annotations
 

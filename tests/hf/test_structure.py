@@ -1,4 +1,4 @@
-"""Models whose layers pass on more than hidden states are refused before anything is loaded; others run by stages."""
+"""Models whose layers pass on more than hidden states are refused before loading; others run as stages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_loaded(model_type, tmp_path):
-    """The folder has no weights: a refusal comes before they are looked for."""
+    """The folder has no weights: the model is refused before weights are read."""
     sweep_config(model_type).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED[model_type]):
         load_stages(tmp_path, 2, (0, 1))
@@ -48,7 +48,7 @@ def test_layers_that_return_tuples_run_by_stages_also_by_those_without_layers(mo
 
 
 def test_a_model_with_more_hidden_layers_than_layers_runs_by_stages():
-    """A layer of LongCat counts twice, for its two attentions."""
+    """LongCat counts a layer twice, for its two attentions."""
     assert outcome_of("longcat_flash") == "equal"
 
 
@@ -61,7 +61,7 @@ def test_other_models_run_by_stages(model_type):
 
 
 class SharingLayer(nn.Module):
-    """Leaves keys and values for later layers in a dictionary, or takes them from there."""
+    """Layer that stores keys and values for later layers in a dictionary, or reads them from it."""
 
     def __init__(self, *, reads, writes):
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_dictionary_that_layers_share_values_in_is_noticed(reads, writes):
 
 
 def test_gemma4_without_shared_keys_and_per_layer_embeddings_runs_by_stages():
-    """All its layers get a dictionary for keys and values, which none of them uses then."""
+    """All layers get a dictionary for keys and values, but none uses it."""
     assert outcome_of("gemma4_text") == "equal"
 
 

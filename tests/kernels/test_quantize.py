@@ -1,4 +1,4 @@
-"""The kernels' bytes against the references', with poisoned results; what the references do is in test_formats.py."""
+"""Bytes of the kernels against those of the references, with poisoned results; test_formats.py tests the references."""
 
 import importlib
 
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def make(shape, dtype, device, seed=0):
-    """Numbers of all magnitudes, zeros of both signs, the tiniest and largest, infinities and NaN."""
+    """Return values of all magnitudes, zeros of both signs, the smallest and largest numbers, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x *= 2.0 ** torch.randint(-30, 15, (*shape[:-1], 1), generator=generator)
@@ -42,7 +42,7 @@ def make(shape, dtype, device, seed=0):
 
 
 def bits(x):
-    """What can be compared, NaN with NaN too."""
+    """Convert to values that compare equal for equal bits, NaN included."""
     return x.nan_to_num(nan=12345.0).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
@@ -69,7 +69,7 @@ def test_bytes_and_numbers(format, dtype, device):
 @pytest.mark.slow
 @ALL
 def test_bytes_at_every_scale(format, device):
-    """Mantissas of 8 bits at every exponent, and so each side of each step of a scale, and of ties of elements."""
+    """All 8-bit mantissas at every exponent: both sides of every change of a scale and of every tie of elements."""
     steps = 2.0 ** torch.arange(-150, 127, dtype=torch.float64)[:, None] * (1 + torch.arange(2**8) / 2**8)
     x = (steps[..., None] * torch.linspace(1, -1, 32, dtype=torch.float64)).float().to(device)  # (exponents, 256, 32)
     x = x if format.block[0] == 1 else x[:, :, None, :].expand(-1, -1, 4, -1).flatten(0, 1)

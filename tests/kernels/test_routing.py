@@ -1,4 +1,4 @@
-"""Sorting tokens by expert and bringing them back, against plain indexing in float64, with poisoned results."""
+"""Sort, dispatch and combine of tokens against plain indexing in float64, with poisoned results."""
 
 import importlib
 
@@ -28,7 +28,7 @@ def random(shape, dtype, device, seed=0):
 
 
 def unsorted(rows, device):
-    """Rows that are in order already, all of one expert."""
+    """Return the order of rows that are sorted already, all of one expert."""
     return SortedTokens(*(torch.arange(rows, dtype=torch.int32, device=device),) * 2,
                         torch.tensor([rows], dtype=torch.int32, device=device),
                         torch.zeros(rows, dtype=torch.int32, device=device))
@@ -46,7 +46,7 @@ def check_sorted(expert_idx, num_experts):
 
 
 def check_rows(expert_idx, num_experts, hidden, dtype, weight_dtype=None):
-    """Dispatch and combine, forward and backward."""
+    """Run dispatch and combine, forward and backward."""
     (count, top_k), device = expert_idx.shape, expert_idx.device
     tokens = sort_tokens(expert_idx, num_experts)
     x, y = random((count, hidden), dtype, device), random((count * top_k, hidden), dtype, device, 1)
@@ -195,7 +195,7 @@ def test_same_bits_on_every_run(device):
 
 
 def test_second_derivative(device):
-    """Right where the operator is linear; refused for the weighted sum."""
+    """A second backward is correct for linear operators, and refused for the weighted sum."""
     tokens = sort_tokens(choose(5, 2, 4, device), 4)
     x, weights = (random((5, n), torch.float64, device).requires_grad_() for n in (3, 2))
 
@@ -245,7 +245,7 @@ def test_nothing_is_read_back():
 
 @pytest.mark.parametrize("expert", [3, -2])
 def test_expert_out_of_range(expert, device):
-    """An error on CPU; the kernel sorts the row past the last expert's, unassigned."""
+    """Raises ValueError on CPU; the kernel sorts the row as unassigned."""
     expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block
     if device.type == "cuda" or INTERPRET:
         tokens = sort_tokens(expert_idx, 3)
@@ -259,7 +259,7 @@ def test_expert_out_of_range(expert, device):
 
 
 def some_unassigned(tokens, top_k, experts, device, share):
-    """Choices of which `share` are unassigned, among them all of the first token."""
+    """Return choices of which `share` are unassigned, including all choices of the first token."""
     chosen = choose(tokens, top_k, experts, device)
     generator = torch.Generator().manual_seed(1)
     unassigned = torch.rand(tokens, top_k, generator=generator) < share
@@ -290,7 +290,7 @@ def test_sort_puts_unassigned_rows_last(share, case, index_dtype, device):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_unassigned_rows_count_as_zero(share, case, dtype, cut, device):
-    """Whatever they, their weights and their gradients hold, and also where they do not exist."""
+    """Unassigned rows, weights and gradients may have any value, and rows may be absent."""
     tokens, top_k, experts, hidden = case
     chosen = some_unassigned(tokens, top_k, experts, device, share)
     sorted_tokens = sort_tokens(chosen, experts)

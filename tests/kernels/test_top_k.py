@@ -1,4 +1,4 @@
-"""The router's choice against the formula and its autograd in float64, with poisoned results."""
+"""Router against the formula and its autograd in float64, with poisoned results."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make(tokens, experts, top_k, dtype, device):
-    """Logits without equal ones in a row, and gradients of weights and probabilities."""
+    """Return logits that are distinct in every row, and gradients of weights and probabilities."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.rand(tokens, experts, generator=generator).argsort(-1) - experts // 2
     shapes = (tokens, top_k), (tokens, experts)
