@@ -10,10 +10,11 @@ activations; `grouped_gemm_swiglu` activates gate and up while they are in regis
 and a launch; the weight gradient goes into its float32 accumulator from the registers, which saves a rounded copy of
 all weights. Every element of a result has one writer and one order of additions: the bits are those of every other run.
 
-Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient).
-Both have one program for each tile, which the hardware hands out as multiprocessors fall idle: experts differ in rows,
-and NCCL's blocks (82 KB of shared memory and 640 threads, NVIDIA/nccl#689) leave no room for a program (147 KB or more)
-beside them. Of a fixed share of tiles for each multiprocessor, theirs would be left to a second wave.
+Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient),
+which has a second form for several micro-batches at once. All have one program for each tile, which the hardware hands
+out as multiprocessors fall idle: experts differ in rows, and NCCL's blocks (82 KB of shared memory and 640 threads,
+NVIDIA/nccl#689) leave no room for a program (147 KB or more) beside them. Of a fixed share of tiles for each
+multiprocessor, theirs would be left to a second wave.
 On sm_90 and later, operands whose rows start at multiples of 16 bytes are read by the copy engine (tensor descriptors);
 others, gathered ones and those on sm_80 through pointers. None of these functions is meant for autograd:
 `dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` have the backward.
