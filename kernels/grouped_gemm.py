@@ -293,8 +293,8 @@ def _weight_kernel(
 
 @triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
 def _merged_weight_kernel(
-    dy0, dy1, dy2, dy3,  # of each micro-batch (M, N): descriptor or pointer; None from the number of micro-batches on,
-    x0, x1, x2, x3,  # as the next three
+    dy0, dy1, dy2, dy3,  # one for each micro-batch, as in `_weight_kernel`; None for those that are not there
+    x0, x1, x2, x3,
     gather0, gather1, gather2, gather3,
     offs0, offs1, offs2, offs3,
     out,
