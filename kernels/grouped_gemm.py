@@ -10,8 +10,8 @@ the activations. `grouped_gemm_swiglu` activates gate and up in registers, which
 weight gradient is added to its float32 accumulator from registers, which saves a rounded copy of all weights. Every
 element of a result has one writer and one order of additions, so results are bitwise reproducible.
 
-There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient). Both
-have one program per tile, which the hardware schedules as multiprocessors become idle, because experts have different
+There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient), with
+a second form for several micro-batches at once. All have one program per tile, which the hardware schedules as multiprocessors become idle, because experts have different
 numbers of rows, and because a program (147 KB of shared memory or more) does not fit on a multiprocessor next to a
 block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689). With a fixed share of tiles per multiprocessor, the shares of
 those that NCCL occupies would be left for a second wave.
@@ -310,8 +310,8 @@ def _weight_kernel(
 
 @triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
 def _merged_weight_kernel(
-    dy0, dy1, dy2, dy3,  # of each micro-batch (M, N): descriptor or pointer; None from the number of micro-batches on,
-    x0, x1, x2, x3,  # as the next three
+    dy0, dy1, dy2, dy3,  # one for each micro-batch, as in `_weight_kernel`; None for those that are not there
+    x0, x1, x2, x3,
     gather0, gather1, gather2, gather3,
     offs0, offs1, offs2, offs3,
     out,

@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualpipe.kernels import WgradOperands, sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
+from dualpipe.parallel.experts.dispatcher import shard_experts
+from dualpipe.parallel.mesh import build_mesh
+from lone_rank import lone_rank
 
 WEIGHTS = {name: torch.zeros(1) for name in "XY"}
 
@@ -138,6 +142,24 @@ def test_a_frozen_weight_has_its_bias_alone():
     layer.weight.requires_grad_(False)
     assert run(layer, [(torch.randn(7, 16), ends([2, 0, 5]))] * 2, merged=True) == []
     assert layer.weight.grad is None and layer.bias.grad is not None
+
+
+@pytest.mark.parametrize("has_grads", [False, True])
+def test_experts_that_are_sharded_over_ranks_add_to_their_shards(has_grads):
+    grads = []
+    inputs = [(torch.randn(7, 16), ends(counts)) for counts in ([2, 0, 5], [1, 1, 5], [0, 0, 7])]
+    with lone_rank(0, 2):
+        mesh = build_mesh(1, 1, 2, torch.device("cpu"))
+        for merged in (True, False):
+            torch.manual_seed(0)
+            layer = shard_experts(GroupedLinear(6, 16, 8, bias=True), mesh["ep"])
+            if has_grads:
+                run(layer, inputs[:1], merged=False)
+            assert run(layer, inputs, merged=merged) == ([3] if merged else [1, 1, 1])
+            assert all(isinstance(param.grad, DTensor) for param in layer.parameters())
+            grads.append([param.grad.to_local() for param in layer.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert grads[0][0].shape == (3, 8, 16)
 
 
 def test_a_store_that_does_not_merge_queues_no_operands():
