@@ -59,9 +59,10 @@ test-idle: $(READY)-test
 test-gpu: $(READY)-test
 	$(PYTEST) --numprocesses 0 -m gpu -rs $(ARGS)
 
-# docs/config.md, docs/cli.md and docs/api.md, from the code.
+# What is written from the code: docs/config.md, docs/cli.md, docs/api.md and docs/pictures.
 reference: $(READY)-test
 	$(BIN)/python docs/generate/reference.py
+	$(BIN)/python docs/generate/draw_pictures.py
 
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .

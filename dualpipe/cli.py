@@ -301,7 +301,7 @@ _CONFIG: _Arguments = {
 _CONFIG_OR_MODEL: _Arguments = {**_CONFIG, "config": {**_CONFIG["config"], "nargs": "?"}}
 _PARITY: _Arguments = {
     "--model": dict(metavar="MODULE:FUNCTION|DIR", help="instead of CONFIG: a function that returns a "
-                    "dualpipe.train.model_parity.CutModel, or a directory of transformers; see docs/your-own-loop.md"),
+                    "dualpipe.train.model_parity.CutModel, or a directory of transformers; see docs/your-loop.md"),
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
     "--dp-replicate": dict(type=int, metavar="N", help="parts of dp that have all parameters each (default: the "

@@ -84,7 +84,7 @@ def base_of(causal_lm: Any) -> Any:
     if base is None or missing:
         raise ValueError(
             f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, of which "
-            "stages are made; cut it yourself, as docs/your-own-loop.md shows")
+            "stages are made; cut it yourself, as docs/your-loop.md shows")
     return base
 
 

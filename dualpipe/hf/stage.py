@@ -120,7 +120,7 @@ class CausalLMStage(nn.Module):
         if len(norm.results) != 1:
             raise ValueError(
                 f"a {type(self.causal_lm).__name__} calls its norm {len(norm.results)} times; stages need it once, "
-                "behind the layers: cut the model yourself, as docs/your-own-loop.md shows")
+                "behind the layers: cut the model yourself, as docs/your-loop.md shows")
         arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
         return hidden_states if self.is_first else x, arguments
 

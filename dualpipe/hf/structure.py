@@ -22,7 +22,7 @@ from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.stand_ins import CallRecorder, LayerForm, OutputRecorder, StandIn, standing_in
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 
-ADVICE = "cut the model yourself, as docs/your-own-loop.md shows"
+ADVICE = "cut the model yourself, as docs/your-loop.md shows"
 _TOKENS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device="cpu")
 _FORMS = [LayerForm(num_results) for num_results in range(4)]
 

@@ -176,11 +176,11 @@ def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(
     assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
 
 
-def test_the_lines_of_the_readme_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
+def test_the_lines_of_the_quickstart_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
     root = Path(cli.__file__).parents[1]
     example = load_config(root / "examples/tiny-cpu.toml")
     folder = example.export_directory
-    blocks = re.findall("```py\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall("```py\n(.*?)```", (root / "docs/quickstart.md").read_text(), re.DOTALL)
     (lines,) = [block for block in blocks if "from_pretrained" in block]
     assert f'from_pretrained("{folder}")' in lines and example.data.tokenizer == "bytes"
     monkeypatch.chdir(tmp_path)

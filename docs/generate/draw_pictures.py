@@ -1,7 +1,7 @@
 """Draw the pictures of the documents into docs/pictures.
 
-    python docs/generate/pictures.py            draw them
-    python docs/generate/pictures.py --check    draw nothing; exit status 1 if a picture is not current
+    python docs/generate/draw_pictures.py            draw them
+    python docs/generate/draw_pictures.py --check    draw nothing; exit status 1 if a picture is not current
 
 Schedules are drawn by the library itself, as `dualpipe schedule --svg` does. All pictures have the colours of its
 schedules, and a dark mode.
@@ -101,8 +101,8 @@ def overlap() -> str:
     shapes += [
         text(left, top + 92, "The side stream waits for the event of the segment that computed the rows. The compute "
              "stream waits for the rows before it reads them.", "m"),
-        text(left, top + 108, "record_stream keeps their memory until both streams are done with it. W: weight gradients "
-             "that fill in.", "m"),
+        text(left, top + 108, "record_stream keeps their memory until both streams are done with it. W: weight "
+             "gradients that fill in.", "m"),
     ]
     return drawn(width + 20, top + 126, shapes)
 
