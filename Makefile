@@ -32,8 +32,8 @@ $(READY): pyproject.toml setup.py setup.sh constraints.txt
 	$(call SETUP,train)
 	touch $@
 
-# What the tests, and what the linters need besides, in the same environment.
-$(READY)-test $(READY)-lint: $(READY)-%: $(READY)
+# What the tests, the linters and the documents need besides, in the same environment.
+$(READY)-test $(READY)-lint $(READY)-docs: $(READY)-%: $(READY)
 	$(call SETUP,$*)
 	touch $@
 
@@ -67,6 +67,12 @@ reference: $(READY)-test
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
 	$(BIN)/python -P -m mypy
+
+# The documents as a site, in out/site. A page that is not current, or a link that leads nowhere, is an error.
+docs: $(READY)-docs
+	$(BIN)/python docs/generate/reference.py --check
+	$(BIN)/python docs/generate/draw_pictures.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
 
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.
 bench: $(READY)
