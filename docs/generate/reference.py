@@ -375,7 +375,7 @@ def class_lines(name: str, value: type) -> list[str]:
     node = definition(value)
     assert isinstance(node, ast.ClassDef), name
     constructor = constructor_of(value)
-    own_fields = list(documented_fields(node))
+    own_fields = [(field, text) for field, text in documented_fields(node) if not field.startswith("_")]
     if constructor is not None:
         head = "class " + signature(constructor, is_method=True, name=name)
     elif own_fields:
@@ -413,10 +413,10 @@ def constructor_of(value: type) -> ast.FunctionDef | None:
 
 
 def public_methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Yield the public methods and properties of a class, without setters."""
+    """Yield the public methods and properties of a class that have a docstring, without setters."""
     for method in node.body:
         is_public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-        if is_public and not any(each.endswith(".setter") for each in decorators(method)):
+        if is_public and first_paragraph(method) and not any(d.endswith(".setter") for d in decorators(method)):
             yield method
 
 
