@@ -415,8 +415,10 @@ def constructor_of(value: type) -> ast.FunctionDef | None:
 def public_methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
     """Yield the public methods and properties of a class that have a docstring, without setters."""
     for method in node.body:
-        is_public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-        if is_public and first_paragraph(method) and not any(d.endswith(".setter") for d in decorators(method)):
+        if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
+            continue
+        is_setter = any(decorator.endswith(".setter") for decorator in decorators(method))
+        if first_paragraph(method) and not is_setter:
             yield method
 
 
