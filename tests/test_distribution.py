@@ -85,7 +85,8 @@ def test_the_metadata_is_complete(built):
     for name in ("torch", "einops", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
-                           if line.endswith(f'extra == "{name}"')) for name in ("viz", "train", "hf", "test", "lint", "docs")}
+                           if line.endswith(f'extra == "{name}"'))
+              for name in ("viz", "train", "hf", "test", "lint", "docs")}
     assert extras["viz"] == ["matplotlib", "tensorboard"]
     assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "what `make train` installs: no tests, no linters"
     assert extras["hf"] == ["transformers"] and 'dualpipe[data,hf,viz,wandb]; extra == "test"' in extras["test"]

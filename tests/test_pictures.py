@@ -41,6 +41,7 @@ def test_drawings_have_a_dark_mode_and_are_xml(drawing):
     for path in FOLDER.glob("*.svg"):
         text = path.read_text(encoding="utf-8")
         assert drawing.DARK in text and drawing.with_dark_mode(text) == text
+        assert re.search(r'<rect (x="0" y="0" )?width="[^"]+" height="[^"]+" fill="#fff"/>', text), "its background"
         ElementTree.fromstring(text)
 
 

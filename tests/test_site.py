@@ -24,7 +24,7 @@ def hooks():
 @pytest.mark.parametrize("source, uri, text, expected", [
     ("README.md", "index.md", "[a](docs/cli.md#x) ![b](docs/pictures/c.svg)", "[a](cli.md#x) ![b](pictures/c.svg)"),
     ("README.md", "index.md", "[`d`](dualpipe/cli.py) and [e](CONTRIBUTING.md)", "`d` and [e](contributing.md)"),
-    ("docs/cli.md", "cli.md", "[f](../README.md) [g](results/cpu.md) [h](#i)", "[f](index.md) [g](results/cpu.md) [h](#i)"),
+    ("docs/cli.md", "cli.md", "[f](../README.md) [g](results/cpu.md)", "[f](index.md) [g](results/cpu.md)"),
     ("docs/results/cpu.md", "results/cpu.md", "[j](../gpu.md) [k](https://l.org)", "[j](../gpu.md) [k](https://l.org)"),
     ("docs/cli.md", "cli.md", "[m](../Makefile)\n```py\n[n](../o.py)\n```\n", "m\n```py\n[n](../o.py)\n```\n"),
     ("docs/cli.md", "cli.md", "| [`[train]`](#train) |", "| [`[train]`](#train) |"),

@@ -375,7 +375,7 @@ def class_lines(name: str, value: type) -> list[str]:
     node = definition(value)
     assert isinstance(node, ast.ClassDef), name
     constructor = constructor_of(value)
-    own_fields = list(documented_fields(node))
+    own_fields = [(field, text) for field, text in documented_fields(node) if not field.startswith("_")]
     if constructor is not None:
         head = "class " + signature(constructor, is_method=True, name=name)
     elif own_fields:
@@ -413,10 +413,12 @@ def constructor_of(value: type) -> ast.FunctionDef | None:
 
 
 def public_methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Yield the public methods and properties of a class, without setters."""
+    """Yield the public methods and properties of a class that have a docstring, without setters."""
     for method in node.body:
-        is_public = isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
-        if is_public and not any(each.endswith(".setter") for each in decorators(method)):
+        if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
+            continue
+        is_setter = any(decorator.endswith(".setter") for decorator in decorators(method))
+        if first_paragraph(method) and not is_setter:
             yield method
 
 
