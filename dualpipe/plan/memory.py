@@ -31,7 +31,7 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.pipeline.lower import one_at_a_time
+from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
@@ -251,7 +251,7 @@ def _schedule(config: Config, chunks: int) -> Schedule:
     has_pairs = (p.ep > 1 or p.cp > 1) and p.overlap
     if p.schedule == "auto":
         schedule = build_schedule(p, config.train.num_chunks)
-        return schedule if has_pairs else one_at_a_time(schedule)
+        return schedule if has_pairs else without_pairs(schedule)
     if has_pairs:
         return cached_schedule(p.schedule, p.pp, chunks)
     return _unpaired_schedule(p.schedule, p.pp, chunks)
@@ -269,7 +269,7 @@ built = cached_schedule  # earlier name
 @lru_cache(maxsize=64)
 def _unpaired_schedule(name: str, ranks: int, chunks: int) -> Schedule:
     """Return a schedule without pairs, as the engine runs it if they have no communication to hide."""
-    return one_at_a_time(cached_schedule(name, ranks, chunks))
+    return without_pairs(cached_schedule(name, ranks, chunks))
 
 
 def layers_of(stage: nn.Module) -> range:

@@ -74,8 +74,8 @@ ARGUMENTS = {
     "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_chunks must be an integer >= 1, got 0"),
     "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_chunks must be an integer"),
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
-    "no criterion": (0, None, dict(criterion=None), "rank 0: criterion is required"),
-    "no inputs": (0, (), {}, "rank 0: inputs are required on the rank of the first stage"),
+    "no criterion": (0, None, dict(criterion=None), "rank 0: got no criterion, which is required"),
+    "no inputs": (0, (), {}, "rank 0: got no inputs, which are required on the rank of the first stage"),
     "none as input": (0, (None,), {}, "rank 0: inputs are required"),
     "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
     "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0 must be a tensor, got float"),
@@ -260,12 +260,12 @@ def test_construction_mistakes_raise_on_every_rank():
         "modules": "rank 1 has 1 modules, but schedule 'dualpipev' gives it 2 stages",
         "types": "rank 1: modules must be a tuple of nn.Modules, got ['Stage', 'NoneType']",
         "no modules": "rank 1: modules must be a tuple of nn.Modules, got NoneType",
-        "twice": "rank 1: one module is given twice in ['Stage', 'Stage']; give each stage a module of its own",
+        "twice": "rank 1: one module comes twice in ['Stage', 'Stage']; pass a different module for every stage",
         "tied": "tie_word_embeddings is set, but the first and the last stage are on two ranks and would train two",
         "tied in a V": "rank 0: tie_word_embeddings is set, but the first and the last stage share no Parameter",
         "no mapping": "rank 1: rank_mapping must be a permutation of 0..1, got 3",
         "batch_dim": "ranks disagree about (schedule",
-        "device": "rank 1: all stages of a rank must be on one real device, found ['cpu', 'meta']",
+        "device": "rank 1: all stages of a rank must be on one real device, got ['cpu', 'meta']",
         "schedule": "ranks disagree about (schedule",
         "unknown": "dualpipev",
         "not a V": "DualPipeV needs stages placed in a V",
@@ -416,14 +416,14 @@ def odd_outputs(rank, world):
 def test_outputs_that_cannot_cross_ranks():
     for told in run_ranks(odd_outputs, WORLD, WORLD):
         assert {kind for kind, _ in told.values()} == {"PipelineError"}
-        assert "a stage must return a tensor or a tuple of tensors, not NoneType" in told["none"][1]
+        assert "a stage must return a tensor or a tuple of tensors, got NoneType" in told["none"][1]
         assert "not dict" in told["dict"][1] and "not ['Tensor', 'int']" in told["mixed"][1]
         assert "torch.sparse_coo on cpu" in told["sparse"][1] and "strided on meta" in told["meta"][1]
         assert "bytes exceeds the limit of 8192" in told["many"][1]
         assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
         assert "changed within the step" in told["dtype"][1] and "float32[2, 8]" in told["dtype"][1]
         assert "micro-batch 2 gives (float64[2, 8] without grad)" in told["detached"][1]
-        assert "not an empty one; return what it was given" in told["empty"][1]
+        assert "got an empty tuple; return its inputs" in told["empty"][1]
 
 
 @pytest.mark.parametrize("mode, text", [

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.pipeline.p2p import P2PGroups, in_rounds
+from dualpipe.pipeline.p2p import P2PGroups, stream_rounds
 from dualpipe.schedule.types import v_placement
 from lone_rank import lone_rank
 from ranks import run_ranks
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9, 64])
 def test_rounds_of_a_v(ranks):
     streams = sorted({(a, b, kind) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for kind in "BF"})
-    rounds = in_rounds(streams)
+    rounds = stream_rounds(streams)
     assert len(rounds) == (4 if ranks == 2 else 8)
     assert sorted({stream for each in rounds for stream in each.values()}) == streams
     for each in rounds:

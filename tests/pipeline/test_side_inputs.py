@@ -420,7 +420,7 @@ def hooked(rank, world):
 
 def test_modules_that_overlap_by_themselves_take_none():
     for kind, text, _ in run_ranks(hooked, 2, 2):
-        assert kind == "ValueError" and "do not go with overlapped_forward_backward" in text
+        assert kind == "ValueError" and "for which overlapped_forward_backward has no argument" in text
 
 
 # -- failures in the middle of a step

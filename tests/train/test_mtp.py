@@ -256,7 +256,7 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
     written(run_folder)
     faults = f"raise rank={rank} step=2 action=exchange"
     done = dualpipe(run_folder, "train", "run.toml", *WEIGHT, *ENDS_APART, before=planting(faults))
-    error = f"error: rank {rank} (pp {rank}): at the ends of the step: PlantedFault: {faults}: planted\n"
+    error = f"error: rank {rank} (pp {rank}): at the beginning or end of the step: PlantedFault: {faults}: planted\n"
     assert done.returncode == 1 and error in done.stderr, done.stderr
 
 

@@ -148,7 +148,7 @@ def _write_files(
         out: an empty directory.
         skipped: files are added that turn out not to be text, with the reasons.
     """
-    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing the file may write, and fail
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # its close may write, and fail
         writer = _Writer(out, tokenizer, records, shard_tokens)
         shards = writer.write_shards(_read_all(sources, text_key, skipped))
         if not writer.num_documents:

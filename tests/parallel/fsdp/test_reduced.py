@@ -99,7 +99,7 @@ def test_gradients_that_nobody_reduces():
         "ddp": "rank WRONG: module 0 of this rank is a DistributedDataParallel, which does not reduce",
         "ddp inside": "rank WRONG: module 0 of this rank has a DistributedDataParallel, 1, which does not reduce",
         "fsdp1": "rank WRONG: module 0 of this rank is a FullyShardedDataParallel, which does not reduce",
-        "in part": "rank WRONG: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; gradients",
+        "in part": "rank WRONG: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; their",
         "in part, not all": "sharded in part, but not norm.weight; gradients would",
         "replicated": "sharded in part, but not extra;",
         "ignored": "sharded in part, but not extra;",
