@@ -11,10 +11,10 @@ weight gradient is added to its float32 accumulator from registers, which saves 
 element of a result has one writer and one order of additions, so results are bitwise reproducible.
 
 There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient), with
-a second form for several micro-batches at once. All have one program per tile, which the hardware schedules as multiprocessors become idle, because experts have different
-numbers of rows, and because a program (147 KB of shared memory or more) does not fit on a multiprocessor next to a
-block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689). With a fixed share of tiles per multiprocessor, the shares of
-those that NCCL occupies would be left for a second wave.
+a second form for several micro-batches at once. All have one program per tile, which the hardware schedules as
+multiprocessors become idle, because experts have different numbers of rows, and because a program (147 KB of shared
+memory or more) does not fit on a multiprocessor next to a block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689). With
+a fixed share of tiles per multiprocessor, the shares of those that NCCL occupies would be left for a second wave.
 
 On sm_90 and later, the copy engine reads operands whose rows are 16-byte aligned, through tensor descriptors. Other
 operands, gathered rows, and all operands on sm_80 are read through pointers. These functions have no backward;
