@@ -1,4 +1,4 @@
-"""What `[dtypes]` says of products with quantized weights, beside the rules."""
+"""Options in `[dtypes]` for GEMMs with quantized weights, besides the rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.num_chunks", "2", 
 
 
 def trained(rank, toml, runs):
-    """For each run's options its parameters after some steps, and what was sent to the experts of other ranks."""
+    """Return, for the options of each run, the norms of parameters after some steps and the bytes sent to experts."""
     cpu, found = torch.device("cpu"), []
     for options in runs:
         resolved = resolve(load_config(toml, [*SMALL, *options]), 2)

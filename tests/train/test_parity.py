@@ -1,4 +1,4 @@
-"""`dualpipe parity` says whether the pipelined model is the unpipelined one, and notices when it is not."""
+"""`dualpipe parity` passes for a right pipeline, and detects planted faults."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatc
 
 
 def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
-    """However narrow the terminal is."""
+    """In a narrow terminal too."""
     monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
     print_table("Differences", "1f1b, float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
@@ -115,7 +115,7 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 
 
 def other_terms(change):
-    """The pipelined model's routers do something else than the whole one's."""
+    """Routers of the pipelined model that differ from those of the unpipelined one."""
 
     def breaking(right):
         def step(self, *batch):
@@ -162,7 +162,7 @@ def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
 
 @pytest.fixture
 def one_expert(run_toml):
-    """A model whose routing weights are all 1, so that its routers' gradients are zero but for rounding."""
+    """A model whose routing weights are all 1, so that its routers' gradients are zero up to rounding."""
     file = run_toml.parent / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 1}))
     return run_toml.parent
@@ -184,7 +184,7 @@ def zeroed(right):
 
 
 def added(share):
-    """An error as large as a part of the whole gradient, in the router's."""
+    """An error in the router's gradient, as large as a share of the whole gradient."""
 
     def breaking(right):
         def step(self, *batch):
@@ -281,7 +281,7 @@ def test_bf16_fails_where_a_gradient_is_lost_or_accumulated_in_bf16(run_toml, ca
 
 
 def bf16_on_ranks(rank, toml, runs):
-    """The exit status of each run, by all ranks."""
+    """Return the exit status of each run."""
     statuses, cpu = [], torch.device("cpu")
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)
@@ -305,7 +305,7 @@ def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
 
 
 def replicated_on_ranks(rank, toml, runs):
-    """The largest relative difference of each run from the unpipelined model in float64."""
+    """Return the largest relative difference of each run from the unpipelined model in float64."""
     largest = []
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)

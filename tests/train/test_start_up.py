@@ -1,4 +1,4 @@
-"""A start is reported by its parts."""
+"""The start-up time is reported by phase."""
 
 import re
 

@@ -1,5 +1,5 @@
-"""When the host reads the numbers of a step that a device computes, a pretend one here, and what is left of a run that
-ends early."""
+"""The moments when the host reads the values of a step from a (pretend) device, and the output of runs that end
+early."""
 
 import math
 import os

@@ -40,7 +40,7 @@ def ranks(count, output="out", **layout):
 
 
 def fake_ranks(monkeypatch, tmp_path, program):
-    """Have the launcher start `program` in place of the `dualpipe` command."""
+    """Make the launcher start `program` instead of the `dualpipe` command."""
     (tmp_path / "dualpipe.py").write_text(program)
     monkeypatch.setattr(sys, "executable", _python_from(tmp_path))
 
@@ -170,7 +170,7 @@ def test_a_rank_without_memory(monkeypatch, tmp_path, capsys):
 
 
 def test_ranks_are_asked_for_their_states(monkeypatch, tmp_path, capsys):
-    """What a watchdog does on SIGUSR2; a rank that does not answer is not waited for any longer."""
+    """Ranks answer SIGUSR2 like a watchdog; the launcher does not wait longer for a rank that does not answer."""
     (tmp_path / "out" / "why").mkdir(parents=True)
     (tmp_path / "out" / "why" / "rank-00002.json").write_text("old")
     answer = f"""
@@ -261,7 +261,7 @@ def test_a_signal_before_ranks_take_any_ends_all(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("status", [os.EX_TEMPFAIL, 143])
 def test_ranks_that_stop_together_have_not_failed(monkeypatch, tmp_path, capsys, status):
-    """By the limit of time, or as one of them was asked to."""
+    """At the time limit, or after a signal to one of them."""
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\ntime.sleep(0.3 * rank)\nsys.exit({status})\n")
     assert start_ranks(["train"], ranks(2), restarts=5) == status
     assert capsys.readouterr().err == ""
@@ -318,7 +318,7 @@ def test_an_error_of_the_users_is_no_reason_to_start_again(starts):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_run_whose_rank_is_killed_goes_on_to_the_same_losses(run_folder, start_dualpipe, dualpipe):
-    """And its ranks are reached from this machine only."""
+    """Its store is reachable from this machine only."""
     options = ["--train.steps", "6", "--train.eval_batches", "0", "--checkpoint.interval", "2"]
     assert dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "straight").returncode == 0
     run = start_dualpipe(run_folder, "train", "run.toml", "--max-restarts", "2", *options, "--output.dir", "killed",

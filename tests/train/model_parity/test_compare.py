@@ -1,4 +1,4 @@
-"""A model of one's own in a pipeline of real ranks passes, and what is planted into it is named."""
+"""A custom model in a pipeline of real ranks passes, and planted faults are located."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PP2, PP2_EP2, EP2 = (2, 1, 1), (2, 1, 2), (1, 1, 2)
 
 
 def compare(rank, layout, names, tolerance=1e-10):
-    """By name of a model's function: how many tensors failed, and where they first differ."""
+    """Return, by the name of a model's function, the number of failed tensors and the first difference."""
     pp, dp, ep = layout
     cpu = torch.device("cpu")
     job = Job(cpu, build_mesh(pp, dp, ep, cpu))
@@ -55,7 +55,7 @@ EP_FAULTS = {  # where tokens travel, and stages run by their segments
 
 
 def check_named(layout, faults):
-    """Each fault makes the comparison fail, with the same report on all ranks, which says where it is."""
+    """Check that each fault fails the comparison, with the same report on all ranks, which names its place."""
     found = run_ranks(compare, 2, layout, list(faults))
     assert found[0] == found[1]
     for name, (parameter, where, hint) in faults.items():

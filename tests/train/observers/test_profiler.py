@@ -1,4 +1,4 @@
-"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank, and what cannot be asked for."""
+"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank, and invalid options."""
 
 import gc
 import json
@@ -83,7 +83,7 @@ def test_a_snapshot_is_of_a_cuda_device(run_toml, monkeypatch, capsys):
 
 @pytest.fixture
 def cuda_memory(monkeypatch):
-    """What is asked of torch.cuda.memory."""
+    """Return the calls to torch.cuda.memory."""
     asked = []
 
     def dump(path):

@@ -1,4 +1,4 @@
-"""`dualpipe train --trace`: which steps are in the file, all that they are made of, and what cannot be asked for."""
+"""`dualpipe train --trace`: the steps in the file, their content, and invalid options."""
 
 import errno
 import json

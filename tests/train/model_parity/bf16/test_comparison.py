@@ -1,4 +1,4 @@
-"""A model in bfloat16 in a pipeline of real ranks passes with replayed routes, and what is planted into it is named."""
+"""A bfloat16 model in a pipeline of real ranks passes with replayed routes, and planted faults are located."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PP2, PP2_EP2 = (2, 1, 1), (2, 1, 2)
 
 
 def compare(rank, layout, names) -> dict[str, Bf16Report]:
-    """By name of a model's function, its report."""
+    """Return the report of each model, by the name of its function."""
     cpu = torch.device("cpu")
     job = Job(cpu, build_mesh(*layout, cpu))
     found = {}
