@@ -76,7 +76,7 @@ ARGUMENTS = {
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
     "no criterion": (0, None, dict(criterion=None), "rank 0: got no criterion, which is required"),
     "no inputs": (0, (), {}, "rank 0: got no inputs, which are required on the rank of the first stage"),
-    "none as input": (0, (None,), {}, "rank 0: inputs are required"),
+    "none as input": (0, (None,), {}, "rank 0: got no inputs"),
     "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
     "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0 must be a tensor, got float"),
     "small batch": (0, (X[:3],), {}, "rank 0: input 0 of shape [3, 8] cannot be split into num_chunks=5"),
@@ -417,7 +417,7 @@ def test_outputs_that_cannot_cross_ranks():
     for told in run_ranks(odd_outputs, WORLD, WORLD):
         assert {kind for kind, _ in told.values()} == {"PipelineError"}
         assert "a stage must return a tensor or a tuple of tensors, got NoneType" in told["none"][1]
-        assert "not dict" in told["dict"][1] and "not ['Tensor', 'int']" in told["mixed"][1]
+        assert "got dict" in told["dict"][1] and "got ['Tensor', 'int']" in told["mixed"][1]
         assert "torch.sparse_coo on cpu" in told["sparse"][1] and "strided on meta" in told["meta"][1]
         assert "bytes exceeds the limit of 8192" in told["many"][1]
         assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
@@ -430,7 +430,7 @@ def test_outputs_that_cannot_cross_ranks():
     ("detached", "0F2 (forward of stage 0, micro-batch 2): the output for stage 1 changed within the step: micro-batch "
      "2 gives (float64[2, 8] without grad), an earlier one gave (float64[2, 8])"),
     ("shape", "micro-batch 2 gives (float64[2, 4])"),
-    ("empty", "not an empty one"),
+    ("empty", "got an empty tuple"),
 ])
 def test_outputs_that_stay_on_their_rank_are_held_to_the_same(mode, text):
     pipe, _ = build_pipe(0, 1, Odd)
