@@ -71,7 +71,7 @@ def caught(call):
 X = torch.zeros(10, 8, dtype=torch.float64)
 ARGUMENTS = {
     # mistake: (rank that makes it, inputs or None to keep, changed keywords, what every rank must be told)
-    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches (num_chunks) must be an integer >= 1, got 0"),
+    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches (num_chunks) must be an integer >= 1"),
     "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_microbatches (num_chunks) must be an integer"),
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
     "no criterion": (0, None, dict(criterion=None), "rank 0: got no loss_fn (criterion), which is required"),
