@@ -17,7 +17,7 @@ CONFIG_OR_MODEL: Arguments = {**CONFIG, "config": {**CONFIG["config"], "nargs": 
 PARITY: Arguments = {
     "--model": dict(metavar="MODULE:FUNCTION|DIR", help="instead of CONFIG: a function that returns a "
                     "dualpipe.train.model_parity.CutModel, or a directory of a transformers model; see "
-                    "docs/your-own-loop.md"),
+                    "docs/your-loop.md"),
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
     "--dp-replicate": dict(type=int, metavar="N", help="replicas of all parameters in dp (default: the file's)"),
@@ -103,6 +103,11 @@ EXPORT: Arguments = {
     "--source": dict(metavar="CHECKPOINT", help="the Hugging Face checkpoint that a run has started from: its "
                      "config.json, tokenizer and layers for multi-token prediction are copied"),
     "--max-shard-size": dict(default="5GB", metavar="SIZE", help="maximum size of a file's tensors (default: 5GB)"),
+}
+COMPARE: Arguments = {
+    "first": dict(metavar="RUN_A", help="output.dir of a run"),
+    "second": dict(metavar="RUN_B", help="output.dir of another run"),
+    "--picture": dict(type=Path, metavar="FILE", help="draw losses and speed over the steps, as .png, .svg or .pdf"),
 }
 WHY: Arguments = {
     "path": dict(metavar="DIR", help="output.dir of a run, or the folder `why` in it"),

@@ -73,8 +73,8 @@ def _train(args: argparse.Namespace) -> int:
         from dualpipe.train.observers import profiler, tracing
         from dualpipe.train.trainer import train
 
-        trace = tracing.parse(args.trace, config.train.steps)
-        profile = profiler.parse(args.profile, config.train.steps)
+        trace = tracing.parse_trace_option(args.trace, config.train.steps)
+        profile = profiler.parse_profile_option(args.profile, config.train.steps)
         ending.status = train(config, info, trace, profiled=profile, snapshot=args.memory_snapshot)
     return ending.status
 
@@ -167,7 +167,9 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _pack(args: argparse.Namespace) -> None:
     """Tokenise text into a packed directory."""
-    from dualpipe.train.data.pack import find_sources, load_tokenizer, pack
+    from dualpipe.train.data.pack import pack
+    from dualpipe.train.data.sources import find_sources
+    from dualpipe.train.data.tokenizer import load_tokenizer
 
     sources = find_sources(args.paths)
     tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
@@ -282,6 +284,14 @@ def _hf_export(args: argparse.Namespace) -> None:
     print(f"{args.target}: written")
 
 
+def _compare(args: argparse.Namespace) -> None:
+    """Print a comparison of two runs."""
+    from dualpipe.train.runs.compare import compare
+
+    for line in compare(Path(args.first), Path(args.second), args.picture):
+        print(line)
+
+
 def _why(args: argparse.Namespace) -> None:
     """Print the rank on which a run waits or waited."""
     from dualpipe.train.health.diagnose import report
@@ -361,6 +371,8 @@ _COMMANDS = {
     "hf export": _Command(
         _hf_export, "write a run's checkpoint, or one of Hugging Face's, dequantized in Hugging Face's format",
         tables.EXPORT),
+    "compare": _Command(
+        _compare, "compare two runs: losses, speed, memory, and the settings that differ", tables.COMPARE),
     "why": _Command(
         _why, "name the rank on which a run waits or waited, from the states that its ranks have written", tables.WHY),
     "trace summary": _Command(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from dualpipe.pipeline.rank_stages import RankStages
 from dualpipe.pipeline.side_inputs import SideSpec, validate_side_inputs
 from dualpipe.pipeline.stage_program import Target
+
+Labels = Sequence[Tensor | None] | Tensor | None  # arguments of a loss function besides the outputs
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,46 @@ class Batch:
         """Return the criterion and the labels of a micro-batch."""
         labels = self.labels[microbatch] if self.labels else ()
         return Target(self.criterion, labels, self.keep_outputs)
+
+
+class StepCall(NamedTuple):
+    """The arguments of `Pipeline.step` besides the inputs, under one name each."""
+
+    num_microbatches: Any
+    loss_fn: Callable[..., Tensor] | None
+    target: Labels
+    side: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, *, num_microbatches: tuple[Any, Any], loss_fn: tuple[Any, Any], target: tuple[Labels, Labels],
+        side: tuple[Mapping[str, Tensor | None] | None, Mapping[str, Tensor | None]],
+    ) -> StepCall:
+        """Merge the values of both names of each argument; DeepSeek's, and keyword side inputs, come second.
+
+        Raises ValueError if both names of an argument were passed, or for an invalid side input.
+        """
+        mapping, keywords = side
+        if keywords:
+            twice = sorted(keywords.keys() & (mapping or {}).keys())
+            if twice:
+                raise ValueError(f"side inputs {twice} are both in side and keyword arguments; pass each once")
+            mapping = {**(mapping or {}), **keywords}
+        return cls(
+            _either("num_microbatches", num_microbatches[0], "num_chunks", num_microbatches[1]),
+            _either("loss_fn", loss_fn[0], "criterion", loss_fn[1]),
+            _either("target", target[0], "labels", target[1], default=()),
+            validate_side_inputs(mapping),
+        )
+
+
+def _either(name: str, value: Any, other_name: str, other: Any, *, default: Any = None) -> Any:
+    """Return the one of two values that was passed. Raises ValueError if both were."""
+    if other is default:
+        return value
+    if value is not default:
+        raise ValueError(f"got {name} and {other_name}, two names of one argument; pass {name} only")
+    return other
 
 
 @dataclass(frozen=True)
@@ -80,24 +122,24 @@ class StepAgreement:
 
 
 def split_batch(
-    stages: RankStages, inputs: Sequence[Tensor | None], num_chunks: int | None,
-    criterion: Callable[..., Tensor] | None, labels: Sequence[Tensor | None] | Tensor | None, return_outputs: bool,
-    side: Mapping[str, Tensor | None] | None, *, sync: bool,
+    stages: RankStages, inputs: Sequence[Tensor | None], call: StepCall, *, return_outputs: bool, sync: bool
 ) -> tuple[Batch, StepArguments]:
     """Split this rank's arguments into micro-batches, and describe them for the other ranks.
 
     Takes the arguments of `Pipeline.step`. Raises ValueError for arguments that are invalid on this rank alone.
     """
-    num_chunks = _validate_num_chunks(num_chunks)
-    side = validate_side_inputs(side)
+    num_chunks = _validate_num_chunks(call.num_microbatches)
+    criterion = call.loss_fn
+    labels = call.target
+    side = call.side
     _check_device(stages)
     grad = torch.is_grad_enabled()
     is_first = 0 in stages.modules
     is_last = stages.count - 1 in stages.modules
     input_tensors = [tensor for tensor in inputs if tensor is not None]
     if is_last and criterion is None and grad:
-        raise ValueError("got no criterion, which is required on the rank of the last stage; pass one, or evaluate "
-                         "under torch.no_grad()")
+        raise ValueError("got no loss_fn (criterion), which is required on the rank of the last stage; pass one, or "
+                         "evaluate under torch.no_grad()")
     if is_first and not input_tensors:
         raise ValueError("got no inputs, which are required on the rank of the first stage; pass them there")
     used_inputs = dict(enumerate(inputs)) if is_first else None
@@ -196,9 +238,9 @@ def _validate_num_chunks(num_chunks: Any) -> int:
     remedy = ("the number of micro-batches into which the batch is split; their gradients add up, so divide a mean "
               "loss by it")
     if num_chunks is None:
-        raise ValueError(f"num_chunks is required on every rank: {remedy}")
+        raise ValueError(f"num_microbatches (num_chunks) is required on every rank: {remedy}")
     if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
-        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}: give {remedy}")
+        raise ValueError(f"num_microbatches (num_chunks) must be an integer >= 1, got {num_chunks!r}: give {remedy}")
     return int(num_chunks)
 
 
@@ -220,7 +262,7 @@ def _first_parameter(stage: nn.Module) -> nn.Parameter | None:
     return None
 
 
-def _number_labels(labels: Sequence[Tensor | None] | Tensor | None) -> dict[int, Tensor | None]:
+def _number_labels(labels: Labels) -> dict[int, Tensor | None]:
     """Return one or several labels by their index."""
     if isinstance(labels, Tensor):
         return {0: labels}

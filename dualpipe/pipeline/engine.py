@@ -25,7 +25,15 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, mesh_groups, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
-from dualpipe.pipeline.arguments import Batch, StepAgreement, StepArguments, compare_arguments, split_batch
+from dualpipe.pipeline.arguments import (
+    Batch,
+    Labels,
+    StepAgreement,
+    StepArguments,
+    StepCall,
+    compare_arguments,
+    split_batch,
+)
 from dualpipe.pipeline.construction import (
     PipelineAgreement,
     PipelineArguments,
@@ -106,6 +114,10 @@ class Pipeline(nn.Module):
         overlap: overlap the two actions of a pair, for stages with `segments()`; the results are the same.
         unreduced: names in their stage, with wildcards, of trainable parameters or modules whose gradients the caller
             reduces over data-parallel ranks. Needed only if FSDP2 shards other parameters.
+        merge_weight_grads: compute the weight gradients of a `GroupedLinear` for several micro-batches in one GEMM,
+            which reads and writes the accumulator once, if the schedule has their actions "W" next to each other. The
+            bits are the same on CPU; on CUDA the micro-batches are summed before they are added to the accumulator, so
+            that float32 rounds in other places. It takes no more memory, as all of them wait for the first "W" anyway.
     """
 
     _only_v = False  # True: stages must be placed in a V
@@ -113,7 +125,7 @@ class Pipeline(nn.Module):
     def __init__(
         self, modules: Sequence[nn.Module], *, process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "1f1b", batch_dim: int = 0, rank_mapping: Sequence[int] | None = None,
-        overlap: bool = True, unreduced: Sequence[str] = (),
+        overlap: bool = True, unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -139,6 +151,7 @@ class Pipeline(nn.Module):
         self._norm_dtype = agreement.norm_dtype
         self._side = agreement.side
         self._programs.overlaps_pairs = agreement.overlap
+        self._programs.merges = merge_weight_grads
         self._connect(agreement.has_copies)
 
     def _build(
@@ -248,6 +261,7 @@ class Pipeline(nn.Module):
         reordered = replace(schedule, num_microbatches=1, ranks=ranks)
         self._programs = Programs(reordered, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.overlaps_pairs = programs.overlaps_pairs
+        self._programs.merges = programs.merges
         self._is_reordered = True
         try:
             yield
@@ -264,9 +278,10 @@ class Pipeline(nn.Module):
                          "num_chunks=..., return_outputs=True) under torch.no_grad()")
 
     def step(
-        self, *inputs: Tensor | None, num_chunks: int | None = None, criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
-        side: Mapping[str, Tensor | None] | None = None,
+        self, *inputs: Tensor | None, num_microbatches: int | None = None, loss_fn: Callable[..., Tensor] | None = None,
+        target: Labels = (), return_outputs: bool = False, sync: bool = True,
+        side: Mapping[str, Tensor | None] | None = None, num_chunks: int | None = None,
+        criterion: Callable[..., Tensor] | None = None, labels: Labels = (), **side_inputs: Tensor | None,
     ) -> tuple[Tensor | None, Outputs]:
         """Run one batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
@@ -274,14 +289,17 @@ class Pipeline(nn.Module):
         stages the mean of these sums over data-parallel ranks, unless FSDP2 was told to divide by something else.
 
         Args:
-            inputs: arguments of stage 0, needed on its rank only; each is split along `batch_dim` into `num_chunks`
+            inputs: arguments of stage 0, needed on its rank only; each is split along `batch_dim` into
                 micro-batches (evenly, or like `torch.tensor_split`). Other ranks pass None or nothing. An input that
                 is None on the rank of stage 0 is passed on as None.
-            num_chunks: number of micro-batches; required on every rank. Losses and gradients are those of single
-                micro-batches, and add up: a criterion that is a mean divides by `num_chunks`.
-            criterion: `criterion(*outputs, *labels)` returns the scalar loss of a micro-batch. Needed on the rank of
-                the last stage only (in a V that is the first rank), there always in training.
-            labels: arguments of the criterion, needed and split like the inputs, on the rank of the last stage.
+            num_microbatches: number of micro-batches; required on every rank. Losses and gradients are those of single
+                micro-batches, and add up: a loss function that is a mean divides by `num_microbatches`.
+            loss_fn: `loss_fn(*outputs, *target)` returns the scalar loss of a micro-batch. Needed on the rank of the
+                last stage only (in a V that is the first rank), there always in training.
+            target: a tensor or several, arguments of the loss function, needed and split like the inputs, on the rank
+                of the last stage.
+            num_chunks, criterion, labels: DeepSeek's names of `num_microbatches`, `loss_fn` and `target`; pass either
+                name.
             return_outputs: return the outputs of the last stage.
             sync: reduce the gradients of sharded stages over their data-parallel ranks. If False, gradients are kept
                 and accumulate until a step with True; `zero_grad` of the pipeline drops them, that of an optimizer does
@@ -291,10 +309,13 @@ class Pipeline(nn.Module):
                 names as parameters after the first, or all for `**kwargs`, by keyword; the carry of `segments()` has
                 those that they read, None for a missing one. A name that no stage takes is an error, and so are side
                 inputs with `overlapped_forward_backward`.
+            side_inputs: side inputs as keyword arguments, for names that are not parameters of `step`:
+                `step(x, position_ids=positions, ...)`.
 
         Returns:
-            (loss, outputs) on the rank of the last stage, and (None, None) elsewhere. loss: (num_chunks,), detached, or
-            None without a criterion. outputs: detached and joined along `batch_dim`, or None unless asked for.
+            (loss, outputs) on the rank of the last stage, and (None, None) elsewhere. loss: (num_microbatches,),
+            detached, or None without a loss function. outputs: detached and joined along `batch_dim`, or None unless
+            asked for.
 
         Raises:
             ValueError: arguments are invalid, or ranks disagree about them; raised on every rank. The pipeline can be
@@ -308,18 +329,21 @@ class Pipeline(nn.Module):
         self._steps.begun += 1
         train = torch.is_grad_enabled()
         observed_before = self._observed
+        number = num_chunks if num_microbatches is None else num_microbatches
         batches: list[Batch] = []  # the batch of this step, once it is split
 
         def split_and_describe() -> StepArguments:
-            batch, arguments = split_batch(
-                self._stages, inputs, num_chunks, criterion, labels, return_outputs, side, sync=bool(sync))
+            call = StepCall.of(
+                num_microbatches=(num_microbatches, num_chunks), loss_fn=(loss_fn, criterion), target=(target, labels),
+                side=(side, side_inputs))
+            batch, arguments = split_batch(self._stages, inputs, call, return_outputs=return_outputs, sync=bool(sync))
             self._prepare(arguments.num_chunks, train)
             batches.append(batch)
             return arguments
 
         try:
             with self._failure.ending_step(self._running):
-                outcome = self._agree(split_and_describe, [str(num_chunks), train, bool(sync)])
+                outcome = self._agree(split_and_describe, [str(number), train, bool(sync)])
                 if outcome.conclusion is not None:
                     result = self._run(batches.pop(), outcome.conclusion, train=train, sync=bool(sync))
         except BaseException:
@@ -514,9 +538,9 @@ class DualPipeV(Pipeline):
     def __init__(
         self, modules: Sequence[nn.Module], batch_dim: int = 0, process_group: ProcessGroup | None = None,
         rank_mapping: Sequence[int] | None = None, *, schedule: str | Schedule = "dualpipev", overlap: bool = True,
-        unreduced: Sequence[str] = (),
+        unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__(
             modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
-            overlap=overlap, unreduced=unreduced,
+            overlap=overlap, unreduced=unreduced, merge_weight_grads=merge_weight_grads,
         )

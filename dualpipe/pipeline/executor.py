@@ -71,6 +71,7 @@ class Executor:
     def run(self) -> tuple[Tensor | None, Outputs]:
         """Run the program; return the losses (num_chunks,) and the outputs; see `Pipeline.step`."""
         depth = self._recorder.depth
+        self._store.merging = self._program.merges
         try:
             # Single-threaded: on CUDA, autograd's threads would not see the running store.
             with self._store.activate(), torch.autograd.set_multithreading_enabled(False):
@@ -105,7 +106,8 @@ class Executor:
         """Receive the messages that the actions need, run the actions, and send their results."""
         actions = instruction.actions
         recorder = self._recorder
-        self._running_actions = actions
+        merged = instruction.merged
+        self._running_actions = merged or actions  # a share of merged work belongs to all of its actions
         for message in instruction.incoming:
             slot = message.stage, message.microbatch
             tensors = self._messages.take(message)
@@ -115,6 +117,8 @@ class Executor:
                 self._states[slot].set_gradients(tensors)
             del tensors  # only the state keeps them
         recorder.begin(instruction.kinds, instruction)
+        if merged and merged[0] is actions[0]:
+            self._store.merge([(action.stage, action.microbatch) for action in merged])
         if self._annotate is None:
             results = self._run_actions(actions)
         else:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dualpipe.schedule import build
+from dualpipe.schedule.merged_weights import merged_weights
 from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed, sent
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
@@ -23,6 +24,8 @@ class Instruction(NamedTuple):
         completes: stages without later actions; in training, their gradients are complete.
         name: the actions as text.
         kinds: the kinds of the actions, such as "F", or "FB" for a pair.
+        merged: for a "W" whose weight gradients are merged, all actions of the merge in their order, itself included;
+            otherwise none. Each of them stays an instruction, with its share of the merged work.
     """
 
     incoming: tuple[Message, ...]
@@ -31,6 +34,7 @@ class Instruction(NamedTuple):
     completes: tuple[int, ...]
     name: str
     kinds: str
+    merged: tuple[Action, ...] = ()
 
     def __str__(self) -> str:
         return " and ".join(action.title for action in self.actions)
@@ -43,12 +47,14 @@ class Program:
     instructions: tuple[Instruction, ...]
     incoming: dict[MessageStream, list[Message]]  # in the order of the instructions
     outgoing: tuple[MessageStream, ...]
+    merges: bool = False  # True if weight gradients of several micro-batches are merged
 
 
-def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
-    """Return the program of a rank. train: False for an evaluation, which has only the forwards, in the same order.
+def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) -> Program:
+    """Return the program of a rank. The schedule must be valid.
 
-    The schedule must be valid.
+    train: False for an evaluation, which has only the forwards, in the same order. merge: merge the weight gradients of
+    neighbouring actions "W", see `dualpipe.schedule.merged_weights`.
     """
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
@@ -71,7 +77,13 @@ def lower(schedule: Schedule, rank: int, *, train: bool) -> Program:
         for message in instruction.incoming:
             incoming[message.stream].append(message)
         outgoing |= {message.stream for message in instruction.outgoing if message is not None}
-    return Program(tuple(instructions), dict(incoming), tuple(sorted(outgoing)))
+    if merge:
+        merges = merged_weights([instruction.actions for instruction in instructions])
+        instructions = [
+            instruction._replace(merged=merged) for instruction, merged in zip(instructions, merges, strict=True)]
+    return Program(
+        tuple(instructions), dict(incoming), tuple(sorted(outgoing)),
+        merges=any(instruction.merged for instruction in instructions))
 
 
 def without_pairs(schedule: Schedule) -> Schedule:
@@ -102,6 +114,7 @@ class Programs:
         self._rank = rank
         self._num_modules = num_modules
         self.overlaps_pairs = True  # False: the actions of a pair run one after the other
+        self.merges = False  # True: the weight gradients of neighbouring "W" are merged
         self._searched: dict[int, Schedule] = {}  # results of searches for "auto", by number of micro-batches
         self._lowered: dict[int, dict[bool, Program]] = {}  # by number of micro-batches, and True for training
 
@@ -123,7 +136,7 @@ class Programs:
             if not self.overlaps_pairs:  # then the first result can be sent before the second action begins
                 schedule = without_pairs(schedule)
             self._lowered[num_microbatches] = {
-                True: lower(schedule, self._rank, train=True),
+                True: lower(schedule, self._rank, train=True, merge=self.merges),
                 False: lower(schedule, self._rank, train=False),
             }
         return self._lowered[num_microbatches][train]

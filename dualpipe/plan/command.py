@@ -18,7 +18,7 @@ from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.page import WholeStep, to_html
-from dualpipe.train.config.load import PATHS, load_config
+from dualpipe.train.config.load import INPUT_PATHS, load_config
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config
 
@@ -151,7 +151,7 @@ def to_toml(config: Config, path: Path) -> str:
     for table, defaults in asdict(Config()).items():
         values: Mapping[str, Any] = asdict(getattr(config, table))
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        for name, keywords in PATHS.get(table, {}).items():
+        for name, keywords in INPUT_PATHS.get(table, {}).items():
             if changed.get(name) and changed[name] not in keywords:
                 changed[name] = os.path.relpath(Path(changed[name]).resolve(), folder)
         subtables = {name: value for name, value in changed.items() if _is_list_of_tables(value)}

@@ -61,6 +61,8 @@ def _compute_rows(run: Prediction) -> Iterator[Row]:
     not_recomputed = 1 - sum(stage.recomputed for stage in run.stages) / all_operators
     for name in ("products", "memory traffic", "host"):
         formula = f"its operators x {chunks} micro-batches / {pp} pipeline ranks x {not_recomputed:.3f} not recomputed"
+        if name == "products" and run.merged_seconds:
+            formula += f", less {_ms(run.merged_seconds)} by merged weight gradients"
         yield name, formula, _ms(run.parts[name])
     recomputed = _ms(all_operators * (1 - not_recomputed))
     yield "recomputation", f"{recomputed} x {chunks} / {pp}", _ms(run.parts["recomputation"])

@@ -18,7 +18,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from dualpipe.train.optim.groups import algorithm_of, parameter_places
+from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
 from dualpipe.train.step.dtype_plan import plan_run
 
 _FP32_BYTES = 4
@@ -76,8 +76,8 @@ def stage_bytes(
 @lru_cache(maxsize=4096)
 def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of a stage that Muon updates."""
-    return [tuple(param.shape) for param, (name, owner) in parameter_places([stage]).items()
-            if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
+    return [tuple(param.shape) for param, (name, owner) in find_trainable_parameters([stage]).items()
+            if choose_algorithm(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
 
 
 class StageSizes(NamedTuple):

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
+from dualpipe.schedule.merged_weights import merged_weights
 from dualpipe.schedule.messages import Result, completed_stages, play, required_input, result
 from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
 
@@ -201,7 +202,9 @@ class Timeline:
         return peak
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, merged_w: Mapping[int, Sequence[float]] | None = None
+) -> Timeline:
     """Compute when each step of a schedule runs.
 
     Each rank runs its steps in order, each as soon as its inputs are available. An input from another rank is available
@@ -211,6 +214,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Args:
         schedule: the schedule; it need not be validated.
         costs: costs of the actions. Default: `Costs()`.
+        merged_w: by stage, the cost of one of two merged "W", one of three, and so on; the last is for all larger
+            numbers. `merged_weights` says which are merged. A stage that is left out merges none.
 
     Raises:
         ScheduleError: a step can never start (`validate` says why), or does not have one action or two.
@@ -225,6 +230,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     rank_ends = [0.0] * len(spans)  # end of the last step so far
     durations: dict[tuple[tuple[str, int], ...], float] = {}  # by the kinds and stages of a step
+    merged_costs = _merged_costs(schedule, merged_w) if merged_w else {}
 
     def arrival(rank: int, action: Action) -> float | None:
         """Return when the action's input is on the rank; None if it is not computed yet."""
@@ -249,7 +255,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         work = tuple([(action.kind, action.stage) for action in step])
         if work not in durations:
             durations[work] = costs.of(step)
-        end = start + durations[work]
+        end = start + merged_costs.get(step, durations[work])
         rank_ends[rank] = end
         spans[rank].append(Span(rank, start, end, step))
         for action in step:
@@ -262,6 +268,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                                 "validate() says why")
     reductions = tuple(_reductions(rank, row, costs) for rank, row in enumerate(spans))
     return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
+
+
+def _merged_costs(schedule: Schedule, merged_w: Mapping[int, Sequence[float]]) -> dict[Step, float]:
+    """Return the cost of each step whose "W" is merged with others."""
+    costs: dict[Step, float] = {}
+    for steps in schedule.ranks:
+        for step, merged in zip(steps, merged_weights(steps)):
+            if merged and merged_w.get(step[0].stage):
+                of_stage = merged_w[step[0].stage]
+                costs[step] = of_stage[min(len(merged), len(of_stage) + 1) - 2]
+    return costs
 
 
 def _reductions(rank: int, spans: Sequence[Span], costs: Costs) -> tuple[Reduction, ...]:

@@ -331,4 +331,4 @@ def test_options_of_every_group_and_a_timeout_in_both_of_its_backends(tmp_path):
     kinds = {"pp": nccl.LINK, "dp": nccl.SHARDS, "ep": nccl.EXPERTS, "dense": nccl.SHARDS,
              "link": {nccl.LINK}}
     assert run_ranks(timeouts, 4, str(tmp_path), fresh=True) == [({timedelta(seconds=77)}, kinds)] * 4
-    assert nccl.LINK == (4, True) and nccl.EXPERTS.urgent and not nccl.SHARDS.urgent
+    assert nccl.LINK == (1, True) and nccl.EXPERTS.urgent and not nccl.SHARDS.urgent

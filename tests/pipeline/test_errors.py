@@ -71,10 +71,10 @@ def caught(call):
 X = torch.zeros(10, 8, dtype=torch.float64)
 ARGUMENTS = {
     # mistake: (rank that makes it, inputs or None to keep, changed keywords, what every rank must be told)
-    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_chunks must be an integer >= 1, got 0"),
-    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_chunks must be an integer"),
+    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches (num_chunks) must be an integer >= 1"),
+    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_microbatches (num_chunks) must be an integer"),
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
-    "no criterion": (0, None, dict(criterion=None), "rank 0: got no criterion, which is required"),
+    "no criterion": (0, None, dict(criterion=None), "rank 0: got no loss_fn (criterion), which is required"),
     "no inputs": (0, (), {}, "rank 0: got no inputs, which are required on the rank of the first stage"),
     "none as input": (0, (None,), {}, "rank 0: got no inputs"),
     "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
@@ -166,7 +166,8 @@ def test_no_rank_waits_for_one_that_cannot_read_the_records():
 
 def test_a_mistake_of_all_ranks_is_reported_once():
     for kind, text, _ in run_ranks(left_out, 3, 3):
-        assert kind == "ValueError" and text.startswith("ranks 0-2: num_chunks is required on every rank: the number")
+        assert kind == "ValueError" and text.startswith(
+            "ranks 0-2: num_microbatches (num_chunks) is required on every rank: the number")
         assert text.endswith("divide a mean loss by it")
 
 

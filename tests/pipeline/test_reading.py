@@ -1,4 +1,4 @@
-"""Path of a batch through the code: few functions and files, in the order of README's "Reading the code"."""
+"""Path of a batch through the code: few functions and files, in the order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -165,9 +165,9 @@ def test_few_frames_lead_from_a_step_to_the_experts():
         assert len(frames) <= 10 and len({frame.partition(":")[0] for frame in frames}) <= 5, frames
 
 
-def test_the_readme_names_the_files_in_their_order():
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"\]\(dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Reading the code"):])
+def test_the_document_names_the_files_in_their_order():
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"\]\(\.\./dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Read the code"):])
     step = ("engine", "arguments", "lower", "executor", "microbatch", "stage_runner", "overlap", "p2p")
     assert named[: len(step)] == [f"pipeline/{name}.py" for name in step]
     assert {f"pipeline/{path.name}" for path in (ROOT / "dualpipe/pipeline").glob("[a-z]*.py")} == set(named)

@@ -48,7 +48,7 @@ def test_two_devices(two_devices, monkeypatch, capsys):
     found = says(capsys)
     assert found["error"] == []
     for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
-                 "NCCL's kernels, if all wait at once: up to 88 blocks on 132 multiprocessors",
+                 "NCCL's kernels, if all wait at once: up to 61 blocks on 132 multiprocessors",
                  "peer access between all 2 devices", "NVLink between all devices (NV18)",
                  "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):
         assert text in found["ok"], text
@@ -56,14 +56,14 @@ def test_two_devices(two_devices, monkeypatch, capsys):
 
 
 def test_blocks_that_do_not_fit_and_streams_that_share_a_queue(two_devices, monkeypatch, capsys):
-    h20 = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H20", "multi_processor_count": 78})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h20)
+    part = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H200 MIG 2g", "multi_processor_count": 40})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: part)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     text = "\n".join(says(capsys)["missing"])
-    assert "up to 88 blocks on 78 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in text
+    assert "up to 61 blocks on 40 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in text
     assert "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue" in text
     monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
-    assert any("up to 64 blocks on 78" in text for text in says(capsys)["ok"])
+    assert any("up to 37 blocks on 40" in text for text in says(capsys)["ok"])
 
 
 def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):
