@@ -24,6 +24,7 @@ from torch.autograd.function import once_differentiable
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.grouped_gemm import (
     WgradOperands,
+    grouped_gemm,
     grouped_gemm_swiglu,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_merged,
@@ -229,11 +230,13 @@ class _Grouped(torch.autograd.Function):
             if form is not None:
                 gate_up = y
                 y, y_rows = _swiglu(gate_up, scale, *form, next_block)
-        elif form is None or gemm_library != DUALPIPE:
+        elif gemm_library != DUALPIPE:
             y = expert_gemm(gemm_library, x, weight, ctx.ends, bias_EN=bias, gather_M=ctx.gather)
             if form is not None:
                 gate_up = y
                 y, y_rows = _swiglu(gate_up, scale, *form, next_block)
+        elif form is None:
+            y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
         else:
             clamped, alpha, limit = form
             y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,

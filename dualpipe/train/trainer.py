@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -208,36 +208,38 @@ class Trainer:
         Returns 0, or the exit status with which a rank requested an earlier stop.
         """
         progress = self.progress
-        try:
-            self._run_to_end()
+        with self._place_in_os_errors():
+            self.start_up.begin("checkpoint")
+            progress.done = self.saver.resume(self.state)
+            self.start_up.begin("step")
+            garbage = GarbageCollection(self.config.train.gc_interval)
+            with use_attention_kernel(self.attention), self._open_writer() as writer, self.windows, garbage:
+                self.report.writer = writer
+                while progress.done < self.config.train.steps and not progress.status:
+                    try:
+                        self._run_steps(garbage)
+                    except BadStep as bad:
+                        self._resolve(bad)
+                self._save_at_stop()
+            self.start_up.end()  # for a run that had no step left
             if progress.status:
                 return progress.status
             # Export even if the last checkpoint could not be written: that is reported at the end.
             export(self.config, self.runner.model, self.job)
-        except OSError as error:
-            if error.errno is None:  # raised by this library, with a complete message
-                raise
-            place = f"{error.strerror} (rank {self.job.rank}, after step {progress.done})"
-            raise OSError(error.errno, place, error.filename) from error
         if self.runner.reports:
             self.report.draw(Path(self.config.output.dir), self.runner.schedule)
         return 0
 
-    def _run_to_end(self) -> None:
-        """Resume from a checkpoint if there is one, and run until the last step or a requested stop."""
-        progress = self.progress
-        self.start_up.begin("checkpoint")
-        progress.done = self.saver.resume(self.state)
-        self.start_up.begin("step")
-        garbage = GarbageCollection(self.config.train.gc_interval)
-        with use_attention_kernel(self.attention), self._open_writer() as self.report.writer, self.windows, garbage:
-            while progress.done < self.config.train.steps and not progress.status:
-                try:
-                    self._run_steps(garbage)
-                except BadStep as bad:
-                    self._resolve(bad)
-            self._save_at_stop()
-        self.start_up.end()  # for a run that had no step left
+    @contextmanager
+    def _place_in_os_errors(self) -> Iterator[None]:
+        """Add the rank and the step to the message of an OSError of the system inside of a `with`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # raised by this library, with a complete message
+                raise
+            place = f"{error.strerror} (rank {self.job.rank}, after step {self.progress.done})"
+            raise OSError(error.errno, place, error.filename) from error
 
     def _resolve(self, bad: BadStep) -> None:
         """Let the guard skip or undo a step that must not count; it may raise FloatingPointError. Collective."""
