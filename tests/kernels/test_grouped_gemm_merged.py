@@ -188,7 +188,7 @@ def test_misfits_are_refused_before_anything_is_added():
     wrong = {
         "one dtype": operands[1]._replace(x=operands[1].x.half()),
         r"out has shape \(3, 8, 16\), expected \(E, 7, 16\)": operands[1]._replace(dy=operands[1].dy[:, 1:]),
-        "must rise from 0": operands[1]._replace(offs=operands[1].offs.flip(0)),
+        "expected ends that rise from 0 to at most 6": operands[1]._replace(offs=operands[1].offs.flip(0)),
     }
     for message, other in wrong.items():
         with pytest.raises(ValueError, match=message):
