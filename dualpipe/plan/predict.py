@@ -2,9 +2,9 @@
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
-An average rank computes its operators, recomputes some of them, and waits for the all-to-all that is not hidden, which
-includes the multiprocessors that communication takes from compute. The rest of the schedule is the bubble, with that of
-unequal stages, and the time that sends and reductions add.
+In the schedule, an average rank computes its operators, recomputes some of them, and waits for the all-to-all that is
+not hidden; that wait includes the slowdown of compute beside communication. The rest of the schedule is the bubble,
+part of which comes from unequal stages, and the time that sends and reductions add.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Prediction:
 
     @property
     def bound(self) -> float:
-        """Lower bound of any schedule of these stages, in seconds: the work of the busiest rank."""
+        """Lower bound on the time of any schedule of these stages, in seconds: the work of the busiest rank."""
         ranks = [0.0] * self.shape.num_ranks
         for rank, stage in zip(self.shape.placement, self.stages):
             costs = stage.costs
@@ -190,12 +190,12 @@ class Prediction:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of a step on an average rank by the names in `PARTS`. Their sum is `step_seconds`."""
-        chunks_per_rank = self.config.train.num_chunks / self.shape.num_ranks
-        operators = {kind: totals.seconds * chunks_per_rank for kind, totals in self.spent.items()}
-        recomputed = sum(stage.recomputed for stage in self.stages) * chunks_per_rank
+        microbatches_per_rank = self.config.train.num_chunks / self.shape.num_ranks
+        operators = {kind: totals.seconds * microbatches_per_rank for kind, totals in self.spent.items()}
+        recomputed = sum(stage.recomputed for stage in self.stages) * microbatches_per_rank
         products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
         all_operators = sum(operators.values())
-        not_recomputed = 1 - recomputed / all_operators  # fraction; recompute has about the mix of the rest
+        not_recomputed = 1 - recomputed / all_operators  # fraction, taken to be equal for all kinds of operators
         makespan, busy = self._simulate()
         merged = self.merged_seconds
         unreduced = self._simulate(reduce=False).makespan
@@ -228,7 +228,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, as a fraction. Attention counts all pairs of positions."""
+        """Model FLOPs utilization, as a fraction. For attention it counts all pairs of positions, causal or not."""
         flops = flops_per_token(self.model, self.setting.length).both
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
@@ -242,7 +242,7 @@ class Prediction:
     def merged_w(self) -> dict[int, tuple[float, ...]]:
         """Seconds of merged "W" by stage, as `simulate` takes them; empty if none are merged.
 
-        Rows that are saved in FP8 are dequantized one micro-batch at a time.
+        None are merged with fp8_weight_grad: rows saved in FP8 are dequantized one micro-batch at a time.
         """
         if not self.config.parallel.merge_weight_grads or self.config.dtypes.fp8_weight_grad:
             return {}
@@ -304,7 +304,7 @@ def simulate_long(
     while count < periods:
         times.append(_simulate(name, ranks, count * period + rest, costs, merged_w))
         if len(times) >= 3:
-            first, second, third = times[-3:]
+            first, second, third = times[-3:]  # of count / 4, count / 2 and count periods
             previous_period_time = (second.makespan - first.makespan) / (count // 4)
             period_time = (third.makespan - second.makespan) / (count // 2)
             if abs(period_time - previous_period_time) <= STEADY * period_time:

@@ -81,8 +81,9 @@ Spent = OperatorTotal  # earlier name
 class LayerCosts(NamedTuple):
     """Times of a layer's forward and backward parts, and the totals of both by kind of operator.
 
-    The kind "host" has the host time that exceeds the device's. merged: seconds of the weight gradients of a
-    micro-batch if those of several are merged, by the numbers in `MERGED`; empty if they never are.
+    The kind "host" is the time by which launches on the host exceed compute on the device. merged: seconds of the
+    weight gradients per micro-batch if those of several micro-batches are merged, one value for each number in
+    `MERGED`; empty if they never are.
     """
 
     forward: Times
@@ -96,7 +97,7 @@ class StageCosts(NamedTuple):
 
     costs: seconds of its actions. spent: totals of forward and backward by kind of operator, recompute included.
     recomputed: seconds of recompute. sent: seconds of communication, hidden or not. merged_w: seconds of a "W" that is
-    merged with others, by the numbers in `MERGED`; empty if they never are.
+    merged with others, one value for each number in `MERGED`; empty if they never are.
     """
 
     costs: Costs
@@ -150,7 +151,7 @@ def _merged_seconds(deferred: Sequence[Operator], setting: Setting) -> tuple[flo
     """Return the seconds of deferred weight gradients per micro-batch, if those of several are merged.
 
     One grouped GEMM then takes the operations and rows of all, but reads and writes the accumulators once. The
-    reference on the CPU adds one micro-batch after the other.
+    reference on the CPU adds one micro-batch after the other, so that merging saves nothing there.
     """
     machine = setting.machine
     if machine.host_waits:
@@ -309,7 +310,7 @@ def _slowdown(machine: Machine) -> float:
 def _costs_by_layer(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
     """Return the costs of each layer of a stage, and of the head on the last one."""
     model = setting.model
-    is_causal = not setting.machine.host_waits
+    is_causal = not setting.machine.host_waits  # attention on the CPU computes the scores of all pairs
     indices = (*layers, *model.mtp_layers) if last else tuple(layers)
     all_costs = []
     for kind, index in zip(kinds_of(model, indices, setting.recompute), indices):

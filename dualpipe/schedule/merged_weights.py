@@ -1,7 +1,7 @@
 """Neighbouring actions "W" of a stage, whose weight gradients an engine may compute together.
 
-A run of single "W" ends where anything else is to be done, pairs with a "W" included. Of a run, all "W" of one stage
-are merged. Nothing is moved, so a stage is complete when it was.
+A run is a sequence of steps that each have a "W" alone; any other step ends it, a pair with a "W" too. In a run, all
+"W" of one stage are merged. No step is moved, so that a stage's gradients are complete after the same step as before.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dualpipe.schedule.types import Action, Step
 def merged_weights(steps: Sequence[Step]) -> list[tuple[Action, ...]]:
     """Return for each step of a rank the actions that its "W" is merged with, itself among them, in order.
 
-    Empty for a step that is not merged with another one. Example: of 3W0 4W0 3W1 4W1 4W2, the first and the third are
-    merged, and the other three.
+    Empty for a step that is not merged with another one. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and
+    4W0 with 4W1 and 4W2.
     """
     merged: list[tuple[Action, ...]] = []
     for is_single_w, run in groupby(steps, key=_is_single_w):

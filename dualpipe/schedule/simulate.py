@@ -29,8 +29,9 @@ class Costs:
         pairs: other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Default: the sum of both.
         p2p: time from the end of a step until its result is on another rank. It takes no time of either rank.
         per_stage: costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their
-            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of the savings on each.
-        R: reduction of a stage's gradients over data-parallel ranks, beside computation, once they are complete.
+            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of what it would save on either.
+        R: reduction of a stage's gradients over data-parallel ranks. It starts when they are complete, and runs beside
+            computation.
 
     Raises:
         ValueError: a cost is negative or not finite, or a pair is shorter than one of its actions.
@@ -208,14 +209,15 @@ def simulate(
     """Compute when each step of a schedule runs.
 
     Each rank runs its steps in order, each as soon as its inputs are available. An input from another rank is available
-    `costs.p2p` after the step that computes it. Sends and receives cost a rank no time and never block it otherwise.
-    The two actions of a pair start and end together.
+    `costs.p2p` after the step that computes it. Sends and receives take no time of a rank, and sends never
+    block. The two actions of a pair start and end together.
 
     Args:
         schedule: the schedule; it need not be validated.
         costs: costs of the actions. Default: `Costs()`.
-        merged_w: by stage, the cost of one of two merged "W", one of three, and so on; the last is for all larger
-            numbers. `merged_weights` says which are merged. A stage that is left out merges none.
+        merged_w: costs of a merged "W", by stage: the first if two are merged, the second if three are, and so on; the
+            last also for larger numbers. `merged_weights` says which are merged. A "W" of a stage without an entry
+            costs the same merged or not.
 
     Raises:
         ScheduleError: a step can never start (`validate` says why), or does not have one action or two.
@@ -276,8 +278,8 @@ def _merged_costs(schedule: Schedule, merged_w: Mapping[int, Sequence[float]]) -
     for steps in schedule.ranks:
         for step, merged in zip(steps, merged_weights(steps)):
             if merged and merged_w.get(step[0].stage):
-                of_stage = merged_w[step[0].stage]
-                costs[step] = of_stage[min(len(merged), len(of_stage) + 1) - 2]
+                stage_costs = merged_w[step[0].stage]  # the first is for two merged "W"
+                costs[step] = stage_costs[min(len(merged), len(stage_costs) + 1) - 2]
     return costs
 
 
