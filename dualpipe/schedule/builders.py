@@ -48,7 +48,8 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
     pattern += ["I1", "W1", "F1"] * ranks_below  # 3: nI1W1F1
     steady = ["F0&B1", "F1&B0"] * (num_microbatches - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
     if ranks_below == 0:
-        # To shorten the bubble, DeepSeek runs the first F0 and B1 of the last rank apart: F0 feeds the next F1.
+        # On the last rank F0 feeds the next F1. Run apart from B1, as in DeepSeek's order, F0 is done one backward
+        # earlier.
         steady = ["F0", "B1", *steady[1:]]
     pattern += steady
     pattern += ["B1", "F1&B0"] * ranks_below  # 5: nB1F1B0
