@@ -3,6 +3,7 @@
 Shrunken: fewer steps, shorter sequences, one rank, a small checkpoint. What cannot run is checked as far as it can be.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -152,12 +154,23 @@ def script_says_it_needs_a_gpu(command):
     assert done.returncode == 0 and "needs a CUDA device" in done.stdout, done.stderr
 
 
+def two_runs_are_compared(command):
+    """Runs of the trainer are compared by tests/train/runs/test_compare.py."""
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, loss in (("fp32", 2.0), ("bf16", 2.1)):
+            Path("out", name).mkdir(parents=True)
+            Path("out", name, "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+        assert cli.main(shlex.split(command)[1:]) == 0
+        assert Path("compare.svg").exists()
+
+
 def shell_takes_it(command):
     assert subprocess.run(["bash", "-euc", command]).returncode == 0
 
 
 CHECKED = {  # what is checked of a command in place of running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
+    "dualpipe compare out/fp32 out/bf16 --picture compare.svg": two_runs_are_compared,
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
         batch_script_is_taken,
     "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,

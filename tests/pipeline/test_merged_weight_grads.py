@@ -247,7 +247,7 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_added(monkeypat
         merge(keys)
 
     monkeypatch.setattr(pipe.weight_grad_store, "merge", merge_wrong)
-    with pytest.raises(PipelineError, match="offs must rise"):
+    with pytest.raises(PipelineError, match="expected ends that rise from 0"):
         step(pipe)
     names = [name for name, _ in pipe.module[0].named_parameters()]
     for name, grad, expected in zip(names, grads(pipe), before, strict=True):

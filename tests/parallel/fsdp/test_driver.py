@@ -1009,7 +1009,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_remedy():
     offload, pair, apart, late, moved = run_ranks(refused, 1)[0]
-    assert "modules of two stages together" in apart and "shard each stage by itself" in apart
+    assert "modules of two stages together" in apart and "shard every stage by itself" in apart
     assert "after the pipeline was built" in late
     assert "CPU offload" in offload and "leave offload_policy out" in offload
     assert "call fully_shard on the stage itself as well" in pair

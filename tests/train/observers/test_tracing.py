@@ -51,7 +51,7 @@ def test_all_that_a_step_is_made_of(trace_file):
                            for kind in ("exchange", "all_to_all"))
         assert started == waited and len({*started}) == len(started), "it can be told which one is waited for"
         segments = [each for each in trace.slices if each.rank == rank and each.kind == "segment"]
-        assert {each.args["inside"] for each in segments} == {True, False}
+        assert {each.args["between_ranks"] for each in segments} == {True, False}
         assert {each.args["stage"] for each in segments} == set(trace.schedule.rank_stages(rank // 2))
     assert list(trace.info["loads"]) == ["2", "3"] and all(sum(load) > 0 for load in trace.info["loads"].values())
 
