@@ -88,7 +88,9 @@ def pair_shapes(left: float, top: float, width: float) -> Iterator[str]:
 
 def overlap() -> str:
     """Draw the streams of an overlapped pair, with what orders them."""
-    left, top, width = 96.0, 70.0, 1060.0
+    left = 96.0
+    top = 70.0
+    width = 1060.0
     step = (width - left) / len(PAIR)
     shapes = [
         text(left, 26, "A pair: the forward of one micro-batch beside the backward of another", "h"),
@@ -187,7 +189,9 @@ FLOW = (  # the boxes of a step from the top, with the file of each
 
 def step() -> str:
     """Draw the way of a batch through a step."""
-    left, width, gap = 20.0, 720.0, 14.0
+    left = 20.0
+    width = 720.0
+    gap = 14.0
     shapes = [text(left, 26, "A training step", "h"),
               text(left + 145, 26, "each arrow is one call; none goes back up", "m")]
     y = 44.0
@@ -207,7 +211,9 @@ def step() -> str:
 
 def placement() -> str:
     """Draw the stages of a V on four ranks."""
-    left, cell, top = 80.0, 150.0, 64.0
+    left = 80.0
+    cell = 150.0
+    top = 64.0
     shapes = [text(left, 26, "A V of 8 stages on 4 ranks", "h"),
               text(left, 46, "rank r holds stages r and 2P - 1 - r; rank 0 has both the inputs and the loss", "m")]
     for rank in range(4):

@@ -352,7 +352,9 @@ def signature(node: ast.FunctionDef, *, is_method: bool = False, name: str = "")
 
 def split_arguments(text: str) -> list[str]:
     """Split the text of a function's parameters at the commas between them."""
-    parts, depth, part = [], 0, ""
+    parts: list[str] = []
+    depth = 0
+    part = ""
     for character in text:
         depth += (character in "([{") - (character in ")]}")
         if character == "," and depth == 0:

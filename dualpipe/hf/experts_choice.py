@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from dualpipe.hf.cut import top_k_of
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
-from dualpipe.runtime.device import synchronize
+from dualpipe.runtime.device import min_seconds
+from dualpipe.runtime.errors import first_line
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def _check_runs(stages: Sequence[CausalLMStage], experts: str) -> None:
     try:
         _run(modules[0], experts, _TRIAL_TOKENS)
     except Exception as error:  # transformers raises many types for a missing package, a device or a dtype
-        raise ValueError(f"experts={experts!r} does not run here ({type(error).__name__}: {_first_line(error)}); "
+        raise ValueError(f"experts={experts!r} does not run here ({type(error).__name__}: {first_line(error)}); "
                          f"expected an implementation that is installed and supports this device and dtype: install "
                          f"its packages, or use experts={NAME!r}") from error
 
@@ -76,19 +77,12 @@ def _check_runs(stages: Sequence[CausalLMStage], experts: str) -> None:
 def _measure_seconds(stages: Sequence[CausalLMStage], experts: str) -> float:
     """Return the time in seconds of one layer's experts, forward and backward; infinity if they fail."""
     module = _expert_modules(stages)[0]
-    device = module.down_proj.device
-    times = []
+    run = partial(_run, module, experts, _TIMED_TOKENS)
     try:
-        for _ in range(1 + _TIMED_CALLS):
-            start = time.perf_counter()
-            _run(module, experts, _TIMED_TOKENS)
-            if device.type == "cuda":
-                synchronize(device)
-            times.append(time.perf_counter() - start)
+        return min_seconds(run, module.down_proj.device, num_calls=_TIMED_CALLS)
     except Exception as error:  # as in `_check_runs`
-        log.info("experts=%r does not run here: %s", experts, _first_line(error))
+        log.info("experts=%r does not run here: %s", experts, first_line(error))
         return float("inf")
-    return min(times[1:])  # the first call compiles
 
 
 def _run(module: Any, experts: str, num_tokens: int) -> None:
@@ -112,8 +106,3 @@ def _run(module: Any, experts: str, num_tokens: int) -> None:
 def _expert_modules(stages: Sequence[CausalLMStage]) -> list[Any]:
     """Return the modules that transformers calls through its experts interface."""
     return [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).strip().partition("\n")[0]

@@ -22,6 +22,7 @@ from dualpipe.hf.cut import base_of, cut_model, norm_name
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.stand_ins import CallRecorder, LayerForm, OutputRecorder, StandIn, swap_modules
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
+from dualpipe.runtime.errors import first_line
 
 ADVICE = "cut the model yourself, as docs/your-loop.md shows"
 _TOKENS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device="cpu")
@@ -86,7 +87,7 @@ def check_structure(causal_lm: Any, cuts: Sequence[range]) -> LayerForm:
                 _check_stage(skeleton, form, calls, layers, hidden_states, number == 0, number == len(cuts) - 1)
             except Exception as error:  # a forward without its other layers may raise anything
                 raise ValueError(
-                    f"stage {number} of a {model_name} cannot run without the other stages: {_first_line(error)}; "
+                    f"stage {number} of a {model_name} cannot run without the other stages: {first_line(error)}; "
                     f"a stage gets hidden states alone, and must call every {layer_name} with the same arguments as "
                     f"the whole model: {ADVICE}") from error
     return form
@@ -178,7 +179,7 @@ def _record_calls(skeleton: Skeleton, model_name: str) -> tuple[LayerForm, list[
             with swap_modules(base, {"layers": nn.ModuleList(layers), norm_name(base): norm}):
                 base(input_ids=_TOKENS, use_cache=False)
         except Exception as error:  # a forward may raise anything if layers return another form
-            faults.append(_first_line(error))
+            faults.append(first_line(error))
             continue
         forwarded = _arguments_containing(rest, layers)
         if forwarded:
@@ -336,8 +337,3 @@ def _abbreviate(names: Sequence[str]) -> str:
     """Join the first three names, and count the others."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message, or the type of an error without one."""
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -105,6 +106,21 @@ def to_host(tensor: Tensor, *, timed: bool = False) -> tuple[Tensor, Event | Non
 def synchronize(device: torch.device | None = None) -> None:
     """Make the host wait for all work of a CUDA device (default: the current one)."""
     torch.cuda.synchronize(device)
+
+
+def min_seconds(run: Callable[[], object], device: torch.device, *, num_calls: int) -> float:
+    """Return the least time in seconds of `num_calls` calls, with all work on the device. One more call comes first.
+
+    The first call is not timed, because it may compile and load kernels.
+    """
+    times = []
+    for _ in range(1 + num_calls):
+        start = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
 
 
 # -- memory

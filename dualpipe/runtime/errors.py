@@ -72,6 +72,11 @@ def describe_error(error: BaseException) -> str:
     return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the type of an error without one."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def mark_names_ranks(error: E) -> E:
     """Mark an error whose text names the failed ranks; return it."""
     error.names_ranks = True  # type: ignore[attr-defined]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dualpipe import Pipeline, PipelineError
 from dualpipe.kernels import combine_tokens, sort_tokens
@@ -21,6 +19,7 @@ from dualpipe.pipeline.lower import Programs
 from dualpipe.runtime.recorder import KIND, WHAT, Observer, Recorder
 from dualpipe.schedule import Action, Schedule, build
 from schedules import SCHEDULES
+from tensor_bytes import AliveBytes
 from threads import run_threads
 
 WIDTH, EXPERTS, TOP_K = 8, 3, 2
@@ -255,36 +254,6 @@ def test_operands_that_do_not_fit_are_refused_before_anything_is_added(monkeypat
             assert torch.equal(grad, expected), name
 
 
-class Alive(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive, and the most at any time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, weakref.ref] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **kwargs or {})
-        own = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in own:
-                self._see(tensor.untyped_storage())
-        return results
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive:
-            return
-
-        def freed(_: weakref.ref) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
 @pytest.mark.parametrize("has_accumulators", [False, True])
 @pytest.mark.parametrize("order", ["0W0 0W1 0W2", "0W0 1W0 0W1 1W1 0W2 1W2"])
 def test_the_peak_is_at_most_that_of_unmerged_gradients(order, has_accumulators):
@@ -296,7 +265,7 @@ def test_the_peak_is_at_most_that_of_unmerged_gradients(order, has_accumulators)
         if not has_accumulators:
             pipe.zero_grad()
         gc.collect()
-        with Alive() as alive:
+        with AliveBytes() as alive:
             step(pipe)
         peaks[merged] = alive.peak
     assert 0 < peaks[True] <= peaks[False], peaks

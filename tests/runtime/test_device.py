@@ -63,3 +63,19 @@ def test_a_side_stream_has_high_priority():
     with mock.patch.object(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(**options)):
         assert device.new_stream(torch.device("cuda", 0)).priority == -1
     assert device.new_stream(torch.device("cpu")) is None
+
+
+def test_the_least_time_is_of_later_calls(monkeypatch):
+    """The clock is read before and after each call: 9, 3, 1 and 2 seconds."""
+    readings = iter([0, 9, 10, 13, 20, 21, 30, 32])
+    calls = []
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(readings))
+    assert device.min_seconds(lambda: calls.append(1), torch.device("cpu"), num_calls=3) == 1
+    assert len(calls) == 4
+
+
+def test_the_time_of_a_device_includes_its_work(monkeypatch):
+    events = []
+    monkeypatch.setattr(device, "synchronize", lambda _: events.append("synchronized"))
+    device.min_seconds(lambda: events.append("called"), torch.device("cuda", 0), num_calls=1)
+    assert events == ["called", "synchronized"] * 2

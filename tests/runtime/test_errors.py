@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, nearest, raise_for
+from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, first_line, nearest, raise_for
 from processes import is_alive
 
 
@@ -23,6 +23,11 @@ def test_notes_are_separate_lines():
     error = ValueError("bad")
     error.add_note("look here")
     assert error_line(error) == "error: bad\nlook here"
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(ValueError("  one\ntwo")) == "one"
+    assert first_line(ValueError()) == first_line(ValueError("\n")) == "ValueError"
 
 
 def test_nearest_names():

@@ -1,6 +1,6 @@
 """Attention: rotary embedding, documents, masks, and attention itself, fused on CUDA.
 
-Imports `nn` and `kernels`.
+Imports `nn`, `kernels` and `runtime`.
 """
 
 from dualpipe.nn.attention.causal_attention import attend, attend_part, attention_reference

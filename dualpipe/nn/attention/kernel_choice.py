@@ -22,6 +22,9 @@ from torch import nn
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dualpipe.kernels.common import architecture
+from dualpipe.runtime.errors import first_line
+
 AUTO = "auto"
 DEFAULT = "default"  # torch's own order
 
@@ -135,8 +138,8 @@ def choose_attention_kernel(
             raise ValueError(f"attention kernel {kernel!r} does not run on {device}: {failure}; expected one that is "
                              f"installed and takes heads of {_described(sizes)} in {dtype}; use {AUTO!r}")
         return AttentionChoice(kernel, "as configured")
-    major, _ = torch.cuda.get_device_capability(device)
-    return _first_that_runs(KERNELS_BY_ARCHITECTURE.get(major, _ON_OTHER_ARCHITECTURES), device, sizes, dtype)
+    candidates = KERNELS_BY_ARCHITECTURE.get(architecture(device) // 10, _ON_OTHER_ARCHITECTURES)
+    return _first_that_runs(candidates, device, sizes, dtype)
 
 
 def _first_that_runs(
@@ -161,8 +164,7 @@ def _failure(kernel: str, device: torch.device, sizes: list[HeadSize], dtype: to
             for size in sizes:
                 _run_small_attention(size, device, dtype)
     except Exception as error:  # whatever the kernel's package raises: it is not installed, or refuses the operands
-        reason = str(error).strip().partition("\n")[0]
-        return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        return f"{type(error).__name__}: {first_line(error)}"
     return ""
 
 

@@ -22,6 +22,7 @@ from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_p
 from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.on_meta.meta_attention import DeviceAttention
 from dualpipe.plan.on_meta.meta_run import EvenDispatcher, LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
+from dualpipe.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from dualpipe.hf.model import TransformersModel
@@ -260,7 +261,7 @@ def failure(model: TransformersModel, number: int) -> str:
             run.begin_backward()
             walk([run.backward("B")])
     except Exception as error:  # layers that read values may raise any exception
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return ""
 
 

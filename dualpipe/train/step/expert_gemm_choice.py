@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
+from functools import partial
 from typing import NamedTuple, cast
 
 import torch
@@ -13,7 +13,8 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.nn.deferral import local
 from dualpipe.nn.expert_gemm import DUALPIPE, EXPERT_GEMMS, ExpertGemm, expert_gemm, expert_gemm_dgrad
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.runtime.device import synchronize
+from dualpipe.runtime.device import min_seconds
+from dualpipe.runtime.errors import first_line
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 AUTO = "auto"
@@ -101,26 +102,18 @@ def _check_runs(library: str, shapes: list[GemmShape], work: ExpertWork) -> None
         try:
             _run(library, *_operands(shape, work._replace(rows=shape.experts)))
         except Exception as error:  # whatever the library raises if it is not installed or refuses the operands
-            line = str(error).strip().partition("\n")[0]
             raise ValueError(
-                f"expert GEMMs by {library!r} do not run here ({type(error).__name__}: {line}); expected a library "
-                f"that is installed and takes {work.dtype} on {work.device}; use {DUALPIPE!r}") from error
+                f"expert GEMMs by {library!r} do not run here ({type(error).__name__}: {first_line(error)}); expected "
+                f"a library that is installed and takes {work.dtype} on {work.device}; use {DUALPIPE!r}") from error
 
 
 def _seconds(library: str, shape: GemmShape, work: ExpertWork) -> float:
     """Return the seconds of a forward and an input gradient; infinity if the library does not run."""
-    operands = _operands(shape, work)
-    times = []
+    run = partial(_run, library, *_operands(shape, work))
     try:
-        for _ in range(1 + _TIMED_CALLS):
-            start = time.perf_counter()
-            _run(library, *operands)
-            if work.device.type == "cuda":
-                synchronize(work.device)
-            times.append(time.perf_counter() - start)
+        return min_seconds(run, work.device, num_calls=_TIMED_CALLS)
     except Exception:  # as in `_check_runs`; the library is left out of the table
         return float("inf")
-    return min(times[1:])  # the first call may compile
 
 
 def _operands(shape: GemmShape, work: ExpertWork) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -32,7 +32,7 @@ def architecture(monkeypatch):
             if refuses is not None:
                 refuses(size)
 
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+        monkeypatch.setattr(kernel_choice, "architecture", lambda device: 10 * major)
         monkeypatch.setattr(kernel_choice, "_run_small_attention", run)
 
     return pretend
