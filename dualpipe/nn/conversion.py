@@ -14,7 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from dualpipe.nn.linear import Linear, TransposedLinear
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# The names in the `forward` of transformers' Conv1D: a forward with other names computes something else.
+# Names that the bytecode of `forward` uses (`co_names`) in transformers' Conv1D: with other names it computes something
+# else.
 _CONV1D_NAMES = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
 
 
@@ -23,10 +24,13 @@ def defer_weight_grads(module: ModuleT) -> ModuleT:
 
     Converts `nn.Linear`, subclasses of it that inherit its `forward`, and `Conv1D` of transformers' GPT-2, recognized
     by its structure. Only the class of these modules changes, to a subclass of their class: parameters, state-dict
-    keys, hooks and names stay, and copies and pickles work. Layers with a computed weight (parametrized, pruned),
-    quantized layers, layers with another `forward`, and layers that were passed to FSDP2's `fully_shard` themselves are
-    not converted: call this before `fully_shard`. `Pipeline.deferral_report` lists them. A weight that is used several
-    times, or shared with another module, gets every contribution.
+    keys, hooks and names stay, and copies and pickles work.
+
+    Does not convert layers with a computed weight (parametrized, pruned), quantized layers, layers with another
+    `forward`, and layers that `fully_shard` of FSDP2 was called on: call this function before `fully_shard`.
+    `Pipeline.deferral_report` lists the layers that are not converted.
+
+    If a weight is used several times, or shared with another module, the gradients of all uses are added.
 
     Returns `module`.
     """
@@ -42,10 +46,11 @@ def deferring_class(module: nn.Module) -> type[nn.Module] | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or is_lazy(weight):
         return None
-    original: Any = type(module)  # Any: for mypy no class of modules is hashable, as the caches below need
+    original: Any = type(module)  # Any: mypy takes classes of modules for unhashable, and @cache needs hashable
     if original is nn.Linear:
         return Linear
-    if is_fsdp_module(module) or is_parametrized(module):  # their wrappers rely on the class that they created
+    # FSDP2 or parametrize has replaced the class of the module already, and relies on the new class.
+    if is_fsdp_module(module) or is_parametrized(module):
         return None
     if isinstance(module, nn.Linear) and original.forward is nn.Linear.forward:
         return _deferring_subclass(original)
@@ -66,7 +71,10 @@ is_sharded_alone = is_fsdp_module  # old name
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True for transformers' `Conv1D`, y = x W + b with W (nx, nf), for copies of it, and deferring ones."""
+    """Return True for an instance of transformers' `Conv1D`: y = x W + b with W (nx, nf).
+
+    Also for a copy of that class in another package, and for a subclass that `defer_weight_grads` created.
+    """
     if type(module).__name__ != "Conv1D" or isinstance(module, nn.Conv1d):
         return False
     in_features = getattr(module, "nx", None)
@@ -82,9 +90,10 @@ def is_conv1d(module: nn.Module) -> bool:
 
 @cache
 def _deferring_subclass(original: Any) -> type[nn.Module] | None:
-    """Return a deferring subclass with the name of `original`, whose attributes take precedence over `Linear`'s.
+    """Create a deferring subclass of `original`, with its name.
 
-    None if these attributes include another `forward`.
+    Attributes of `original` take precedence over those of `Linear`; only attributes that it inherits from `nn.Linear`,
+    such as `forward`, are replaced. Returns None if `forward` is not replaced.
     """
     deferring = _derive(original, (original, _DeferringSubclass))
     return deferring if deferring.forward is Linear.forward else None
@@ -102,7 +111,10 @@ def _derive(original: type[nn.Module], bases: tuple[type, ...]) -> type[nn.Modul
 
 
 class _Derived(nn.Module):
-    """Base of the created classes: pickles instances by the original class, as no module holds the created one."""
+    """Base of the created classes. Instances are pickled with their original class, and converted when loaded.
+
+    pickle cannot import a created class by its name.
+    """
 
     original_class: type[nn.Module]
 
@@ -123,7 +135,7 @@ class _DeferringConv1D(_Derived, TransposedLinear):
 
 def _new_subclass(original: Any, *arguments: Any) -> nn.Module:
     deferring = _deferring_subclass(original)
-    assert deferring is not None, "the pickled module was of a deferring class"
+    assert deferring is not None, "a module of a deferring class was pickled, so its class can be created"
     return deferring.__new__(deferring, *arguments)
 
 

@@ -1,7 +1,8 @@
 """Weight gradients: the queue of deferred ones, and the accumulators that they are added to.
 
 An action "I" computes input gradients only. Each layer passes the computation of its weight gradient to the active
-store, which belongs to the running pipeline and queues it until the matching action "W". Method: zero-bubble pipeline
+store, which belongs to the running pipeline and queues it until the matching action "W". A "B" of a stage with segments
+queues too, and runs the queue while communications are in flight. Method: zero-bubble pipeline
 parallelism (Qi et al., arXiv:2401.10241), with a queue of closures instead of a walk over the autograd graph, like the
 `WeightGradStore` of DeepSeek's DualPipe, but without its class-level state.
 
@@ -9,8 +10,8 @@ The accumulator is the parameter's `.grad`, which may be wider than the paramete
 parameter accumulates in float32, and the GEMMs of its gradient are not rounded to bfloat16. Experts that are sharded
 over expert-parallel ranks are DTensors: gradients are computed and added on their local tensors.
 
-Actions "W" of one stage that follow each other can share their work (`WeightGradStore.merge`): the GEMMs of the same
-experts in several micro-batches are one, which reads and writes the accumulator once. See
+Consecutive actions "W" of one stage can be merged (`WeightGradStore.merge`): one GEMM then computes the gradient of an
+expert weight for several micro-batches, and reads and writes the accumulator once. See
 `dualpipe.nn.merged_weight_grads`.
 """
 
@@ -33,7 +34,7 @@ _active_store: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_
 
 
 class WeightGradObserver(Protocol):
-    """Observer of the origin of a step's weight gradients, set as the `observer` of a store."""
+    """Observer of the layers and autograd nodes that compute a step's weight gradients: the `observer` of a store."""
 
     def saw_graph(self, roots: Iterable[GradientEdge]) -> None:
         """Receive the results of a forward; its graph is complete and not yet freed."""
@@ -43,7 +44,7 @@ class WeightGradObserver(Protocol):
 
         Args:
             rows: number of rows that the gradient's GEMM sums over; 0 if it is no GEMM.
-            has_hooks: the gradient goes through autograd instead.
+            has_hooks: True if hooks need the gradient, which then goes through autograd and not to the store.
         """
 
     def saw_put(self, node: Node | None) -> None:
@@ -51,13 +52,13 @@ class WeightGradObserver(Protocol):
 
 
 class WeightGradStore:
-    """Deferred weight gradients of one pipeline, queued by the key of the "I" that deferred them.
+    """Deferred weight gradients of one pipeline, queued by the key of the action that deferred them.
 
     Attributes:
         accumulating: True if layers may add to accumulators that are wider than their parameters, without autograd.
         merging: True if queues may be merged; layers whose GEMMs allow it then queue what `merge` needs.
         recomputing: True during the recompute of a forward, whose statistics are counted already.
-        observer: receives the origin of every weight gradient; None costs nothing.
+        observer: is told of every weight gradient; None costs nothing.
     """
 
     def __init__(self) -> None:
@@ -80,7 +81,7 @@ class WeightGradStore:
         return self._queue is not None
 
     def put(self, fn: Callable[[], None]) -> None:
-        """Run `fn`, which adds a weight gradient to `.grad`, immediately; queue it while an "I" is running."""
+        """Run `fn`, which adds a weight gradient to `.grad`, immediately; inside of `defer`, queue it."""
         if self.observer is not None:
             self.observer.saw_put(torch._C._current_autograd_node())
         if self._queue is None:
@@ -98,12 +99,12 @@ class WeightGradStore:
             _active_store.reset(token)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Set `accumulating` inside: the backward is for all parameters, so layers may add to accumulators."""
+        """Set `accumulating` inside of the `with`, for a backward that computes the gradients of all parameters."""
         return self._accumulation
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
-        """Set `recomputing` inside: the forward has run before."""
+        """Set `recomputing` inside of the `with`, for the second run of a forward."""
         self.recomputing = True
         try:
             yield
@@ -111,18 +112,20 @@ class WeightGradStore:
             self.recomputing = False
 
     def defer(self, key: Hashable) -> AbstractContextManager[None]:
-        """Queue under `key` every function that is `put` inside; a key may be entered more than once."""
+        """Queue under `key` every function that is `put` inside of the `with`; a key may be used more than once."""
         return _Deferral(self, key)
 
     @contextmanager
     def run_immediately(self) -> Iterator[None]:
-        """Run functions that are `put` inside immediately, also while an "I" is running.
+        """Run functions that are `put` inside of the `with` immediately, also inside of `defer`.
 
-        For gradients that are not worth the memory that deferring them takes.
+        For gradients that are not worth the memory that deferring them takes. The backward inside must compute the
+        gradients of all parameters.
         """
         queue = self._queue
         self._queue = None
         try:
+            # `accumulate` cannot be nested: its exit would clear `accumulating` for the outer one.
             with nullcontext() if self.accumulating else self.accumulate():
                 yield
         finally:
@@ -131,16 +134,16 @@ class WeightGradStore:
     at_once = run_immediately  # old name
 
     def run(self, key: Hashable) -> None:
-        """Run and remove, in order, all functions queued under `key`; without gradients, as in a backward."""
+        """Run and remove, in order, all functions queued under `key`; under `torch.no_grad()`, like a backward."""
         with torch.no_grad():
             for fn in self.take(key):
                 fn()
 
     def merge(self, keys: Sequence[Hashable]) -> None:
-        """Merge the queues of several micro-batches of a stage, and share the result out among their keys.
+        """Merge the queues of several micro-batches of a stage, and divide the merged queue among their keys.
 
-        Call it before the first of `keys` is run; `run` of each key then does its share, about the same number of
-        weight gradients. See `dualpipe.nn.merged_weight_grads.merge_queues` for the order.
+        Call it before the first of `keys` is run. `run` of each key then computes about the same number of weight
+        gradients. See `dualpipe.nn.merged_weight_grads.merge_queues` for the order.
         """
         queues = merge_queues([self.take(key) for key in keys])
         for key, queue in zip(keys, queues, strict=True):
@@ -205,11 +208,11 @@ def weight_grads(
         x: saved input; None if only the bias needs a gradient.
         weight_grad: computes the weight gradient, `weight_grad(weight, dy, x)`.
         bias_grad: computes the bias gradient, `bias_grad(bias, dy)`.
-        in_place: `weight_grad` can add to a fourth operand; it then adds to an accumulator of another dtype without
-            autograd.
+        in_place: True if `weight_grad` takes a fourth argument, the tensor to add the gradient to. An accumulator of
+            another dtype than the parameter is then added to directly, without autograd.
         rows: number of rows that the GEMM of the weight gradient sums over; None: the rows of `dy`.
-        merge: what a GEMM for several micro-batches takes of this one; None, also where the store is not merging: their
-            GEMMs are not merged.
+        merge: operands of this micro-batch for a GEMM over several micro-batches; None: the gradient is not merged.
+            Must be None if the store is not merging.
 
     A gradient is None if it is not needed, or if the store adds it.
     """
@@ -277,7 +280,7 @@ def _has_hooks(param: Tensor | None) -> bool:
 def add_grad(param: Tensor, grad: Tensor) -> None:
     """Add `grad` to `param.grad` like autograd does for a leaf, with the same dtypes.
 
-    An existing `.grad` is added to in place and keeps its dtype. Without one, `grad` becomes it, cast to
+    Adds to an existing `.grad` in place, which keeps its dtype. Without one, sets `.grad` to `grad`, cast to
     `param.grad_dtype` (None allows any).
 
     grad: the local shard if `param` is a DTensor; no other code may hold it.
@@ -293,7 +296,10 @@ def add_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def accumulation_dtype(param: Tensor, otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute gradients of `param` in: its accumulator's, or `otherwise` if that is `param`'s."""
+    """Return the dtype to compute gradients of `param` in.
+
+    This is the dtype of its accumulator if that differs from the dtype of `param`, else `otherwise`.
+    """
     dtype = param.grad_dtype if param.grad is None else param.grad.dtype
     return otherwise if dtype is None or dtype is param.dtype else dtype
 

@@ -1,15 +1,16 @@
 """Grouped GEMMs of expert layers by another library, for the forward and the input gradient.
 
-`dualpipe.kernels` is the default and the reference. The alternatives read no rows where they are and fuse no
-activation: tokens are gathered into a sorted copy first, and SwiGLU is a kernel after the GEMM. They pay where their
-GEMM is faster than ours by more than that copy takes. Weight gradients stay with `dualpipe.kernels`, which adds them to
+`dualpipe.kernels` is the default and the reference. The alternatives cannot gather rows inside the GEMM or fuse the
+activation: tokens are copied in sorted order first, and SwiGLU is a kernel after the GEMM. An alternative is faster
+overall if its GEMM saves more time than that takes. Weight gradients stay with `dualpipe.kernels`, which adds them to
 float32 accumulators from registers.
 
     "grouped_mm"   `torch.nn.functional.grouped_mm`: bfloat16 (float16 on some devices)
     "quack"        `quack.gemm_interface.gemm` of quack-kernels, on Hopper and Blackwell. It was written from the
                    function's published signature and has never run.
 
-Dimension letters: T tokens, M rows sorted by expert, E experts, H in_features, N out_features.
+Dimension letters: T tokens, M rows sorted by expert, E experts, H in_features, N out_features; K and C are (H, N)
+in the forward and (N, H) in the input gradient.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def expert_gemm(
     library: ExpertGemm, x: Tensor, weight_ENH: Tensor, ends_E: Tensor, *, bias_EN: Tensor | None = None,
     gather_M: Tensor | None = None,
 ) -> Tensor:
-    """Compute `dualpipe.kernels.grouped_gemm` by a library -> (M, N).
+    """Compute `dualpipe.kernels.grouped_gemm` with the given library -> (M, N).
 
     Args:
         library: one of `EXPERT_GEMMS`.
@@ -52,14 +53,17 @@ def expert_gemm(
 
 
 def expert_gemm_dgrad(library: ExpertGemm, dy_MN: Tensor, weight_ENH: Tensor, ends_E: Tensor) -> Tensor:
-    """Compute `dualpipe.kernels.grouped_gemm_dgrad` by a library -> (M, H). See `expert_gemm`."""
+    """Compute `dualpipe.kernels.grouped_gemm_dgrad` with the given library -> (M, H). See `expert_gemm`."""
     if library == DUALPIPE:
         return grouped_gemm_dgrad(dy_MN, weight_ENH, ends_E)
     return _GEMMS[library](dy_MN, weight_ENH, ends_E)
 
 
 def _gather_rows(x_TH: Tensor, gather_M: Tensor) -> Tensor:
-    """Copy the token of each row -> (M, H). No size is read back: rows without an expert copy some token."""
+    """Copy the token of each row -> (M, H).
+
+    The number of valid rows stays on the device, so that rows past the last end copy an arbitrary token.
+    """
     if x_TH.shape[0] == 0:
         return x_TH.new_empty(gather_M.shape[0], x_TH.shape[1])
     return x_TH.index_select(0, gather_M.clamp(0, x_TH.shape[0] - 1))
@@ -72,12 +76,12 @@ def _expert_of_rows(ends_E: Tensor, num_rows: int) -> Tensor:
 
 
 def _grouped_mm(a_MK: Tensor, b_EKC: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by torch."""
+    """Multiply each expert's rows and weight with torch."""
     return F.grouped_mm(a_MK.contiguous(), b_EKC, offs=ends_E)
 
 
 def _quack(a_MK: Tensor, b_EKC: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by quack-kernels."""
+    """Multiply each expert's rows and weight with quack-kernels."""
     from quack.gemm_interface import gemm  # not at the top: an optional package, which compiles at its import
 
     bounds = torch.cat((ends_E.new_zeros(1), ends_E))

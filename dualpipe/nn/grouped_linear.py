@@ -54,10 +54,10 @@ class GroupedLinear(nn.Module):
         fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
         gemm_library: computes the forward and the input gradient of a weight that is not quantized; see
             `dualpipe.nn.expert_gemm`.
-        quantizable: see `dualpipe.quantized.quantize_model.quantizable`.
+        quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # with the dtype of `grad_dtype`
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
     form: _SwiGLUForm | None = None
     quantizable = True
     products: GemmPrecision = "auto"
@@ -114,9 +114,9 @@ class GroupedLinear(nn.Module):
         x, autocast_dtype = _autocast(x)
         block = row_block(self, x.dtype)
         next_block = None if next_layer is None else row_block(next_layer, x.dtype)
-        y, *y_rows = _Grouped.apply(x, self.weight, self.bias, rows, autocast_dtype, self.form, scale, block,
-                                    next_block, quantized, self.fp8_weight_grad, False, self.gemm_library)
-        return y, QuantizedRows(*y_rows) if y_rows else None
+        y, *quantized_y = _Grouped.apply(x, self.weight, self.bias, rows, autocast_dtype, self.form, scale, block,
+                                         next_block, quantized, self.fp8_weight_grad, False, self.gemm_library)
+        return y, QuantizedRows(*quantized_y) if quantized_y else None
 
     def extra_repr(self) -> str:
         return f"{self.num_groups}, {self.in_features}, {self.out_features}, bias={self.bias is not None}"
@@ -153,8 +153,8 @@ class GroupedSwiGLU(GroupedLinear):
         that layer does not quantize rows.
         """
         next_layer = next_layer or then
-        y, y_rows = self._forward(x, rows, scale, quantized, next_layer)
-        return y if next_layer is None else (y, y_rows)
+        y, quantized_y = self._forward(x, rows, scale, quantized, next_layer)
+        return y if next_layer is None else (y, quantized_y)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, clamped={self.form is not None and self.form[0]}"
@@ -205,7 +205,7 @@ class _Grouped(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
         autocast_dtype: torch.dtype | None, form: _SwiGLUForm | None, scale: Tensor | None, block: int | None,
-        next_block: int | None, x_rows: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
+        next_block: int | None, quantized_x: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
         gemm_library: ExpertGemm,
     ) -> tuple[Tensor, ...]:
         ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
@@ -222,19 +222,19 @@ class _Grouped(torch.autograd.Function):
         if autocast_dtype is not None:
             weight = weight if isinstance(weight, QuantizedTensor) else weight.to(autocast_dtype)
             bias = None if bias is None else bias.to(autocast_dtype)
-        x_rows = None if block is None else x_rows or quantize_rows(x, block)
+        quantized_x = None if block is None else quantized_x or quantize_rows(x, block)
         gate_up = None
-        y_rows = None
+        quantized_y = None
         if isinstance(weight, QuantizedTensor):
-            y = forward_gemm(x_rows or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
+            y = forward_gemm(quantized_x or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
             if form is not None:
                 gate_up = y
-                y, y_rows = _swiglu(gate_up, scale, *form, next_block)
+                y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
         elif gemm_library != DUALPIPE:
             y = expert_gemm(gemm_library, x, weight, ctx.ends, bias_EN=bias, gather_M=ctx.gather)
             if form is not None:
                 gate_up = y
-                y, y_rows = _swiglu(gate_up, scale, *form, next_block)
+                y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
         elif form is None:
             y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
         else:
@@ -242,42 +242,42 @@ class _Grouped(torch.autograd.Function):
             y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
                                              clamped=clamped, alpha=alpha, limit=limit)
         if next_block is not None:
-            y_rows = y_rows or quantize_rows(y, next_block)
-            ctx.mark_non_differentiable(*y_rows)
+            quantized_y = quantized_y or quantize_rows(y, next_block)
+            ctx.mark_non_differentiable(*quantized_y)
         need_x, need_weight, *_ = ctx.needs_input_grad
-        saved_rows = x_rows if need_weight and fp8_weight_grad else None
+        saved_quantized = quantized_x if need_weight and fp8_weight_grad else None
         ctx.save_for_backward(
-            x if need_weight and saved_rows is None else None,
+            x if need_weight and saved_quantized is None else None,
             weight if need_x and not isinstance(weight, QuantizedTensor) else None,  # a quantized one is in ctx.weight
-            gate_up, scale, *(saved_rows or (None, None)),
+            gate_up, scale, *(saved_quantized or (None, None)),
         )
-        return y, *(y_rows or ())
+        return y, *(quantized_y or ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, used_weight, gate_up, scale, *x_rows = ctx.saved_tensors
+        x, used_weight, gate_up, scale, *quantized_x = ctx.saved_tensors
         dx = None
         d_scale = None
-        dy_rows = None
+        quantized_dy = None
         if ctx.form is not None:
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
         if ctx.needs_input_grad[0]:
             if used_weight is not None:
                 dx = expert_gemm_dgrad(ctx.gemm_library, dy, used_weight, ctx.ends)  # (M, H)
             else:
-                dx, dy_rows = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
+                dx, quantized_dy = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         weight_grad: Callable[..., Tensor] = partial(
             _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
         num_rows = dy.shape[0]
         merge: MergeableOperands | None = None
-        if x_rows[0] is None and ctx.needs_input_grad[1] and WeightGradStore.current().merging:
+        if quantized_x[0] is None and ctx.needs_input_grad[1] and WeightGradStore.current().merging:
             merged_weight_grad = partial(_merged_weight_grad, is_transposed=ctx.is_transposed)
             merge = MergeableOperands(merged_weight_grad, WgradOperands(dy, x.detach(), ctx.ends, ctx.gather))
-        if x_rows[0] is not None:
-            weight_grad = weight_grad_from_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
+        if quantized_x[0] is not None:
+            weight_grad = weight_grad_from_rows(weight_grad, dy, quantized_dy, QuantizedRows(*quantized_x), ctx.block)
             if not ctx.needs_input_grad[2]:
                 dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
         bias_grad = partial(grouped_bias_grad, ends=ctx.ends)
@@ -299,8 +299,8 @@ def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
     num_rows = rows.inverse.shape[0]
     ctx.top_k = max(1, num_rows // max(1, num_tokens))
     if num_tokens * ctx.top_k != num_rows:
-        raise ValueError(f"x has {num_tokens} rows, expected one for each token of {num_rows} sorted rows, which must "
-                         "be a multiple of the tokens; pass the tokens that were sorted")
+        raise ValueError(f"x has {num_tokens} rows, expected one for each token, but the number of sorted rows, "
+                         f"{num_rows}, is not a multiple of that; pass the tokens that were sorted")
 
 
 def _swiglu(

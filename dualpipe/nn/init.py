@@ -1,7 +1,7 @@
 """Parameter initialization from names: a value depends on the seed and the parameter's name only.
 
-Every partition of a model therefore starts from the same values: into stages, into shards (FSDP2), into experts (expert
-parallelism).
+A model therefore starts from the same values however it is divided: into stages, FSDP2 shards, or the experts of
+expert-parallel ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
 
 
 def _rows_per_block(row_size: int) -> int:
-    """Return the rows of one draw: blocks of whole groups have the values of a single draw of everything."""
+    """Return the number of rows per draw.
+
+    It is a whole number of groups, so that the values equal those of a single draw of the whole tensor.
+    """
     rows_per_group = _GROUP // gcd(_GROUP, row_size)
     return rows_per_group * max(1, _BLOCK // (rows_per_group * row_size))
 
@@ -77,6 +80,7 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     if not isinstance(param, DTensor):
         slices = tuple(slice(0, size) for size in param.shape)
         return param.detach() if master is None else master, slices
-    (chunk,) = param.__create_chunk_list__()  # also used by distributed checkpoints; right for every order of shards
+    # Also used by distributed checkpoints; correct if several mesh dimensions shard one dimension, in any order.
+    (chunk,) = param.__create_chunk_list__()
     slices = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes))
     return param.to_local().detach() if master is None else master, slices

@@ -23,7 +23,7 @@ from dualpipe.nn.deferral import accumulation_dtype, weight_grads
 from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
 from dualpipe.quantized import QuantizedTensor
 
-_CHUNK = 2**24  # elements of a weight gradient that are computed per addition to the accumulator: 64 MB of float32
+_CHUNK = 2**24  # elements, 64 MB of float32: larger weight gradients are computed and added in chunks
 
 
 class Linear(nn.Linear):
@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # with the dtype of `grad_dtype`
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
     products: GemmPrecision = "auto"
     fp8_weight_grad = False
     quantizable = True
@@ -57,12 +57,12 @@ class Linear(nn.Linear):
         if torch.compiler.is_compiling():
             from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it imports the compiler
 
-            # Eager, because the backward checks in every call if it defers. `Linear.forward`, not `self.forward`:
-            # that of a subclass is what called this one.
+            # Eager, because the backward checks in every call if it defers. Not `self.forward`: in a subclass that
+            # method calls this one, and would be run twice.
             return run_uncompiled(Linear.forward, self, x, compute_dtype)
         weight = self.weight
         bias = self.bias
-        # Parameters computed from others (pruning, weight norm), or replaced or batched by torch.func.
+        # Plain autograd for parameters that are computed (pruning, weight norm), or replaced or batched by torch.func.
         if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
             return _linear(x, weight, bias, compute_dtype)
         autocast_dtype = None if compute_dtype is not None else _autocast_dtype(x)
@@ -118,29 +118,29 @@ class _Quantized(torch.autograd.Function):
         ctx.block = block
         x_MH = flatten_rows(x)
         ctx.ends = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # a single expert
-        x_rows = None if block is None else quantize_rows(x_MH, block)
+        quantized_x = None if block is None else quantize_rows(x_MH, block)
         bias_1N = None if bias is None else bias.to(x.dtype).unsqueeze(0)
-        y_MN = forward_gemm(x_rows or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
+        y_MN = forward_gemm(quantized_x or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
         need_weight = ctx.needs_input_grad[1]
-        saved_rows = x_rows if need_weight and fp8_weight_grad else None
-        saved_x = x if need_weight and saved_rows is None else None
-        ctx.save_for_backward(saved_x, *(saved_rows or (None, None)))
+        saved_quantized = quantized_x if need_weight and fp8_weight_grad else None
+        saved_x = x if need_weight and saved_quantized is None else None
+        ctx.save_for_backward(saved_x, *(saved_quantized or (None, None)))
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
-        x, *x_rows = ctx.saved_tensors
+        x, *quantized_x = ctx.saved_tensors
         dx = None
-        dy_rows = None
+        quantized_dy = None
         if ctx.needs_input_grad[0]:
-            dx, dy_rows = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
+            dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         weight_grad: Callable[..., Tensor] = _weight_grad
         num_rows = dy.shape[:-1].numel()
-        if x_rows[0] is not None:
-            rows = QuantizedRows(*x_rows)
-            weight_grad = weight_grad_from_rows(weight_grad, flatten_rows(dy), dy_rows, rows, ctx.block)
+        if quantized_x[0] is not None:
+            rows = QuantizedRows(*quantized_x)
+            weight_grad = weight_grad_from_rows(weight_grad, flatten_rows(dy), quantized_dy, rows, ctx.block)
             if not ctx.needs_input_grad[2]:
                 dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
         return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows), None, None
@@ -149,10 +149,10 @@ class _Quantized(torch.autograd.Function):
 class TransposedLinear(nn.Module):
     """Linear layer with a transposed weight, such as GPT-2's `Conv1D`: y = x W + b, `weight` (H, N), `bias` (N,).
 
-    It only has a `forward`: derive a class from this one first, and second from the class that owns the parameters.
+    A mixin that provides `forward` only: among the bases of a class, put it before the class that owns the parameters.
     """
 
-    makes_accumulators = True  # with the dtype of `grad_dtype`
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
     weight: nn.Parameter
     bias: nn.Parameter
 
@@ -215,7 +215,7 @@ def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = Non
         return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the GEMM's epilogue: no temporary
     if x.dtype is not dtype:  # to() takes 0.4 us even if the dtype is the same
         x_MH = x_MH.to(dtype)
-    # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches, except in chunks.
+    # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches, but not in chunks.
     if out is None or out.numel() <= _CHUNK:
         dw = (dy_NM if dy.dtype is dtype else dy_NM.to(dtype)).mm(x_MH)
         return dw if out is None else out.add_(dw)

@@ -1,16 +1,17 @@
-"""Merging of deferred weight gradients: several micro-batches of the same weight in one GEMM.
+"""Merging of deferred weight gradients: one GEMM computes the gradient of a weight for several micro-batches.
 
-The accumulator of an expert is read and written once for every GEMM that adds to it. With few rows for each expert this
-takes longer than the GEMM itself: at 256 rows the gate and up projections of 128 experts move 3.2 GB, about 1 ms on an
-H100, beside 0.3 ms of multiplications. Weight gradients that wait for the same moment can share it.
+Every GEMM that adds to the accumulator of an expert reads and writes it once. With few rows for each expert this takes
+longer than the multiplications: at 256 rows the gate and up projections of 128 experts move 3.2 GB, about 1 ms on an
+H100, beside 0.3 ms of multiplications. Micro-batches that are merged share one read and one write.
 
-Bits: on CPU those of the unmerged gradients, as one micro-batch is added after the other. On CUDA a GEMM sums up to
-four micro-batches in float32 registers before it adds to the accumulator: see
-`dualpipe.kernels.grouped_gemm.grouped_gemm_wgrad_merged`.
+Numerics: on the CPU the result is bitwise equal to that of unmerged gradients, because micro-batches are added one
+after the other. On CUDA a GEMM sums up to four micro-batches in float32 registers before it adds to the accumulator;
+see `dualpipe.kernels.grouped_gemm.grouped_gemm_wgrad_merged`.
 
-Memory: merging starts when all queues are full, and keeps nothing that a queue would not keep. Until the first share
-has run, the operands of all micro-batches are alive, merged or not; after each share, about as many are freed as those
-of one micro-batch. Where the accumulators exist before, the peak is the same.
+Memory: queues are merged when all of them are complete, so that the operands of all micro-batches are alive before the
+first "W", as they are without merging. The merged queue is divided into one share for each micro-batch. Each share
+frees about as many operands as one micro-batch has. If the accumulators are allocated already, the peak of memory is
+therefore the same as without merging.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from torch import Tensor
 
 
 class MergeableOperands(NamedTuple):
-    """One micro-batch's part of a weight gradient that can be merged.
+    """Operands of one micro-batch for a merged weight gradient, and the function that computes it.
 
     Attributes:
-        weight_grad: computes the gradient over several micro-batches, `weight_grad(weight, operands, out=None)`, from a
-            list of their `operands`; with `out` it adds to that. The same for all micro-batches of a weight.
-        operands: those of this micro-batch.
+        weight_grad: computes the gradient over several micro-batches, `weight_grad(weight, operands, out=None)`, from
+            the list of their `operands`, and adds it to `out` if given. The same for all micro-batches of a weight.
+        operands: operands of this micro-batch.
     """
 
     weight_grad: Callable[..., Tensor]
@@ -37,7 +38,7 @@ class MergeableOperands(NamedTuple):
 class MergeableGrad:
     """Deferred gradient of a weight, and of its bias, that can be merged with others of the same weight.
 
-    Calling it computes it alone.
+    Call it to compute the gradient of this micro-batch only, without merging.
     """
 
     __slots__ = ("_add", "_add_merged", "add_bias", "merge", "weight")
@@ -46,14 +47,14 @@ class MergeableGrad:
         self, weight: Tensor, merge: MergeableOperands, add_merged: Callable[[Sequence[Any]], None],
         add: Callable[[], None], add_bias: Callable[[], None] | None,
     ) -> None:
-        """Keep the ways to compute it.
+        """Store the functions that compute the gradient, merged or not, and add it to the accumulator.
 
         Args:
             weight: the parameter.
-            merge: its part in a merged GEMM.
+            merge: operands of this micro-batch for a merged GEMM.
             add_merged: adds the weight gradient over several micro-batches, from a list of their operands.
-            add: adds the gradients of weight and bias alone.
-            add_bias: adds the gradient of the bias alone; None without a bias.
+            add: adds the gradients of weight and bias for this micro-batch.
+            add_bias: adds the gradient of the bias for this micro-batch; None without a bias.
         """
         self.weight = weight
         self.merge = merge
@@ -62,11 +63,11 @@ class MergeableGrad:
         self.add_bias = add_bias
 
     def __call__(self) -> None:
-        """Compute it alone."""
+        """Compute the gradients of this micro-batch only."""
         self._add()
 
     def add_with(self, others: Sequence[MergeableGrad]) -> None:
-        """Compute it together with `others`, those of later micro-batches; biases one by one."""
+        """Compute the gradient together with `others`, from later micro-batches; those of biases one by one."""
         grads = (self, *others)
         self._add_merged([grad.merge.operands for grad in grads])
         for grad in grads:
@@ -94,13 +95,13 @@ Deferred = Callable[[], None]
 
 
 def merge_queues(queues: Sequence[Sequence[Deferred]]) -> list[list[Deferred]]:
-    """Merge queues of deferred weight gradients, one for each micro-batch, into as many queues of about the same work.
+    """Merge the queues of several micro-batches into the same number of queues, with about equal work in each.
 
-    The order is that of the queues, one micro-batch after the other, but that a merged gradient comes at its place in
-    the first micro-batch that has it. So gradients that are not merged are added to their accumulators in the same
-    order as without merging, and merged ones in the order of micro-batches.
+    The order is that of the queues, one micro-batch after the other, except that a merged gradient is computed at its
+    place in the first micro-batch that has it. Gradients that are not merged are therefore added to their accumulators
+    in the same order as without merging, and merged ones in the order of micro-batches.
 
-    Example: of queues [a, X, b] and [a, X, b], where X can be merged, come [a, 2X] and [b, a, b].
+    Example: the queues [a, X, b] and [a, X, b], where X can be merged, become [a, 2X] and [b, a, b]; 2X is one GEMM.
     """
     merged: dict[int, _MergedGrads] = {}
     order: list[Deferred] = []
@@ -117,7 +118,10 @@ def merge_queues(queues: Sequence[Sequence[Deferred]]) -> list[list[Deferred]]:
 
 
 def _shares(order: Sequence[Deferred], num_shares: int) -> list[list[Deferred]]:
-    """Cut `order` into shares of the same number of gradients or, where a merged one is across a border, more first."""
+    """Divide `order` into shares with about the same number of gradients.
+
+    A merged gradient that crosses the border of two shares belongs to the earlier one, which is then larger.
+    """
     total = sum(_num_grads(deferred) for deferred in order)
     shares: list[list[Deferred]] = [[] for _ in range(num_shares)]
     share = 0

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
     transformers' Qwen3. Defers its weight gradient while the active `WeightGradStore` is deferring.
     """
 
-    makes_accumulators = True  # with the dtype of `grad_dtype`
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
 
     def __init__(
         self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -42,7 +42,7 @@ class RMSNorm(nn.Module):
         Args:
             x: (..., size).
             residual: same shape; None: nothing is added.
-            return_sum: also return x + residual; the norm's backward adds its gradient.
+            return_sum: also return x + residual; the backward adds the gradient of this sum to those of x and residual.
             keep: old name of `return_sum`.
 
         Returns the norm (..., size) in the common dtype of x, residual and weight; a pair with the sum if requested.
@@ -78,6 +78,7 @@ class _Norm(torch.autograd.Function):
             return d_sum, None, None, d_sum if ctx.has_residual else None, None
         dx, partial_sums = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
         weight_grad = partial(norm_weight_grad, parts=partial_sums)
+        # `weight_grad` ignores `dy`, here the partial sums; there is no bias, so the last argument is not called.
         dw, _ = weight_grads(ctx, partial_sums, None, weight_grad, weight_grad)
         return dx, dw, None, dx if ctx.has_residual else None, None
 

@@ -1,7 +1,7 @@
 """GEMMs of layers with quantized weights: their precision, and the bytes that they read.
 
     forward           y = x W^T    FP8: quantized rows of x, times the stored bytes of W
-    input gradient    dx = dy W    FP8 too if W can be transposed without new scales, that is, in square blocks
+    input gradient    dx = dy W    FP8 too if the blocks of W are square: its transpose then has the same scales
     weight gradient   dW = dy^T x  from dy and x in their own dtype, or optionally from their dequantized rows
 
 A GEMM that is not in FP8 takes rows in their own dtype. It dequantizes the weight while loading it, and rounds every
@@ -10,9 +10,10 @@ gradient of mxfp8 could be in FP8, by quantizing W a second time along the other
 error is then 3.8% of its norm, measured in float64, instead of 2.7%.
 
 A layer's attribute `products` chooses the precision: "auto" is FP8 if the weight's format supports FP8 GEMMs and rows
-are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested. With
-`fp8_weight_grad` the layer saves rows with one byte per element for the weight gradient instead of two, and so do
-deferred gradients of rows; the GEMM itself then runs on their dequantized values in half precision.
+are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested.
+
+With `fp8_weight_grad` the layer saves x, and a deferred weight gradient keeps dy, as quantized rows with one byte per
+element instead of two. The GEMM of the weight gradient then runs on their dequantized values in half precision.
 
 No function here quantizes a weight. A weight is transposed once for all micro-batches that use the same bytes. A dense
 weight is treated as one expert.
@@ -101,7 +102,9 @@ def input_grad(
 def weight_grad_from_rows(
     weight_grad: Callable[..., Tensor], dy: Tensor, dy_rows: QuantizedRows | None, x_rows: QuantizedRows, block: int
 ) -> Callable[..., Tensor]:
-    """Bind dequantized rows to `weight_grad(weight, dy, x, out=None)`; the result ignores its arguments `dy` and `x`.
+    """Return a function like `weight_grad(weight, dy, x, out=None)` that computes from quantized rows.
+
+    It dequantizes `dy_rows` and `x_rows` when it is called, and ignores its arguments `dy` and `x`.
 
     dy_rows: quantized rows of `dy`; None: quantize `dy` now.
     """

@@ -14,7 +14,7 @@ Side inputs of the step are in the carry if the stage's `forward` has parameters
 A segment takes the values that it reads as arguments and returns the values that it writes; the rest of the carry is
 unchanged. Inputs of a compute segment are detached, so that the backward of every segment runs separately. Gradients
 flow back by name, and add up if a tensor is read more than once. The carry may also hold values that are not tensors,
-such as a plan; they have no gradient.
+such as the plan of a dispatch ("plan" above); they have no gradient.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Communication(Protocol):
         """
 
     def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
-        """Recompute the forward before the backward, with the same inputs and results; the context stays.
+        """Recompute the forward before the backward, with the same inputs and results.
 
-        Required only with `recompute`.
+        `context` is that of the first run, and the backward gets it too. Required only with `recompute`.
         """
 
 
@@ -96,7 +96,7 @@ class Compute(_ReadsAndWrites):
     `fn` checks `WeightGradStore.current().recomputing`.
 
     Neighbours with the same `recompute` run as one segment. Gradients are bitwise equal with and without `recompute`,
-    unless joining the segments changes the order of a sum: that of a tensor that is read three times.
+    unless joining segments changes the order in which the gradients of a tensor are added, which needs three reads.
     """
 
     fn: Callable[..., Any]
@@ -109,7 +109,7 @@ class Compute(_ReadsAndWrites):
 class Communicate(_ReadsAndWrites):
     """Communication between two compute segments.
 
-    Following compute segments that neither read nor write the names it writes run while it is in flight.
+    The compute segments after it run while it is in flight, as long as they neither read nor write the names it writes.
 
     Attributes:
         recompute: do not save the received tensors; repeat the communication before the next segment, which must have
@@ -172,18 +172,18 @@ def validate_segments(segments: Sequence[Segment], side: Iterable[str] = ()) -> 
     for number, segment in enumerate(segments):
         missing = [name for name in segment.reads if name not in known_names and not is_boundary(name)]
         if missing:
-            raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; known are "
-                             f"{sorted(known_names)} and the inputs of the stage; a side input must be a parameter of "
-                             "its forward")
+            raise ValueError(f"segment {number} reads {missing}, which no segment before it writes; expected inputs of "
+                             f"the stage or names from {sorted(known_names)}; a side input must be a parameter of the "
+                             "stage's forward")
         reserved = [name for name in segment.writes if _is_criterion_name(name)]
         if reserved:
             raise ValueError(f"segment {number} writes {reserved}, names that the pipeline uses; choose others")
         known_names |= set(segment.writes)
         if isinstance(segment, Communicate) and segment.recompute:
-            next_recomputes = any(following.recompute for following in segments[number + 1 : number + 2])
-            if not next_recomputes or not hasattr(segment.communication, "again"):
+            is_last = number + 1 == len(segments)
+            if is_last or not segments[number + 1].recompute or not hasattr(segment.communication, "again"):
                 raise ValueError(f"segment {number} is a communication with recompute: the segment after it must be "
-                                 "recomputed, and it must have an `again`")
+                                 "recomputed too, and its communication must have the method `again`")
     return list(segments)
 
 
@@ -226,14 +226,15 @@ class _BlockingCommunication(torch.autograd.Function):
 
 
 def _wait_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
-    """Return (results, context) of a communication that nothing hides."""
+    """Wait for a communication without overlapping it, and return (results, context)."""
     pending.advance()
     return pending.wait()
 
 
 def as_results(writes: Names, results: Any) -> Sequence[Any]:
     """Return a segment's results, one per written name; raise ValueError if their number differs."""
-    is_several = type(results) is tuple and (len(writes) != 1 or len(results) == 1)  # a plan may be a NamedTuple
+    # A NamedTuple is one value, and so is a longer tuple for a single name.
+    is_several = type(results) is tuple and (len(writes) != 1 or len(results) == 1)
     values = results if is_several else (results,)
     if len(values) != len(writes):
         raise ValueError(f"a segment that writes {writes} returned {len(values)} values, expected {len(writes)}; it "

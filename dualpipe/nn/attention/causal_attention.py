@@ -4,9 +4,10 @@
     q_BASD, k_BGSD = apply_rope(q_BSAD, k_BSGD, *context.tables(q_BSAD.dtype))
     attend(q_BASD, k_BGSD, v_BGSV, context, scale=D**-0.5, window=None, sinks_A=None)
 
-On CPU, and in float64, attention is a plain matmul-softmax-matmul, in at least float32 where it matters. On CUDA a
-fused kernel avoids writing the (S, S) scores: torch's own for a plain causal mask (in float32 it writes them if heads
-share keys), and FlexAttention for all others, which skips blocks hidden by a window or a document.
+On CPU, and in float64, attention is a plain matmul-softmax-matmul, with the softmax in at least float32. On CUDA a
+fused kernel avoids writing the (S, S) scores. For a plain causal mask it is torch's `scaled_dot_product_attention`,
+which has no fused kernel for float32 if heads share keys. For all other masks it is FlexAttention, which skips blocks
+that a window or a document hides.
 
 Dimension letters: B batch, S sequence, A query heads, G key/value heads (a divisor of A), R = A / G, D head dimension
 of queries and keys, V of values; T keys of a part of the sequence.
@@ -32,7 +33,7 @@ def attend(
     Args:
         context: masks of the micro-batch.
         window: number of tokens that a query sees, itself included; None: all before it in its document.
-        sinks_A: a logit per head that takes part in the softmax and has no value (gpt-oss).
+        sinks_A: one logit per head that only adds to the denominator of the softmax (gpt-oss).
         peaks_A: maximum logit of each head so far, updated in place if gradients are enabled.
     """
     causal = context.documents_BS is None and (window is None or window >= context.length)
@@ -64,12 +65,12 @@ def attention_reference(
     sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
 ) -> Tensor:
     """Reference of `attend`: scores in the dtype of q, the softmax in at least float32."""
-    wide = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
-    _update_max_logits(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
+    scores = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
+    _update_max_logits(peaks_A, None if peaks_A is None else scores.detach().amax(-1).flatten(1, 2))
     if sinks_A is not None:
-        sinks = rearrange(sinks_A.to(wide.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
-        wide = torch.cat((wide, sinks.expand(*wide.shape[:-1], 1)), -1)
-    probs = wide.softmax(-1)[..., : k_BGSD.shape[2]].to(v_BGSV.dtype)
+        sinks = rearrange(sinks_A.to(scores.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
+        scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
+    probs = scores.softmax(-1)[..., : k_BGSD.shape[2]].to(v_BGSV.dtype)
     return rearrange(probs @ v_BGSV.unsqueeze(2), "B G R S V -> B (G R) S V")
 
 
@@ -80,7 +81,8 @@ def attend_part(
     """Compute the attention of some queries over some keys, without sinks, and the log-sum-exp of their scores.
 
     The log-sum-exp serves to combine the result with that over other keys. For a query that sees none of the keys it is
-    -inf or close to it, and its attention is any finite number. On CUDA uses FlexAttention, not proven on a GPU yet.
+    -inf or close to it, and its attention is an arbitrary finite number. On CUDA uses FlexAttention; this has not been
+    tested on a GPU.
 
     queries, keys: parts of the sequence, (start, stop) each; other arguments: see `attend`.
 
@@ -99,15 +101,18 @@ def attend_part(
     # Not -inf: a row of only -inf has no softmax, and no gradient.
     hidden_score = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
     k_BGTD = k_BGTD.to(q_BASD.dtype)  # a norm in float32 may have widened the keys
-    wide = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, hidden_score)
-    _update_max_logits(peaks_A, None if peaks_A is None else wide.detach().amax(-1).flatten(1, 2))
-    lse_BGRS1 = wide.logsumexp(-1, keepdim=True)
-    y_BGRSV = (wide - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
+    scores = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, hidden_score)
+    _update_max_logits(peaks_A, None if peaks_A is None else scores.detach().amax(-1).flatten(1, 2))
+    lse_BGRS1 = scores.logsumexp(-1, keepdim=True)
+    y_BGRSV = (scores - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
     return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
 
 
 def _update_max_logits(peaks_A: Tensor | None, largest_BAS: Tensor | None) -> None:
-    """Update the maximum logits. Not in evaluations; for recomputed layers, in the recompute."""
+    """Update the maximum logits if gradients are enabled.
+
+    They are not in validation, nor in the first forward of a recomputed layer.
+    """
     if peaks_A is not None and largest_BAS is not None and torch.is_grad_enabled():
         peaks_A.copy_(torch.maximum(peaks_A, largest_BAS.amax((0, 2)).to(peaks_A.dtype)))
 
@@ -116,5 +121,5 @@ def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: 
     """Compute the scores (B, G, R, S, T) in at least float32, `hidden` where a query does not see a key."""
     q_BGRSD = rearrange(q_BASD, "B (G R) S D -> B G R S D", G=k_BGTD.shape[1])
     scores = q_BGRSD @ k_BGTD.unsqueeze(2).mT * scale
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    return wide.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), hidden)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores.masked_fill(~(seen if seen.dim() == 2 else seen[:, None, None]), hidden)

@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 from dualpipe.nn.attention.sinks import apply_sinks
 
 # Limit of variants of a compiled function: with and without gradients, documents, sinks and largest scores, in two
-# dtypes and for the six pairs of parts of a ring. By default torch stops compiling a function at its eighth variant.
+# dtypes, and for the six pairs of query and key parts in ring attention. By default torch stops at the eighth variant.
 VARIANTS = 128
 
 

@@ -196,7 +196,7 @@ def use_attention_kernel(choice: AttentionChoice) -> Iterator[None]:
 
 @contextmanager
 def _activated(kernel: str) -> Iterator[None]:
-    """Have torch's flash attention be the release that `kernel` names, if it names one."""
+    """Activate the FlashAttention release that `kernel` names, if it names one, inside of the `with`."""
     release = _FLASH_RELEASES.get(kernel)
     if release is None:
         yield

@@ -28,7 +28,8 @@ class Yarn:
 
     Dimensions with more than `beta_fast` rotations within the original length keep their frequency, those with less
     than `beta_slow` rotations have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
-    and sin; None: 0.1 ln(factor) + 1 (or, with `mscale` and `mscale_all_dim`, DeepSeek's quotient of two such).
+    and sin; None: `yarn_mscale(factor)`, or, with `mscale` and `mscale_all_dim` (DeepSeek),
+    `yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)`.
     truncate: round the ends of the ramp to whole dimensions (gpt-oss does not).
     """
 

@@ -1,4 +1,4 @@
-"""Attention sinks (gpt-oss): one learned score per head that takes part in the softmax and has no value."""
+"""Attention sinks (gpt-oss): one learned score per head that only adds to the denominator of the softmax."""
 
 from __future__ import annotations
 

@@ -1,15 +1,18 @@
 """Auxiliary losses that balance the loads of experts, and counts of these loads.
 
-**Losses.** Any number of `LOSSES` at once. A stage in the middle of a pipeline has no loss to add them to. So each term
-is computed next to its operands, and `_AddLosses` starts its backward when the gradient of the routing weights passes
-(like the "auxiliary loss scaler" of DeepSeek and Megatron). Each term is divided by the number of micro-batches, like
-the main loss, and FSDP2 averages over ranks. With micro-batches of equal size, and equally many on every rank, the
-gradient does not depend on the split of the batch: the z-loss is a mean over tokens, the balance loss of level
-"sequence" a mean over sequences, and that of level "global" is linear in the probabilities for known loads. The loads
-of a step are known only after its last forward, when a pipeline has run most backwards. So the caller passes those of
-the previous step: one all-reduce per step, off the critical path (zeros in the first step: no loss). Qiu et al.
-(arXiv:2501.11873), who propose the loss, all-reduce the loads of every micro-batch and sum those of the step so far,
-which depends on the split, as level "microbatch" does by definition.
+**Losses.** A router can have several of the `LOSSES`. A stage in the middle of a pipeline has no loss to add them to.
+So each term is computed next to its operands, and `_AddLosses` starts its backward when the gradient of the routing
+weights passes (like the "auxiliary loss scaler" of DeepSeek and Megatron).
+
+Each term is divided by the number of micro-batches, like the main loss, and FSDP2 averages over ranks. With
+micro-batches of equal size, and equally many on every rank, the gradient does not depend on the split of the batch: the
+z-loss is a mean over tokens, the balance loss of level "sequence" a mean over sequences, and that of level "global" is
+linear in the probabilities for known loads. Level "microbatch" depends on the split by definition.
+
+**Level "global".** The loads of a step are known only after its last forward, when a pipeline has run most backwards.
+So the caller passes the loads of the previous step, which take one all-reduce per step, off the critical path. In the
+first step they are zeros, and so is the loss. Qiu et al. (arXiv:2501.11873), who propose the loss, all-reduce the loads
+of every micro-batch instead and sum those of the step so far; the result depends on the split.
 
 **Loads** are counted in the backward, which runs once per micro-batch also if its forward is recomputed, and never in
 an evaluation.
@@ -36,9 +39,10 @@ def balance_loss(probs_TE: Tensor, load_NE: Tensor) -> Tensor:
     """Compute the balance loss E * sum_e f_e P_e, the mean over N equal parts of the tokens.
 
     f_e is an expert's share of the load, P_e its mean probability. The loss is 1 for even loads. If `load_NE` has one
-    row, f may count more tokens than these. Source: Switch Transformer (arXiv:2101.03961, equation 4) with f of
-    DeepSeek-V3 (arXiv:2412.19437, equation 18), sum_e f_e = 1; transformers' `load_balancing_loss_func` has
-    sum_e f_e = K, and so K times this loss.
+    row, it may also count tokens that are not in `probs_TE`.
+
+    Source: Switch Transformer (arXiv:2101.03961, equation 4) with f of DeepSeek-V3 (arXiv:2412.19437, equation 18),
+    sum_e f_e = 1; transformers' `load_balancing_loss_func` has sum_e f_e = K, and so K times this loss.
     """
     return _balance_loss(probs_TE, balance_factors(load_NE, probs_TE.dtype))
 
@@ -84,7 +88,10 @@ def losses_of(totals: Tensor) -> Tensor:
 
 
 def max_over_mean(load_E: Tensor) -> Tensor:
-    """Return the largest load over the mean load, a scalar: 1 is even, E all to one expert, 0 without counts."""
+    """Return the largest load divided by the mean load, a scalar.
+
+    It is 1 for even loads, E if one expert gets every token, and 0 if there are no counts.
+    """
     return load_E.max() / load_E.mean().clamp(min=1 / len(load_E))
 
 
@@ -106,8 +113,8 @@ class RouterStep:
     level: part of the batch that the balance loss is computed over.
     load_E: for level "global", the loads of the global batch, summed over all ranks: of the previous step (zeros in the
         first), or of this one if they are known.
-    weight: factor of means over this rank's tokens, if ranks share sequences unevenly: the number of tokens relative to
-        the mean over these ranks.
+    weight: factor of the losses, which are means over this rank's tokens. If ranks share sequences unevenly: the
+        number of tokens of this rank, divided by the mean over these ranks.
     totals: counts, from `make_totals`: the number of tokens of every expert, then the losses without coefficients in
         the order of `LOSSES`, as means over micro-batches. One tensor, so that one addition counts a micro-batch;
         counts are exact to 2^53.
@@ -142,7 +149,9 @@ class RouterStep:
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
         sequences: int | None, whole_load: Callable[[], Tensor] | None = None,
     ) -> Tensor:
-        """Return `weights_TK` with the losses attached: its backward starts theirs, and counts loads and losses.
+        """Return `weights_TK` with the losses attached.
+
+        The backward of the result starts the backward of the losses, and counts loads and losses in `totals`.
 
         Args:
             probs: computes the probabilities (T, E).
@@ -234,7 +243,7 @@ class _AddLosses(torch.autograd.Function):
 
 
 class _AddSharedLoss(torch.autograd.Function):
-    """Identity on the weights; its backward adds the balance loss of N parts that other ranks have tokens of too.
+    """Identity on the weights; its backward adds the balance loss of N parts whose tokens are split over ranks.
 
     The gradient of `probs_TE` depends on the loads of all these ranks; the loss is counted in `totals`.
     """

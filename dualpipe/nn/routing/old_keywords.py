@@ -16,8 +16,8 @@ def old_keywords(
     """Decorate a constructor to also accept its old keyword arguments, with a DeprecationWarning.
 
     Args:
-        groups: constructors of the parameters that group several old ones, by parameter.
-        names: (parameter, field) by old name; the field is "" if the old name stands for the whole parameter.
+        groups: for each new parameter that has several old keywords as its fields, the constructor of its value.
+        names: (new parameter, field) by old keyword; the field is "" if the keyword was only renamed.
     """
 
     def decorate(constructor: Callable[P, None]) -> Callable[P, None]:
@@ -26,7 +26,7 @@ def old_keywords(
             old = keywords.keys() & names.keys()
             if old:
                 warnings.warn(f"{', '.join(sorted(old))}: give {', '.join(sorted({names[name][0] for name in old}))} "
-                              "instead; the old names go with the next release", DeprecationWarning, stacklevel=2)
+                              "instead; the next release removes the old names", DeprecationWarning, stacklevel=2)
             fields: dict[str, dict[str, Any]] = {}
             for name in old:
                 parameter, field = names[name]

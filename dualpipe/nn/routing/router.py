@@ -79,16 +79,16 @@ class Router(Linear):
 
     The fields of `scoring` and `groups` are also accepted as keyword arguments, with a DeprecationWarning.
 
-    Attributes, set by the caller; None, the initial value, routes only:
-        step: losses and load counts of a training step.
-        choice: override of the chosen experts.
-        whole_load: see `RouterStep.add_losses`.
+    Attributes:
+        step: losses and load counts of a training step, set by the caller; None, the initial value: there are none.
+        choice: override of the chosen experts, set by the caller; None, the initial value: there is none.
+        whole_load: set by the caller, see `RouterStep.add_losses`.
 
     Raises:
         ValueError: the sizes do not match.
     """
 
-    keep_fp32 = ("e_score_correction_bias",)
+    keep_fp32 = ("e_score_correction_bias",)  # a dtype plan does not cast it
     quantizable = False  # an error in a logit sends tokens to other experts
     e_score_correction_bias: Tensor | None
 
@@ -209,7 +209,7 @@ class Router(Linear):
         experts_TK = self.choice(best_TK, self.out_features)
         if experts_TK.shape != best_TK.shape:
             raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
-                             f"{tuple(best_TK.shape)}; replay the batch, cut as it was recorded")
+                             f"{tuple(best_TK.shape)}; replay the batch in the micro-batches it was recorded in")
         return experts_TK
 
     def _probs(self, scores_TE: Tensor) -> Tensor:

@@ -54,14 +54,17 @@ class RouterSet:
         z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0, group: dist.ProcessGroup | None = None,
         replicas: int = 1, device: torch.device | str | None = None,
     ) -> None:
-        self._here = [pair for stage in stages for pair in stage.named_modules() if isinstance(pair[1], Router)]
-        local_routers = [
-            (name, router.out_features, router.e_score_correction_bias is not None) for name, router in self._here
+        self._local_routers = [
+            (name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, Router)
         ]
-        gathered = [local_routers]
+        local_sizes = [
+            (name, router.out_features, router.e_score_correction_bias is not None)
+            for name, router in self._local_routers
+        ]
+        gathered = [local_sizes]
         if group is not None:
             gathered *= group.size()
-            dist.all_gather_object(gathered, local_routers, group=group)
+            dist.all_gather_object(gathered, local_sizes, group=group)
         routers = [router for rank_routers in gathered for router in rank_routers]
         for name, count in Counter(name for name, _, _ in routers).items():
             if count != replicas:
@@ -76,26 +79,28 @@ class RouterSet:
         """`RouterStep.totals` of the last step, of all routers of the model by name, in the same order on all ranks."""
         self._load_mask: Tensor | None = None  # 1 at the counts that `load` sums
         self._make_step = partial(RouterStep, num_microbatches, balance, level, z=z, weight=weight)
-        no_load_E = torch.zeros(0, dtype=torch.int64, device="cpu")
-        self._losses = list(self._make_step(load_E=no_load_E).coefficients)
+        # A step for its coefficients only; the empty tensor stands for the loads that level "global" requires.
+        step = self._make_step(load_E=torch.zeros(0, dtype=torch.int64, device="cpu"))
+        self._losses = list(step.coefficients)
         self._rate = bias_update_rate
         self._group = group
         self._replicas = replicas
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run one training step inside. Collective at the end, unless the model has no router.
+        """Set the routers up for the training step inside of the `with`, and collect its counts and losses at the end.
 
-        The collective sums loads and averages losses over the ranks. On CUDA the host does not wait for it.
+        The end is a collective, unless the model has no router: it sums loads and averages losses over the ranks. On
+        CUDA the host does not wait for it.
         """
-        for name, router in self._here:
+        for name, router in self._local_routers:
             totals = self.totals[name]
             router.step = self._make_step(load_E=load_of(totals).long(), totals=totals)
         self._packed.zero_()
         try:
             yield
         finally:
-            for _, router in self._here:
+            for _, router in self._local_routers:
                 router.step = None
         if self._group is not None and self.totals:
             recorder = Recorder.current()
@@ -103,33 +108,33 @@ class RouterSet:
                 dist.all_reduce(self._packed, group=self._group)
             for totals in self.totals.values():
                 losses_of(totals).div_(self._replicas)
-        for name, router in self._here:
+        for name, router in self._local_routers:
             if self._rate and router.e_score_correction_bias is not None:
                 router.update_bias(load_of(self.totals[name]).long(), self._rate)
 
     def load(self, rank: int, size: int) -> Tensor:
         """Return the number of tokens that the experts of an expert-parallel rank received in the last step.
 
-        Counts tokens of all replicas, for the experts of this rank's stages that belong to rank `rank` of `size` ranks
-        with equally many. Returns a scalar on the device; the host does not wait.
+        Counts tokens of all replicas, for the experts in this rank's stages that belong to expert-parallel rank `rank`
+        of `size`; each has the same number of experts. Returns a scalar on the device; the host does not wait.
         """
         if self._load_mask is None:
             self._load_mask = torch.zeros_like(self._packed)
             sizes = [len(totals) for totals in self.totals.values()]
             masks = dict(zip(self.totals, self._load_mask.split(sizes)))
-            for name, router in self._here:
+            for name, router in self._local_routers:
                 experts_per_rank = router.out_features // size
                 masks[name][rank * experts_per_rank : (rank + 1) * experts_per_rank] = 1
         return (self._packed * self._load_mask).sum()
 
     def changed_by_steps(self) -> list[Tensor]:
         """Return the tensors that a step changes: counts and correction biases, sharing memory."""
-        biases = [router.e_score_correction_bias for _, router in self._here] if self._rate else []
+        biases = [router.e_score_correction_bias for _, router in self._local_routers] if self._rate else []
         return [self._packed, *(bias for bias in biases if bias is not None)]
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the state that the next step reads, by name: the counts of this rank's routers in the last step."""
-        return {f"routers/{name}": self.totals[name] for name, _ in self._here}
+        return {f"routers/{name}": self.totals[name] for name, _ in self._local_routers}
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the last step: scalars on the device. Empty without routers. The host does not wait.
