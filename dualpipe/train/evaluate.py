@@ -15,7 +15,7 @@ from dualpipe.train.step.step_runner import PipelinedModel
 
 @torch.no_grad()
 def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
-    """Return means over the validation batches, by the names of `StepMetrics`. Collective.
+    """Return means over the validation batches, by field of `StepMetrics`. Collective.
 
     The result is empty on ranks without the last stage. step: number of completed steps.
     """
@@ -49,13 +49,14 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
 def _count_accepted(model: PipelinedModel, criterion: MicroBatchLoss) -> Tensor:
     """Return `count_accepted` of a batch.
 
-    The greedy tokens of other context-parallel ranks, which verify this rank's drafts, are fetched from them.
+    Drafts are verified with greedy tokens of the whole sequence, so these are first collected from all context-parallel
+    ranks.
     """
     greedy = torch.cat([tokens for tokens, _ in criterion.greedy])
     targets = torch.cat([targets for _, targets in criterion.greedy])
     length = model.config.train.sequence_length
     columns = torch.cat([torch.arange(*chunk, device=greedy.device) for chunk in model.split.chunks(length)])
-    main = greedy.new_zeros(len(greedy), length)
-    main[:, columns] = greedy[..., 0]
-    model.all_reduce("drafts", "the likeliest tokens", main, model.job.place.group("cp"))
-    return count_accepted(greedy, targets, main, columns)
+    main_tokens = greedy.new_zeros(len(greedy), length)
+    main_tokens[:, columns] = greedy[..., 0]
+    model.all_reduce("drafts", "the likeliest tokens", main_tokens, model.job.place.group("cp"))
+    return count_accepted(greedy, targets, main_tokens, columns)

@@ -26,7 +26,7 @@ def check_export(config: Config, model: Model) -> None:
     if config.export.to_hf != AUTO and not _is_free(target):
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a new directory")
     if source and Path(source).resolve() == target.resolve():
-        raise ValueError(f"export.to_hf would replace init.from_hf = {source!r}, which it is made from; give another "
+        raise ValueError(f"export.to_hf would replace init.from_hf = {source!r}, which the export reads; give another "
                          "output.dir or export.to_hf")
     if config.export.quantized:
         # A transformers model with this option is refused when the configuration is read.

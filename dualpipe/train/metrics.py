@@ -41,7 +41,7 @@ OpenOutput = Callable[[int], WriteStep]  # opens an output after a number of com
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """The fields of a line of `metrics.jsonl`, which lacks those that are None."""
+    """A line of `metrics.jsonl`. Fields that are None are left out of the line."""
 
     step: int  # completed optimizer steps, from 1
     loss: float  # mean over the tokens of the global batch, in nats
@@ -77,7 +77,7 @@ class Throughput(NamedTuple):
     peak_tflops: float | None  # of a rank's device, in bf16; None if unknown or in another dtype
 
     def metrics(self, seconds: float) -> dict[str, float | None]:
-        """Return the speed of a step that took `seconds`, by the names of `StepMetrics`."""
+        """Return the speed of a step that took `seconds`, by field of `StepMetrics`."""
         tokens_per_second = self.tokens / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.ranks
         return {
@@ -100,9 +100,9 @@ class MetricsWriter:
 
         Args:
             start_step: number of completed steps. Lines of later steps, from an earlier run, move to another file.
-            log_interval: steps between two that are written. A step with an evaluation and the last one always are.
-            print_interval: steps between two of the written ones that are printed if the console is no terminal. The
-                first one always is.
+            log_interval: steps between written steps. Steps with an evaluation and the last step are always written.
+            print_interval: steps between printed steps, if the console is not a terminal. Only written steps are
+                printed: always the first one, those with an evaluation and the last one.
             wandb: project at Weights & Biases, or "".
             settings: description of the run for Weights & Biases.
         """
@@ -144,7 +144,7 @@ class MetricsWriter:
         is_due = step % self._interval == 0 or step == self._total or has_evaluation
         if is_due:
             self._write_outputs(metrics)
-        # With counter, bar and remaining time it fits a terminal of 80 columns.
+        # With counter, bar and remaining time, this text fits a terminal of 80 columns.
         text = (f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"grad norm {metrics.grad_norm:.2f}  {metrics.memory_bytes / 2**20:,.0f} MiB")
         evaluation = _evaluation_text(metrics)
@@ -218,7 +218,7 @@ def _evaluation_text(metrics: StepMetrics) -> str:
 
 
 class _Lines:
-    """Lines of JSON in a file. Every line opens the file, so one that was removed in the meantime is created anew."""
+    """Lines of JSON in a file. The file is opened for every line, so it is created again if it was removed."""
 
     def __init__(self, path: Path, start_step: int) -> None:
         """Keep the lines up to `start_step`; copy the file first if it has others, or lines that cannot be read."""
@@ -266,7 +266,7 @@ def _tensorboard(folder: Path, start_step: int) -> WriteStep:
     A new run renames the folder of an earlier one, because TensorBoard draws one folder as one curve. Torch's
     SummaryWriter is not used: its thread answers a full disk with a traceback.
     """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # for the one rank that writes
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # imported here: only one rank writes
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -319,7 +319,7 @@ def draw(folder: Path, schedule: Schedule, *, unigram: float | None) -> None:
         try:
             _draw_loss(read_metrics(folder / METRICS), loss_picture, unigram)
             say(f"loss curve: {loss_picture}")
-        except Exception as error:  # also matplotlib's: a missing picture must not change the run's exit status
+        except Exception as error:  # of any kind: a missing picture must not change the run's exit status
             warn(f"{loss_picture} cannot be drawn: {error}")
     try:
         schedule_picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
@@ -330,7 +330,7 @@ def draw(folder: Path, schedule: Schedule, *, unigram: float | None) -> None:
 
 def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None) -> None:
     """Draw training and validation loss over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # takes 0.5 s, and only one rank draws
     from matplotlib.figure import Figure
 
     validation = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
@@ -355,7 +355,7 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
 
 
 class Console(rich.console.Console):
-    """Rich's console, without its exit of the process when the reader of a pipe has gone."""
+    """Rich's console, but it does not exit the process if the reader of its pipe has closed the pipe."""
 
     def on_broken_pipe(self) -> None:
         """Continue without the console."""

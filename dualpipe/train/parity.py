@@ -6,17 +6,17 @@ gradients of its own stages; rank 0 collects the differences. The losses that [r
 In bfloat16 a sum that is split differently is rounded differently: the two models differ by percents, and neither is
 exact. Two checks still hold:
 
-    rounding       against a float64 model with the same weights, the errors of all gradients together are at most 1.5
-                   times those of the unpipelined bfloat16 model, and those of one tensor 2.5 times. Measured over seeds
-                   and layouts: 0.7 to 1.2 times, and up to 1.9. An error of one rounding of the tensor itself, 2^-9, is
-                   always allowed.
+    rounding       against a float64 model with the same weights, the error of all gradients together is at most 1.5
+                   times that of the unpipelined bfloat16 model, and the error of one tensor at most 2.5 times. Measured
+                   over seeds and layouts: 0.7 to 1.2 times for all gradients, up to 1.9 times for one tensor. An error
+                   of one rounding of the tensor itself, 2^-9, is always allowed.
     accumulation   the gradient of the step is the sum of those of its micro-batches, each run in a step of its own and
                    added in float64. A micro-batch has the same bits in both, so they differ by the additions alone:
                    each rounds by 2^-24 of the sum, and there is one addition per micro-batch and two per replica.
 
-The first detects an error in every micro-batch. The second, a thousand times as sharp, detects an error between them: a
-gradient that is lost, or accumulated in bfloat16. Routes are fixed by `EvenRoutes`: one expert chosen differently after
-rounding would change everything behind it.
+The first detects an error that every micro-batch has. The second, a thousand times as sharp, detects an error in the
+sum over micro-batches: a gradient that is lost, or accumulated in bfloat16. Routes are fixed by `EvenRoutes`: one
+expert chosen differently after rounding would change all later layers.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_bf16(resolved: Resolved, job: Job, worst: int) -> int:
 
 
 def compare(resolved: Resolved, job: Job, dtype: torch.dtype) -> list[Difference]:
-    """Return the differences of loss and gradients of one step, on random tokens, of all ranks. Collective.
+    """Run one step on random tokens and return the differences of loss and gradients on all ranks. Collective.
 
     Quantized weights are replaced by their dequantized values in the unpipelined model.
     """
@@ -155,7 +155,7 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Acc
     if job.place.replica:  # pipeline 0 compares
         values.clear()
 
-    # One whole model after the other, and only the tensors that this rank compares: the memory may not hold two models.
+    # One whole model after the other, and only the tensors that this rank compares: two models may not fit in memory.
     def run(whole: nn.Module) -> dict[str, Tensor]:
         whole_values = models.run_whole(whole)
         return {name: whole_values[name].cpu() for name in values}
@@ -173,7 +173,7 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Acc
 
 
 def _single_rank(resolved: Resolved) -> Resolved:
-    """Return the configuration of the unpipelined model: no replicas, and no storage in a dtype that is no format."""
+    """Return the configuration of the unpipelined model: one rank, and storage rules only for quantized formats."""
     config = resolved.config
     rules = []
     for rule in config.dtypes.rules:

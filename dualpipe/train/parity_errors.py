@@ -1,4 +1,4 @@
-"""Errors of a pipelined model: how they are measured, bounded and printed. Used by both parity commands."""
+"""Errors of a pipelined model: how `dualpipe parity`, also with `--model`, measures, bounds and prints them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ class Rounding(NamedTuple):
     norm: float  # of the float64 tensor
     pipelined: float
     unpipelined: float
-    excess: float  # pipelined error over the unpipelined one, or over one rounding if that is larger; NaN for NaN
+    # Pipelined error divided by the unpipelined error or, if that is larger, by one rounding; NaN for a NaN error.
+    excess: float
 
 
 class Accumulation(NamedTuple):
@@ -59,7 +60,10 @@ class Accumulation(NamedTuple):
 
 
 def difference(name: str, value: Tensor, reference: Tensor, floor: float = 0.0) -> Difference:
-    """Measure `value` against `reference`, whose norm counts as at least `floor`, and as 1 if both are zero."""
+    """Measure `value` against `reference`.
+
+    floor: the relative error is divided by the larger of the reference's norm and this, or by 1 if both are 0.
+    """
     delta = value - reference
     scale = max(reference.norm().item(), floor) or 1.0
     return Difference(name, tuple(value.shape), delta.abs().max().item(), delta.norm().item() / scale)
@@ -133,7 +137,10 @@ def accumulation_failures(accumulation: Sequence[Accumulation]) -> list[str]:
 
 
 def print_table(heading: str, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print rows of a tensor's name, its shape and the values of `columns`. Names are not wrapped, for searches."""
+    """Print rows of a tensor's name, its shape and the values of `columns`.
+
+    Names are not wrapped, so that they can be searched for.
+    """
     say(f"{heading} ({title})")
     say(aligned([("tensor", "shape", *columns), *rows]).rstrip())
 

@@ -45,7 +45,7 @@ class ParityModels:
 
         dtypes: see `build_model`. fixed_routes: route by `EvenRoutes` in both models.
         """
-        # Documents test what depends on positions: the ranks' chunks of sequences, and MTP.
+        # Context parallelism and MTP depend on positions, so they are tested with several documents per sequence.
         with_documents = resolved.config.parallel.cp > 1 or resolved.model.mtp_depth > 0
         self.config = _plain_config(resolved.config, with_documents)
         self.job = job
@@ -183,7 +183,7 @@ def gradients(
 
 
 class EvenRoutes:
-    """A `Choice` of routers that does not depend on rounding: the T * K choices cycle through the experts.
+    """A `Router.choice` that does not depend on rounding: the T * K choices cycle through the experts.
 
     The experts of a token are about E / K apart, so that it is sent to many ranks. Example with K = 2 and E = 4: tokens
     go to (0, 3), (2, 1), (0, 3), ... The choices do not depend on the number of context-parallel ranks.

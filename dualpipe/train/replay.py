@@ -40,6 +40,7 @@ def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
     path = Path(path).resolve()
     manifest = Checkpoint.read(path).manifest
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
+    # "then": the results of the step in the run; "again": those of its rerun in the run.
     if not isinstance(manifest.config, dict) or not {"then", "again"} <= extra.keys():
         raise ValueError(f"{path} is a checkpoint, not a bundle; give a folder in `bundles` of output.dir")
     config = recorded_config(manifest.config["run"])
@@ -48,7 +49,8 @@ def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
     if model_from_dict(hub, backend) != model_from_dict(manifest.config["model"], backend):
         raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest; restore it")
     model = dataclasses.replace(config.model, config=str(path))
-    checkpoint = CheckpointConfig(dir=str(path / "none"), resume=str(path))
+    no_directory = path / "none"  # does not exist, so the replay loads the bundle and no checkpoint of the run
+    checkpoint = CheckpointConfig(dir=str(no_directory), resume=str(path))
     config = dataclasses.replace(
         config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
     return config, manifest
@@ -74,11 +76,11 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         rerun_in_run = manifest.extra["again"]
         is_same = result == rerun_in_run and _agrees(result, in_run)
         if job.rank == 0:
-            say(f"step {manifest.step}, run again: {rerun.describe()}")
-            for name, recorded in (("in the run", in_run), ("run again there", rerun_in_run)):
+            say(f"replay of step {manifest.step}: {rerun.describe()}")
+            for name, recorded in (("step in the run", in_run), ("rerun in the run", rerun_in_run)):
                 numbers = ", ".join(f"{key} {float.fromhex(recorded[key])}" for key in ("loss", "norm"))
                 verdict = "the same bits" if _agrees(result, recorded) else "other bits"
-                say(f"{name}: {numbers}; {verdict} now")
+                say(f"{name}: {numbers}; the replay gives {verdict}")
             say("reproduced" if is_same else f"NOT reproduced: loss {rerun.loss}, norm {rerun.norm}")
     return 0 if is_same else 1
 

@@ -63,7 +63,9 @@ def _validation_notes(runner: StepRunner, data: RunData) -> Iterator[str]:
     fraction = config.data.validation_fraction
     text, validation = data.splits
     total = text.num_tokens + validation.num_tokens
-    if validation.num_tokens == length + 1 > fraction * total and not config.data.validation_path:
+    is_one_sequence = validation.num_tokens == length + 1
+    was_extended = is_one_sequence and validation.num_tokens > fraction * total and not config.data.validation_path
+    if was_extended:
         yield (
             f"{validation.num_tokens} of {total} tokens are for validation, enough for one sequence: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"

@@ -12,9 +12,9 @@ class StartUp:
     """Measures the seconds of each phase, from the start of this process to the end of the first step."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        """Take the age of the process as the time of its imports: construct it after all of them.
+        """Count the age of the process as the phase "imports", so construct this object after all imports.
 
-        recorder: that of this thread by default.
+        recorder: by default the active recorder of this thread.
         """
         self._recorder = recorder or Recorder.current()
         self._seconds = {"imports": process_age()}

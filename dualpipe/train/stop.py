@@ -1,7 +1,7 @@
 """Early stops, after a signal or at a time limit: all ranks stop after the same step.
 
 In every step each rank reports whether it requests a stop, in one small all-reduce on the device. The host reads the
-reports together with the values of the step, so it waits no longer for them.
+reports together with the values of the step, so the reports add no wait.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class RankReports:
         self._job = job
         self._recorder = Recorder.current()
         self._ranks = self._recorder.members(job.group)
+        # On CUDA, steps are queued before the host reads the reports of an earlier step.
         self._time_limit = TimeLimit(time_limit, 1 if job.device.type == "cpu" else 3)
 
     def gather(self, load: Tensor | float) -> Tensor:
@@ -111,7 +112,7 @@ def stop_message(config: Config, status: int, step: int, checkpoint: Path | None
     Args:
         status: exit status with which the stop was requested.
         step: last completed step.
-        checkpoint: that was saved at the stop, or None.
+        checkpoint: the one saved at the stop, or None.
     """
     if status == os.EX_TEMPFAIL:
         cause = f"train.time_limit = {config.train.time_limit:g}"

@@ -59,15 +59,14 @@ def train(
     config: Config, info: RankInfo, traced: Steps | None = None, *, profiled: Steps | None = None,
     snapshot: bool = False,
 ) -> int:
-    """Train as rank `info` of the job and return the exit status.
+    """Train as rank `info` of the job. Raises on failure.
 
-    The status is 0 after the last step, else the one with which a rank requested a stop (see `RankReport`). Raises on
-    failure.
+    Returns 0 after the last step, or the exit status of the stop that a rank requested (see `RankReport`).
 
     Args:
         traced: steps to trace.
         profiled: steps to profile with torch.profiler.
-        snapshot: record the allocations in the memory of the rank's CUDA device.
+        snapshot: write a snapshot of the allocations on the rank's CUDA device.
     """
     recorder = Recorder(info.rank)
     start_up = StartUp(recorder)
@@ -123,13 +122,13 @@ class QueuedStep(NamedTuple):
 
     step: int  # counted from 1
     lr: float
-    host_seconds: float  # that the host took to queue it
-    names: tuple[str, ...]  # of the first values
-    # float64: the values of `names`, then the reports of all ranks; on the host, pinned if copied from a device
+    host_seconds: float  # time of the host to queue the step
+    names: tuple[str, ...]  # names of the leading elements of `values`
+    # float64: one value for each of `names`, then the reports of all ranks; on the host, pinned if copied from a device
     values: Tensor
     start_event: Event | None  # recorded on the device before the step
     copy_event: Event | None  # recorded after the copy of `values`, which may be read then
-    rerun_state: StepSnapshot  # to run the step once more
+    rerun_state: StepSnapshot  # for a rerun of the step
 
 
 @dataclass
@@ -143,8 +142,8 @@ class Progress:
 class Trainer:
     """The training of one rank.
 
-    The rank with the last stage knows the loss and writes the metrics. With several pipelines (`parallel.dp`, `cp` and
-    `ep`) that is the rank of the first one.
+    In each pipeline, only the rank with the last stage knows the loss. With several pipelines (`parallel.dp`, `cp` and
+    `ep`), that rank of pipeline 0 writes the metrics.
 
     On CUDA the host does not wait for a step: it reads the values of a step after it has queued the next one, or before
     an evaluation or a checkpoint. The device leaves the parameters unchanged if a gradient is not finite, because the
@@ -242,7 +241,7 @@ class Trainer:
             raise OSError(error.errno, place, error.filename) from error
 
     def _resolve(self, bad: BadStep) -> None:
-        """Let the guard skip or undo a step that must not count; it may raise FloatingPointError. Collective."""
+        """Let the guard skip a bad step or roll back; it may raise FloatingPointError. Collective."""
         resolution = self.guard.resolve(bad)
         self.progress.done = resolution.done
         if resolution.rolled_back:
@@ -291,7 +290,7 @@ class Trainer:
     def _run_steps(self, garbage: GarbageCollection) -> None:
         """Run the remaining steps, until a rank requests a stop.
 
-        Raises BadStep if a step must not count; no later step has changed anything then.
+        Raises BadStep for a bad step. The step queued behind a non-finite one has not changed the parameters either.
         """
         steps = self.config.train.steps
         progress = self.progress
@@ -344,7 +343,7 @@ class Trainer:
         on_cpu = self.job.device.type == "cpu"
         is_last = done == self.config.train.steps
         something_is_due = self._is_evaluation_due() or self.rank_checks.is_due(done) or self.saver.is_due(done)
-        trace_ends = self.windows.traced.ends(done)  # it contains the expert loads of this step
+        trace_ends = self.windows.traced.ends(done)  # the trace contains the expert loads of this step
         return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
 
     def _read_and_check(self) -> dict[str, Any]:
@@ -371,7 +370,7 @@ class Trainer:
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
         rerun_state = self.guard.snapshot(batch)
-        with rerun_state.watch:
+        with rerun_state.watch:  # records sums of the results of the step's actions
             losses = runner.run_step(batch, step + 1)
         norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
         lr = run_learning_rate(step, optimizer, self.config.train.steps)
@@ -383,7 +382,7 @@ class Trainer:
         return QueuedStep(step + 1, lr, host_seconds, tuple(values), numbers, start_event, copy_event, rerun_state)
 
     def _step_values(self, norm: Tensor, losses: Tensor | None) -> dict[str, Tensor]:
-        """Return the values of a step that this rank knows: scalars on the device, by the names of `StepMetrics`."""
+        """Return the values of a step that this rank knows: scalars on the device, by field of `StepMetrics`."""
         values = {"grad_norm": norm}
         if self.config.guard.spike and self.job.group is not None:  # all ranks look for spikes
             values["loss"] = self.runner.broadcast_loss(None if losses is None else losses[0])
@@ -405,7 +404,7 @@ class Trainer:
     def _read(self) -> dict[str, Any]:
         """Wait for the values of the oldest unread step and return its metrics.
 
-        Raises BadStep, on every rank, if the step must not count; later steps are discarded then.
+        Raises BadStep, on every rank, for a bad step, and discards the steps after it.
         """
         copy_event = self.unread[0].copy_event
         if copy_event is not None:

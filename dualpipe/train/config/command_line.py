@@ -1,8 +1,7 @@
 """Command-line options `--table.field VALUE`, one for every field of the schema.
 
 An argparse parser is built from the annotations of the schema. The text of a value has the same meaning as in the TOML
-file, and errors are exceptions. tyro, the former parser, frames its errors for human readers and takes half a second to
-import.
+file, and errors are exceptions. (tyro draws boxes around its errors, and takes half a second to import.)
 """
 
 from __future__ import annotations
@@ -93,7 +92,8 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
     for path, value in vars(parser.parse_args(normalized)).items():
         table, field = path.split(".")
         element_type = next(iter(get_args(annotations[f"--{path}"])), None)
-        if element_type in (DTypeRule, OptimizerGroup):  # parsed here, as their errors name the field already
+        # Not parsed by argparse, which would name the field a second time in their errors.
+        if element_type in (DTypeRule, OptimizerGroup):
             value = tuple(element_type.parse(text) for text in value)
         changes.setdefault(table, {})[field] = value
     tables = {table: replace(getattr(config, table), **values) for table, values in changes.items()}
@@ -186,7 +186,7 @@ def _make_reader(annotation: Any) -> _Reader:
 
 
 def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Wrap `read` to raise its ValueErrors as the type whose text argparse reports."""
+    """Wrap `read` to raise ArgumentTypeError, whose text argparse reports, instead of ValueError."""
 
     def read_for_argparse(text: str) -> Any:
         try:

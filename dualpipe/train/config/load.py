@@ -2,7 +2,8 @@
 
     config = load_config("examples/tiny-cpu.toml", ["--optimizer.lr", "3e-4"])
 
-The tables and fields are in `schema`. Types are checked as TOML has them, without conversion.
+The tables and fields are in `schema`. A TOML value must have the type of its field; only integers are converted, to
+floats.
 """
 
 from __future__ import annotations
@@ -90,9 +91,10 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
         ValueError: `tables` is not a configuration of this version.
     """
     recorded = _drop_none(tables)
+    # Drop removed fields that were off, as in every run that did not set them; `_convert` refuses those that were on.
     for removed in REMOVED_FIELDS:
         table, name = removed.split(".")
-        if not recorded.get(table, {}).get(name, True):  # off, as in every run that did not set it
+        if not recorded.get(table, {}).get(name, True):
             del recorded[table][name]
     return cast(Config, _convert(Config, recorded, "the recorded configuration"))
 

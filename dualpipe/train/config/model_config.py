@@ -82,7 +82,7 @@ def read_model_file(path: str, backend: Backend) -> ModelFile:
         backend: the implementation. "auto": this library's if it has the family, else transformers'.
 
     Raises:
-        ValueError: the implementation, or with "auto" neither of the two, supports the model.
+        ValueError: the chosen implementation does not support the model, or with "auto" neither of the two does.
     """
     unsupported = ""
     if backend != "transformers":
@@ -93,7 +93,7 @@ def read_model_file(path: str, backend: Backend) -> ModelFile:
                 raise
             unsupported = str(error)
     file, hub = read_hub_json(path)
-    if unsupported and _is_own_family(hub):
+    if unsupported and _is_library_family(hub):
         raise ValueError(f'{unsupported}; model.backend = "transformers" trains the implementation of transformers')
     try:
         model = _transformers_model(hub)
@@ -112,12 +112,12 @@ def model_from_dict(hub: Mapping[str, Any], backend: Backend) -> TrainedModel:
         try:
             return config_from_dict(hub)
         except UnsupportedModel:
-            if backend == "dualpipe" or _is_own_family(hub):
+            if backend == "dualpipe" or _is_library_family(hub):
                 raise
     return _transformers_model(hub)
 
 
-def _is_own_family(hub: Mapping[str, Any]) -> bool:
+def _is_library_family(hub: Mapping[str, Any]) -> bool:
     """Return True if a config.json describes a family of this library."""
     return hub.get("model_type") in list(FAMILIES)  # a list, as the value may be unhashable
 
@@ -136,12 +136,12 @@ def check_settings(config: Config, model: TransformersModel) -> None:
     """Check that a configuration has only settings that are supported for a model of transformers.
 
     Raises:
-        ValueError: in one line, for the first setting that is not.
+        ValueError: a setting is not supported; the message has one line and names the first such setting.
     """
     _check_unsupported_fields(config, model)
     ep = config.parallel.ep
     if ep > 1 and not model.num_experts:
-        raise ValueError(f"parallel.ep = {ep}: {model.model_type} has no experts; set it to 1, and parallel.dp to more")
+        raise ValueError(f"parallel.ep = {ep}: {model.model_type} has no experts; set it to 1, and raise parallel.dp")
     if ep > 1 and model.num_experts % ep:
         raise ValueError(f"parallel.ep = {ep} does not divide the {model.num_experts} experts of a layer; give a "
                          "divisor")
@@ -175,7 +175,7 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
         "router.balance": (router.balance, 0, no_routers),
         "router.z_loss": (router.z_loss, 0, no_routers),
         "router.bias_update_rate": (router.bias_update_rate, 0, no_routers),
-        "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts run by its experts implementation"),
+        "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts_implementation chooses the GEMMs"),
         "memory.recompute": (layer_parts, [], "its layers are recomputed as a whole: layer, or layer:0-7 for some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], no_formats),
@@ -200,7 +200,7 @@ def stages_on_meta(
     if not isinstance(model, HubConfig):
         return model.meta_stages(num_stages, layers_per_stage)
     if num_stages == 1 and not layers_per_stage:
-        return meta_stages(model)  # without options, as all callers that inspect a whole model call it: one cache entry
+        return meta_stages(model)  # no options: shares its cache entry with all callers that inspect a whole model
     return meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
 
 

@@ -1,8 +1,8 @@
 """Resolve a run's configuration for its number of ranks: sizes that depend on that number, the model, and the dtypes.
 
 Every rank resolves its own configuration, because paths may differ between nodes. The ranks compare the settings that
-must be equal when they join. `StepRunner` makes the schedule and the dtype plan from the result: the one may take a
-search on one rank, the other needs the dtypes of the checkpoint that the run resumes from.
+must be equal when they join. `StepRunner` makes the schedule and the dtype plan from the result. The schedule may take
+a search on one rank, and the dtype plan needs the dtypes of the checkpoint that the run resumes from.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SavedBatch(NamedTuple):
     """The global batch of the run that saved a checkpoint.
 
     sequences: size of the global batch.
-    pipelines: number of pipelines that shared it.
+    pipelines: number of parts that it was split into; context-parallel pipelines share one.
     source: the checkpoint, or the directory of checkpoints.
     """
 
@@ -145,7 +145,7 @@ def set_global_batch(config: Config, batch_size: int) -> Config:
         batch_size: sequences of a step of all ranks.
 
     Raises:
-        ValueError: no number of micro-batches does; names sizes that are possible.
+        ValueError: no number of micro-batches makes this batch; the message names sizes that are possible.
     """
     parallel = config.parallel
     micro_batch_size = config.train.micro_batch_size
@@ -172,9 +172,10 @@ def _dp_sizes_that_divide(config: Config, batch_size: int, largest: int) -> list
 
 
 def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, str]:
-    """Keep the global batch of the checkpoint that a run resumes from; return it with a line to print, or "".
+    """Return `resolved` with the global batch of the checkpoint that a run resumes from, and a line to print or "".
 
-    A run with another number of pipelines than the one that saved the checkpoint gets another number of micro-batches.
+    If the number of pipelines differs from that of the run that saved the checkpoint, the number of micro-batches
+    changes.
 
     Args:
         resolved: the configuration of this run.
@@ -229,7 +230,10 @@ def find_saved_batch(config: Config) -> SavedBatch | None:
 
 
 def _possible_world_sizes(fitted: Config, saved: SavedBatch) -> str:
-    """Return the numbers of ranks that can share the saved batch, up to those that saved it or are present, as text."""
+    """Return the numbers of ranks that can share the saved batch, as text.
+
+    The largest is at most the number that saved it or the present number, whichever is larger.
+    """
     parallel = fitted.parallel
     largest_dp = max(saved.pipelines, parallel.batch_shards) // parallel.ep
     ranks_per_dp = parallel.world_size // parallel.dp

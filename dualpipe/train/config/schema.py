@@ -447,15 +447,15 @@ class OptimizerConfig:
 
     def __post_init__(self) -> None:
         _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
-                 "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
+                 "moments in bf16 cannot decay as slowly; give both below 0.996, or optimizer.moments = \"fp32\"")
         _require(self.moments == "fp32" or self.momentum < 1 - 2**-8, "optimizer.momentum", self.momentum,
-                 "a mean in bf16 would not decay by it; give less than 0.996, or optimizer.moments = \"fp32\"")
+                 "a mean in bf16 cannot decay as slowly; give less than 0.996, or optimizer.moments = \"fp32\"")
         is_custom = self.name not in ALGORITHMS
         _require(not is_custom or "." in self.name, "optimizer.name", self.name,
                  "give adamw, muon, or the import path of a class, such as torch.optim.NAdam")
         _require(not is_custom or self.moments == "fp32", "optimizer.moments", self.moments,
                  f"only adamw and muon support it, optimizer.name is {self.name}; leave it out")
-        for group in self.groups:  # strings while a command line is parsed
+        for group in self.groups:  # still strings while the command line is parsed
             _require(not is_custom or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
                      f"algorithm requires optimizer.name adamw or muon, not {self.name}")
         try:

@@ -18,7 +18,7 @@ class ResumeSource(NamedTuple):
     """The checkpoint that a run resumes from.
 
     path: a checkpoint or a directory of checkpoints. None: the run starts from its initial weights.
-    compute_dtypes: the dtypes that the tensors were computed in when it was saved, by name. None: a new run.
+    compute_dtypes: compute dtypes of the run that saved it, by tensor name. None: a new run.
     notes: lines to print.
     """
 
@@ -39,8 +39,8 @@ def find_source(config: Config) -> ResumeSource:
     """Find the checkpoint that a run resumes from.
 
     A run that began with a checkpoint of another run resumes from its own checkpoints once it has saved one, so that
-    the same command resumes a job that was killed. For checkpoint.resume = "never" or a checkpoint of the run itself,
-    only the first start of the job follows it; restarts resume from the newest checkpoint.
+    the same command resumes a job that was killed. If checkpoint.resume is "never" or a checkpoint of the run itself,
+    it applies only to the first start of the job; restarts resume from the newest checkpoint.
 
     Raises:
         ValueError: the checkpoint directory has no complete checkpoint although one is needed, or it belongs to

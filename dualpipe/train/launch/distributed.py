@@ -95,8 +95,8 @@ def join_prepared(
 
     Args:
         layout: timeout, interface and device for the rendezvous.
-        prepare: fills a dictionary with the settings that must be the same on all ranks, and returns the layout for
-            their number and a value for this rank.
+        prepare: fills a dictionary with the settings that must be the same on all ranks. It returns the layout for the
+            number of ranks, and a value for this rank.
         watch: called with the store before ranks wait for each other.
         prefix: see `connect`.
 

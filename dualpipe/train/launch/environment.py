@@ -68,9 +68,10 @@ def _config_from_launcher() -> Config | None:
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """Return the rank of this process as started by torchrun or SLURM (`srun` with several tasks); None by neither.
+    """Return the rank that torchrun or SLURM (`srun` with several tasks) gave to this process; None without either.
 
-    A batch script run by SLURM is no task of `srun`, although it has SLURM_PROCID = 0 and the SLURM_NTASKS of the job.
+    A batch script run by SLURM is not a task of `srun`, although it has SLURM_PROCID = 0 and the SLURM_NTASKS of the
+    job.
 
     Raises ValueError if variables of torchrun are missing, are no numbers, or contradict each other.
     """

@@ -20,7 +20,7 @@ NO_FAILURE = (None, 0, os.EX_TEMPFAIL, *(128 + number for number in STOPPING))
 
 
 class Ending(NamedTuple):
-    """The end of a start of all ranks. After a failure the first line is the cause."""
+    """The outcome of one launch of all ranks. After a failure, the first line is the cause."""
 
     status: int
     lines: Sequence[str] = ()
@@ -70,8 +70,8 @@ class Evidence:
 def find_cause(evidence: Evidence) -> Cause:
     """Return the cause of a failure.
 
-    Facts about processes outrank the errors that ranks record, and an error of a rank's own outranks its report that it
-    lost another rank.
+    Facts about processes outrank the errors that ranks record. Among these, an error that is not the loss of another
+    rank outranks one that is.
     """
     searches = (_killed, _stopped, _own_error, _error_about_rank, _in_disk_sleep, _silent_end, _diagnosis)
     for search in searches:

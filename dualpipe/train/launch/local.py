@@ -26,7 +26,7 @@ from dualpipe.train.launch.failure import Ending, read_text
 from dualpipe.train.launch.machine import check_machine
 from dualpipe.train.launch.rank_processes import GRACE_SECONDS, RankProcesses
 
-CRASH_LOOP = 3  # starts without progress, after which there is no further one
+CRASH_LOOP = 3  # number of launches in a row without progress after which the launcher gives up
 
 
 def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, watched: bool = False) -> int:
@@ -36,8 +36,8 @@ def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, 
     returned (128 + number if a signal ended it).
 
     Args:
-        restarts: number of restarts after failures. There is none after an error of the user's, or after `CRASH_LOOP`
-            starts in a row that complete no further step.
+        restarts: maximum number of restarts after failures. A user error, or `CRASH_LOOP` launches in a row that
+            complete no further step, end the restarts.
         watched: the ranks have watchdogs. They are asked for their states after a failure, and the first signal to this
             process is passed on to them, so that they stop after a step. Otherwise, and at a second signal, all ranks
             are stopped at once.
@@ -92,7 +92,7 @@ def _recorded_signals() -> Iterator[list[int]]:
 
 
 def _start(arguments: Sequence[str], config: Config, number: int, received: list[int], watched: bool) -> Ending:
-    """Start all ranks and wait for their end. number: of the start, from 0."""
+    """Start all ranks and wait for their end. number: restarts before this launch."""
     with TemporaryDirectory(prefix="dualpipe-") as folder:
         ranks = RankProcesses(config, Path(folder), watched)
         try:

@@ -10,8 +10,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-RANKS_PER_CORE = 4  # of CPU ranks: for tests and lessons
-_USUAL_GPUS = 8  # of a node, if this machine has none
+RANKS_PER_CORE = 4  # maximum CPU ranks per core; CPU ranks are for tests and lessons
+_USUAL_GPUS = 8  # GPUs of a node in the suggested commands, if this machine has none
 
 
 def check_machine(arguments: Sequence[str], world_size: int, device: str) -> None:

@@ -39,12 +39,12 @@ from dualpipe.train.launch.failure import (
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for a killed rank to end; in disk sleep it may never end
 STATE_SECONDS = 3.0  # for ranks to write their states after one has failed
-LAST_SECONDS = 2.0  # for ranks to write their traces and end then: they wait 0.5 s for the cause
+LAST_SECONDS = 2.0  # for ranks to write their traces and end; before that they wait 0.5 s for the cause
 _STOP_CHECK = 20  # polls between two checks for stopped processes
 
 
 class RankProcesses:
-    """The processes of one start.
+    """The processes of one launch of all ranks.
 
     Args:
         folder: for the configuration that the ranks read and the errors that they leave.
@@ -64,7 +64,7 @@ class RankProcesses:
         self._oom_kills = count_oom_kills()
 
     def start(self, command: Sequence[str], number: int) -> None:
-        """Start `command` on every rank. number: of the start, from 0."""
+        """Start `command` on every rank. number: restarts before this launch."""
         # Rank 0 inherits the listening socket: no other process can take its port, and only this machine reaches it.
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -147,7 +147,7 @@ class RankProcesses:
         """Return the ending with the cause, the waits of other ranks, and the traces that they have written."""
         evidence = self._gather_evidence()
         cause = find_cause(evidence)
-        if not evidence.all_lost:  # an error of a rank's own explains everything
+        if not evidence.all_lost:  # an error that is not the loss of another rank explains everything
             return Ending(cause.status, cause.lines, failed=True)
         lines = list(cause.lines)
         if len(cause.lines) == 1:
@@ -168,6 +168,7 @@ class RankProcesses:
         if self._watched:
             with suppress(OSError):  # a hanging disk gives no states
                 states = run_with_timeout(partial(self._request_states, letters, since), 2 * STATE_SECONDS) or {}
+        # Only states that last are evidence: disk sleep, for example, is usually short.
         lasting = {rank: letter for rank, letter in self._process_states().items() if letters.get(rank) == letter}
         return Evidence(
             sizes=self._sizes, statuses=statuses, letters=lasting, errors=self._read_errors(), states=states,
@@ -211,7 +212,7 @@ class RankProcesses:
             time.sleep(POLL_SECONDS)
         states = {}
         for rank, write_time in written.items():
-            # The watchdog of a rank that has ended, possibly after the request, wrote its state seconds before.
+            # A rank may have ended before it could answer the request. Its watchdog wrote a state seconds before that.
             is_running = self._processes[rank].poll() is None
             margin = 0.0 if is_running else 2 * GRACE_SECONDS
             if write_time >= since - margin:

@@ -51,7 +51,8 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
         yield "the directory of checkpoints", str(config.checkpoint_directory)
     yield "version of torch", str(torch.__version__)
     yield "version of dualpipe", __version__
-    sources: dict[Path, Path] = {}  # by name: once installed, the last two packages are inside the first
+    # Keyed by module path, so that no file counts twice: once installed, kernels and models are inside dualpipe.
+    sources: dict[Path, Path] = {}
     for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
         folder = Path(find_spec(package).submodule_search_locations[0])  # type: ignore[union-attr, index]
         sources |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
@@ -86,7 +87,7 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
     with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
         problem = _compare(store, info, record, bool(error_text), timeout)
     if problem:
-        with suppress(TimeoutError, dist.DistError):  # rank 0 has the store: it waits until the others have read it
+        with suppress(TimeoutError, dist.DistError):  # rank 0 serves the store, so it stays until others have read
             _gather(store, info, "read", "", PATIENCE)
     if error is not None and not isinstance(error, ValueError):
         raise error
@@ -111,6 +112,7 @@ def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeo
     try:
         digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
         if info.rank == 0:
+            # "for": rank 0 asks for the settings themselves; "": all digests are equal.
             store.set("settings/asked", "for" if failed or len(set(digests)) > 1 else "")
         store.wait(["settings/asked"], answer_timeout)
         if not store.get("settings/asked"):
