@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import tomllib
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +29,7 @@ from scripts import fork_script
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md",
              ROOT / "CONTRIBUTING.md")
-PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
+PROGRAMS = ("dualpipe", "export", "make", "pip", "python", "sbatch", "source", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "parity FAILED: ", "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
@@ -49,9 +50,8 @@ TRAINED = {
     "--checkpoint.interval 50": f"{SHORT} --checkpoint.interval 1",
     "dualpipe train examples/tiny-cpu.toml --data.path TEXT --output.dir out/mine --train.steps 200 "
     "--checkpoint.interval 50": f"{SHORT} --checkpoint.interval 1 --output.dir out/longer",
-    'dualpipe train examples/tiny-cpu.toml --model.config "" --init.from_hf OLMOE --router.balance 0 '
-    "--export.to_hf trained":
-        f"{SHORT} --parallel.pp 1 --train.num_chunks 1 --data.tokenizer bytes --output.dir out/olmoe",
+    'dualpipe train examples/tiny-cpu.toml --model.config "" --init.from_hf tiny-olmoe --router.balance 0 '
+    "--parallel.ep 2 --train.steps 20 --output.dir out/olmoe": f"{SHORT} --parallel.pp 1 --train.num_chunks 1",
     "dualpipe train examples/tiny-cpu.toml --optimizer.lr 3e-3 --train.steps 200": SHORT,
     "dualpipe train --trace steps=9..11 examples/tiny-cpu.toml --train.steps 12":
         SHORT.replace("steps 1 ", "steps 12 "),
@@ -130,6 +130,16 @@ def batch_script_is_taken(command):
     takes(["train", *words[script + 1:]])
 
 
+def environment_has_it(command):
+    """The tests run in the environment that `make` sets up; the fast tests import what `pip` would install."""
+    words = shlex.split(command)
+    if words[0] == "source":
+        assert words == ["source", ".venv/bin/activate"]
+        assert re.search(r"^VENV +\?= \.venv\$", (ROOT / "Makefile").read_text(), re.M)
+    else:
+        assert words[:2] == ["pip", "install"] and all(find_spec(package) for package in words[2:])
+
+
 def torchrun_takes_it(command):
     """Scripts are run by tests/test_examples.py and tests/test_docs.py."""
     words = shlex.split(command.replace("CONFIG", "examples/tiny-cpu.toml"))[1:]
@@ -171,8 +181,10 @@ def shell_takes_it(command):
 CHECKED = {  # what is checked of a command in place of running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
     "dualpipe compare out/fp32 out/bf16 --picture compare.svg": two_runs_are_compared,
-    "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
-        batch_script_is_taken,
+    "source .venv/bin/activate": environment_has_it,
+    "pip install transformers": environment_has_it,
+    "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT "
+    "--checkpoint.interval 500 --export.to_hf auto": batch_script_is_taken,
     "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,
     "dualpipe parity --model my_model:build --pp 2 --ep 2": parity_of_a_model_is_taken,
     "dualpipe parity --model my_model:build --pp 2 --ep 2 --dtype bf16": parity_of_a_model_is_taken,
@@ -272,7 +284,7 @@ def folder(tmp_path_factory):
     (folder / "records.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
     small_tokenizer(folder / "tokenizer.json")
     save_qwen(folder / "CHECKPOINT", vocab_size=257)
-    tiny_model("olmoe", torch.float32, vocab_size=257).save_pretrained(folder / "OLMOE")
+    tiny_model("olmoe", torch.float32, vocab_size=257).save_pretrained(folder / "tiny-olmoe")
     return folder
 
 

@@ -168,7 +168,8 @@ def test_pyright(blocks):
     check("pyright", blocks, "--pythonpath", sys.executable)
 
 
-@pytest.mark.slow  # mypy reads all of torch first
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # it reads all of torch: a minute alone, above five on a loaded machine
 def test_mypy(blocks, monkeypatch):
     monkeypatch.setenv("MYPYPATH", str(blocks / "lib"))
     check("mypy", blocks, "--check-untyped-defs", "--follow-imports=silent", "--cache-dir", str(blocks / "cache"))

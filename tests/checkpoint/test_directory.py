@@ -4,6 +4,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +31,23 @@ def state_on(mesh):
     return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": own}
 
 
-def save_until_killed(rank, folder, how, victims, delay):
-    """Go on from the newest checkpoint and save every step; `victims` are killed `delay` s after the first save."""
+# Waits a while, then for a checkpoint that is being written if it is asked to, and kills.
+KILLER = """
+import os, signal, sys, time
+folder, delay, wait_for_a_write, *victims = sys.argv[1:]
+time.sleep(float(delay))
+end = time.monotonic() + 30
+while wait_for_a_write == "yes" and time.monotonic() < end:
+    if any(entry.name.startswith(".tmp-step-") for entry in os.scandir(folder)):
+        break
+for victim in victims:
+    os.kill(int(victim), signal.SIGKILL)
+"""
+
+
+def save_until_killed(rank, folder, how, victims, delay, in_a_write):
+    """Go on from the newest checkpoint and save every step; `victims` are killed `delay` s after the first save,
+    or with `in_a_write` at the first write after that."""
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
     state, step = state_on(mesh), 0
     kind = "process" if how == "process" else "thread"
@@ -52,8 +68,9 @@ def save_until_killed(rank, folder, how, victims, delay):
                 dist.all_gather_object(pids, os.getpid())
                 if rank == 0:
                     Path(folder, "ranks.json").write_text(json.dumps(pids))
-                    targets = " ".join(str(pids[victim]) for victim in victims)
-                    subprocess.Popen(["sh", "-c", f"sleep {delay:.3f}; kill -9 {targets}"])
+                    targets = [str(pids[victim]) for victim in victims]
+                    arguments = [folder, f"{delay:.3f}", "yes" if in_a_write else "no", *targets]
+                    subprocess.Popen([sys.executable, "-I", "-S", "-c", KILLER, *arguments])
     return step
 
 
@@ -62,9 +79,10 @@ def whole_state():
             "own.1": torch.zeros(ROWS)}
 
 
-def kill(folder, how, victims, delay):
+def kill(folder, how, victims, delay, in_a_write):
     """One run that is killed: (its newest step, whether it left something half done); fails unless that is whole."""
-    outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, check=False, timeout=120, fresh=True)
+    outcome = run_ranks(save_until_killed, 2, str(folder), how, victims, delay, in_a_write, check=False,
+                        timeout=120, fresh=True)
     for rank, result in enumerate(outcome):
         assert isinstance(result, ChildProcessError if rank in victims else (CheckpointError, RuntimeError)), result
     for rank in json.loads((folder / "ranks.json").read_text()):
@@ -89,12 +107,16 @@ def wait_until_none_writes_for(rank):
 
 
 def kill_often(folder, how, times):
-    generator, before, halves, attempt = random.Random(how), 0, 0, -1
-    while (attempt := attempt + 1) < times or (not halves and attempt < 3 * times):
-        victims = [(0,), (1,), (0, 1)][attempt % 3]
-        step, half = kill(folder, how, victims, generator.uniform(0, 0.4))
+    """Kill so many runs, every second one within a write; return how many of them left something half done."""
+    generator = random.Random(how)
+    before = 0
+    halves = 0
+    for attempt in range(times):
+        victims = [(0, 1), (0,), (1,)][attempt % 3]
+        step, half = kill(folder, how, victims, generator.uniform(0, 0.4), in_a_write=attempt % 2 == 0)
         assert step > before  # the run before was resumed from
-        before, halves = step, halves + half
+        before = step
+        halves += half
     return halves
 
 
