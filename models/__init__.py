@@ -75,7 +75,8 @@ def read_hub_json(path: str | PathLike[str]) -> tuple[Path, Mapping[str, Any]]:
         path = path / "config.json"
     if not path.is_file():
         raise ValueError(f"there is no file or directory {path}; give the path of a config.json in the form of the "
-                         "Hugging Face hub, or of a directory that has one")
+                         "Hugging Face hub, or of a directory that has one. A name on the hub is not looked up: "
+                         "download that model first")
     try:
         hub = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deeply
