@@ -75,12 +75,6 @@ docs: $(READY)-docs
 	$(BIN)/python docs/generate/draw_pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
 
-# The documents as a site, in out/site. A page that is not current, or a link that leads nowhere, is an error.
-docs: $(READY)-docs
-	$(BIN)/python docs/generate/reference.py --check
-	$(BIN)/python docs/generate/draw_pictures.py --check
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
-
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.
 bench: $(READY)
 	@status=0; for script in wgrad_split engine_overhead $(notdir $(basename $(wildcard benchmarks/bench_*.py))); do \
