@@ -1,4 +1,4 @@
-"""Conversion of linear layers in any module to deferring ones, by changing their classes only."""
+"""Convert linear layers of any module to layers that defer weight gradients, by changing their classes only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.nn.utils.parametrize import is_parametrized
 from dualpipe.nn.linear import Linear, TransposedLinear
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-# Names that the bytecode of `forward` uses (`co_names`) in transformers' Conv1D: with other names it computes something
-# else.
+# All names in the bytecode (`co_names`) of `Conv1D.forward` in transformers. A `forward` that uses any other name
+# computes something else, and its class is not recognized.
 _CONV1D_NAMES = {"size", "nf", "torch", "addmm", "bias", "view", "weight"}
 
 
@@ -46,7 +46,7 @@ def deferring_class(module: nn.Module) -> type[nn.Module] | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or is_lazy(weight):
         return None
-    original: Any = type(module)  # Any: mypy takes classes of modules for unhashable, and @cache needs hashable
+    original: Any = type(module)  # Any: @cache needs hashable arguments, and mypy takes module classes for unhashable
     if original is nn.Linear:
         return Linear
     # FSDP2 or parametrize has replaced the class of the module already, and relies on the new class.
@@ -93,7 +93,8 @@ def _deferring_subclass(original: Any) -> type[nn.Module] | None:
     """Create a deferring subclass of `original`, with its name.
 
     Attributes of `original` take precedence over those of `Linear`; only attributes that it inherits from `nn.Linear`,
-    such as `forward`, are replaced. Returns None if `forward` is not replaced.
+    such as `forward`, are replaced. Returns None if `forward` is not replaced, because `original` itself assigns
+    `forward = nn.Linear.forward`.
     """
     deferring = _derive(original, (original, _DeferringSubclass))
     return deferring if deferring.forward is Linear.forward else None

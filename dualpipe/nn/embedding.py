@@ -19,10 +19,10 @@ class Embedding(nn.Embedding):
     """`nn.Embedding` with a gradient that is deferred like that of `Linear` and added to float32 accumulators by row.
 
     Without this, torch allocates a gradient of the whole table for each micro-batch: 0.6 GB in bfloat16 for 151936
-    words of 2048 elements, and 1.2 GB if it is cast before the addition.
+    tokens of 2048 elements, and 1.2 GB if it is cast before the addition.
     """
 
-    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
+    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, device: torch.device | str | None = None,
@@ -52,7 +52,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _embedding_grad(weight: Tensor, dy: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the gradient of the table (V, H): the rows of `dy` summed by word, in a fixed order; added to `out`."""
+    """Return the gradient of the table (V, H): the rows of `dy` summed by token, in a fixed order; added to `out`."""
     dtype = accumulation_dtype(weight, dy.dtype) if out is None else out.dtype
     if dtype.itemsize < 4:  # torch sums in float32 and rounds once
         dw = torch.ops.aten.embedding_dense_backward(dy, tokens, weight.shape[0], -1, False)
@@ -63,7 +63,7 @@ def _embedding_grad(weight: Tensor, dy: Tensor, tokens: Tensor, out: Tensor | No
     rows = flatten_rows(dy).to(dtype)
     if dy.is_cuda:  # index_put_ sorts the tokens, index_add_ uses atomics
         return out.index_put_((tokens,), rows, accumulate=True)
-    # Sum by word first: bitwise equal to the accumulation of autograd.
-    words, word_indices = tokens.unique(return_inverse=True)
-    sums = rows.new_zeros(len(words), rows.shape[1]).index_add_(0, word_indices, rows)
-    return out.index_add_(0, words, sums)
+    # Sum by token first: bitwise equal to the accumulation of autograd.
+    unique_tokens, sum_indices = tokens.unique(return_inverse=True)
+    sums = rows.new_zeros(len(unique_tokens), rows.shape[1]).index_add_(0, sum_indices, rows)
+    return out.index_add_(0, unique_tokens, sums)

@@ -2,8 +2,8 @@
 
 `dualpipe.kernels` is the default and the reference. The alternatives cannot gather rows inside the GEMM or fuse the
 activation: tokens are copied in sorted order first, and SwiGLU is a kernel after the GEMM. An alternative is faster
-overall if its GEMM saves more time than that takes. Weight gradients stay with `dualpipe.kernels`, which adds them to
-float32 accumulators from registers.
+overall if its GEMM saves more time than the copy and the extra kernel take. Weight gradients stay with
+`dualpipe.kernels`, which adds them to float32 accumulators from registers.
 
     "grouped_mm"   `torch.nn.functional.grouped_mm`: bfloat16 (float16 on some devices)
     "quack"        `quack.gemm_interface.gemm` of quack-kernels, on Hopper and Blackwell. It was written from the
@@ -70,7 +70,7 @@ def _gather_rows(x_TH: Tensor, gather_M: Tensor) -> Tensor:
 
 
 def _expert_of_rows(ends_E: Tensor, num_rows: int) -> Tensor:
-    """Return the expert of each row (M,); that of rows past the last end is the last one."""
+    """Return the expert of each row (M,); for rows past the last end, the last expert."""
     rows_M = torch.arange(num_rows, device=ends_E.device, dtype=ends_E.dtype)
     return torch.searchsorted(ends_E, rows_M, right=True).clamp(max=ends_E.shape[0] - 1)
 

@@ -57,7 +57,7 @@ class GroupedLinear(nn.Module):
         quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
+    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
     form: _SwiGLUForm | None = None
     quantizable = True
     products: GemmPrecision = "auto"
@@ -114,8 +114,9 @@ class GroupedLinear(nn.Module):
         x, autocast_dtype = _autocast(x)
         block = row_block(self, x.dtype)
         next_block = None if next_layer is None else row_block(next_layer, x.dtype)
+        is_transposed = False
         y, *quantized_y = _Grouped.apply(x, self.weight, self.bias, rows, autocast_dtype, self.form, scale, block,
-                                         next_block, quantized, self.fp8_weight_grad, False, self.gemm_library)
+                                         next_block, quantized, self.fp8_weight_grad, is_transposed, self.gemm_library)
         return y, QuantizedRows(*quantized_y) if quantized_y else None
 
     def extra_repr(self) -> str:
@@ -187,8 +188,8 @@ def grouped_linear(
         apply = partial(grouped_linear, is_transposed=is_transposed, form=form, scale=scale)
         return cast(Tensor, run_uncompiled(apply, x, weight, bias, rows))
     x, autocast_dtype = _autocast(x)
-    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, None, None, None, False, is_transposed,
-                         "dualpipe")
+    unquantized = (None, None, None, False)  # block, next_block, quantized_x, fp8_weight_grad
+    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, *unquantized, is_transposed, DUALPIPE)
     return y
 
 

@@ -47,14 +47,15 @@ def seeded_normal_(param: Tensor, *, std: float, seed: int, name: str) -> None:
     start = 0
     while start < rows.stop:
         stop = start + rows_per_block
-        if (num_rows - stop) * row_size < _GROUP:  # no last block below one group
+        if (num_rows - stop) * row_size < _GROUP:  # a rest below one group belongs to this block
             stop = num_rows
         block = torch.empty(stop - start, *param.shape[1:], dtype=torch.float32, device="cpu")
         block.normal_(0, std, generator=generator)
-        first = max(start, rows.start)
-        last = min(stop, rows.stop)
-        if first < last:
-            shard[first - rows.start : last - rows.start].copy_(block[first - start : last - start][:, *columns])
+        shard_start = max(start, rows.start)
+        shard_stop = min(stop, rows.stop)
+        if shard_start < shard_stop:
+            values = block[shard_start - start : shard_stop - start][:, *columns]
+            shard[shard_start - rows.start : shard_stop - rows.start].copy_(values)
         start = stop
 
 
@@ -80,7 +81,7 @@ def local_part(param: Tensor) -> tuple[Tensor, tuple[slice, ...]]:
     if not isinstance(param, DTensor):
         slices = tuple(slice(0, size) for size in param.shape)
         return param.detach() if master is None else master, slices
-    # Also used by distributed checkpoints; correct if several mesh dimensions shard one dimension, in any order.
+    # The method that distributed checkpoints use; correct if several mesh dimensions shard one dimension, in any order.
     (chunk,) = param.__create_chunk_list__()
     slices = tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes))
     return param.to_local().detach() if master is None else master, slices

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
     transformers' Qwen3. Defers its weight gradient while the active `WeightGradStore` is deferring.
     """
 
-    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: FSDP2 stages allocate no zeros for it
+    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
 
     def __init__(
         self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -45,7 +45,8 @@ class RMSNorm(nn.Module):
             return_sum: also return x + residual; the backward adds the gradient of this sum to those of x and residual.
             keep: old name of `return_sum`.
 
-        Returns the norm (..., size) in the common dtype of x, residual and weight; a pair with the sum if requested.
+        Returns the normalized values (..., size) in the common dtype of x, residual and weight; with `return_sum` a
+        pair of them and the sum.
         """
         weight = self.weight
         if torch.compiler.is_compiling() or not weight.is_leaf or torch._C._are_functorch_transforms_active():
@@ -78,7 +79,8 @@ class _Norm(torch.autograd.Function):
             return d_sum, None, None, d_sum if ctx.has_residual else None, None
         dx, partial_sums = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
         weight_grad = partial(norm_weight_grad, parts=partial_sums)
-        # `weight_grad` ignores `dy`, here the partial sums; there is no bias, so the last argument is not called.
+        # The partial sums take the place of `dy`, which `norm_weight_grad` ignores and a deferred gradient would keep
+        # alive. There is no bias, so the last argument is not called.
         dw, _ = weight_grads(ctx, partial_sums, None, weight_grad, weight_grad)
         return dx, dw, None, dx if ctx.has_residual else None, None
 

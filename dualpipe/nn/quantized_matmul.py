@@ -7,7 +7,7 @@
 A GEMM that is not in FP8 takes rows in their own dtype. It dequantizes the weight while loading it, and rounds every
 element once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.3) has all three GEMMs in FP8. The input
 gradient of mxfp8 could be in FP8, by quantizing W a second time along the other dimension; for Gaussian values its
-error is then 3.8% of its norm, measured in float64, instead of 2.7%.
+error would be 3.8% of its norm, measured in float64, instead of 2.7%.
 
 A layer's attribute `products` chooses the precision: "auto" is FP8 if the weight's format supports FP8 GEMMs and rows
 are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested.
@@ -53,7 +53,7 @@ def row_block(layer: Any, dtype: torch.dtype) -> int | None:
             weight = weight.to_local()
     if not isinstance(weight, QuantizedTensor):
         return None
-    format = weight.format
+    format = weight.format  # `format.computes`: it has FP8 GEMMs
     products = layer.products
     if products not in get_args(GemmPrecision):
         raise ValueError(f"products is {products!r}, expected one of {', '.join(map(repr, get_args(GemmPrecision)))}")
@@ -90,12 +90,13 @@ def input_grad(
     """
     assert isinstance(weight, QuantizedTensor), "the weight was quantized in the forward"
     data, format, shape = _operands(weight)
-    if block is None or block != format.block[0]:
+    if block is None or block != format.block[0]:  # not in FP8, or blocks that are not square
         return grouped_gemm_dequantize(dy, data, format, shape, ends, transposed=True), None
-    experts, rows, columns = shape
+    num_experts, out_features, in_features = shape
     dy_rows = quantize_rows(dy, block)
     transposed_data = weight.transposed_rows()
-    dx = grouped_gemm_fp8(dy_rows, transposed_data, format, (experts, columns, rows), ends, out_dtype=dy.dtype)
+    transposed_shape = (num_experts, in_features, out_features)
+    dx = grouped_gemm_fp8(dy_rows, transposed_data, format, transposed_shape, ends, out_dtype=dy.dtype)
     return dx, dy_rows
 
 
@@ -123,6 +124,6 @@ def _dequantized_weight_grad(
 
 def _operands(weight: QuantizedTensor) -> tuple[Tensor, Format, tuple[int, int, int]]:
     """Return the block rows, the format and the shape (E, N, K) of a weight."""
-    *experts, rows, columns = weight.matrix_shape
+    *experts, out_features, in_features = weight.matrix_shape
     num_experts = experts[0] if experts else 1
-    return weight.block_rows, weight.format, (num_experts, rows, columns)
+    return weight.block_rows, weight.format, (num_experts, out_features, in_features)

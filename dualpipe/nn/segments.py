@@ -1,9 +1,11 @@
-"""Segments of a stage: alternating compute and communication over a carry of named tensors.
+"""Segments of a stage: alternating compute and communication over named tensors.
 
 A stage returns them as a list from `segments()`. The engine runs them in order, or interleaves those of two
-micro-batches, so that the compute of one hides the communication of the other (`overlap`). The carry starts with the
-stage's inputs as "x" (several inputs: "x0", "x1", ...); the last segment writes the outputs to names of the same form.
-Side inputs of the step are in the carry if the stage's `forward` has parameters with their names.
+micro-batches, so that the compute of one hides the communication of the other (`overlap`).
+
+The carry is a dict of values by name that passes from segment to segment. It starts with the stage's inputs as "x"
+(several inputs: "x0", "x1", ...); the last segment writes the outputs to names of the same form. Side inputs of the
+step are in the carry if the stage's `forward` has parameters with their names.
 
     [Compute(self.attend, "x", ("residual", "rows", "weights", "plan")),
      Communicate(dispatch, ("rows", "weights", "plan"), ("rows", "weights", "plan")),
@@ -14,7 +16,7 @@ Side inputs of the step are in the carry if the stage's `forward` has parameters
 A segment takes the values that it reads as arguments and returns the values that it writes; the rest of the carry is
 unchanged. Inputs of a compute segment are detached, so that the backward of every segment runs separately. Gradients
 flow back by name, and add up if a tensor is read more than once. The carry may also hold values that are not tensors,
-such as the plan of a dispatch ("plan" above); they have no gradient.
+such as "plan" above, the destinations of the rows; they have no gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Pending(Protocol):
     """A communication in flight."""
 
     def advance(self) -> None:
-        """Start messages that had to wait for the device, such as rows whose number had to be exchanged first.
+        """Start the second part of the communication, if it has one: for example rows, after their number is exchanged.
 
         Called once, after other work is queued on the device and before any other communication starts. All ranks call
         it at the same point, so it may start collectives.
@@ -51,8 +53,8 @@ class Communication(Protocol):
     """A communication between ranks and its backward.
 
     All ranks of `group` start the same communications in the same order. Any method may raise, also after a message was
-    sent: the engine then ends the step on all ranks. After an error no method is called again, and none runs on a rank
-    on which anything has failed.
+    sent: the engine then ends the step on all ranks. Once anything in a step has failed on a rank, no method is called
+    there again.
     """
 
     group: ProcessGroup | None
@@ -96,7 +98,8 @@ class Compute(_ReadsAndWrites):
     `fn` checks `WeightGradStore.current().recomputing`.
 
     Neighbours with the same `recompute` run as one segment. Gradients are bitwise equal with and without `recompute`,
-    unless joining segments changes the order in which the gradients of a tensor are added, which needs three reads.
+    unless joining segments changes the order in which the gradients of a tensor are added. That is possible only for a
+    tensor that is read at least three times.
     """
 
     fn: Callable[..., Any]
@@ -112,8 +115,9 @@ class Communicate(_ReadsAndWrites):
     The compute segments after it run while it is in flight, as long as they neither read nor write the names it writes.
 
     Attributes:
-        recompute: do not save the received tensors; repeat the communication before the next segment, which must have
-            `recompute` too. The sent tensors are recomputed if the segment before has `recompute`, and saved otherwise.
+        recompute: do not save the received tensors; repeat the communication before the recompute of the next segment,
+            which must have `recompute` too. The sent tensors are recomputed if the segment before has `recompute`, and
+            saved otherwise.
         of_attention: True between ranks that share a sequence (context parallelism), False to and from experts.
     """
 
@@ -233,7 +237,7 @@ def _wait_for(pending: Pending) -> tuple[tuple[Any, ...], Any]:
 
 def as_results(writes: Names, results: Any) -> Sequence[Any]:
     """Return a segment's results, one per written name; raise ValueError if their number differs."""
-    # A NamedTuple is one value, and so is a longer tuple for a single name.
+    # A NamedTuple is one value. For a single name, a tuple of one element is unpacked, and a longer tuple is one value.
     is_several = type(results) is tuple and (len(writes) != 1 or len(results) == 1)
     values = results if is_several else (results,)
     if len(values) != len(writes):

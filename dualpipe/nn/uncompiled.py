@@ -15,7 +15,7 @@ import torch
 def run_uncompiled(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call `function` in eager mode; inside a compiled region, this breaks the graph.
 
-    The decorator covers the whole call: otherwise the compiler would specialize on every weight shape, up to its limit
-    of eight.
+    Pass the whole forward of a layer: the compiler would trace any part that is left out, and recompile it for every
+    weight shape, up to its limit of eight.
     """
     return function(*arguments)

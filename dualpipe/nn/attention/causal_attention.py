@@ -48,9 +48,9 @@ def attend(
         return F.scaled_dot_product_attention(q_BASD, k_BGSD, v_BGSV, is_causal=True, enable_gqa=grouped, scale=scale)
     from dualpipe.nn.attention import flex  # not at the top: it imports the compiler, 0.5 s of every start
 
-    y_BASV, largest_BAS = flex.compiled(flex.attention_flex)(
+    y_BASV, max_logits_BAS = flex.compiled(flex.attention_flex)(
         q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A, peaks_A is not None)
-    _update_max_logits(peaks_A, largest_BAS)
+    _update_max_logits(peaks_A, max_logits_BAS)
     return y_BASV
 
 
@@ -94,9 +94,9 @@ def attend_part(
         q_BASD = q_BASD.to(v_BGTV.dtype)
         k_BGTD = k_BGTD.to(v_BGTV.dtype)
         blocks = context.blocks(window, queries, keys)
-        y_BASV, lse_BAS, largest_BAS = flex.compiled(flex.attention_part_flex)(
+        y_BASV, lse_BAS, max_logits_BAS = flex.compiled(flex.attention_part_flex)(
             q_BASD, k_BGTD, v_BGTV, blocks, scale, peaks_A is not None)
-        _update_max_logits(peaks_A, largest_BAS)
+        _update_max_logits(peaks_A, max_logits_BAS)
         return y_BASV, lse_BAS
     # Not -inf: a row of only -inf has no softmax, and no gradient.
     hidden_score = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
@@ -108,13 +108,13 @@ def attend_part(
     return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
 
 
-def _update_max_logits(peaks_A: Tensor | None, largest_BAS: Tensor | None) -> None:
+def _update_max_logits(peaks_A: Tensor | None, max_logits_BAS: Tensor | None) -> None:
     """Update the maximum logits if gradients are enabled.
 
-    They are not in validation, nor in the first forward of a recomputed layer.
+    Gradients are disabled in validation, and in the first forward of a recomputed layer.
     """
-    if peaks_A is not None and largest_BAS is not None and torch.is_grad_enabled():
-        peaks_A.copy_(torch.maximum(peaks_A, largest_BAS.amax((0, 2)).to(peaks_A.dtype)))
+    if peaks_A is not None and max_logits_BAS is not None and torch.is_grad_enabled():
+        peaks_A.copy_(torch.maximum(peaks_A, max_logits_BAS.amax((0, 2)).to(peaks_A.dtype)))
 
 
 def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: float) -> Tensor:

@@ -64,7 +64,7 @@ class Context:
         if positions_BS is not None:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # (B, 1, S, D): the same for all heads
         self._tables = {cos.dtype: (cos, sin)}
-        self._visible: dict[Any, Tensor] = {}  # by (window, queries, keys), like the next
+        self._visible: dict[Any, Tensor] = {}  # by (window, queries, keys), like `_blocks`
         self._blocks: dict[Any, BlockMask] = {}
 
     def tables(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 def packed_positions(cu_seqlens: Tensor, batch: int, length: int) -> Tensor:
     """Compute position ids (B, S) of documents packed end to end into B rows of S tokens.
 
-    A document that continues in the next row continues counting. Example: [0, 3, 8], rows of 4: 0 1 2 0 | 1 2 3 4.
+    The positions of a document go on counting in the next row. Example: [0, 3, 8], rows of 4: 0 1 2 0 | 1 2 3 4.
 
     cu_seqlens: (N + 1,), the start of every document and the end of the last one, in tokens over all rows: the first
     is 0, the last B * S.

@@ -17,8 +17,8 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from dualpipe.nn.attention.sinks import apply_sinks
 
-# Limit of variants of a compiled function: with and without gradients, documents, sinks and largest scores, in two
-# dtypes, and for the six pairs of query and key parts in ring attention. By default torch stops at the eighth variant.
+# Recompile limit of a compiled function. It has variants with and without gradients, documents, sinks and maximum
+# logits, in two dtypes, and for the six pairs of query and key parts in ring attention. torch's default limit is 8.
 VARIANTS = 128
 
 
@@ -53,20 +53,20 @@ def attention_flex(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, blocks: BlockMask, scale: float, sinks_A: Tensor | None,
     with_max: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute `attend`, and with `with_max` the largest score of each query (B, A, S), else None.
+    """Compute `attend`, and with `with_max` the maximum logit of each query (B, A, S), else None.
 
     Call it compiled: otherwise all (S, S) scores are written.
     """
-    y_BASV, lse_BAS, largest_BAS = attention_part_flex(
+    y_BASV, lse_BAS, max_logits_BAS = attention_part_flex(
         q_BASD, k_BGSD, v_BGSV, blocks, scale, with_max, lse=sinks_A is not None)
-    return y_BASV if sinks_A is None else apply_sinks(y_BASV, lse_BAS, sinks_A), largest_BAS
+    return y_BASV if sinks_A is None else apply_sinks(y_BASV, lse_BAS, sinks_A), max_logits_BAS
 
 
 def attention_part_flex(
     q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, blocks: BlockMask, scale: float, with_max: bool = False, *,
     lse: bool = True,
 ) -> tuple[Tensor, Any, Tensor | None]:
-    """Compute `attend_part`, and with `with_max` the largest score of each query, else None. Call it compiled."""
+    """Compute `attend_part`, and with `with_max` the maximum logit of each query, else None. Call it compiled."""
     common: dict[str, Any] = {"block_mask": blocks, "scale": scale, "enable_gqa": True}
     if not lse and not with_max:
         return flex_attention(q_BASD, k_BGTD, v_BGTV, **common), None, None

@@ -26,7 +26,7 @@ from dualpipe.nn.norm import RMSNorm, norm_weight_grad
 class Yarn:
     """YaRN scaling of a model to `factor` times its training length; fields are named as in `config.json`.
 
-    Dimensions with more than `beta_fast` rotations within the original length keep their frequency, those with less
+    Dimensions with more than `beta_fast` rotations within the original length keep their frequency, those with fewer
     than `beta_slow` rotations have it divided by `factor`, and a ramp lies between. `attention_factor` multiplies cos
     and sin; None: `yarn_mscale(factor)`, or, with `mscale` and `mscale_all_dim` (DeepSeek),
     `yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)`.
@@ -82,7 +82,7 @@ class Rotary:
     def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Compute cos and sin of positions (...,) -> (..., D) each, with two equal halves.
 
-        dtype: of the computation and the result: float64 is exact, float32 equals transformers.
+        dtype: dtype of the computation and the result. float64 is exact, float32 equals transformers.
         """
         exponent_d = torch.arange(0, self.head_dim, 2, dtype=dtype, device=positions.device) / self.head_dim
         frequency_d = 1.0 / self.theta**exponent_d
@@ -132,6 +132,7 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, *parts = rotate_heads_backward(dq, dk, *ctx.saved_tensors, ctx.interleaved)
+        # Partial sums take the place of `dy`: see `dualpipe.nn.norm`.
         dq_weight, dk_weight = weight_grads(
             ctx, parts[0], None, *(partial(norm_weight_grad, parts=part) for part in parts)
         )

@@ -7,7 +7,7 @@ weights passes (like the "auxiliary loss scaler" of DeepSeek and Megatron).
 Each term is divided by the number of micro-batches, like the main loss, and FSDP2 averages over ranks. With
 micro-batches of equal size, and equally many on every rank, the gradient does not depend on the split of the batch: the
 z-loss is a mean over tokens, the balance loss of level "sequence" a mean over sequences, and that of level "global" is
-linear in the probabilities for known loads. Level "microbatch" depends on the split by definition.
+linear in the probabilities, because the loads are given. Level "microbatch" depends on the split by definition.
 
 **Level "global".** The loads of a step are known only after its last forward, when a pipeline has run most backwards.
 So the caller passes the loads of the previous step, which take one all-reduce per step, off the critical path. In the
@@ -18,7 +18,7 @@ of every micro-batch instead and sum those of the step so far; the result depend
 an evaluation.
 
 Dimension letters: T tokens, E experts, K experts per token, N parts that a balance loss is computed on (sequences, or
-1), M choices of a part.
+1), M assignments of tokens to experts in a part.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 
 def count_load(experts_NM: Tensor, num_experts: int) -> Tensor:
-    """Count the choices of every expert: (N, M) -> (N, E) int64. Unlike `torch.bincount`, does not wait for a GPU."""
+    """Count the tokens of every expert: (N, M) -> (N, E) int64. Unlike `torch.bincount`, does not wait for a GPU."""
     load_NE = experts_NM.new_zeros(len(experts_NM), num_experts)
     return load_NE.scatter_add_(1, experts_NM, torch.ones_like(experts_NM))
 
@@ -111,8 +111,8 @@ class RouterStep:
     num_microbatches: number of micro-batches on a rank, the divisor of the losses.
     balance, z: coefficients of the balance loss and the z-loss.
     level: part of the batch that the balance loss is computed over.
-    load_E: for level "global", the loads of the global batch, summed over all ranks: of the previous step (zeros in the
-        first), or of this one if they are known.
+    load_E: for level "global", the loads of the global batch, summed over all ranks. They are those of the previous
+        step (zeros in the first step), or of this step if they are known.
     weight: factor of the losses, which are means over this rank's tokens. If ranks share sequences unevenly: the
         number of tokens of this rank, divided by the mean over these ranks.
     totals: counts, from `make_totals`: the number of tokens of every expert, then the losses without coefficients in
@@ -181,7 +181,7 @@ class RouterStep:
         return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, loss_values, share)
 
     def _experts_of_parts(self, routed: Routed) -> Tensor:
-        """Return the choices (N, M) in the N parts that the balance loss is computed on."""
+        """Return the chosen experts (N, M) of the N parts that the balance loss is computed on."""
         experts_TK, sequences = routed.experts_TK, routed.sequences
         if self.level != "sequence":
             return experts_TK.reshape(1, -1)

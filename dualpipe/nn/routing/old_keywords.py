@@ -16,7 +16,7 @@ def old_keywords(
     """Decorate a constructor to also accept its old keyword arguments, with a DeprecationWarning.
 
     Args:
-        groups: for each new parameter that has several old keywords as its fields, the constructor of its value.
+        groups: constructors of the values that group several old keywords, by new parameter: {"scoring": Scoring}.
         names: (new parameter, field) by old keyword; the field is "" if the keyword was only renamed.
     """
 

@@ -133,7 +133,7 @@ class Router(Linear):
         """Route tokens: (T, H), or (B, S, H) with one sequence per row -> weights (T, K), experts (T, K) int64.
 
         Scores are computed in `promote_types(dtype, float32)`; weights have the dtype of the logits. With the score
-        "softmax" and neither groups nor correction bias, weights are differentiable once.
+        "softmax" and neither groups nor correction bias, the backward of the weights cannot be differentiated again.
         """
         x_TH = x.flatten(0, -2)
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
@@ -208,8 +208,9 @@ class Router(Linear):
             return best_TK
         experts_TK = self.choice(best_TK, self.out_features)
         if experts_TK.shape != best_TK.shape:
-            raise ValueError(f"the router's choice gave experts of shape {tuple(experts_TK.shape)} for (T, K) = "
-                             f"{tuple(best_TK.shape)}; replay the batch in the micro-batches it was recorded in")
+            raise ValueError(f"the router's choice returned experts of shape {tuple(experts_TK.shape)}, expected "
+                             f"{tuple(best_TK.shape)}, K experts per token; a replay needs the micro-batches of "
+                             "its recording")
         return experts_TK
 
     def _probs(self, scores_TE: Tensor) -> Tensor:

@@ -90,8 +90,8 @@ class RouterSet:
     def step(self) -> Iterator[None]:
         """Set the routers up for the training step inside of the `with`, and collect its counts and losses at the end.
 
-        The end is a collective, unless the model has no router: it sums loads and averages losses over the ranks. On
-        CUDA the host does not wait for it.
+        Leaving the `with` is a collective, unless the model has no router: it sums loads and averages losses over the
+        ranks. On CUDA the host does not wait for it.
         """
         for name, router in self._local_routers:
             totals = self.totals[name]
