@@ -47,7 +47,7 @@ class Batch:
 
 
 class StepCall(NamedTuple):
-    """The arguments of `Pipeline.step` besides the inputs, under one name each."""
+    """Arguments of `Pipeline.step` except the inputs, after DeepSeek's names have been replaced by this library's."""
 
     num_microbatches: Any
     loss_fn: Callable[..., Tensor] | None
@@ -59,7 +59,10 @@ class StepCall(NamedTuple):
         cls, *, num_microbatches: tuple[Any, Any], loss_fn: tuple[Any, Any], target: tuple[Labels, Labels],
         side: tuple[Mapping[str, Tensor | None] | None, Mapping[str, Tensor | None]],
     ) -> StepCall:
-        """Merge the values of both names of each argument; DeepSeek's, and keyword side inputs, come second.
+        """Return the arguments from the values of both names of each.
+
+        Every argument is a pair: the value passed under this library's name, and the value passed under DeepSeek's. For
+        `side`, the pair is the mapping and the side inputs passed as keyword arguments.
 
         Raises ValueError if both names of an argument were passed, or for an invalid side input.
         """
@@ -91,8 +94,8 @@ class StepArguments:
     """Description of a rank's arguments of a step, which the ranks compare.
 
     batch_size, side_size, label_size: sizes of the inputs, side inputs and labels along the batch dimension; None if
-    this rank does not use them. kind: checksum of everything that selects kernels: dtypes and classes of shapes,
-    autocast, gradient mode.
+    this rank does not use them. kind: the kind of step, a checksum of everything that selects kernels: dtypes and
+    classes of shapes, autocast, gradient mode. It has nothing to do with the kinds of actions.
     """
 
     num_chunks: int
@@ -111,8 +114,8 @@ class StepArguments:
 class StepAgreement:
     """Conclusion from the arguments of all ranks.
 
-    num_larger: number of micro-batches, the first ones, that are larger by one than the others. kind: checksum of the
-    kind of step; the first step of a kind loads the kernels of all later ones.
+    num_larger: number of micro-batches whose size is larger by one than that of the rest; they come first. kind:
+    checksum of the `kind`s of all ranks; steps with the same value run the same kernels, so only the first loads any.
     """
 
     num_chunks: int
@@ -175,7 +178,7 @@ def split_batch(
 
 @lru_cache(maxsize=1024)
 def kernel_class(shape: tuple[int, ...]) -> tuple[tuple[int, bool], ...]:
-    """Return the class of a shape, all of whose shapes run the same kernels.
+    """Return the class of a shape. Shapes of one class run the same kernels.
 
     The class has, for every size, its number of bits, and True if 16 divides it: Triton compiles a kernel anew for
     arguments that are 1 or multiples of 16, and the tiles of a GEMM depend on the magnitude of its sizes. Kernels also
@@ -280,10 +283,17 @@ def _split(
 ) -> tuple[Sequence[tuple[Any, ...]], int | None]:
     """Split tensors into micro-batches by `torch.tensor_split`.
 
-    Returns the tensors by micro-batch, and the size of the batch: ((), None) for None, and a size of None if all
-    tensors are None. Raises ValueError, naming the tensor, for one that cannot be split.
+    Raises ValueError, naming the tensor, for one that cannot be split.
 
-    role: such as "input", for errors.
+    Args:
+        role: such as "input", for errors.
+        tensors: the tensors by name or index; None if this rank does not use them.
+        num_chunks: number of micro-batches.
+        stages: the stages of this rank.
+
+    Returns:
+        For each micro-batch, a tuple of its tensors (no tuples at all if `tensors` is None), and the size of the batch
+        (None if there is no tensor).
     """
     if tensors is None:
         return (), None

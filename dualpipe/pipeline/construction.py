@@ -29,13 +29,14 @@ _UNREDUCED = (f"their gradients would differ between data-parallel ranks: {_REME
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """Description of weights that the first and the last stage of a pipeline share, if they are on different ranks.
+    """Description of this rank's end of tied weights, for a first and a last stage on different ranks.
 
-    All lists are empty for a stage on another rank, and if both stages are on one rank.
+    All lists are empty on a rank that has neither of the two stages, and on a rank that has both.
 
     Attributes:
-        embeddings: shapes of the first stage's embeddings, if its config ties them.
-        matrices: shapes of the last stage's matrices, if its config ties them.
+        embeddings: shapes of the first stage's embeddings, if its config sets `tie_word_embeddings`.
+        matrices: shapes of all matrices of the last stage, one of which may be the tied head, if its config sets
+            `tie_word_embeddings`.
         first_copies: descriptions of the first stage's `tied_parameters()`, which must equal `last_copies`.
         last_copies: descriptions of the last stage's `tied_parameters()`.
     """
@@ -213,13 +214,15 @@ def check_stages(
     """Check the data-parallel sharding of a rank's stages.
 
     Raises ValueError for two stages that are sharded together, for a stage that is sharded in part without naming the
-    rest, and for DistributedDataParallel and the first FSDP: they reduce in hooks of one backward, which would see a
-    part of a gradient or nothing, as weight gradients are computed outside of backwards.
+    rest, and for DistributedDataParallel and FSDP1. Those two reduce gradients in hooks of the backward, but a pipeline
+    runs a backward per micro-batch and computes weight gradients outside of it: the hooks would reduce incomplete
+    gradients.
 
     Args:
         stages: the stages of this rank.
         parameters: their parameters under FSDP2.
-        unreduced: names in their stage, with wildcards, of parameters or modules whose gradients the caller reduces.
+        unreduced: parameters or modules whose gradients the caller reduces, by their names in the stage, with
+            wildcards.
 
     Returns:
         True if FSDP2 reduces any gradients over several ranks, and the first names of parameters that it does not.
@@ -250,7 +253,7 @@ def _sharding_ranks(managed: Iterable[tuple[nn.Module, str]]) -> set[int]:
 
 
 def _check_wrappers(index: int, stage: nn.Module) -> None:
-    """Raise ValueError for a stage with DistributedDataParallel or the first FSDP. index: of the stage on this rank."""
+    """Raise ValueError for a stage with DistributedDataParallel or FSDP1. index: of the stage on this rank."""
     for path, module in stage.named_modules():
         if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
             kind = type(module).__name__
@@ -283,7 +286,7 @@ def _unreduced_parameters(
 
 
 def _is_distributed(parameter: nn.Parameter, ranks: Collection[int]) -> bool:
-    """Return True if all ranks have different parts of a parameter, as of experts, and so nothing to reduce."""
+    """Return True if a parameter is sharded over all of `ranks`, like experts: its gradient needs no reduction."""
     if not isinstance(parameter, DTensor):
         return False
     if not set(ranks) <= set(parameter.device_mesh.mesh.flatten().tolist()):

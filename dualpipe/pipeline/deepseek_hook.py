@@ -1,7 +1,8 @@
 """Pairs of actions through DeepSeek's `overlapped_forward_backward`, if the common type of all stages has it.
 
-The class method (https://github.com/deepseek-ai/DualPipe) takes the inputs of one micro-batch's forward, and the
-results and gradients of another micro-batch's, and runs the forward and the backward in any order.
+The class method (https://github.com/deepseek-ai/DualPipe) runs the forward of one micro-batch and the backward of
+another, and is free to interleave them. For the forward it takes the inputs; for the backward, the outputs of the
+earlier forward with their gradients, or its loss.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class OverlappedPairs:
     def run(self, actions: tuple[Action, ...], states: Mapping[Slot, MicrobatchState]) -> None:
         """Run a pair whose forward has begun.
 
-        The forward leaves its results in the carry of its micro-batch, the backward its gradients in the state of its.
+        Afterwards the forward's results are in `carry` of its micro-batch's state, and the backward's input gradients
+        are in `gradients` of the other micro-batch's state.
         """
         forward, backward = sorted(actions, key=lambda action: action.kind != "F")
         forward_state = states[forward.stage, forward.microbatch]

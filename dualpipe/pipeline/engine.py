@@ -81,7 +81,7 @@ class _ObservedStep:
 
 @dataclass
 class _Steps:
-    """State of a pipeline's steps. Assigning an attribute of the pipeline itself, a module, would take 1 us.
+    """State of a pipeline's steps, outside of the pipeline: setting an attribute of an nn.Module takes 1 us.
 
     begun: number of steps that have begun, the same on all ranks. executor: that of the running step.
     """
@@ -94,7 +94,7 @@ class Pipeline(nn.Module):
     """A pipeline over the ranks of a process group; an nn.Module with the parameters of this rank's stages.
 
     Stages, or parts of them, that are sharded by FSDP2's `fully_shard` are driven by the pipeline: gathered once per
-    step, with gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All
+    step, with gradients accumulated in the `reduce_dtype` of FSDP2's policy and reduced when the stage is done. All
     data-parallel ranks must then take every step together.
 
     If the first and the last stage are on one rank, as in a V, they share tied Parameters. If they are on two ranks,
@@ -107,8 +107,9 @@ class Pipeline(nn.Module):
             takes the inputs of a step; every stage returns a tensor or a tuple of tensors, the arguments of the next.
         process_group: one rank per pipeline rank (default: the default group; without torch.distributed, a single
             rank).
-        schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches. "auto"
-            is searched for on the first rank, for all, in the first step with a number of micro-batches.
+        schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches. With
+            "auto", the first rank searches for a schedule in the first step with each number of micro-batches, and all
+            ranks run it.
         batch_dim: dimension along which inputs, labels and outputs are split into micro-batches.
         rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
         overlap: overlap the two actions of a pair, for stages with `segments()`; the results are the same.
@@ -134,7 +135,7 @@ class Pipeline(nn.Module):
         self.batch_dim = batch_dim
         self.weight_grad_store = WeightGradStore()
         self._process_group = process_group
-        self._loaded = set[int]()  # kinds of steps whose kernels are loaded
+        self._loaded = set[int]()  # kinds of steps (`StepAgreement.kind`) whose kernels are loaded
         self._steps = _Steps()
         self._is_reordered = False  # True inside of `in_order`
         self._observed: _ObservedStep | None = None  # the first training step outside of `in_order`
@@ -159,7 +160,8 @@ class Pipeline(nn.Module):
     ) -> PipelineAgreement:
         """Build the stages of this rank, and agree with all ranks. Raises ValueError if any rank fails."""
         stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
-        # First collect the replicas' groups, in which a failure of this rank is shared.
+        # First collect the groups of replicas, ranks of other pipelines that take every step with this rank:
+        # if `build` fails, they must learn of it too.
         offered = [OfferedSegments(stage) for stage in stages]
         replicas = process_groups(stages, [group for segments in offered for group in segments.groups])
         results: list[PipelineArguments] = []
@@ -181,7 +183,7 @@ class Pipeline(nn.Module):
             assert outcome.conclusion is not None, "without a problem there is a conclusion"
             return outcome.conclusion
         finally:
-            del outcome  # this frame is in the traceback of its cause: a cycle
+            del outcome  # breaks a reference cycle: the traceback of its cause refers to this frame
 
     def _build_stages(
         self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str],
@@ -219,7 +221,7 @@ class Pipeline(nn.Module):
             batch_dim=self.batch_dim,
             rank_mapping=mapping,
             overlap=bool(overlap) if can_overlap else None,
-            side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # without duplicates: a record has little room
+            side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # no duplicates: the size of a message is limited
             is_hooked=self._stages.is_hooked,
             has_float64=any(p.dtype is torch.float64 for p in self.module.parameters()),
             reduces=reduces,
@@ -241,6 +243,7 @@ class Pipeline(nn.Module):
             peer = last if self.rank == first else first
             exchange = partial(self._p2p.exchange, peer, around=(last, first))
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
+        # Ranks that share a process group must use one key, and other pipelines another: the lowest of random numbers.
         key = self._agreement.lowest(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
                   *self._stages.known_groups]
@@ -248,11 +251,12 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
-        """Run steps of one micro-batch in another order, inside of a `with`.
+        """Run steps of one micro-batch with all weight gradients deferred, or none, inside of a `with`.
 
-        Both orders run the same GEMMs, and give the same bits if every GEMM does.
+        Forwards and backwards keep the order of the schedule. Results with and without `deferred` are bitwise equal if
+        every GEMM is deterministic, as the same GEMMs run.
 
-        deferred: defer all weight gradients; False: run whole backwards.
+        deferred: run every backward as an "I" followed by its "W"; False: run every backward as a "B".
         """
         programs = self._programs
         schedule = programs.schedule()  # of one micro-batch, unless it is a `Schedule` of more
@@ -306,9 +310,9 @@ class Pipeline(nn.Module):
                 not.
             side: tensors without a gradient that any stage may read, such as position ids, by name; needed and split
                 like the inputs. They go through all stages with the activations. A stage gets those that its `forward`
-                names as parameters after the first, or all for `**kwargs`, by keyword; the carry of `segments()` has
-                those that they read, None for a missing one. A name that no stage takes is an error, and so are side
-                inputs with `overlapped_forward_backward`.
+                names as parameters after the first, or all for `**kwargs`, by keyword. Segments read those that
+                `forward` names, under the same names; one that was not passed is None. A name that no stage takes is an
+                error, and so are side inputs with `overlapped_forward_backward`.
             side_inputs: side inputs as keyword arguments, for names that are not parameters of `step`:
                 `step(x, position_ids=positions, ...)`.
 
@@ -359,7 +363,7 @@ class Pipeline(nn.Module):
                 self._observed.warn_of_little_deferred()
             return result
         finally:
-            del outcome  # this frame is in the traceback of its cause: the cycle would keep the inputs
+            del outcome  # breaks a cycle that would keep the inputs: the traceback of its cause refers to this frame
 
     def _prepare(self, num_chunks: int, train: bool) -> None:
         """Prepare a step: the work that may fail on one rank alone, before the ranks agree."""
@@ -435,8 +439,9 @@ class Pipeline(nn.Module):
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
         """Return a context manager that traces steps, which all ranks enter and leave together.
 
-        At the end, the first rank writes a file for Perfetto and for `dualpipe trace`. After an error, the error has a
-        note that names the file with the trace until then; if other ranks may not have failed, a file of this rank.
+        At the end, the first rank writes a file for Perfetto and for `dualpipe trace`. After an error, a note on the
+        error names the file with the trace until then. If other ranks may not have failed, that file has the trace of
+        this rank alone.
 
         Args:
             path: the file, in an existing folder.
@@ -450,12 +455,20 @@ class Pipeline(nn.Module):
         if group is not None and group not in self._trace_groups:
             # A failed step ends the pipeline's groups, and its trace is still written, over this group.
             self._trace_groups[group] = new_gloo_group(group)
-        return Tracer(Path(path), self._trace_groups.get(group), self.device, place,
-                      lambda: self._steps.begun if WeightGradStore.current() is self.weight_grad_store else 0)
+
+        def running_step() -> int:
+            """Return the number of the running step; 0 outside of a step of this pipeline."""
+            is_running = WeightGradStore.current() is self.weight_grad_store  # only a running step activates its store
+            return self._steps.begun if is_running else 0
+
+        return Tracer(Path(path), self._trace_groups.get(group), self.device, place, running_step)
 
     @property
     def copied_parameters(self) -> list[nn.Parameter]:
-        """Return the last stage's copies of parameters of the first stage on another rank, which count there."""
+        """Return this rank's copies of tied parameters, if it has the last stage and another rank has the first.
+
+        Gradient norms and parameter counts include the parameters of the first stage, and not these copies.
+        """
         return [] if self._tied is None else tied_parameters(self._stages.modules.get(self._stages.count - 1))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -476,6 +489,7 @@ class Pipeline(nn.Module):
                 group=self._process_group, device=self.device, dtype=self._norm_dtype,
             )
         except RankLost as lost:
+            # Raises PipelineError in its place, on all ranks. Outside of a step, the name of the running action is "".
             with self._failure.ending_step(str):
                 raise lost
 

@@ -99,7 +99,8 @@ def without_pairs(schedule: Schedule) -> Schedule:
 class Programs:
     """Programs of a rank by number of micro-batches, each lowered once, for training and for evaluation.
 
-    The caller searches for "auto", once for all ranks; until then, its order is DualPipeV's.
+    For the schedule "auto", the caller searches once for all ranks and passes the result to `add`. Until then,
+    `schedule` returns DualPipeV's order under the name "auto".
 
     Args:
         schedule: a name, or a `Schedule`, which fixes the number of micro-batches.

@@ -86,7 +86,7 @@ class MicrobatchState:
         carry: named values between the segments of a forward.
         records: one per segment, of a forward that needs a backward.
         gradients: by name, between the segments of a backward.
-        results: names of the outputs that will receive a gradient.
+        results: names (not tensors, as in a `SegmentRecord`) of the outputs that will receive a gradient.
         deferred: computes the weight gradients that a full backward has deferred.
         from_caller: the caller's inputs to the first stage that need gradients.
     """
@@ -111,8 +111,9 @@ class MicrobatchState:
     def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
         """Start a forward with `carry`.
 
-        inputs: names in it of the inputs from another stage, which expects their gradients. Gradients of others, the
-        caller's inputs to the first stage, flow on in the caller's graph.
+        inputs: names of the values in `carry` that come from the previous stage, which expects their gradients. Any
+        other value that requires a gradient is the caller's input to the first stage: its gradient goes on into the
+        caller's graph.
         """
         self.inputs = ()
         self.carry = carry

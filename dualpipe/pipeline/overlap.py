@@ -1,7 +1,8 @@
 """Overlap of actions: the communication of one is hidden behind the computation of another.
 
-Every action (a forward, a backward, weight gradients) is a generator. It computes until its next communication, yields
-that to be started, and waits for it when it is resumed. `walk` resumes the actions of a step in turn:
+Every action (a forward, a backward, weight gradients) is a generator. It computes until its next communication and
+yields that to be started. When it is resumed, it computes on, and waits for the communication before the first segment
+that needs the results. `walk` resumes the actions of a step in turn:
 
     F   attend 0   [dispatch 0]   experts 0   [combine 0]   finish 0, attend 1   ...
     B              finish 3       [combine 3] experts 3     [dispatch 3]         ...
@@ -32,11 +33,11 @@ from dualpipe.nn.segments import Pending
 
 
 class InFlight:
-    """One communication of an action.
+    """One communication of an action, which yields it to be started and waits for it later.
 
     Args:
-        start: starts the communication of `values`.
-        values: tensors and others to send.
+        start: starts the communication of `values`: a method of the stage's `Communication`.
+        values: values to send, tensors or not.
         then: called after the start, to compute work that hides the communication.
     """
 

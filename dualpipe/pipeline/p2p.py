@@ -1,14 +1,16 @@
 """Point-to-point messages between the ranks of a pipeline: the connections, and the messages of one step.
 
-Every stream of messages, (source, destination, activations or gradients), has its own `Link`, so that a receive that is
-posted ahead never blocks another message. With gloo, a link is a tag. NCCL has no tags and runs the operations of a
-communicator one after the other, so a link is a communicator. Headers go over gloo and never wait for the device.
+Every message stream, (source, destination, activations or gradients), has its own `Link`, so that a receive that is
+posted ahead never blocks another message. A message stream is not a CUDA stream. With gloo, a link is a tag. NCCL has
+no tags and runs the operations of a communicator one after the other, so a link is a communicator. Headers go over gloo
+and never wait for the device.
 
-A kernel of NCCL keeps the device busy until its peer's kernel runs. To load a kernel, the host waits for the whole
-device: always for Triton's kernels, and for all kernels if CUDA loads them lazily. So two hosts could wait forever for
-each other's next launch, after a receive that is posted ahead or after a send that exceeds NCCL's buffers. Therefore
-the first step of a kind on a device, which loads the kernels, sends through host memory, over gloo. Shapes are of one
-kind if they run the same kernels (`kernel_class`), so steps of many lengths soon have few kinds.
+Loading a kernel while an NCCL kernel runs can deadlock. An NCCL kernel keeps the device busy until the peer's kernel
+runs, be it a receive that is posted ahead or a send that exceeds NCCL's buffers. To load another kernel, the host waits
+for the whole device: always for Triton's kernels, and for all kernels if CUDA loads them lazily. If two hosts wait like
+this, neither launches the NCCL kernel that the other waits for. Therefore the first step of a kind
+(`StepAgreement.kind`) on a device, which loads the kernels, sends through host memory, over gloo. Shapes that run the
+same kernels (`kernel_class`) give the same kind, so a training run with many sequence lengths has few such steps.
 
 A message is the tuple of tensors that goes from one stage to the next (an activation, followed by the side inputs of
 the step) or back (gradients). The first activation of each size of micro-batch is preceded by a header with shapes and
@@ -40,7 +42,7 @@ from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.messages import Message, MessageStream
 
 SENDS_IN_FLIGHT = 2  # unfinished sends per link; a further send waits for the oldest
-_TAGS = {"F": 11, "B": 12, "header": 15}  # distinct tags of gloo
+_TAGS = {"F": 11, "B": 12, "header": 15}  # gloo tags that no other message uses
 
 
 class Link(NamedTuple):
@@ -100,7 +102,7 @@ class P2PGroups:
         return HostMessages(self._control, self._peers)
 
     def ranks(self) -> RankSync:
-        """Return the pipeline's ranks for the exchange of objects of any size, by pipeline rank."""
+        """Return a `RankSync` of the pipeline's ranks, numbered by pipeline rank, to exchange objects of any size."""
         return RankSync(self._control, self._peers)
 
     def store(self) -> dist.Store:
@@ -120,7 +122,9 @@ class P2PGroups:
         if device is None:
             on_gpu = self._group is not None and self._backends.get("cuda", "gloo") != "gloo"
             device = devices.current() if on_gpu else torch.device("cpu")
-        backend = self._backends.get(device.type) if self._size > 1 else device.type
+        if self._size == 1:
+            return device
+        backend = self._backends.get(device.type)
         if backend is None or (backend == "gloo" and device.type != "cpu"):
             raise ValueError(
                 f"the stages are on {device}, but the process group's backends ({self._backends}) do not send such "
@@ -129,7 +133,7 @@ class P2PGroups:
         return device
 
     def connect(self, placement: Sequence[int], device: torch.device, *, own_groups: bool | None = None) -> None:
-        """Open a link for each stream of messages, and send one message over it.
+        """Open a link for each message stream, and send one message over it.
 
         A communicator that is made lazily in the middle of a step could deadlock. All ranks go through the same rounds.
 
@@ -162,7 +166,10 @@ class P2PGroups:
     def _create_link_groups(
         self, streams: Sequence[MessageStream | None], device: torch.device
     ) -> list[ProcessGroup]:
-        """Create a process group for each of this rank's streams; for None, in a round without one, of this rank."""
+        """Create a process group for each round: of both ranks of this rank's stream, or of this rank alone.
+
+        streams: this rank's message stream in each round; None in a round without one.
+        """
         members = [(self._rank,) if stream is None else stream[:2] for stream in streams]
         requests = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in members]
         groups = create_groups(
@@ -186,7 +193,7 @@ class P2PGroups:
         Args:
             peer: the other rank.
             tensor: the tensor to send.
-            around: both ranks, as neighbours in the placement of `connect`.
+            around: both ranks, in the order in which they are neighbours in the placement of `connect`.
         """
         src, dst = around
         incoming = self.link((src, dst, "F"))
@@ -291,10 +298,10 @@ class StartedSend(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """State of a stream of messages to or from this rank during a step.
+    """State of a message stream to or from this rank during a step.
 
     Attributes:
-        link: link of the stream.
+        link: link of the message stream.
         peer: global rank of the other end, in a tuple.
         incoming: messages to receive after `ahead`.
         ahead: the next message to receive.
@@ -318,7 +325,7 @@ class P2PMessages:
     Args:
         groups: the connections.
         program: the rank's program.
-        num_larger: number of micro-batches, the first ones, that are larger than the others.
+        num_larger: number of micro-batches that are larger than the rest; they come first.
         device: device of the stages.
         by_host: send through host memory; required on all ranks in the first step of a kind on a device.
     """
@@ -337,18 +344,18 @@ class P2PMessages:
                 groups.link(stream, by_host=by_host), groups.global_ranks[peer : peer + 1],
                 iter(program.incoming.get(stream, ())),
             )
-        # Layouts of the activation and the gradient at each boundary, set once a step for each size of micro-batch: by
-        # the stage after the boundary, and True for the larger micro-batches.
+        # Layouts (activation, gradient) at each boundary between stages, set once a step for each size of micro-batch.
+        # Keys: the stage after the boundary, and True for the larger micro-batches.
         self._layouts: dict[tuple[int, bool], tuple[MessageLayout, MessageLayout]] = {}
         self._recorder = Recorder.current()
 
     def start(self) -> None:
-        """Post the first receive of every stream."""
+        """Post the first receive of every message stream."""
         for channel in self._channels.values():
             self._post_next(channel)
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
-        """Wait for a message, and post the receive of the next one of its stream."""
+        """Wait for a message, and post the receive of the next one of its message stream."""
         channel = self._channels[message.src, message.dst, message.kind]
         assert channel.ahead is message, f"took {message.route} out of order"
         posted = channel.posted
@@ -413,10 +420,10 @@ class P2PMessages:
         self._check(stage, microbatch, tensors)
 
     def finish(self) -> None:
-        """Wait for all sends, once all ranks have taken all messages of the step.
+        """Wait for all sends. Call it only after all ranks have taken all messages of the step.
 
-        Earlier, a peer could fail and close its connection, and gloo (torch 2.13) never wakes a wait for a send that is
-        partly written at that moment.
+        Before that, a peer can still fail and close its connection, and gloo (torch 2.13) never wakes a wait for a send
+        that is partly written at that moment.
         """
         for channel in self._channels.values():
             while channel.in_flight:
@@ -480,7 +487,7 @@ class P2PMessages:
     # -- sends and receives
 
     def _post_next(self, channel: Channel) -> None:
-        """Post the receive of the next message of a stream, or of its header if its layout is not known."""
+        """Post the receive of the next message of a channel, or of its header if its layout is not known."""
         message = next(channel.incoming, None)
         channel.ahead = message
         if message is None:
@@ -511,11 +518,11 @@ class P2PMessages:
         try:
             return start(tensor)
         except RuntimeError as error:
-            with self._recorder.wait("start", message, channel.peer):
+            with self._recorder.wait("start", message, channel.peer):  # raises RankLost in its place
                 raise error
 
     def _wait_for_oldest_send(self, channel: Channel) -> None:
-        """Wait for the oldest unfinished send of a stream."""
+        """Wait for the oldest unfinished send of a channel."""
         started = channel.in_flight.popleft()
         self._wait("send", "the receipt of a message", started.works, channel)
 

@@ -20,7 +20,7 @@ class SideSpec(NamedTuple):
 
     names: tuple[str, ...]
     takes_all: bool  # a `forward` has **kwargs
-    is_hooked: bool = False  # DeepSeek's `overlapped_forward_backward`, which takes no side inputs, runs the stages
+    is_hooked: bool = False  # pairs run by DeepSeek's `overlapped_forward_backward`, which takes no side inputs
 
     @staticmethod
     def of(module: nn.Module) -> SideSpec:

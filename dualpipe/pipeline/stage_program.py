@@ -296,7 +296,8 @@ def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
 def recomputed_regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
     """Return the regions of neighbouring segments that are recomputed together.
 
-    A region has, by number of a segment, the names that the segment reads and no earlier one of the region writes.
+    A region maps the number of each of its segments to the names that must have been saved for it: those that it reads,
+    and that no earlier segment of the region writes.
     """
     regions: list[dict[int, Names]] = []
     for recompute, group in groupby(enumerate(segments), key=lambda pair: pair[1].recompute):
@@ -331,9 +332,9 @@ def backward_order(segments: Sequence[Segment]) -> list[int]:
 
 
 def _first_dependent(communicate: Communicate, number: int, segments: Sequence[Segment]) -> int:
-    """Return the first compute segment that uses the results of a communication, or overwrites its arguments.
+    """Return the number of the first compute segment that uses a communication's results or overwrites its arguments.
 
-    The number of segments if there is none. number: that of the communication.
+    Returns `len(segments)` if there is none. number: the number of the communication.
     """
     for later in range(number + 1, len(segments)):
         segment = segments[later]

@@ -26,7 +26,7 @@ from dualpipe.runtime.recorder import Recorder
 
 
 class OpenCommunication:
-    """Communication that a forward or a backward has started and not waited for."""
+    """Communication that a forward or a backward has started and not waited for, with its segment and record."""
 
     __slots__ = ("in_flight", "names", "record", "segment")
 
@@ -268,6 +268,7 @@ class StageRunner:
             if gradient is not None:
                 roots.append(edge)
                 values.append(gradient)
+        # Results without a graph: an earlier value of the same name must not get their gradients.
         for name in segment.writes or ():
             gradients.pop(name, None)
         del gradients
@@ -310,6 +311,7 @@ class StageRunner:
         for i, function in enumerate(functions):
             with torch.no_grad(), no_autocast(self._autocast):
                 function()
+            # True for the last function of each of `turns` parts of about equal length.
             if (i + 1) * turns // len(functions) > i * turns // len(functions):
                 yield None
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-# For each GEMM, its operands that can be weights, by index of the input, and the dimension of the operand over which
-# the forward sums. The weight gradient has as many FLOPs as the forward: 2 * elements of the result * size of that.
+# For each GEMM, the indices of the operands that can be weights, and for each of these the dimension over which the
+# forward sums. The weight gradient has as many FLOPs as the forward: 2 * elements of the result * summed size.
 _GEMMS = {
     "Mm": {0: -1, 1: -2},
     "Addmm": {1: -1, 2: -2},
@@ -56,10 +56,10 @@ class Use(NamedTuple):
     flops: int
 
 
-def parameter_uses(roots: Iterable[GradientEdge], computing: Collection[nn.Parameter] = ()) -> Iterator[Use]:
+def parameter_uses(roots: Iterable[GradientEdge], computed_from: Collection[nn.Parameter] = ()) -> Iterator[Use]:
     """Yield the uses of matrices and stacks of matrices, not of vectors, in the graph of `roots`.
 
-    computing: parameters from which weights are computed.
+    computed_from: parameters from which weights are computed.
     """
     pending = [root.node for root in roots]
     visited: set[Node] = set()
@@ -68,11 +68,11 @@ def parameter_uses(roots: Iterable[GradientEdge], computing: Collection[nn.Param
         if node in visited:
             continue
         visited.add(node)
-        yield from _uses_by(node, computing)
+        yield from _uses_by(node, computed_from)
         pending.extend(source for source, _ in node.next_functions if source is not None)
 
 
-def _uses_by(node: Node, computing: Collection[nn.Parameter]) -> Iterator[Use]:
+def _uses_by(node: Node, computed_from: Collection[nn.Parameter]) -> Iterator[Use]:
     """Yield the uses by the operator of a backward node."""
     operator = operator_of(node)
     if operator in _VIEWS or operator in _JOINS:
@@ -86,8 +86,8 @@ def _uses_by(node: Node, computing: Collection[nn.Parameter]) -> Iterator[Use]:
             flops = 2 * _shape(node, 0).numel() * summed_size
             if parameters:
                 yield from _shared(parameters, operator, flops)
-            elif computing:
-                yield from _computed(source, computing, operator, flops)
+            elif computed_from:
+                yield from _computed(source, computed_from, operator, flops)
         elif isinstance(node, BackwardCFunction):
             rows = _shape(node, 0)[:-1].numel()
             for parameter in parameters:
@@ -98,7 +98,7 @@ def _uses_by(node: Node, computing: Collection[nn.Parameter]) -> Iterator[Use]:
 
 
 def gemm_flops(shape: torch.Size, rows: int) -> int:
-    """Return the FLOPs of the weight gradient of a matrix, or of a stack of matrices that divide the rows."""
+    """Return the FLOPs of the weight gradient of a matrix, or of a stack of matrices that share the rows."""
     matrix = shape if len(shape) == 2 else shape[1:]
     return 2 * rows * prod(matrix)
 
@@ -155,7 +155,7 @@ def _shared(parameters: list[nn.Parameter], operator: str, flops: int) -> Iterat
         yield Use(parameter, operator, "gemm", flops * parameter.numel() // max(1, elements))
 
 
-def _computed(source: Node, computing: Collection[nn.Parameter], operator: str, flops: int) -> Iterator[Use]:
+def _computed(source: Node, computed_from: Collection[nn.Parameter], operator: str, flops: int) -> Iterator[Use]:
     """Yield the use of the largest parameter from which the weight of a GEMM is computed, if any."""
     origins: list[nn.Parameter] = []
     pending = [source]
@@ -166,7 +166,7 @@ def _computed(source: Node, computing: Collection[nn.Parameter], operator: str, 
             continue
         visited.add(node)
         variable = getattr(node, "variable", None)
-        if isinstance(variable, nn.Parameter) and variable in computing:
+        if isinstance(variable, nn.Parameter) and variable in computed_from:
             origins.append(variable)
         pending.extend(origin for origin, _ in node.next_functions if origin is not None)
     if origins:

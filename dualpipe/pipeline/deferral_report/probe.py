@@ -2,7 +2,7 @@
 
 Layers report the gradients that they put into the store (`dualpipe.nn.deferral.weight_grads`), with the rows of the
 micro-batch. All other weights are found in the graphs of the forwards. A layer that puts its gradient into the store
-counts as deferred in a "B" as well, which need not defer it.
+counts as deferred, even if an action "B" computes that gradient at once.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StepProbe:
         self._modules = modules
         self._uses: defaultdict[Tensor, _Uses] = defaultdict(_Uses)
         self._places: dict[Tensor, list[_Place]] = {}
-        self._computing: set[nn.Parameter] = set()
+        self._computed_from: set[nn.Parameter] = set()
         self._deferring: set[str] = set()  # autograd.Functions whose backwards put gradients into the store
 
     # -- interface of an observer
@@ -74,7 +74,7 @@ class StepProbe:
         """Record the uses of parameters in a graph."""
         if not self._places:
             self._find_places()  # also finds the parameters from which weights are computed
-        for use in parameter_uses(roots, self._computing):
+        for use in parameter_uses(roots, self._computed_from):
             uses = self._uses_of(use.parameter)
             if use.kind == "function":
                 uses.functions[use.operator] += use.flops
@@ -138,8 +138,8 @@ class StepProbe:
         """
         rows: defaultdict[int, int] = defaultdict(int)
         for work in observed:
-            elements = gemm_flops(torch.Size(work.shape), 1)
-            rows[work.stage] = max(rows[work.stage], (work.deferred + work.undeferred) // max(1, elements))
+            flops_per_row = gemm_flops(torch.Size(work.shape), 1)
+            rows[work.stage] = max(rows[work.stage], (work.deferred + work.undeferred) // max(1, flops_per_row))
         for stage, module in self._modules.items():
             for name, parameter in module.named_parameters():
                 if parameter.dim() < 2 or parameter.grad is None or (stage, name) in names:
@@ -171,7 +171,7 @@ class StepProbe:
                     if place not in places:
                         places.append(place)
                     if is_computed_from(owner, key):
-                        self._computing.add(parameter)
+                        self._computed_from.add(parameter)
 
 
 def _main_place(places: list[_Place]) -> _Place:

@@ -11,8 +11,8 @@ from dualpipe.nn.conversion import deferring_class, is_fsdp_module
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.linear import Linear, TransposedLinear
 
-NOT_OBSERVED = ("in no graph of a forward, as inside a reentrant checkpoint; counted over the rows of the stage's "
-                "other layers")
+NOT_OBSERVED = ("not in the autograd graph of a forward, for example inside a reentrant checkpoint; counted with as "
+                "many rows as the stage's other layers")
 HOOK = "hook on the parameter"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
