@@ -1,6 +1,7 @@
 """Pipeline schedules as data: types, known schedules, validation, simulation and drawing. Pure Python, no torch.
 
-search/ looks for better schedules; by_name/ builds schedules by name and holds the command. Imports nothing.
+search/ finds better schedules. by_name/ builds schedules by name and holds the command `dualpipe schedule`. These two
+folders use `runtime`. The files beside them: Imports nothing.
 """
 
 from dualpipe.schedule.by_name.build import build

@@ -18,14 +18,14 @@ from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build DualPipeV: a V-shaped schedule whose forwards overlap the backwards of other micro-batches.
 
-    With at least two micro-batches per rank this is DeepSeek's order. The engines of DeepSeek and torch refuse fewer
-    micro-batches. This function then builds the order for two micro-batches per rank, and removes the actions of the
-    surplus micro-batches. The makespan of such a schedule is that of one micro-batch passing through all stages. To
-    shorten it, a "B" that overlaps nothing and whose input gradient another rank waits for is split into "I" and "W".
-    With 9 micro-batches on 8 ranks the makespan is 68 instead of 82 (F = W = 1, B = 2); 1F1B takes 96.
+    With at least two micro-batches per rank this is DeepSeek's order. For fewer micro-batches, which the engines of
+    DeepSeek and torch refuse, this function builds the order for two micro-batches per rank and removes the actions of
+    the surplus micro-batches. Ranks then wait for gradients for much of the step. To send gradients earlier, a "B" that
+    overlaps nothing and whose input gradient another rank waits for is split into "I" and "W". With 9 micro-batches on
+    8 ranks the makespan is 68 instead of 82 (F = W = 1, B = 2); 1F1B takes 96.
 
-    Source: github.com/deepseek-ai/DualPipe (DualPipe is section 3.2.1 of arXiv:2412.19437), based on the "cut-in-half"
-    of DualPipe by Sea AI Lab. The eight phases of `_dualpipev_pattern` are the numbered phases of DeepSeek's step.
+    Source: github.com/deepseek-ai/DualPipe, which follows Sea AI Lab's "cut-in-half" form of DualPipe (section 3.2.1 of
+    arXiv:2412.19437). The eight phases of `_dualpipev_pattern` are the numbered phases of DeepSeek's step.
     """
     num_built = max(num_microbatches, 2 * num_ranks)
     ranks = []
@@ -48,8 +48,8 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
     pattern += ["I1", "W1", "F1"] * ranks_below  # 3: nI1W1F1
     steady = ["F0&B1", "F1&B0"] * (num_microbatches - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
     if ranks_below == 0:
-        # On the last rank F0 feeds the next F1. Run apart from B1, as in DeepSeek's order, F0 is done one backward
-        # earlier.
+        # On the last rank, the next F1 needs the output of the first F0. DeepSeek therefore runs that F0 before B1
+        # instead of pairing them: F0 ends earlier alone than in a pair.
         steady = ["F0", "B1", *steady[1:]]
     pattern += steady
     pattern += ["B1", "F1&B0"] * ranks_below  # 5: nB1F1B0
@@ -67,8 +67,8 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
 def dualpipev_full(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build DualPipeV with full backwards only.
 
-    No weight gradient is deferred, so none of the tensors it is computed from are held until a bubble. On 2 ranks with
-    16 micro-batches the makespan is 2% longer (F = W = 1, B = 2).
+    No weight gradient is deferred, so no tensors have to be held for deferred weight gradients. On 2 ranks with 16
+    micro-batches the makespan is 2% longer (F = W = 1, B = 2).
     """
     split = dualpipev(num_ranks, num_microbatches)
     ranks = tuple(
@@ -118,13 +118,15 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build V-Half: a schedule on a V with about half the activation memory of 1F1B.
 
-    On P ranks, a rank holds the activations of at most P + 2 stages instead of 2P. It runs F0, F1, I1 and I0 of the
-    first micro-batch in fixed slots, those of each following micro-batch 6 slots later, and weight gradients in the
-    free slots. From one rank to the next, F0 and I1 run two slots later, and F1 and I0 one slot earlier. Activations of
-    half 0 then live three slots shorter and those of half 1 three slots longer, so that the sum is equal on all ranks.
+    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into slots
+    of one action. A rank runs F0, F1, I1 and I0 of the first micro-batch in fixed slots, those of each following
+    micro-batch 6 slots later, and weight gradients in the free slots. From one rank to the next, F0 and I1 run two
+    slots later, and F1 and I0 one slot earlier. The activations of half 0 are then held for three slots less and those
+    of half 1 for three slots more, so that the sum is equal on all ranks.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
-    github.com/sail-sg/zero-bubble-pipeline-parallelism, without its reordering of the ends.
+    github.com/sail-sg/zero-bubble-pipeline-parallelism, but without the reordering at the beginning and the end of a
+    step that is done there.
     """
     shift = 0 if num_ranks % 2 else 3  # with an even number of ranks, two actions would otherwise share a slot
     ranks = []
@@ -158,9 +160,10 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Schedule:
     """Build interleaved 1F1B, with stage s on rank s % P.
 
-    A rank runs forwards until its first backward can arrive, then forwards and backwards in turn, then the remaining
-    backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple of P; for
-    other numbers it is the order for the next multiple, less the actions of the surplus micro-batches.
+    A rank runs forwards until the gradient for its first backward can arrive, then forwards and backwards in turn, then
+    the remaining backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple
+    of P micro-batches; for other numbers, the order is that for the next multiple, without the actions of the surplus
+    micro-batches.
 
     Source: Megatron-LM, arXiv:2104.04473.
     """
@@ -212,8 +215,8 @@ def _v_stages(rank: int, num_ranks: int) -> tuple[int, int]:
 def steps_from_pattern(pattern: Iterable[str], stages: Sequence[int]) -> list[Step]:
     """Return the steps of a pattern, with micro-batches in order.
 
-    Each stage counts its forwards, and its backwards "B" and "I" together. A "W" is that of the oldest "I" of its stage
-    that has none yet.
+    On each stage, successive forwards are those of micro-batches 0, 1, 2 and so on, and so are successive backwards,
+    whether "B" or "I". A "W" belongs to the oldest "I" of its stage that has no "W" yet.
 
     Args:
         pattern: names such as "F0", or "F1&B0" for a pair: a kind, and an index into `stages`.
@@ -242,8 +245,8 @@ def steps_from_pattern(pattern: Iterable[str], stages: Sequence[int]) -> list[St
 def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[Step, ...]:
     """Remove the actions of micro-batches from `num_microbatches` on; the rest of a pair stays as a step.
 
-    Applied to all ranks, this keeps a schedule valid: the remaining actions keep their sequence, hence their
-    dependencies, no stream holds more messages, and no more activations are live than before.
+    Applied to all ranks, this keeps a schedule valid. The remaining actions keep their order, so that each still comes
+    after what it needs. No stream holds more messages, and no more activations are live, than before.
     """
     shortened = (tuple([action for action in step if action.microbatch < num_microbatches]) for step in steps)
     return tuple(filter(None, shortened))

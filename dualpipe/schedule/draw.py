@@ -131,9 +131,9 @@ def _line(
         if left >= right:
             continue
         start_part = start // width
-        columns_there = min(end, (start_part + 1) * width) - start
-        columns_after = min(end - start - columns_there, width)
-        label_part = start_part if columns_there >= columns_after else start_part + 1
+        columns_in_start_part = min(end, (start_part + 1) * width) - start
+        columns_in_next_part = min(end - start - columns_in_start_part, width)
+        label_part = start_part if columns_in_start_part >= columns_in_next_part else start_part + 1
         room = right - left
         row[left - first : right - first] = label(interval, room)[:room] if columns.part == label_part else CUT * room
     return "".join(row).rstrip(". ")

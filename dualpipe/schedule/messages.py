@@ -24,7 +24,9 @@ from dualpipe.schedule.types import Action, Schedule, Step
 RECEIVE_AHEAD = 1  # receives of a stream that are posted at any time
 
 MessageStream = tuple[int, int, str]  # source rank, destination rank, kind of message
-Result = tuple[str, int, int]  # activation "F" or gradient "B" (or "W"), the stage that computes it, micro-batch
+# Key of the result of an action: kind, stage that computes it, micro-batch. The kind is "F" for an activation, "B" for
+# an input gradient, and "W" for weight gradients.
+Result = tuple[str, int, int]
 T = TypeVar("T")
 
 
@@ -63,14 +65,14 @@ class StepMessages(NamedTuple):
 
 
 def result(action: Action) -> Result:
-    """Return the result of `action`. "I" and "B" have the same result; no action needs that of a "W"."""
+    """Return the key of the result of `action`. "I" and "B" have the same result; no action needs that of a "W"."""
     return "B" if action.kind == "I" else action.kind, action.stage, action.microbatch
 
 
 def required_input(schedule: Schedule, action: Action) -> Result | None:
-    """Return the result that `action` needs, from any rank; None for the forward of stage 0.
+    """Return the result that `action` needs, on whichever rank it is computed; None for the forward of stage 0.
 
-    A "W" needs the backward "I" of its stage. The backward of the last stage needs its forward.
+    A "W" needs the "I" of its stage. The backward of the last stage needs the forward of that stage.
     """
     kind = action.kind
     stage = action.stage
@@ -87,8 +89,8 @@ def required_input(schedule: Schedule, action: Action) -> Result | None:
 def message_input(schedule: Schedule, action: Action) -> Result | None:
     """Return the result that `action` needs and that a message can carry; None for a "W".
 
-    For a "W", `required_input` names its "I" by the result of the "I": an input gradient, which may go to another rank.
-    The "W" does not receive that gradient; it runs on the rank of its "I".
+    A "W" receives no tensor: it only has to run after its "I", on the same rank. `required_input` expresses this order
+    by the result of the "I", an input gradient, which may be sent to another rank.
     """
     return None if action.kind == "W" else required_input(schedule, action)
 
@@ -106,7 +108,7 @@ def sent_message(schedule: Schedule, action: Action) -> Message | None:
     return None if src == dst else Message(kind, target, action.microbatch, src, dst)
 
 
-sent = sent_message  # earlier name
+sent = sent_message  # alias that pipeline/lower.py imports
 
 
 def outgoing_streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
@@ -169,7 +171,7 @@ def completed_stages(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[in
     return tuple(stages_at.get(index, ()) for index in range(len(steps)))
 
 
-completed = completed_stages  # earlier name
+completed = completed_stages  # alias that pipeline/lower.py imports
 
 
 def play(programs: Iterable[Iterable[T]], try_run: Callable[[int, T], bool]) -> list[deque[T]]:

@@ -17,7 +17,7 @@ PLACEHOLDER = "__DATA__"  # of the JSON data, in the template
 
 
 class WholeStep(NamedTuple):
-    """Parts of a step of training outside of its schedule, in the unit of the timeline.
+    """Times of a training step that its timeline does not show, in the unit of the timeline.
 
     Args:
         before: time that every rank spends before the schedule begins, by name.
@@ -44,13 +44,13 @@ def to_html(
     Colours are those of `to_svg`.
 
     Args:
-        timelines: simulated timelines, or the measured steps of all ranks, in any order and from any origin of time;
-            the steps of one rank must not overlap.
+        timelines: simulated timelines, or the measured schedule steps of all ranks, as spans in any order and from any
+            origin of time; the spans of one rank must not overlap.
         title: title of the page.
         names: name of each timeline. Default: the name of its schedule, or "measured".
         unit: unit of all times, such as "ms".
         notes: lines of text below the title, in a monospaced font.
-        steps: the whole step of training around each timeline. If passed, whole steps are drawn and compared.
+        steps: the training step around each timeline. If passed, whole training steps are drawn and compared.
 
     Raises:
         ValueError: no timelines, a measured timeline without steps, or another number of names or whole steps than of

@@ -1,4 +1,8 @@
-"""Simulation of a schedule: costs of each kind of action, in any one unit of time, and the timeline that they give."""
+"""Simulation of a schedule: costs of each kind of action, in any one unit of time, and the timeline that they give.
+
+Memory is counted in stage activations. One stage activation is all that a stage keeps of one micro-batch from its
+forward for its backward.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +31,10 @@ class Costs:
         I: backward of the input only. Default: B - W.
         FB: forward that overlaps a full backward. Default: F + B, nothing saved.
         pairs: other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Default: the sum of both.
-        p2p: time from the end of a step until its result is on another rank. It takes no time of either rank.
+        p2p: time from the end of a step until its result is on another rank. Neither rank is busy meanwhile.
         per_stage: costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their
-            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of what it would save on either.
+            `p2p` and `per_stage` are ignored. A pair of actions on two stages saves the mean of two savings: those of
+            the pair with both actions on the first stage, and with both on the second.
         R: reduction of a stage's gradients over data-parallel ranks. It starts when they are complete, and runs beside
             computation.
 
@@ -209,15 +214,15 @@ def simulate(
     """Compute when each step of a schedule runs.
 
     Each rank runs its steps in order, each as soon as its inputs are available. An input from another rank is available
-    `costs.p2p` after the step that computes it. Sends and receives take no time of a rank, and sends never
-    block. The two actions of a pair start and end together.
+    `costs.p2p` after the step that computes it. Sends and receives do not keep a rank busy, and sends never block. The
+    two actions of a pair start and end together.
 
     Args:
         schedule: the schedule; it need not be validated.
         costs: costs of the actions. Default: `Costs()`.
-        merged_w: costs of a merged "W", by stage: the first if two are merged, the second if three are, and so on; the
-            last also for larger numbers. `merged_weights` says which are merged. A "W" of a stage without an entry
-            costs the same merged or not.
+        merged_w: by stage, the cost of each "W" that is merged with others: the first number if two are merged, the
+            second if three are, and so on; the last also for more. `merged_weights` says which are merged. A "W" of a
+            stage without an entry costs the same merged or not.
 
     Raises:
         ScheduleError: a step can never start (`validate` says why), or does not have one action or two.

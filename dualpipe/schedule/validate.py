@@ -197,7 +197,7 @@ def _received_results(
 def _message_program(
     schedule: Schedule, rank: int, streams: dict[tuple[str, int], MessageStream]
 ) -> list[MessageStream]:
-    """Return the stream of each message that a rank receives or sends, in order. Computation takes no time here."""
+    """Return the stream of each message that a rank receives or sends, in order, leaving out computation."""
     program: list[MessageStream] = []
     for step in schedule.ranks[rank]:
         sent_results = (result(action) for action in step)

@@ -1,11 +1,11 @@
 """Simulated annealing of schedules: orders of work that change a little at a time and are timed in microseconds.
 
-An order holds the work of each step of a rank without micro-batches: (("F", 0),), or (("F", 0), ("B", 7)) for a pair.
-Each stage runs its micro-batches in sequence, and a "W" is that of the oldest "I" of its stage. So every change keeps
-the order complete, and on a V each stream of messages is received in the order in which it is sent. An order that waits
-for itself, exceeds the memory or deadlocks with blocking sends (see `messages`) is not a candidate.
+An order lists the steps of a rank by the kinds and stages of their actions: (("F", 0),), or (("F", 0), ("B", 7)) for a
+pair. It names no micro-batches: each stage runs them in sequence, and a "W" is that of the oldest "I" of its stage. So
+every change keeps the order complete, and on a V each stream of messages is received in the order in which it is sent.
+An order that waits for itself, exceeds the memory or deadlocks with blocking sends (see `messages`) is not a candidate.
 
-Source: simulated annealing, Kirkpatrick et al., Science 220 (1983). The rank orders as its state are our own.
+Source: simulated annealing, Kirkpatrick et al., Science 220 (1983). Annealing the orders of ranks is our own idea.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dualpipe.schedule.simulate import FREES, Costs
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import independent
 
-EVENLY = 0.02  # weight in the score of the mean time at which ranks end: it ranks orders that have the same makespan
+EVENLY = 0.02  # weight of the ranks' mean end time in the score, which decides between orders of the same makespan
 COOLING = 50.0  # ratio of the first to the last temperature
 NOT_YET = -1.0  # time of a result that is not computed
 
@@ -185,12 +185,12 @@ class Timing:
         return _run(times, [0.0] * len(ranks), limit)
 
     def changed(self, times: OrderTimes, rank: int, steps: list[TimedStep], limit: float) -> OrderTimes | None:
-        """Return the times with other steps on one rank, as `times` would return them.
+        """Return what the method `times` would return after replacing the steps of one rank.
 
-        Steps that start before the first changed one keep their times.
+        Steps that start before the first changed one keep their times and are not timed again.
         """
         pairs = enumerate(zip(times.ranks[rank], steps))
-        # 0, so that all steps run again, if the shorter list is the beginning of the longer one.
+        # If one list is a prefix of the other, 0: all steps are timed again.
         first_changed = next((index for index, (old, new) in pairs if old is not new), 0)
         change_time = 0.0
         if first_changed:

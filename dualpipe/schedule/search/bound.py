@@ -1,8 +1,8 @@
 """Lower bounds on the makespan of any schedule, for each rank: its work, and the bubble that no order avoids.
 
-Give each action a price, at most its cost alone, such that the prices of any two actions are together at most the cost
-of their pair. Then the work of a rank is at least the sum of its prices. (The prices are a solution of the dual of the
-linear program that covers the work by steps.)
+Give each action a price. It is at most the cost of the action without overlap, and the prices of any two actions add up
+to at most the cost of their pair. Then the work of a rank takes at least the sum of the prices of its actions. (The
+prices are a solution of the dual of the linear program that covers the work by steps.)
 
 Before its first action, a rank waits for a forward through all earlier stages. Before its first backward, it waits
 until a micro-batch has passed through all other stages and back; meanwhile it can run only as many forwards as it has
@@ -52,6 +52,8 @@ def lower_bounds(
         first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
         forwards_before = min(memory // 1, num_microbatches * len(stages))  # at most, before the first backward
         rank_bounds = [path.total]
+        # Two more bounds: all work of the rank; and its work without deferred weight gradients, followed by the way of
+        # its last gradient to stage 0.
         for with_weights, tail in ((True, 0.0), (False, path.out[first])):
             for work, forward in _priced_work(stages, costs, with_weights=with_weights):
                 head = max(path.into[first], first_backward - forwards_before * forward)
@@ -63,7 +65,7 @@ def lower_bounds(
 def least_work(placement: Sequence[int], num_microbatches: int, costs: Costs) -> float:
     """Return the least time that the busiest rank computes.
 
-    The rest of a makespan is bubble, or work in worse pairs than possible.
+    The rest of a makespan is bubble, and time lost because some actions run alone or in pairs that save little.
     """
     work_by_rank = (
         max(work for work, _ in _priced_work(stages, costs, with_weights=True)) for stages in _stages_by_rank(placement)
@@ -83,8 +85,8 @@ def _fastest_path(placement: Sequence[int], rank_stages: Sequence[Sequence[int]]
     into = [sum(fastest["F", earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
     out = [sum(backward[earlier] + hop[earlier + 1] for earlier in range(s)) for s in stages]
     turn = into[-1] + fastest["F", stages[-1]]
-    weights_of_first = min(fastest["B", 0], fastest["I", 0] + fastest["W", 0]) - backward[0]  # come after all else
-    total = turn + backward[-1] + out[-1] + weights_of_first
+    stage_0_weights = min(fastest["B", 0], fastest["I", 0] + fastest["W", 0]) - backward[0]  # the last work of a step
+    total = turn + backward[-1] + out[-1] + stage_0_weights
     return _Path(into, out, backward, turn, total)
 
 

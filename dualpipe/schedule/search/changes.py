@@ -1,4 +1,4 @@
-"""Random changes of a rank's order, the moves of the annealing: move, pair, part, split and join steps."""
+"""Random changes of a rank's order, the moves of the annealing: move, pair, unpair, split and join steps."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ RankOrder = list[tuple[Work, ...]]
 def random_change(order: RankOrder, random: Random) -> RankOrder | None:
     """Return a copy of a rank's order with one random change; None if the change that was drawn is impossible.
 
-    The changes, with their probabilities: move a step (40%), pair it with another or exchange partners (25%), part a
-    pair (15%), and split a full backward or join a split one (20%). In `order`, every "I" must have its "W" later.
+    The changes, with their probabilities: move a step (40%), pair it with another or exchange partners (25%), unpair
+    two actions (15%), and split a full backward or join a split one (20%). In `order`, every "I" must have its "W"
+    later.
     """
     if not order:
         return None
@@ -28,7 +29,7 @@ def random_change(order: RankOrder, random: Random) -> RankOrder | None:
     if draw < 0.65:
         return _pair(order, index, step, _near(index, 2.5, random))
     if draw < 0.8:
-        return _part(order, index, step)
+        return _unpair(order, index, step)
     if step[0][0] == "B":
         return _split(order, index, step, later=1 + int(random.expovariate(0.3)))
     if step[0][0] == "I":
@@ -62,8 +63,8 @@ def _pair(order: RankOrder, index: int, step: list[Work], target: int) -> RankOr
     return new
 
 
-def _part(order: RankOrder, index: int, step: list[Work]) -> RankOrder | None:
-    """Part a pair into two steps."""
+def _unpair(order: RankOrder, index: int, step: list[Work]) -> RankOrder | None:
+    """Replace a pair by two steps of one action; None for a step that is no pair."""
     if len(step) == 1:
         return None
     new = order[:]

@@ -2,7 +2,7 @@
 
 The search starts from the known schedules and from the one of `greedy`, as far as they fit the memory. It anneals the
 best of them in several chains and in rounds; after each round, the best chain replaces the worst. For many
-micro-batches, it searches with fewer and repeats a window of the steady state.
+micro-batches, it orders only some of them and repeats a window of the steady state for the rest.
 
 The result depends on the inputs and the seed alone: the effort is a number of changes, not a time, and a chain does not
 depend on the process it runs in.
@@ -26,15 +26,15 @@ from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # known, with two stages per rank
-# The work of a search is the number of changes tried, times the number of forwards and backwards in the order.
-EFFORT = 300_000_000  # work of all chains and rounds together
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # of two stages per rank
+# The effort of a search is the number of changes that it tries times the number of forwards and backwards in the order.
+EFFORT = 300_000_000  # of all chains and rounds together
 CHAINS = 4
 ROUNDS = 6
 MAX_CHANGES = 200  # per forward and backward in a chain's round: more do not improve small orders
-HEAT = 0.03  # first temperature, in the mean cost of a forward and a backward
-MAX_SIZE = 256  # ranks times micro-batches up to which all micro-batches are searched with
-MIN_WORKER_SIZE = 200_000  # work of a chain in a round that takes longer than the start of a process
+HEAT = 0.03  # first temperature, as a fraction of the mean cost of a forward or backward
+MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batches if there are more
+MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing
 VERSION = 2  # of the search; cached results of other versions are not used
 
 Progress = Callable[[float, float], None]
@@ -82,7 +82,7 @@ def search(
         seed: seed of the random changes.
         effort: amount of search; the default takes less than a minute on two cores for 8 ranks and 32 micro-batches.
         progress: called at the start and after each round with the fraction of the search that is done and the best
-            makespan so far (of the micro-batches that are searched with).
+            makespan so far. If the search orders fewer micro-batches and repeats a window, this is their makespan.
 
     Raises:
         ValueError: the memory cannot hold one micro-batch, or an argument is not a number in its range.

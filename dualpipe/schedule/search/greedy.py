@@ -20,8 +20,8 @@ from dualpipe.schedule.types import Kind, Schedule
 def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
     """Return `empty` with the steps of a greedy run; None if the run stops before all work is done.
 
-    Weight gradients run when nothing else can. A forward leaves room for one more in each later stage of its rank, so
-    that the micro-batch furthest ahead can always continue.
+    Weight gradients run when nothing else can. A forward runs only if the memory can then still hold one stage
+    activation for each later stage of its rank, so that the micro-batch furthest ahead can always continue.
 
     Args:
         empty: schedule without steps; gives the placement and the number of micro-batches.
