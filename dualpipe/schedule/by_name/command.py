@@ -152,6 +152,6 @@ def _notes(result: SearchResult, costs: Costs, memory: float, dualpipev: float) 
                   "it\n")
     if dualpipev > work:
         share = (makespan - work) / (dualpipev - work)
-        notes += (f"time beyond the least work of a rank, {number(work)}: {number(makespan - work)}, of dualpipev "
-                  f"{number(dualpipev - work)} ({share:.2f} of it)\n")
+        notes += (f"least work of a rank: {number(work)}; time beyond the least work: auto {number(makespan - work)}, "
+                  f"dualpipev {number(dualpipev - work)} (ratio {share:.2f})\n")
     return notes

@@ -156,7 +156,7 @@ def test_auto_says_its_bound_its_gain_and_what_half_the_memory_costs(capsys, mon
     assert rows == [["auto", "16", "55", "1.000"], ["dualpipev", "16", "62", "1.127"], ["auto", "16", "55", "1.000"]]
     assert "auto: 11.3% less time than dualpipev (62), with at most 16 of 17 stage activations on a rank\n" in out
     assert "lower bound 55 (by rank 48, 49, 50, 51, 52, 53, 54, 55): auto is 0.0% above it\n" in out
-    assert "beyond the least work of a rank, 48: 7, of dualpipev 14 (0.50 of it)\n" in out
+    assert "least work of a rank: 48; time beyond the least work: auto 7, dualpipev 14 (ratio 0.50)\n" in out
     assert out.count("with memory 9: 72, 30.9% more time\n") == 1
     assert err == "", "nothing is searched for"
 
