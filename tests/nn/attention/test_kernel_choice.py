@@ -86,7 +86,7 @@ def test_deterministic_algorithms_pass_over_cudnn(architecture):
         with use_attention_kernel(choice):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert choice.kernel == "flash"
-    assert "'cudnn', its backward is not deterministic, which is asked for" in str(choice)
+    assert "'cudnn', a deterministic backward is asked for, and its own is not" in str(choice)
 
 
 def test_a_kernel_that_refuses_the_heads_is_passed_over(architecture, flash_3):
