@@ -2,8 +2,8 @@
 
 The stage's segments run as the pipeline runs them, forward and backward, on meta tensors, and the live storages are
 counted, each once. For GPUs the count leaves out attention's scores, which the CPU saves and fused kernels do not. For
-the CPU it includes the temporaries of our kernels' references while they run (REFERENCES). Temporaries of deferred
-weight gradients are left out: on GPUs they do not grow with the micro-batch.
+the CPU it includes the temporaries of the kernels' PyTorch references (REFERENCES). Temporaries of deferred weight
+gradients are left out: on GPUs they do not grow with the micro-batch.
 
 In a run of equal neighbouring layers, each layer from the third on adds the same number of bytes, so that long runs are
 extrapolated from two and three layers.
@@ -45,8 +45,8 @@ class ActivationBytes(NamedTuple):
 
     saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
     input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
-    inside_forward, inside_backward: part of the peak of a forward and of a backward that are temporaries of references
-    on the CPU, of which one runs at a time.
+    inside_forward, inside_backward: on the CPU, the part of the peak of a forward and of a backward that is temporaries
+    of one kernel reference; only one reference runs at a time.
     """
 
     saved: int
@@ -160,8 +160,8 @@ def _count_stage(stage: CountedStage, probe: Workload, length: int) -> Activatio
 class _PassBytes(NamedTuple):
     """Bytes of a forward and one kind of backward.
 
-    forward, backward: their peaks. inside_forward, inside_backward: part of the peaks that are temporaries of
-    references. saved: between forward and backward. remaining: after the backward.
+    forward, backward: their peaks. inside_forward, inside_backward: the part of each peak that is temporaries of a
+    kernel reference. saved: between forward and backward. remaining: after the backward.
     """
 
     forward: int
@@ -263,7 +263,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def _temporary_bytes(self, name: str, args: Any, results: Any) -> int:
         """Return the bytes of the float32 temporaries of a reference, by its name and tensors."""
-        if name == "combine_tokens":  # rows twice, and once those of choices whose experts are on other ranks
+        if name == "combine_tokens":  # rows twice, and a row for each choice, on this rank or not
             y, _, inverse, *_ = args
             return round(4 * (2 * y.numel() + inverse.numel() * y.shape[1]))
         sizes = [tensor.numel() for tensor in tree_leaves((args, results))

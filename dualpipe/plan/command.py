@@ -1,4 +1,7 @@
-"""`dualpipe plan`: the runs of a model that fit on N GPUs, best first, and the parts of their steps."""
+"""`dualpipe plan`: the runs of a model that fit on N GPUs, best first, and the parts of their steps.
+
+`dualpipe.plan.meshes` says what a run is.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     yield from table(runs, by_memory=request.by_memory)
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then set parallel.schedule = \"auto\" for it"
-    for row in filter(None, (args.explain, args.write and args.write[0])):
+    row_to_write = args.write[0] if args.write else None
+    for row in filter(None, (args.explain, row_to_write)):
         if not str(row).isdecimal() or not 1 <= int(row) <= len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
     if args.explain:
@@ -83,7 +87,7 @@ def _whole_step(parts: Mapping[str, float]) -> WholeStep:
 
 
 def _sequences(config: Config, tokens: int) -> int:
-    """Return the number of sequences per step: of `tokens` tokens, or if that is 0, of the configuration."""
+    """Return the number of sequences per step: as many as have `tokens` tokens, or the configuration's if that is 0."""
     t = config.train
     p = config.parallel
     if tokens % t.sequence_length or tokens < 0:
@@ -96,7 +100,7 @@ def _sequences(config: Config, tokens: int) -> int:
 
 
 def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[str]:
-    """Yield the lines of the table: a row per run, with percentages of its step. by_memory: they are ordered by it."""
+    """Yield the lines of the table: a row per run, with percentages of its step. by_memory: as in `PlanRequest`."""
     rows = [COLUMNS, *(tuple(_cells(i, run)) for i, run in enumerate(runs, start=1))]
     if all(run.config.parallel.cp == 1 for run in runs):
         cp_column = COLUMNS.index("cp")
@@ -148,19 +152,19 @@ def to_toml(config: Config, path: Path) -> str:
     """
     folder = path.resolve().parent
     lines: list[str] = []
-    for table, defaults in asdict(Config()).items():
-        values: Mapping[str, Any] = asdict(getattr(config, table))
+    for section, defaults in asdict(Config()).items():
+        values: Mapping[str, Any] = asdict(getattr(config, section))
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        for name, keywords in INPUT_PATHS.get(table, {}).items():
+        for name, keywords in INPUT_PATHS.get(section, {}).items():
             if changed.get(name) and changed[name] not in keywords:
                 changed[name] = os.path.relpath(Path(changed[name]).resolve(), folder)
         subtables = {name: value for name, value in changed.items() if _is_list_of_tables(value)}
         plain = {name: value for name, value in changed.items() if name not in subtables}
         if plain:
-            lines += [f"[{table}]", *_pairs(plain), ""]
+            lines += [f"[{section}]", *_toml_lines(plain), ""]
         for name, rows in subtables.items():
             for row in rows:
-                lines += [f"[[{table}.{name}]]", *_pairs(row), ""]
+                lines += [f"[[{section}.{name}]]", *_toml_lines(row), ""]
     return "\n".join(lines)
 
 
@@ -169,8 +173,8 @@ def _is_list_of_tables(value: Any) -> bool:
     return isinstance(value, tuple) and any(isinstance(row, dict) for row in value)
 
 
-def _pairs(values: Mapping[str, Any]) -> Iterator[str]:
-    """Return the lines of a table. None stands for a field that was left out: TOML has no null."""
+def _toml_lines(values: Mapping[str, Any]) -> Iterator[str]:
+    """Return the lines of a TOML table. Fields that are None are left out: TOML has no null."""
     return (f"{name} = {_toml(value)}" for name, value in values.items() if value is not None)
 
 

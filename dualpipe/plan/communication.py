@@ -13,9 +13,10 @@ from dualpipe.plan.machines import Machine
 
 
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
-    """Return the seconds of an all-to-all over `ranks` neighbours, within the node and to other nodes at once.
+    """Return the seconds of an all-to-all over `ranks` consecutive ranks. NVLink and the network send at once.
 
-    Each rank sends `sent` bytes, the same number to every rank; the slowest rank has `machine.imbalance` times as many.
+    Each rank sends `sent` bytes, as many to one rank as to another; the slowest rank sends `machine.imbalance` times
+    that.
     """
     if ranks == 1:
         return 0.0
@@ -29,7 +30,7 @@ def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
 def ring_seconds(machine: Machine, size: float, ranks: int, stride: int = 1) -> float:
     """Return the seconds of an all-gather or reduce-scatter of `size` bytes over `ranks` ranks, `stride` apart.
 
-    A ring through several nodes has the bandwidth of the network cards of all its ranks in a node together.
+    Between nodes, a ring has the combined bandwidth of the network cards of its ranks in one node.
     """
     if ranks <= 1:
         return 0.0
@@ -72,8 +73,8 @@ class ContextNumbers(NamedTuple):
 def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int, method: str) -> ContextNumbers:
     """Return the traffic of layer `index` on `cp` ranks, by a `method` of `dualpipe.parallel.context.method_for`.
 
-    A ring sends rows of keys and values in the forward, once more in the backward, and their gradients back. By
-    all-to-all, heads and their results are sent once each way.
+    A ring sends rows of keys and values in the forward, once more in the backward, and their gradients back. The
+    all-to-all method sends queries, keys and values, and sends the results back; the backward sends as much.
 
     Raises:
         ValueError: where `method_for` raises it.
@@ -83,9 +84,9 @@ def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int
         width = heads_width(attention)
         sent = width * (cp - 1) / cp
         return ContextNumbers(sent, sent, 2.0 * width)  # the send buffer and the receive buffer
-    remote_chunks = float(cp - 1)  # ranks whose rows are needed, each with as many tokens as this one
-    if attention.window is not None:  # a window reaches window - 1 tokens before each of the rank's two chunks
-        remote_chunks = min(remote_chunks, 2 * (attention.window - 1) * cp / sequence_length)
+    remote_ranks = float(cp - 1)  # ranks whose rows are needed, each with as many tokens as this one
+    if attention.window is not None:  # of this rank's two parts, each needs the window - 1 tokens before it
+        remote_ranks = min(remote_ranks, 2 * (attention.window - 1) * cp / sequence_length)
     width = row_width(attention)
-    sent = remote_chunks * width
+    sent = remote_ranks * width
     return ContextNumbers(sent, 2 * sent, 4.0 * width)  # local rows, rows in transit, and the gradients of each

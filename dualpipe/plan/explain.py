@@ -25,7 +25,7 @@ def explain(run: Prediction) -> Iterator[str]:
 
 
 def _operator_rows(run: Prediction) -> Iterator[Row]:
-    """Yield a row per kind of operator, and the rules for some of them."""
+    """Yield a row per kind of operator, and notes on how some of them are counted."""
     m = run.machine
     p = run.config.parallel
     yield "operators, by kind", f"max(TFLOP / rate, GB / {m.hbm:g} GB/s x {m.bandwidth:g}), summed", ""
@@ -42,7 +42,7 @@ def _operator_rows(run: Prediction) -> Iterator[Row]:
     rows = run.setting.tokens * p.ep * run.model.num_experts_per_tok / run.model.num_experts
     imbalance = m.imbalance if p.ep > 1 else 1
     yield "  of grouped", f"rows x {imbalance:g} imbalance x (1 + {TILE // 2} / {rows:,.0f} rows per expert)", ""
-    yield "  of attention backward", f"{ATTENTION_BACKWARD} x the operations of the forward", ""
+    yield "  of attention backward", f"{ATTENTION_BACKWARD} x the FLOPs of the forward", ""
     grouped = m.launch_grouped or m.launch
     kernel = m.launch_kernel or m.launch
     yield (
@@ -79,7 +79,7 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
     links = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
     if p.ep > m.node:
         links += f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s"
-    yield "  all-to-all, not hidden", f"bytes x {m.imbalance:g}, {links}, + latency, whole model", _ms(sent)
+    yield "  all-to-all, before overlap", f"bytes x {m.imbalance:g}, {links}, + latency, whole model", _ms(sent)
     if p.cp > 1:
         seconds = sum(sum(context_seconds(setting, layer)) for layer in run.model.all_layers)
         yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(seconds)
@@ -93,7 +93,7 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
             _ms(run.parts["all-to-all"]),
         )
     size = setting.tokens * sent_bytes(run.model, setting.dtype)
-    formula = f"the schedule with {_ms(run.send)} for {size / 1e6:,.1f} MB, minus without"
+    formula = f"the simulated schedule with {_ms(run.send)} per send of {size / 1e6:,.1f} MB, minus that without sends"
     yield "sends", formula, _ms(run.parts["sends"])
 
 
@@ -101,15 +101,15 @@ def _shard_rows(run: Prediction) -> Iterator[Row]:
     """Yield the rows of gather, reduce and optimizer."""
     m = run.machine
     p = run.config.parallel
-    yield "gather", "the first stage's parameters, around the ring of the ranks that shard them", _ms(run.gather)
+    yield "gather", "the first stage's parameters, all-gathered in a ring of the ranks that shard them", _ms(run.gather)
     if p.dp_replicate > 1:
         yield (
             "  of reduce",
-            f"around the ring of {p.dense_shards} ranks, then over {p.dp_replicate} parts of dp, twice "
-            f"1/{p.dense_shards} of dense and 1/{p.expert_shards} of expert gradients",
+            f"reduce-scatter in a ring of {p.dense_shards} ranks, then all-reduce over {p.dp_replicate} parts of dp: "
+            f"2 x (1/{p.dense_shards} of dense and 1/{p.expert_shards} of expert gradients)",
             "",
         )
-    formula = "the schedule with float32 gradients of the stages reduced beside it, minus without"
+    formula = "the simulated schedule with reductions of float32 gradients, minus that without"
     yield "reduce", formula, _ms(run.parts["reduce"])
     formula = f"2 x (stored + gradients) / ({m.hbm:g} x {m.bandwidth:g} GB/s)"
     if run.muon_flops:

@@ -1,15 +1,15 @@
 """`dualpipe memory`: memory of each pipeline rank, from the configuration alone. Nothing is allocated.
 
     parameters   stored parameters: this rank's shard
-    optimizer    two moments (one for Muon) and, if parameters are stored narrower than float32, master weights: of the
-                 shard
+    optimizer    states of this rank's shard: two moments (one for Muon), and master weights if parameters are stored
+                 narrower than float32
     gathered     if parameters are sharded, their unsharded copies in the compute dtype or format, until the last action
                  of their stage; and transposed copies of weights in blocks of 128 x 128, for input gradients in FP8
     gradients    float32 accumulators, from a stage's first weight gradient on. After the stage's last action, its
-                 gradients are reduced over ranks that share parameters: then also this rank's shard of the result, and
-                 the copy of the largest unit that is reduced at once
-    activations  micro-batches that the schedule has alive, with logits, recomputed tensors and messages in transit:
-                 counted by `dualpipe.plan.activations`. With context parallelism, for the tokens of one rank, with the
+                 gradients are reduced over the ranks that share its parameters. That adds this rank's shard of the
+                 result and, during the reduction, a copy of the largest unit that is reduced at once
+    activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit: counted
+                 by `dualpipe.plan.activations`. With context parallelism, for the tokens of one rank, with the
                  communication buffers of one layer. Layers of transformers that cannot run on meta are left out:
                  `dualpipe.plan.on_meta.counted_models.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
@@ -85,7 +85,7 @@ class RankMemory(NamedTuple):
 
 
 def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
-    """Return the peak memory of each pipeline rank, on its largest rank of the other dimensions. Not a collective.
+    """Return the peak memory of each pipeline rank, for its largest "dp", "cp" and "ep" rank. Not a collective.
 
     Args:
         config: configuration of the run.
@@ -148,8 +148,8 @@ class _LiveMemory:
     def run_step(self, step: Step) -> list[tuple[int, int, int]]:
         """Run the actions of a step; return (gradients, activations, pending) at its beginning and at its end.
 
-        In between, a backward's activations are freed while accumulators are allocated, and a forward beside it
-        allocates activations, so that the peak is at one of the two ends.
+        The peak is taken to be at one of the two ends. Between them, a backward's activations are freed, while
+        accumulators and the activations of a forward beside it are allocated.
         """
         gradients_before = self.gradients
         saved_before = self.saved
@@ -175,10 +175,11 @@ class _LiveMemory:
                 deferred = 0 if is_full else activations.deferred
                 temporaries.append(activations.inside_backward)
                 at_start += peak - activations.saved
+                # Saved activations are freed at the end; temporaries and deferred tensors are taken to be alive still.
                 at_end += min(peak, deferred + activations.backward - activations.saved)
                 self.saved -= activations.saved
                 self.pending += deferred
-        # The two references of a pair run one after the other, so that only the larger temporaries count.
+        # The CPU's kernel references run one after the other in a pair too, so that only the larger temporaries count.
         not_alive = sum(temporaries) - max(temporaries, default=0)
         return [
             (gradients_before, saved_before + at_start - not_alive, pending_before),
@@ -269,7 +270,7 @@ built = cached_schedule  # earlier name
 
 @lru_cache(maxsize=64)
 def _unpaired_schedule(name: str, ranks: int, chunks: int) -> Schedule:
-    """Return a schedule without pairs, as the engine runs it if they have no communication to hide."""
+    """Return a schedule without pairs: the engine runs it so if its pairs have no communication to hide."""
     return without_pairs(cached_schedule(name, ranks, chunks))
 
 

@@ -1,4 +1,8 @@
-"""Search over the runs of a model on N GPUs: the best run that fits in memory on each mesh."""
+"""Search over the runs of a model on N GPUs: the best run that fits in memory on each mesh.
+
+A run is a mesh with a schedule, a micro-batch size and recompute rules. A `Prediction` estimates the time of its step
+and its memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from dualpipe.train.config.schema import Config
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")
 RECOMPUTED: tuple[tuple[str, ...], ...] = ((), ("experts",), ("layer",), ("layer", "dispatch"))
 MICRO_BATCHES = 1, 2, 4, 8  # sequences per micro-batch
-LONG = 8192  # minimum number of tokens per rank and sequence with context parallelism: fewer do not hide communication
+LONG = 8192  # minimum tokens of a sequence per context-parallel rank: with fewer, communication is not hidden
 
 
 @dataclass(frozen=True)

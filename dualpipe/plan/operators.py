@@ -1,9 +1,9 @@
 """Operators of a layer between its communications, recorded on meta tensors.
 
 The pipeline's own code runs the layer's segments, forward and backward, for two numbers of tokens. From these follow
-the operations and bytes of each operator per token, and its bytes that do not depend on the tokens. Attention, which on
-meta is GEMMs that materialize the scores, counts as one fused operator in the forward and one in the backward; its
-operations depend on the layer and are added in `dualpipe.plan.stage_costs`.
+the FLOPs and bytes of each operator per token, and its bytes that do not depend on the tokens. Attention, which on meta
+is GEMMs that materialize the scores, counts as one fused operator in the forward and one in the backward; its FLOPs
+depend on the layer and are added in `dualpipe.plan.stage_costs`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
-# Numbers of kernels that operators launch, if more than one; and the number that a rank launches to build and pack a
-# dispatch plan, which the stand-in for the dispatch does not do. tests/models/test_launches.py counts them.
+# Numbers of kernels that operators launch, if more than one. tests/models/test_launches.py counts them and _PLANNING.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
-_PLANNING = 36
+_PLANNING = 36  # kernels that build and pack a dispatch plan, which the stand-in for the dispatch does not launch
 FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
 _ACCUMULATE = torch.ops.aten.addmm.dtype_out  # adds a weight gradient to its accumulator
 _NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
@@ -38,7 +37,7 @@ _NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_emp
 class Operator(NamedTuple):
     """Operator of a layer.
 
-    flops: operations per token. token_bytes: bytes moved per token. bytes: other bytes moved, such as weights.
+    flops: FLOPs per token. token_bytes: bytes moved per token. bytes: other bytes moved, such as weights.
     launches: kernels that the host launches. is_triton: True if one of them is a kernel of `dualpipe.kernels`.
     """
 
@@ -131,7 +130,7 @@ def _run_layer(
 ) -> tuple[list[ActionPart], list[ActionPart]]:
     """Run a layer on one sequence of `length` tokens; return the parts of its forward and backward for all tokens."""
     stage = stage_of_kinds(config, [kind], ep, dtype)
-    # Parameters by their names in the whole model, which `fp8` has: the only layer of the stage has the number 0.
+    # `fp8` has the names of the whole model, so the number of the stage's only layer, 0, is replaced by the model's.
     storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
                 for name, param in stage.named_parameters()}
     fp8_weights = {storages[name] for name in fp8.weights & storages.keys()}
@@ -198,7 +197,7 @@ def _fit_part(short: ActionPart, long: ActionPart) -> ActionPart:
 
 
 def _fit_operators(short: tuple[Operator, ...], long: tuple[Operator, ...]) -> tuple[Operator, ...]:
-    """Return operators whose operations and bytes are per token, and whose other bytes are those at 0 tokens."""
+    """Return the operators with FLOPs and bytes per token, and with the bytes that do not depend on the tokens."""
     short_kinds = [operator.kind for operator in short]
     long_kinds = [operator.kind for operator in long]
     assert short_kinds == long_kinds, f"operators depend on the length: {short_kinds} and {long_kinds}"
@@ -220,8 +219,8 @@ def _fit_line(short: float, long: float) -> tuple[float, float]:
 class _OperatorRecorder(TorchDispatchMode):
     """Mode that records the operators called inside it, in order, except those that move no data.
 
-    Recording starts at the first operator of `dualpipe`: a stage runs the operators before its layers once for all of
-    them.
+    Recording starts at the first operator of the `dualpipe` namespace. Those before it, such as the computation of
+    rotary tables, run once per stage, not once per layer.
 
     Args:
         fp8: storages of the weights with forward GEMMs in FP8.
@@ -302,7 +301,7 @@ def _is_scores(tensor: Tensor) -> bool:
 
 
 def _flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Kind, float]:
-    """Return the kind and the operations of an operator: for a GEMM, two per multiply-add."""
+    """Return the kind and the FLOPs of an operator: for a GEMM, two per multiply-add."""
     if name in ("aten::mm", "aten::bmm", "aten::addmm"):
         a, b = inputs[1:3] if name == "aten::addmm" else inputs[:2]
         return "gemm", 2.0 * prod(a.shape) * b.shape[-1]

@@ -2,9 +2,9 @@
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
-In the schedule, an average rank computes its operators, recomputes some of them, and waits for the all-to-all that is
-not hidden; that wait includes the slowdown of compute beside communication. The rest of the schedule is the bubble,
-part of which comes from unequal stages, and the time that sends and reductions add.
+In the schedule, an average rank computes its operators, recomputes some of them, and waits for the part of the
+all-to-all that is not hidden; that wait includes the slowdown of compute beside communication. The rest of the schedule
+is time added by sends and reductions, and the bubble. Part of the bubble comes from unequal stages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Prediction:
 
     @cached_property
     def setting(self) -> Setting:
-        """Inputs of the costs of its layers."""
+        """Inputs of the costs of the run's layers."""
         p = self.config.parallel
         t = self.config.train
         return Setting(
@@ -76,7 +76,7 @@ class Prediction:
 
     @cached_property
     def shape(self) -> Schedule:
-        """Schedule for one micro-batch, which has the placement of the stages."""
+        """Schedule with one micro-batch, to read the number of stages and their placement from."""
         return cached_schedule(self.config.parallel.schedule, self.config.parallel.pp, 1)
 
     @cached_property
@@ -123,11 +123,12 @@ class Prediction:
 
     @cached_property
     def shards(self) -> list[tuple[float, float]]:
-        """Seconds per stage to gather its parameters, and to reduce its gradients, which are in float32.
+        """Times (gather, reduce) of each stage: seconds to gather its parameters, and to reduce its float32 gradients.
 
-        With parallel.dp_replicate, the reduction includes the all-reduce of the shards over the parts of dp.
+        With parallel.dp_replicate, the reduction includes the all-reduce of each shard over the parts of dp.
         """
         p = self.config.parallel
+        # True if the first and the last stage are on one rank, which then has a tied embedding once.
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
         itemsize = self.setting.dtype.itemsize
         seconds = []
@@ -170,7 +171,7 @@ class Prediction:
 
     @cached_property
     def muon_flops(self) -> float:
-        """Operations of Muon's GEMMs on the slowest rank. Ranks with the same stages share them."""
+        """FLOPs of Muon's GEMMs on the slowest rank. Ranks with the same stages divide these GEMMs among them."""
         p = self.config.parallel
         stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
         stage_flops = [sum(map(count_flops, muon_shapes(self.config.optimizer, stage))) for stage in stages]
@@ -184,7 +185,7 @@ class Prediction:
 
     @cached_property
     def spent(self) -> dict[str, OperatorTotal]:
-        """Totals of a micro-batch by kind of operator, over all stages, recompute included."""
+        """Launches, FLOPs, bytes and seconds of a micro-batch by kind of operator: all stages, with recompute."""
         return total(stage.spent.items() for stage in self.stages)
 
     @cached_property
@@ -196,6 +197,7 @@ class Prediction:
         products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
         all_operators = sum(operators.values())
         not_recomputed = 1 - recomputed / all_operators  # fraction, taken to be equal for all kinds of operators
+        # `busy` has the operators, less what merged weight gradients save, and communication that is not hidden.
         makespan, busy = self._simulate()
         merged = self.merged_seconds
         unreduced = self._simulate(reduce=False).makespan
@@ -242,7 +244,8 @@ class Prediction:
     def merged_w(self) -> dict[int, tuple[float, ...]]:
         """Seconds of merged "W" by stage, as `simulate` takes them; empty if none are merged.
 
-        None are merged with fp8_weight_grad: rows saved in FP8 are dequantized one micro-batch at a time.
+        "W" of a stage with only "W" between them are merged: one grouped GEMM computes the weight gradients of several
+        micro-batches. None are with fp8_weight_grad, which dequantizes the saved rows of one micro-batch at a time.
         """
         if not self.config.parallel.merge_weight_grads or self.config.dtypes.fp8_weight_grad:
             return {}
@@ -250,7 +253,7 @@ class Prediction:
 
     @cached_property
     def merged_seconds(self) -> float:
-        """Seconds per step that an average rank saves by merged weight gradients."""
+        """Seconds per step that merged weight gradients save on an average rank."""
         return self._simulate(merge=False).busy - self._simulate().busy if self.merged_w else 0.0
 
     def _simulate(self, *, reduce: bool = True, send: bool = True, merge: bool = True) -> SimulatedTime:
@@ -263,7 +266,7 @@ class Prediction:
 
 @lru_cache(maxsize=16)
 def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> FP8Usage:
-    """Return the use of FP8, by the rules of `dualpipe.nn.quantized_matmul`.
+    """Return the weights that are used in FP8, by the rules of `dualpipe.nn.quantized_matmul`.
 
     Only square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if their GEMMs are
     in another dtype.

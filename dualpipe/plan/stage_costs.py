@@ -1,6 +1,6 @@
 """Costs of a stage's actions on a machine: a roofline per operator, and the engine's order of overlapped actions.
 
-An operator takes the longer of its operations and its memory traffic, each at the rate that its kind of kernel reaches.
+An operator takes the longer of its FLOPs and its memory traffic, each at the rate that its kind of kernel reaches.
 A part of an action, from one communication to the next, takes the longer of its operators and of the host that launches
 them. Two overlapped actions are simulated in the order of `dualpipe.pipeline.overlap.walk`: one computes while the
 other communicates, on fewer multiprocessors.
@@ -31,7 +31,7 @@ from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
 MERGED = range(2, 9)  # numbers of merged "W" that are priced; larger ones cost what the last does
-ATTENTION_BACKWARD = 2.5  # times the operations of the forward: five GEMMs instead of two
+ATTENTION_BACKWARD = 2.5  # times the FLOPs of the forward: five GEMMs instead of two
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ Times = tuple[Seconds, ...]
 
 
 class OperatorTotal(NamedTuple):
-    """Totals of one kind of operator: launches, operations, bytes moved, and seconds."""
+    """Totals of one kind of operator: launches, FLOPs, bytes moved, and seconds."""
 
     launches: float
     flops: float
@@ -114,19 +114,19 @@ class StageCosts(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def layer_costs(
-    setting: Setting, kind: LayerKind, attention: float, shared: tuple[float, float] = (0.0, 0.0)
+    setting: Setting, kind: LayerKind, attention: float, cp_seconds: tuple[float, float] = (0.0, 0.0)
 ) -> LayerCosts:
     """Return the costs of a layer of this kind.
 
     Args:
         setting: model, machine and layout.
         kind: kind of the layer.
-        attention: operations of its attention per token, forward.
-        shared: seconds of context-parallel communication in the forward and in the backward.
+        attention: FLOPs of its attention per token, forward.
+        cp_seconds: seconds of context-parallel communication in the forward and in the backward.
     """
     is_sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
     parts = layer_parts(setting.model, kind, setting.ep if is_sparse else 1, setting.dtype, setting.fp8)
-    return _time_parts(setting, parts, attention, shared)
+    return _time_parts(setting, parts, attention, cp_seconds)
 
 
 @lru_cache(maxsize=1024)
@@ -136,13 +136,13 @@ def head_costs(setting: Setting) -> LayerCosts:
 
 
 def _time_parts(
-    setting: Setting, parts: LayerParts, attention: float, shared: tuple[float, float] = (0.0, 0.0)
+    setting: Setting, parts: LayerParts, attention: float, cp_seconds: tuple[float, float] = (0.0, 0.0)
 ) -> LayerCosts:
-    """Return the times of the parts. attention, shared: as in `layer_costs`."""
+    """Return the times of the parts. attention, cp_seconds: as in `layer_costs`."""
     timer = _PartTimer(setting, attention)
-    shared_forward, shared_backward = shared
-    forward = tuple(chain.from_iterable(timer.part_seconds(part, shared_forward) for part in parts.forward))
-    backward = tuple(chain.from_iterable(timer.part_seconds(part, shared_backward) for part in parts.backward))
+    cp_forward, cp_backward = cp_seconds
+    forward = tuple(chain.from_iterable(timer.part_seconds(part, cp_forward) for part in parts.forward))
+    backward = tuple(chain.from_iterable(timer.part_seconds(part, cp_backward) for part in parts.backward))
     deferred = [operator for part in parts.backward for operator in part.deferred]
     return LayerCosts(forward, backward, timer.totals(), _merged_seconds(deferred, setting))
 
@@ -150,15 +150,16 @@ def _time_parts(
 def _merged_seconds(deferred: Sequence[Operator], setting: Setting) -> tuple[float, ...]:
     """Return the seconds of deferred weight gradients per micro-batch, if those of several are merged.
 
-    One grouped GEMM then takes the operations and rows of all, but reads and writes the accumulators once. The
+    One grouped GEMM then has the FLOPs and rows of all of them, but reads and writes the accumulators once. The
     reference on the CPU adds one micro-batch after the other, so that merging saves nothing there.
     """
     machine = setting.machine
     if machine.host_waits:
         return ()
-    most = most_merged(90 if machine.fp8 else 80)
-    of_size = {size: _seconds_if_merged(deferred, setting, size) for size in range(1, most + 1)}
-    return tuple(sum(size * of_size[size] for size in merged_sizes(count, most)) / count for count in MERGED)
+    arch = 90 if machine.fp8 else 80  # compute capability: GPUs without FP8 are taken to be older than Hopper
+    most = most_merged(arch)
+    seconds_by_size = {size: _seconds_if_merged(deferred, setting, size) for size in range(1, most + 1)}
+    return tuple(sum(size * seconds_by_size[size] for size in merged_sizes(count, most)) / count for count in MERGED)
 
 
 def _seconds_if_merged(deferred: Iterable[Operator], setting: Setting, size: int) -> float:
@@ -176,7 +177,7 @@ def _seconds_if_merged(deferred: Iterable[Operator], setting: Setting, size: int
 
 
 class _PartTimer:
-    """Timer of action parts, which sums what it times by kind of operator."""
+    """Timer of action parts. It also sums launches, FLOPs, bytes and seconds by kind of operator."""
 
     def __init__(self, setting: Setting, attention: float) -> None:
         self._setting = setting
@@ -187,19 +188,19 @@ class _PartTimer:
         """Return the totals by kind of operator."""
         return tuple((kind, OperatorTotal(*values)) for kind, values in self._totals.items())
 
-    def part_seconds(self, part: ActionPart, sharing: float) -> Iterator[Seconds]:
-        """Yield the times of a part: two if context-parallel communication of `sharing` seconds splits it.
+    def part_seconds(self, part: ActionPart, cp_seconds: float) -> Iterator[Seconds]:
+        """Yield the times of a part: two if context-parallel communication of `cp_seconds` splits it.
 
-        The communication comes before attention. Attention is taken to wait for all of it, as if no rows were attended
-        to while others travel, so that only the other action of a pair can hide it.
+        The communication comes before attention, which is assumed to wait for all of it. So only the other action of a
+        pair can hide it, although a ring also attends to some rows while it receives the next ones.
         """
         setting = self._setting
         operators = part.operators
         sent = all_to_all_seconds(setting.machine, part.sent * setting.tokens, setting.ep)
         attention_at = [i for i, operator in enumerate(operators)
                         if operator.kind in ("attention", "attention backward")]
-        if sharing and attention_at:
-            yield Seconds(self._compute_seconds(operators[: attention_at[0]]), sharing)
+        if cp_seconds and attention_at:
+            yield Seconds(self._compute_seconds(operators[: attention_at[0]]), cp_seconds)
             operators = operators[attention_at[0] :]
         compute = self._compute_seconds(operators)
         deferred = self._compute_seconds(part.deferred)
@@ -233,12 +234,12 @@ def host_seconds(operator: Operator, machine: Machine) -> float:
 
 
 def operator_seconds(operator: Operator, setting: Setting, attention: float) -> tuple[float, float, float]:
-    """Return operations, bytes and seconds of an operator, on the rank with the most rows.
+    """Return FLOPs, bytes and seconds of an operator, on the rank with the most rows.
 
     Args:
-        operator: operator with operations and bytes per token.
+        operator: operator with FLOPs and bytes per token.
         setting: model, machine and layout.
-        attention: operations of attention per token, forward.
+        attention: FLOPs of attention per token, forward.
     """
     machine = setting.machine
     kind = operator.kind
@@ -356,10 +357,10 @@ def walk_seconds(actions: Iterable[Sequence[Seconds]], slower: float) -> float:
     One action communicates at a time. Compute beside a communication loses the fraction `slower` of its speed.
     """
     compute_end = 0.0  # time at which the compute stream is done
-    link_end = 0.0  # time at which the communication stream is done
+    communication_end = 0.0  # time at which the communication stream is done
 
     def end_of_compute(seconds: float) -> float:
-        overlapped = max(0.0, link_end - compute_end)
+        overlapped = max(0.0, communication_end - compute_end)
         done = min(seconds, overlapped * (1 - slower))  # work done beside the communication, in seconds at full speed
         delay = done / (1 - slower) - done if done else 0.0
         return compute_end + seconds + delay
@@ -373,8 +374,8 @@ def walk_seconds(actions: Iterable[Sequence[Seconds]], slower: float) -> float:
             continue
         compute_end = end_of_compute(part.compute)
         if part.sent:
-            link_end = max(link_end, compute_end) + part.sent
-            arrival = link_end
+            communication_end = max(communication_end, compute_end) + part.sent
+            arrival = communication_end
         compute_end = end_of_compute(part.deferred)
         running.append((parts, arrival))
-    return max(compute_end, link_end)
+    return max(compute_end, communication_end)

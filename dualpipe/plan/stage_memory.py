@@ -92,9 +92,9 @@ class StageSizes(NamedTuple):
     dense_unit: int
     expert_unit: int
 
-    def reduced_at_once(self, sharing: int) -> int:
-        """Return the largest number reduced at once if `sharing` ranks have the same experts."""
-        if sharing > 1:
+    def reduced_at_once(self, expert_replicas: int) -> int:
+        """Return the most parameters reduced at once if `expert_replicas` ranks have the same experts."""
+        if expert_replicas > 1:
             return max(self.dense_unit, self.expert_unit)
         return self.dense_unit  # experts on one rank only are not reduced: their accumulators are the gradients
 
@@ -135,8 +135,8 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 class _FormatSaving(NamedTuple):
     """Change of a stage's bytes by quantized formats.
 
-    stored: bytes saved in stored parameters. masters: bytes added for master weights; float32 weights that are not
-    quantized need none. gathered: bytes saved in gathered parameters, less the bytes of transposed copies.
+    stored: bytes saved in stored parameters. masters: bytes added for master weights, which float32 parameters need if
+    they are quantized, and only then. gathered: bytes saved in gathered parameters, less those of transposed copies.
     """
 
     stored: int

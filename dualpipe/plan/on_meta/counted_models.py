@@ -56,7 +56,7 @@ class Workload(NamedTuple):
 
 
 class CountedStage(Protocol):
-    """Interface of a stage on the meta device, and of the way to run it.
+    """Interface of a stage on the meta device, with the inputs and the context to run it with.
 
     fused: bytes per token that fused attention kernels save in place of the scores, which the stage materializes; None
     if the stage computes attention as the device does. has_masks: True if its bool masks take memory on the device.
@@ -134,7 +134,11 @@ class NativeModel:
     config: HubConfig
 
     def probe(self, work: Workload) -> Workload:
-        """Return a few tokens: all tensors grow linearly with them, because all weight gradients are deferred."""
+        """Return a workload of a few tokens.
+
+        At a given sequence length, all counted tensors grow linearly with the tokens. Weight gradients do not, but all
+        of them are deferred, and the store drops them.
+        """
         return work._replace(tokens=_SHORT_TOKENS, lengths=_SHORT_LENGTHS, has_documents=False)
 
     def kinds(self, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
@@ -149,8 +153,8 @@ class NativeModel:
         fused = 0
         for index, layer in stage.numbered():
             if "attention" not in kinds[index].recomputed:
-                # Difference between fused kernels and the CPU's attention without its scores: one float32 more per
-                # head, less the keys and values that need not be repeated for the heads that share them.
+                # Against the CPU's attention without its scores, fused kernels save one float32 more per head. They do
+                # not save the repeated keys and values of heads that share them.
                 attention = layer.self_attn
                 num_repeated = attention.num_heads - attention.num_kv_heads
                 repeated = num_repeated * (attention.qk_dim + attention.v_dim)
@@ -209,7 +213,7 @@ class TransformersCountedModel:
         return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
 
     def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> TransformersCountedStage:
-        """Return a stage with one layer per kind: the model's next layer of that kind, each used once."""
+        """Return a stage with one layer per kind: a different layer of the model for each entry of `kinds`."""
         from dualpipe.plan.on_meta.meta_stage import SkippedLayer, build_meta_stage, split_on_meta
 
         unused_layers = {kind.first: iter(_equal_layers(self.model)[kind.first]) for kind in kinds}
@@ -267,7 +271,7 @@ def failure(model: TransformersModel, number: int) -> str:
 
 @lru_cache(maxsize=64)
 def _equal_layers(model: TransformersModel) -> list[list[int]]:
-    """Return for each layer the numbers of all layers of its form, itself included."""
+    """Return for each layer the numbers of all layers with the same form, itself included."""
     from dualpipe.plan.on_meta.meta_stage import layer_forms
 
     forms = layer_forms(model)

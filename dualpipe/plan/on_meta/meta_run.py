@@ -167,8 +167,8 @@ class EvenDispatcher:
 class _InstantTransfer:
     """Communication that completes at once: received tensors are copies of the sent ones.
 
-    It is also its own pending result. Weights and choices are held even where the rows are not, because a recompute
-    sends them once more.
+    An instance with results is also the pending communication that returns them. The context of a dispatch holds the
+    weights and choices, as in the real dispatcher, also where the rows are not saved but sent again for a recompute.
     """
 
     group = None

@@ -112,9 +112,10 @@ def split_on_meta(stage: MetaStage, x: Tensor) -> None:
 
 
 def layer_forms(model: TransformersModel) -> list[tuple[Any, ...]]:
-    """Return a form for each layer: layers of equal forms take the same memory.
+    """Return a key for each layer, its form: layers with equal forms take the same memory.
 
-    The form has the layer's entries in all lists of the config with one entry per layer, and the forms of its modules.
+    It has the layer's entry of every per-layer list in the config, such as `layer_types`, and a key for each of its
+    modules.
     """
     base = base_of(model.causal_lm)
     layers = list(base.layers)
