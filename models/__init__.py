@@ -48,7 +48,8 @@ def read_config(path: str | PathLike[str]) -> HubConfig:
 def read_hub_file(path: str | PathLike[str]) -> HubFile:
     """Read a model's configuration and longest sequence from a `config.json`, or from the directory that contains one.
 
-    Raises `ValueError` as `read_config` does; `UnsupportedModel`, a subclass, where another library may have the model.
+    Raises `ValueError` like `read_config`. For a model that another library may implement, it is the subclass
+    `UnsupportedModel`.
     """
     path, hub = read_hub_json(path)
     try:

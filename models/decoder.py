@@ -55,7 +55,7 @@ class Attention(nn.Module):
     window: int | None  # positions that a token attends to, itself included; None: all positions up to its own
     scale: float  # multiplies the scores
     sinks: nn.Parameter | None  # (A,)
-    shared: tuple[tuple[int, int], ...]  # heads and head dimension of each tensor that `expand_kv` takes
+    shared: tuple[tuple[int, int], ...]  # (heads, head dimension) of each argument of `expand_kv`
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # supplies the keys and values of other ranks' tokens
     max_logits_A: Tensor | None = None  # largest score of each head since the last reset; None: not recorded
@@ -98,9 +98,11 @@ class Attention(nn.Module):
         raise NotImplementedError
 
     def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return parameters, each with a factor for every row, that multiply the scores of each head by its share.
+        """Return the query and key parameters to scale for QK-clip, each with a factor for every row.
 
-        Raises ValueError where a norm follows the projections: it bounds the scores, and undoes a scaled weight.
+        share_A: factor by which the attention scores of each head are to be multiplied, at most 1.
+
+        Raises ValueError if a norm follows the projections: it bounds the scores, and undoes a scaled weight.
         """
         raise NotImplementedError
 
@@ -114,8 +116,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, context: Context) -> Tensor:
         """Return attention over x (B, S, H), with the same shape."""
-        # `project` is not called: the compiler cannot trace the linear layers inside a call, and would break the graph
-        # after the rotation.
+        # `project` is not called but repeated: the compiler cannot trace linear layers, so that the graph breaks at
+        # them. A break inside a call of `project` would also break the graph after the rotation.
         q_BASD, *shared = self.apply_rope(context, *self.qkv_proj(x_BSH))
         k_BGSD, v_BGSV = self.expand_kv(*shared)
         return self.output(attend(
@@ -129,7 +131,7 @@ class Attention(nn.Module):
         if self.context_parallel is None:
             return [Compute(self, ("normed", "context"), "y", recompute)]
         segments = self.context_parallel.segments(self, recompute)
-        # `Stage.compile_dense` compiles `apply_rope`, which the segments call.
+        # `are_compiled`: the segments call `apply_rope`, which `Stage.compile_dense` compiles on its own.
         return with_forward_hooks(self, segments, ("normed", "context"), ("y",), are_compiled=True)
 
 
@@ -179,7 +181,7 @@ class GroupedQueryAttention(Attention):
         return q_BASD, k_BGSD, v.transpose(1, 2)
 
     def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Scale the queries alone: several query heads share each key head."""
+        """Return the parameters of the queries alone, because several query heads share each key head."""
         if self.norms:
             raise ValueError("queries and keys have norms, which bound their scores: leave out optimizer.qk_clip")
         rows = share_A.repeat_interleave(self.head_dim)
@@ -208,8 +210,8 @@ class Experts(nn.Module):
     ) -> Tensor:
         """Return the experts' outputs (M, H), multiplied by the routing weights `weight_M` of the sorted rows.
 
-        x, rows: tokens (T, H) with their sorted order, or rows (M, H) sorted by expert with the end of each expert's
-        rows (E,). quantized: see `GroupedLinear`.
+        x: tokens (T, H), if `rows` is the order in which they are sorted by expert; or else the sorted rows (M, H), and
+        `rows` is the end of each expert's rows (E,). quantized: see `GroupedLinear`.
         """
         ends = rows.offs if isinstance(rows, SortedTokens) else rows
         # Without a bias of down_proj, weighting before its GEMM is equivalent, and its output need not be saved.
@@ -332,8 +334,8 @@ class Layer(nn.Module):
 class PredictionLayer(Layer):
     """Multi-token prediction (MTP) layer (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-    It reads the hidden states of the model or of the previous MTP layer, and the embeddings of the tokens predicted
-    from them; the head makes the next prediction of its output.
+    It reads the hidden states of the model or of the previous MTP layer, and the embeddings of the tokens that are
+    predicted from those states. From its output, the head predicts the tokens one place further ahead.
 
     The projection takes the embedding first, as in the published weights, not as in the paper. The next MTP layer
     reads the output after its norm, as in Megatron and vLLM.
@@ -344,7 +346,7 @@ class PredictionLayer(Layer):
         self.enorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hnorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.eh_proj = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
-        self.eh_proj.quantizable = False  # bfloat16 in the published FP8 weights, whose readers take no scales for it
+        self.eh_proj.quantizable = False  # published FP8 checkpoints store it in bfloat16, without scales
         self.shared_head = nn.ModuleDict({"norm": RMSNorm(config.hidden_size, config.rms_norm_eps)})
 
     def forward(  # type: ignore[override]

@@ -30,7 +30,7 @@ class DeepseekConfig(HubConfig):
     """Sizes and options of DeepSeek-V2 and DeepSeek-V3, named as in the hub's `config.json`."""
 
     _ignored: ClassVar[frozenset[str]] = frozenset({
-        "aux_loss_alpha", "seq_aux",  # training losses, set by a router's `step`
+        "aux_loss_alpha", "seq_aux",  # router losses, which the training config sets instead
         "ep_size", "pretraining_tp",  # the parallel layout of DeepSeek's code
         "head_dim", "qk_head_dim",  # P and D, which transformers writes redundantly
     })
@@ -139,7 +139,7 @@ class DeepseekV2Config(DeepseekConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepseekV3Config(DeepseekConfig):
-    """DeepSeek-V3: a sigmoid for each expert, and a correction bias on the choice that balances the loads."""
+    """DeepSeek-V3: a sigmoid for each expert, and a correction bias that balances loads; it affects only the choice."""
 
     model_type: ClassVar[str] = "deepseek_v3"
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
@@ -178,7 +178,7 @@ class KimiK2Config(DeepseekV3Config):
     """Kimi K2: DeepSeek-V3's mathematics and class, under another `model_type`."""
 
     model_type: ClassVar[str] = "kimi_k2"
-    auto_map: ClassVar[dict[str, str]] = {  # code of the published checkpoint, for a checkpoint without code
+    auto_map: ClassVar[dict[str, str]] = {  # a written checkpoint has no code; it refers to the published code
         name: f"moonshotai/Kimi-K2-Instruct--{place}" for name, place in (
             ("AutoConfig", "configuration_deepseek.DeepseekV3Config"),
             ("AutoModel", "modeling_deepseek.DeepseekV3Model"),
@@ -240,9 +240,9 @@ class LatentAttention(Attention):
         return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
 
     def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Scale queries and keys by the root of the share each (Kimi K2, arXiv:2507.20534, section 2.1).
+        """Scale queries and keys by the square root of the factor each (Kimi K2, arXiv:2507.20534, section 2.1).
 
-        All heads share the rotated part of the key; there the queries alone are scaled, by the whole share.
+        All heads share the rotated part of the key. For these dimensions the queries alone are scaled, by the factor.
         """
         share_A1 = share_A.unsqueeze(1)
         root_A1 = share_A1.sqrt()

@@ -57,7 +57,7 @@ class GptOssConfig(GroupedQueryConfig):
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
-        """Read a `config.json`; without rope parameters it means those of the published models. See `HubConfig`."""
+        """Read a `config.json`. Rope parameters default to those of the published models. See `HubConfig`."""
         return super().from_dict(_DEFAULT_ROPE | {key: value for key, value in hub.items() if value is not None})
 
     @classmethod

@@ -48,9 +48,10 @@ class UnsupportedModel(ValueError):
 class HubTensorPart:
     """Tensor on the hub and the slice of a parameter of this library that it holds.
 
-    where: the slice, with one entry for each dimension of the parameter; a single expert's slice keeps its dimension.
-    The tensor on the hub has the same elements in the same order, without the dimensions of size 1 that `shape` lacks.
-    transposed: its last two dimensions are exchanged.
+    name, shape: of the tensor on the hub.
+    where: the slice, with one entry for each dimension of the parameter. For a single expert, the first entry has
+    length 1, and `shape` has no dimension for it; the elements and their order are the same.
+    transposed: the last two dimensions of the tensor on the hub are exchanged.
     """
 
     name: str
@@ -132,7 +133,8 @@ class HubConfig:
                 continue
             value = values[field.name]
             largest = _MAX_SIZES.get(field.name, _MAX_SIZE)
-            if not _fits(value, types[field.name], least=field.default is MISSING):
+            is_required = field.default is MISSING
+            if not _fits(value, types[field.name], least=1 if is_required else 0):
                 problems.append(f"{field.name}={brief(value)}")
             if type(value) is int and types[field.name] is not float and value > largest:
                 problems.append(f"{field.name}={brief(value)} (at most {largest})")
@@ -169,10 +171,10 @@ class HubConfig:
         return Rotary(self.rotary_dim, self.rope_theta, self.yarn)
 
     def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[HubTensorPart]]:
-        """Return the location of a parameter or buffer on the hub: for each way of storing it, the tensors it is in.
+        """Return the locations of a parameter or buffer on the hub: a list of tensors for each way of storing it.
 
-        `save_hf` writes the first way. A tied head is the embedding; experts are separate tensors or stacked in one.
-        Example: the first half of row 7 of `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is
+        `save_hf` uses the first way. A tied head is stored as the embedding. Experts are separate tensors, or stacked.
+        Example: the first half of expert 7's matrix in `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is
         `model.layers.0.mlp.experts.7.gate_proj.weight` (I, H).
         """
         if name == "lm_head.weight":
@@ -223,9 +225,10 @@ class HubConfig:
 
     @property
     def hub_copies(self) -> dict[str, str]:
-        """Parameter names by the hub names of their copies beside each trained layer for multi-token prediction.
+        """Parameter names by the hub names of their copies.
 
-        These are the embedding and the head. `save_hf` writes the copies, `load_hf` skips them.
+        On the hub, each layer for multi-token prediction has a copy of the embedding and of the head. `save_hf` writes
+        the copies for trained layers, `load_hf` skips them.
         """
         head = "embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
         copies = (("embed_tokens.weight", "embed_tokens.weight"), ("shared_head.head.weight", head))

@@ -16,7 +16,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
 
     model_type: ClassVar[str] = "qwen3_moe"
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # of a window that is off
+    _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # unused: see _fixed
     _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "output_router_logits": False,
     }

@@ -43,7 +43,7 @@ class Recompute:
     Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), for all layers or, as
     "experts:0-7", for a range of layers. Rows that the experts received from other ranks stay saved, except with the
     rule "dispatch", which recomputes routing and experts and repeats the dispatch between them. Keys and values that
-    travel in a ring are sent again under any rule. "none" adds no rule.
+    ring attention receives from other ranks are never saved but sent again, whatever the rules. "none" adds no rule.
 
     num_layers: the number of layers of the model, if known. Raises ValueError for an unknown rule and for layers that
     the model does not have.
@@ -80,8 +80,8 @@ class Stage(nn.Module):
 
     The unpipelined model is `Stage(config, range(config.num_hidden_layers), first=True, last=True)`.
 
-    embedding: the first stage's `embed_tokens`. A last stage that needs the embedding too, for a tied head or for
-    multi-token prediction (MTP), shares its weight; without, as on another rank than the first stage, it has a copy.
+    embedding: `embed_tokens` of the first stage, if that is on the same rank. A last stage that needs the embedding
+    too, for a tied head or for multi-token prediction (MTP), shares its weight; with None, it has a copy.
     """
 
     def __init__(
@@ -145,8 +145,9 @@ class Stage(nn.Module):
     def compile_dense(self, **options: Any) -> None:
         """Compile attention and dense MLPs with `torch.compile(**options)`.
 
-        The graphs lie between linear layers, whose deferred weight gradients no compiler sees. Experts and norms have
-        Triton kernels instead: the host takes 60 us for the forward and backward of a norm, 120 us for a compiled one.
+        Graphs break at linear layers, because the compiler cannot trace deferred weight gradients. Experts and norms
+        are not compiled, since they have Triton kernels: the host takes 60 us for the forward and backward of a norm,
+        and 120 us for a compiled norm.
         """
         for _, layer in self.numbered():
             dense_mlps = [module for module in layer.mlp.modules() if isinstance(module, DenseMLP)]
@@ -254,7 +255,7 @@ class Stage(nn.Module):
                 seeded_normal_(param, std=self.config.initializer_range, seed=seed, name=name)
 
 
-@lru_cache(maxsize=64)  # ranks at one place of a pipeline have equal stages, and building many layers takes a second
+@lru_cache(maxsize=64)  # callers ask for the same stages many times, and building many layers takes a second
 def meta_stages(
     config: HubConfig, num_stages: int = 1, only: tuple[int, ...] | None = None, layers_per_stage: tuple[int, ...] = ()
 ) -> tuple[Stage, ...]:
@@ -269,7 +270,7 @@ def build_stages(
     """Build the stages of a pipeline, with layers split to equal compute or as `layers_per_stage` says.
 
     only: the stages to build, such as those of one rank, returned in this order (default: all). Raises `ValueError` for
-    more stages than the layers allow, and for stages that there are not.
+    more stages than the layers allow, and if `only` has numbers of stages that do not exist.
     """
     cuts = stage_layers(config, num_stages, tuple(layers_per_stage or ()))
     requested = list(range(num_stages)) if only is None else list(only)
@@ -299,9 +300,10 @@ def split_layers(
     layers: the number of layers, or the cost of each. head: the cost of the rest of the last stage, in the same unit.
     layers_per_stage: the split to use instead.
 
-    The split minimizes the cost of the costliest stage, then the sum of squared costs; remaining ties put layers in the
-    middle, since the first stage also has the embedding. The first and the last stage may have no layer. Raises
-    `ValueError` if a middle stage would have none. Example: 6 layers in 4 stages are 1, 2, 2, 1.
+    The split minimizes the cost of the costliest stage, then the sum of squared costs. If several splits are equal, the
+    one with more layers in the middle is taken, since the first stage also has the embedding. The first and the last
+    stage may have no layer. Raises `ValueError` if a middle stage would have none. Example: 6 layers in 4 stages are 1,
+    2, 2, 1.
     """
     costs = [1.0] * layers if isinstance(layers, int) else list(layers)
     if num_stages < 1 or len(costs) < max(0, num_stages - 2):
@@ -331,7 +333,7 @@ def _equal_cost_counts(costs: Sequence[float], num_stages: int, head: float) -> 
         stage_cost = cost(stage, start, stop)
         if stage_cost > limit:
             return inf
-        from_middle = abs(2 * stage - num_stages + 1.1)  # of two stages equally far, the earlier is nearer
+        from_middle = abs(2 * stage - num_stages + 1.1)  # 1.1, not 1: the earlier of two stages is nearer
         return stage_cost**2 / unit + 1e-9 * from_middle * (stop - start)
 
     _, counts = _best_cuts(len(costs), num_stages, unevenness, add)

@@ -1,4 +1,4 @@
-"""Models of transformers in the pipeline: their layers cut into stages, their experts run by this library's kernels.
+"""Models of transformers in the pipeline: cut into stages, with experts that run on this library's kernels.
 
 Requires transformers, and registers the experts implementation "dualpipe" with it.
 Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime` and

@@ -20,7 +20,8 @@ _TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_
 class NumberedLayers(nn.ModuleList):
     """Layers named by their numbers in the whole model, so that parameter names match its checkpoints.
 
-    attributes: plain attributes of the first layer; of a layer of another stage if this stage has no layers.
+    attributes: numbers and strings among the attributes of the first layer, which a model may look up. For a stage
+        without layers, those of the model's last layer.
     """
 
     def __init__(self, layers: dict[int, nn.Module], attributes: SimpleNamespace) -> None:
@@ -122,7 +123,7 @@ def config_of_stage(config: Any, layers: Sequence[int], num_layers: int) -> Any:
 def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
     """Divide the layers into stages with balanced costs -> the range of layer numbers of every stage.
 
-    The cost of a layer is that of its matrices for one token, where experts count K / E.
+    The cost of a layer is its number of multiplications for one token: see `layer_cost`.
 
     causal_lm: the whole model, on any device.
     layers_per_stage: number of layers of every stage, instead of balanced ones.
@@ -146,7 +147,10 @@ def top_k_of(config: Any) -> int:
 
 
 def layer_cost(layer: nn.Module, config: Any) -> float:
-    """Return the number of multiplications of a layer for one token, excluding attention scores."""
+    """Return the number of multiplications of a layer for one token, excluding attention scores.
+
+    The matrices of E experts count K / E times, for K experts per token.
+    """
     top_k = top_k_of(config)
     cost = 0.0
     for module in layer.modules():

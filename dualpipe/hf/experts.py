@@ -31,7 +31,7 @@ from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run
 NAME = "dualpipe"  # name of this implementation in `config._experts_implementation`
 
 SwiGLUForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
-_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # by module of experts, from its first use
+_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # cache of `swiglu_form_of`, by module
 
 
 def compute_experts(
@@ -45,8 +45,9 @@ def compute_experts(
     With a dispatcher of several expert-parallel ranks, tokens are dispatched to their experts and combined: collective
     over these ranks, in the forward and in the backward.
 
-    `run_experts` calls the module with rows sorted by expert instead. Then `top_k_index` describes the sorted rows,
-    `top_k_weights` is (M,), and the result is (M, H): the sorted rows, multiplied by their weights.
+    Inside of this function, `run_experts` calls the module again, to compute the local experts. In that call,
+    `top_k_index` is a `SortedTokens` with the M rows sorted by expert, `top_k_weights` is (M,) in that order, and the
+    result is (M, H): the output of each sorted row, multiplied by its weight.
 
     Raises ValueError if transformers has sharded the experts itself.
     """

@@ -53,8 +53,9 @@ def load_stages(
             transformers. Initial weights depend on `seed` and on module names, not on the cut.
         num_stages: number of stages of the pipeline.
         mine: numbers of this rank's stages, ascending.
-        mesh: from `dualpipe.parallel.mesh.build_mesh`. Experts are sharded over its "ep", everything over "dp" and "ep"
-            by FSDP2. None, or a mesh whose ranks are all in "pp": nothing is sharded.
+        mesh: from `dualpipe.parallel.mesh.build_mesh`. Experts are divided among the ranks of "ep", and FSDP2 shards
+            each rank's experts over "dp"; it shards all other parameters over "dp" and "ep". None, or a mesh whose
+            ranks are all in "pp": nothing is sharded.
         dtype: floating-point dtype of the parameters; None: the dtype of the checkpoint, or of the configuration.
         policy: dtypes of a sharded stage; None: `dtype` for computation and between stages, float32 for gradients, or
             float64 for those of a float64 model.
@@ -70,7 +71,7 @@ def load_stages(
 
     Raises:
         ValueError: on every rank, if the model cannot be cut into stages, the checkpoint lacks weights of a stage, or
-            arguments are invalid; before weights are read if that can be known.
+            arguments are invalid. Everything that can be checked without weights is checked before they are read.
     """
     layout = Mesh.of(mesh)
     expert_ranks = layout.part("ep") if layout.size("ep") > 1 else None

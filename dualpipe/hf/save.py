@@ -39,8 +39,8 @@ def save_stages(
         plan: its `save` dtypes are the dtypes of the written tensors; None: the dtypes of the stages' tensors.
 
     Raises:
-        ValueError: on every rank, if the folder has a model already, is not shared by all ranks, or if two stages have
-            a tensor of the same name.
+        ValueError: on every rank, if the folder has a model already or is not shared by all ranks, or if two stages
+            have a tensor of the same name.
         RuntimeError: a rank cannot write.
     """
     folder = Path(folder)

@@ -28,7 +28,7 @@ class CausalLMStage(nn.Module):
     """Consecutive layers of a causal LM, with the embedding if `is_first`, and the norm and the head if `is_last`.
 
     causal_lm: a model that `cut_model` has cut to this stage.
-    form: form of the layers' results; None: hidden states alone.
+    form: form in which the model's layers return hidden states: alone (None), or first in a tuple.
     """
 
     causal_lm: Any  # the model, without the parts of other stages

@@ -1,9 +1,9 @@
 """Checks that a causal LM of transformers can be cut into stages, before any weight is read.
 
-The checks run on a skeleton: the model with stand-ins for its layers, embedding and norm. The skeleton keeps the code
-between them, which makes masks and rotary tables. A run of the whole skeleton records the arguments of every layer. A
-stage of the skeleton, which gets hidden states alone, must call its layers with the same arguments, and pass nothing
-but hidden states from layer to layer.
+The checks run on a skeleton: the model with stand-ins for its layers, embedding and norm. The rest of the model's
+forward, which makes masks and rotary tables, runs unchanged. A run of the whole skeleton records the arguments of every
+layer. A stage of the skeleton, which gets hidden states alone, must call its layers with the same arguments, and pass
+nothing but hidden states from layer to layer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Skeleton(NamedTuple):
 
 
 def check_structure(causal_lm: Any, cuts: Sequence[range]) -> LayerForm:
-    """Check that stages can run the model, and return the form of its layers' results, equal on all ranks.
+    """Check that stages can run the model, and return the form of its layers' results. All ranks get the same form.
 
     causal_lm: the whole model on the meta device; unusable afterwards.
     cuts: numbers of every stage's layers.
@@ -304,7 +304,8 @@ def _check_stage(
 def _compare_arguments(number: int, actual: LayerCall, expected: LayerCall) -> None:
     """Raise ValueError if two calls of a layer differ in an argument after the hidden states.
 
-    False equals a missing argument: only the head's forward sets some options, such as `output_router_logits`.
+    A missing argument counts as False: the forward with the head passes options that the base model's forward leaves
+    out, such as `output_router_logits=False`.
     """
     actual_arguments = dict(_named_arguments(actual))
     expected_arguments = dict(_named_arguments(expected))

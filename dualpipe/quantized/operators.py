@@ -22,7 +22,7 @@ c10d = torch.ops.c10d
 
 
 def plain_values(x: Tensor) -> Tensor:
-    """Return the values of a tensor as a plain one: of a quantized tensor the master, else the dequantized bytes."""
+    """Return the values of a tensor as a plain tensor: the master of a quantized one, or else the dequantized bytes."""
     if not isinstance(x, QuantizedTensor):
         return x
     return x.dequantize() if x.master is None else x.master
@@ -78,7 +78,7 @@ def _view(x: QuantizedTensor, size: Sequence[int]) -> Any:
 
 @operator(aten.as_strided.default)
 def _as_strided(x: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Any:
-    """Return a contiguous view from the start, possibly without the last rows: FSDP2 takes it of a gathered parameter.
+    """Return a contiguous view from the start, possibly without the last rows, as FSDP2 makes of a gathered parameter.
 
     Raises ValueError for any other view.
     """
@@ -166,10 +166,11 @@ def _unbind(x: QuantizedTensor, dim: int = 0) -> list[QuantizedTensor]:
 
 @operator(aten.cat.default)
 def _cat(parts: Sequence[Any], dim: int = 0) -> Any:
-    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # raises as for plain ones
+    shape = torch.cat([torch.empty(part.shape, device="meta") for part in parts], dim).shape  # raises as torch does
     num_dims = len(shape)
     if num_dims == 1 and not is_strict.get():
-        # DDP sends flat tensors and writes the result into all of them: the values of masters must not be lost by it.
+        # DDP concatenates flat tensors, broadcasts them, and copies the result into the tensors. Concatenate the
+        # masters, which would lose precision if they were overwritten with dequantized values.
         return torch.cat([plain_values(part).to(part.dtype) for part in parts])
     dim %= num_dims
     if dim == num_dims - 1 or not all(isinstance(part, QuantizedTensor) for part in parts):
@@ -242,7 +243,7 @@ def _scatter(outputs: Sequence[QuantizedTensor], inputs: Sequence[Sequence[Quant
 
 @operator(c10d.broadcast_.default)
 def _broadcast(tensors: Sequence[Any], *rest: Any) -> Any:
-    """Broadcast values, as other ranks may have plain tensors for them, and quantize the received ones."""
+    """Broadcast values, because the tensors may be plain on other ranks, and quantize the received values."""
     values = [plain_values(tensor).to(tensor.dtype, copy=True) for tensor in tensors]
     _, work = c10d.broadcast_(values, *rest)
     work.wait()
@@ -266,7 +267,11 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
 
 
 def _copy_bytes(target: QuantizedTensor, source: QuantizedTensor, non_blocking: bool) -> None:
-    """Copy bytes and master. A target's master stays if the source has the same bytes and no master: it is closer."""
+    """Copy bytes and master.
+
+    If the source has no master and the same bytes as the target, the target's master stays: the dequantized bytes would
+    be less precise.
+    """
     if target.master is not None:
         if source.master is not None:
             target.master.copy_(source.master, non_blocking)
@@ -332,7 +337,7 @@ def _new_empty(
     new = _new(x, size, dtype, device)
     if new is None:
         return torch.zeros(tuple(size), dtype=dtype or x.dtype, device=device or x.device)
-    new.padded = new.block_rows  # FSDP2 uses such a tensor for a shard with its padding
+    new.padded = new.block_rows  # FSDP2 creates such a tensor to pad a shard
     return new
 
 

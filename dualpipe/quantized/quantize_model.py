@@ -52,8 +52,8 @@ def quantize_weights(module: nn.Module, format: Format | str, match: Sequence[st
     Args:
         module: the module.
         format: a format or its name.
-        match: glob patterns of parameter names, such as "*.experts.*"; of the weights of `quantizable`, those that
-            match are quantized.
+        match: glob patterns of parameter names, such as "*.experts.*". A weight that `quantizable` yields is quantized
+            if its name matches a pattern.
 
     Raises:
         ValueError: the format is unknown or does not suit a weight's shape, a pattern matches no weight, or a weight is
@@ -101,12 +101,12 @@ def _check_weight(weight: Weight, format: Format, *, is_tied: bool) -> None:
 
 
 def _local(param: Tensor) -> Tensor:
-    """Return the local part of a DTensor, the very tensor (`to_local` would return a new one), or a plain tensor."""
+    """Return the local tensor of a DTensor itself, not a new tensor as `to_local` does; return a plain tensor as is."""
     return param._local_tensor if isinstance(param, DTensor) else param
 
 
 def quantized_part(param: Tensor) -> QuantizedTensor | None:
-    """Return this rank's part of a parameter, the very tensor; None if it is not quantized."""
+    """Return the local tensor of a parameter, the same object; None if it is not quantized."""
     local = _local(param)
     return local if isinstance(local, QuantizedTensor) else None
 
@@ -150,9 +150,9 @@ def matrix_groups(param: Tensor) -> tuple[ProcessGroup, ...]:
 
 @contextmanager
 def filling(params: Iterable[Tensor]) -> Iterator[None]:
-    """Context manager in which masters are filled; it quantizes them at the end.
+    """Context manager in which the caller writes values to masters; they are quantized at the end.
 
-    Parameters without a master, as they are not trained, have one meanwhile.
+    Parameters that are not trained have no master; they get one inside the `with`.
     """
     params = list(params)
     parts = [part for part in map(quantized_part, params) if part is not None and part.master is None]

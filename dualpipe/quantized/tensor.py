@@ -33,8 +33,10 @@ from dualpipe.quantized.registry import implementation_of, is_strict
 class _PreAllGather:
     """Descriptor of `fsdp_pre_all_gather`, which FSDP2 calls for the tensors to gather: the bytes, without the master.
 
-    FSDP2 compares the size of a smaller shard with that of the bytes, and fails on that rank alone, unless the function
-    takes only the mesh. Such a shard has the second function; of the padded shape it returns, FSDP2 takes a part.
+    The last ranks may have smaller shards than the others. If the function has five parameters, FSDP2 raises an error
+    for such a shard unless the size of the tensor to gather is the padded size of the values, which bytes do not have.
+    If the function takes the mesh alone, FSDP2 does not check. Therefore smaller shards get `_pre_all_gather_padded`.
+    It returns a padded shape, of which FSDP2 keeps the part that belongs to the parameter.
     """
 
     def __get__(self, tensor: QuantizedTensor, kind: type) -> Callable[..., Any]:
@@ -57,9 +59,9 @@ class QuantizedTensor(Tensor):
         block_rows: (M, R, B) uint8; M is 1 for a matrix. Rows may have any stride.
         master: float32 values in this tensor's shape; None if it is not trained.
         matrix_shape: (N, K) or (M, N, K), also of a flat view.
-        transposed: block rows of the transposed matrices, if a gather computed them with the others.
-        padded: of a shard that is smaller than those of other ranks, a tensor as large as theirs whose first part is
-            `block_rows`.
+        transposed: block rows of the transposed matrices, if they were computed when the tensor was gathered.
+        padded: block rows followed by zeros, in the size of the largest shard, for a shard that is smaller;
+            `block_rows` is a view of its first part. None for other tensors.
     """
 
     format: Format
@@ -252,7 +254,7 @@ class QuantizedTensor(Tensor):
     # by it.
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the block rows, which may be a part of it."""
+        """Return the storage that contains the block rows, and possibly other tensors."""
         if torch._guards.TracingContext.try_get():  # for torch.compile, a storage belongs to one tensor
             return super().untyped_storage()
         return self.block_rows.untyped_storage()
@@ -309,9 +311,9 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the tensor.
 
-        A parameter, as in a pickled model, keeps its master. Any other tensor, as in a state dict, leaves it out, as
-        masters belong to the optimizer. Of the storage only this tensor's part is written, so that equal tensors have
-        equal files.
+        A parameter, as in a pickled model, keeps its master. Any other tensor, as in a state dict, leaves it out,
+        because masters belong to the optimizer. Only this tensor's part of the storage is written, so that equal
+        tensors have equal files.
         """
         is_param = isinstance(self, nn.Parameter)
         rows = self.block_rows
@@ -330,13 +332,14 @@ class QuantizedTensor(Tensor):
         kwargs = kwargs or {}
         implementation = implementation_of(function)
         if implementation is not None:
-            # As outside of dispatch: views of the bytes then share their version, and writing increases it, on which
-            # `transposed_rows` relies.
+            # Dispatch turns off the tracking of views and versions. Turn it on: a write to a view of the bytes must
+            # increase the version of the bytes, which `transposed_rows` compares.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
                 result = implementation(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        # Also in a list or as `out`: fused and foreach optimizers would update copies, and the updates would be lost.
+        # Find the arguments that the operator writes to, also lists and `out`: fused and foreach optimizers would
+        # update dequantized copies, and the updates would be lost.
         written = [args[index] if index < len(args) else kwargs.get(argument.name)
                    for index, argument in enumerate(function._schema.arguments) if argument.is_write]
         if any(isinstance(tensor, QuantizedTensor) for tensor in tree_leaves(written)):
@@ -351,9 +354,10 @@ class QuantizedTensor(Tensor):
 
 
 def finish_gather(weight: Tensor, *, exact: bool) -> tuple[Tensor, ...]:
-    """Update and return the tensors that a gathered weight has besides its bytes, in the memory of an earlier gather.
+    """Compute the transposed block rows of a gathered weight, if its format has square blocks, and return them.
 
-    These are the block rows of the transposed matrices, for a format with square blocks.
+    They are written to the memory of an earlier gather, if there was one. FSDP2 frees the returned tensors when it
+    reshards the weight.
 
     Args:
         weight: the unsharded weight, or a DTensor with it as local part.

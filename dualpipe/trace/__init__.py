@@ -1,4 +1,4 @@
-"""Traces: the work of all ranks in some steps of training on one clock, as a file, and reports on where time went.
+"""Traces: files with the work of all ranks during some training steps, on one clock, and reports on where time went.
 
 Imports `schedule` and `runtime`.
 """

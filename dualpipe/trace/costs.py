@@ -28,7 +28,7 @@ class MeasuredCosts:
         corrections: lines of text about pairs that took less time than one of their actions.
 
     Raises:
-        ValueError: the trace has no step of training that is not within another activity.
+        ValueError: the trace has no step of training, or only steps inside another entry of the recorder.
     """
 
     def __init__(self, measured: Measured) -> None:
@@ -66,7 +66,7 @@ class MeasuredCosts:
     def _to_json(self, stage_costs: Mapping[int, KindCosts], latency: float) -> dict[str, Any]:
         """Return the JSON form: medians over stages, and the costs of each stage.
 
-        A pair that did not run on a stage has the median of the others there too.
+        A stage on which a pair of two kinds did not run gets the median of the other stages for it.
         """
         names = dict.fromkeys(name for costs in stage_costs.values() for name in costs)
         medians = {name: median([costs[name] for costs in stage_costs.values() if name in costs]) for name in names}
@@ -89,7 +89,7 @@ class MeasuredCosts:
             deciles = quantiles(costs, n=10, method="inclusive") if len(costs) > 1 else costs
             columns = (f"{cost:.3g}" for cost in (median(costs), deciles[0], deciles[-1]))
             rows.append((f"{stage}", kinds, *columns, f"{len(costs)}"))
-        notes = (f"p2p: {self.json_costs['p2p']:.3g} ms from the begin of a send to the end of a receive that waited "
+        notes = (f"p2p: {self.json_costs['p2p']:.3g} ms from the start of a send to the end of a receive that waited "
                  "for it\n")
         if self.assumed_kinds:
             notes += f"none ran alone: {', '.join(self.assumed_kinds)}; taken are B = I + W, W = B / 2 and F = 0\n"
@@ -121,7 +121,11 @@ def _costs_alone(costs: Mapping[str, float], medians: Mapping[str, float]) -> Ki
 
 
 def _add_pairs(stage_costs: Mapping[int, KindCosts], step_costs: Mapping[Step, list[float]]) -> None:
-    """Add the costs of pairs to those of the stages: the costs alone less the median saving, half of it per stage."""
+    """Add the costs of pairs to those of the stages.
+
+    The cost of a pair with both actions on a stage is the sum of their costs alone, less the median saving of all pairs
+    with an action on that stage. For a pair on two stages, the simulator takes the mean of two savings: see `Costs`.
+    """
     savings: defaultdict[tuple[int, str], list[float]] = defaultdict(list)
     for step, costs in step_costs.items():
         if len(step) == 2:

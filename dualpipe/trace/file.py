@@ -26,7 +26,7 @@ COMPUTE = "compute"
 COMMUNICATION = "communication"
 DEVICE = "device"
 THREADS = (COMPUTE, COMMUNICATION, DEVICE)
-_MAX_RANKS = 10**6  # of a trace: threads are numbered in steps of it
+_MAX_RANKS = 10**6  # of a trace; the numbers of two threads of a rank differ by multiples of it
 
 Sample = tuple[int, int, int]  # rank, nanoseconds, bytes
 
@@ -36,8 +36,8 @@ class Slice(NamedTuple):
 
     `args` holds, where they apply:
 
-    - of actions: `actions`, such as ["0F1", "3B0"]; the number of the `run` of the pipeline they belong to, unless it
-      is another pipeline; and of a single action `stage` and `microbatch`;
+    - of actions: `actions`, such as ["0F1", "3B0"]; the number of the `run`, which is one `Pipeline.step`, unless the
+      actions belong to another pipeline than the traced one; and of a single action `stage` and `microbatch`;
     - of a segment: `stage` and `microbatch`;
     - of a communication: `bytes`, `ranks`, and its sequence `number` among those of its kind;
     - of a send and its receive: the same `flow`;
@@ -154,10 +154,10 @@ def _flow_event(item: Slice, flow_id: int, thread_id: Mapping[str, int]) -> dict
 
 
 def _us(nanoseconds: int) -> float:
-    """Return microseconds that give the same nanosecond when cut off.
+    """Convert nanoseconds to microseconds, rounded up slightly so that Perfetto reads back the same nanosecond.
 
-    Perfetto cuts off, and then leaves out slices that overlap (CoerceToTs of its JSON importer;
-    slice_drop_overlapping_complete_event).
+    Perfetto truncates to whole nanoseconds. One nanosecond too early, a slice could overlap the slice before it, and
+    Perfetto drops overlapping slices (CoerceToTs of its JSON importer; slice_drop_overlapping_complete_event).
     """
     return (nanoseconds + 0.25) / 1e3
 
@@ -206,7 +206,7 @@ def _parse(content: Any) -> Trace:
 
 
 def training_runs(row: Iterable[Slice]) -> dict[int, list[Slice]]:
-    """Return the actions of a rank by the number of the pipeline's run, without runs that are forward only."""
+    """Return the actions of a rank by the number of the run (one `Pipeline.step`), without forward-only runs."""
     runs: defaultdict[int, list[Slice]] = defaultdict(list)
     for item in row:
         if "run" in item.args:

@@ -18,7 +18,7 @@ ALL_TO_ALL = "all-to-all"
 _LABELS = {"exchange": ALL_TO_ALL, "all_to_all": ALL_TO_ALL, "gather": "gathers", "reduce": "reductions",
            "agree": "agreement", "vote": "votes", "clip": "norm", "routers": "loads"}
 _WHOLE_KINDS = ("evaluate", "save", "export", "check")  # outside of training steps; counted as a whole
-_ASYNC_KINDS = ("exchange", "gather", "reduce")  # collectives with one slice at their begin, and one at the wait
+_ASYNC_KINDS = ("exchange", "gather", "reduce")  # collectives with one slice where they start, and one at the wait
 
 Collective = tuple[str, tuple[int, ...], int]  # kind, ranks, sequence number
 
@@ -61,10 +61,11 @@ class Measured:
     Attributes:
         trace: the trace.
         spans: activities of each rank, in order.
-        runs: for each rank, the actions of each run of the pipeline that is complete on all of its ranks, in order.
+        runs: for each rank, the actions of each run (one `Pipeline.step`) that is complete on all ranks of the
+            pipeline, in order.
         hidden: by rank and kind, the time that communication took while the rank computed. On CPU it is an upper
-            bound, as the arrival is not seen there.
-        latency: of a message that was waited for, the median time from the begin of the send to the end of the receive.
+            bound, as the time of arrival is not known there.
+        latency: median time from the start of a send to the end of its receive, of messages that were waited for.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -72,9 +73,9 @@ class Measured:
         self.hidden: defaultdict[int, Counter[str]] = defaultdict(Counter)
         slices = [item for row in trace.rows.values() for item in row]
         self._sends = {item.args["flow"]: item for item in slices if item.kind == "send" and "flow" in item.args}
-        self._flows: dict[int, str] = {}  # flow of each receive, also of a header's, by the id of its slice
-        self._begun: defaultdict[Collective, dict[int, int]] = defaultdict(dict)  # begin of a collective, by rank
-        self._begins: dict[int, Slice] = {}  # slice that began a slice's communication, by the id of the latter
+        self._flows: dict[int, str] = {}  # flow by the id of the slice of a receive; headers are received, too
+        self._begun: defaultdict[Collective, dict[int, int]] = defaultdict(dict)  # start time by collective and rank
+        self._begins: dict[int, Slice] = {}  # slice that started a communication, by the id of the slice that waits
         for row in trace.rows.values():
             self._find_begins(row)
             self._find_flows(row)
@@ -97,7 +98,10 @@ class Measured:
                 self._begun[collective][item.rank] = begin.start
 
     def _find_flows(self, row: list[Slice]) -> None:
-        """Note the flow of each receive of a rank. The receive of a header has that of the message after it."""
+        """Note the flow of each receive of a rank.
+
+        A header, which gives the shapes of a message, is received before the message and gets the flow of the message.
+        """
         flows: dict[str, str] = {}  # of the next receive, by name
         for item in reversed(row):
             if item.kind == "receive":
@@ -152,7 +156,8 @@ class Measured:
     def _hidden_before(self, wait: Slice) -> int:
         """Return how long the communication was under way before the wait for it.
 
-        An all-to-all of a device is counted in full with its stream, so that here the wait is subtracted.
+        On a device, `_add_side_streams` adds the whole time of an all-to-all. So the result for its wait is negative:
+        it takes off the part that was waited for, which nothing hid.
         """
         if wait.thread == DEVICE and wait.kind == "all_to_all":
             return wait.start - wait.end

@@ -17,12 +17,12 @@ from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
 
-_MAX_CAUSES = 4  # of a rank's loss that are named
-_MIN_SHARE = 0.05  # of a rank's loss from which on a cause is named
+_MAX_CAUSES = 4  # the report names at most so many causes of a rank's loss
+_MIN_SHARE = 0.05  # the report names a cause if it is more than this share of a rank's loss
 _NEGLIGIBLE_MS = 0.005
 _NUM_SLOWEST = 5  # actions
-_WIDEST = 1600  # pixels, as some actions are short compared with others
-_HIGH_LOAD = 1.1  # times the mean, from which on a load is named
+_WIDEST = 1600  # pixels; wide, because some actions are short compared with others
+_HIGH_LOAD = 1.1  # the report names a load of experts that is more than this multiple of the mean
 
 Cause = tuple[str, str]  # kind of cause; action, rank or communication
 
@@ -98,10 +98,10 @@ class Summary:
     # -- compared with the simulation
 
     def lost(self, rank: int) -> dict[Cause, float]:
-        """Return by cause how much later than in the simulation a rank finished its actions.
+        """Return, by cause, how much later a rank finished its actions than in the simulation.
 
-        A negative time is a gain. Both are counted from the agreement of the ranks on the step. Together the causes
-        make up the whole difference.
+        A negative time is a gain. The measured time of a step starts when the ranks have agreed on the step, the
+        simulated one at 0. The causes add up to the whole difference.
         """
         causes = Counter[Cause]()
         spans = self.measured.spans[rank]
@@ -188,20 +188,24 @@ class Summary:
 
 
 def _use(span: Activity) -> str:
-    """Return the use of the time of an activity without its waits: "compute", "host gaps", or its kind."""
+    """Return the use of an activity's time outside of its waits: "compute", "host gaps", or the activity's kind.
+
+    An activity that communicates computes nothing: apart from its waits, its time is a gap of the host.
+    """
     if span.slice.step:
         return "compute"
-    is_communication = span.late or span.exposed or span.slice.kind in ("gather", "reduce")  # of one rank without waits
+    # With a single rank, a gather or a reduction has no waits.
+    is_communication = span.late or span.exposed or span.slice.kind in ("gather", "reduce")
     return "host gaps" if is_communication else span.slice.kind
 
 
 def _add_idle(causes: Counter[Cause], idle: int, planned_idle: int, between: list[Activity]) -> None:
     """Add the causes of the time between two actions.
 
-    The idle time of the simulation is taken off the causes: first off the lateness of other ranks, then off the time of
-    messages, then off the gaps of the host.
+    The idle time of the simulation is subtracted, since the rank has not lost it: first from the lateness of other
+    ranks, then from exposed communication, then from the gaps of the host.
 
-    between: activities between the two actions.
+    idle, planned_idle: measured and simulated time between the two actions. between: activities between them.
     """
     late = sum((span.late for span in between), Counter[int]())
     exposed = sum((span.exposed for span in between), Counter[str]())

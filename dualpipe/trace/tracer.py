@@ -1,7 +1,7 @@
 """Tracing: the recorders' entries of some steps on all ranks, gathered on the first rank and written as one file.
 
-Tracing records little that is not recorded anyway: details of communication and, with a device, an event at the begin
-and the end of each entry. Until the end of the trace it makes no host wait for a device.
+The recorder of each rank is always on. A trace adds details of communication and, with a device, an event at the start
+and at the end of each entry. Between the start and the end of the trace, no host waits for a device because of it.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Clock(NamedTuple):
     """Comparison of this rank's clock with that of the first rank, in nanoseconds.
 
     Args:
-        at: time of this rank's clock.
-        offset: time to add for the first rank's clock.
-        error: possible error of the offset.
+        at: time of the comparison on this rank's clock.
+        offset: add it to a time of this rank's clock to get the first rank's.
+        error: largest possible error of the offset.
     """
 
     at: int
@@ -60,18 +60,18 @@ class Clock(NamedTuple):
 class Tracer(Observer):
     """Context manager that traces steps of a pipeline. All ranks of `group` enter and leave it at the same place.
 
-    At the end, the first rank writes the file `path`. After an error inside, the error is raised with a note that names
-    the file with the trace until the error. That file is `path` after an error of a step, which all ranks of the
-    pipeline raise, if they are the ranks of `group`. After any other error, or if a rank is lost, no rank waits for
-    others: each writes its own file, `path` with its number.
+    At the end, the first rank writes the file `path`. An error inside ends the trace, which is written up to the error;
+    a note on the error names the file. All ranks of a pipeline raise the error of a step: if they are the ranks of
+    `group`, they write `path` together. After any other error, or if a rank is lost, no rank waits for others: each
+    writes its own file, which is `path` with its rank's number.
 
     Args:
         path: file to write.
         group: process group that can carry host tensors and that stays usable after a failed step.
         device: device of the pipeline.
         place: place of this rank in its pipeline.
-        running: returns the number of the pipeline's current run, 0 outside of a run. The trace has the work of other
-            pipelines too, without a run.
+        running: returns the number of the pipeline's current run, which is one `Pipeline.step`; 0 outside of a run.
+            Actions of other pipelines are traced too, without the number of a run.
 
     Raises:
         ValueError: a trace is being taken already, or, on every rank, the file cannot be written.
@@ -101,7 +101,8 @@ class Tracer(Observer):
         self._clocks = [self._compare_clocks()]
         self._ranks.first(partial(check_path, self._path))  # also makes all ranks begin at once
         if self._device.type == "cuda":
-            devices.synchronize(self._device)  # orders: the host knows when the event comes that others are timed by
+            # orders: earlier work, then the zero event. So the event happens at `_since`, and times are relative to it.
+            devices.synchronize(self._device)
         zero_event = devices.record(self._device, timed=True)
         self._since = perf_counter_ns()
         self._zero_event: Any = zero_event  # None on CPU
@@ -187,7 +188,7 @@ class Tracer(Observer):
     # -- recording
 
     def began(self, recorder: Recorder, entry: Entry) -> None:
-        """Note the run of an action and, with a device, the begin of the entry on it."""
+        """Note the run of an action and, with a device, record an event at the start of the entry."""
         self._open.append(entry)
         if hasattr(entry[WHAT], "actions"):
             run = self._running()
@@ -198,7 +199,7 @@ class Tracer(Observer):
             self._events[id(entry)] = [entry, devices.stream(self._device), begin_event]
 
     def ended(self, recorder: Recorder, entry: Entry) -> None:
-        """Note the end of the entry on the device and, after an outermost entry, the memory in use."""
+        """With a device, record an event at the end of the entry; after an outermost entry, note the memory in use."""
         if not self._open:  # the entry began before the trace
             return
         self._open.pop()
@@ -235,9 +236,9 @@ class Tracer(Observer):
         Args:
             entry: the entry.
             thread: thread of the slice.
-            start: begin on this rank's clock.
+            start: start on this rank's clock.
             end: end on this rank's clock.
-            num_messages: number of earlier messages of each name between each two ranks; it is updated.
+            num_messages: number of earlier messages by name, source and destination; updated in place.
         """
         _, _, step, kind, what, ranks, num_bytes, number = entry
         name = str(what) or kind
@@ -274,8 +275,8 @@ class Tracer(Observer):
     def _compare_clocks(self) -> Clock:
         """Compare this rank's clock with that of the first rank, one rank after the other. Collective.
 
-        Of many round trips of a message, the fastest counts. The first rank read its clock at some moment of the round
-        trip, which is taken to be the middle; the error is at most half of it.
+        Only the fastest of many round trips of a message is used. The first rank reads its clock at some moment of the
+        round trip, which is assumed to be the middle; the error is at most half of the round trip.
 
         Method: Cristian, "Probabilistic clock synchronization", 1989.
         """
@@ -324,7 +325,7 @@ def check_path(path: Path) -> None:
 def _schedule(ranks: dict[str, dict[str, Any]], slices: list[Slice]) -> dict[str, Any] | None:
     """Return the schedule of the first rank's pipeline as it was run; None unless all of its ranks have trained.
 
-    Of each rank, it is taken from the run with the most actions, as a run that failed has fewer.
+    The steps of a rank are those of its run with the most actions: a run that failed has fewer.
     """
     first_rank = ranks[min(ranks, key=int)]
     longest_runs = []
