@@ -5,10 +5,12 @@ Kernel files import `triton` and `tl` from this file, so that they can be import
 exists for Linux only).
 
 The number of rows that a rank receives depends on the routing: any step may be the first with no row, with one row, or
-with a multiple of 16. By default Triton compiles another kernel for each of these cases. To load a kernel, the host
-waits for the whole device, and so for NCCL messages whose peers may be waiting for this rank. Therefore one kernel,
-loaded in the first step, serves any number of rows: `do_not_specialize` lists the arguments that depend on this number,
-no tile is chosen by it, and without rows a program is launched that has no work.
+with a multiple of 16. By default Triton compiles another kernel for each of these cases. Loading a kernel makes the
+host wait for all work on the device. This includes NCCL messages, whose peers may be waiting for this rank: a deadlock.
+Therefore one kernel, loaded in the first step, serves any number of rows: `do_not_specialize` lists the arguments that
+depend on this number, tiles do not depend on it, and a kernel is launched even if there are no rows.
+
+As in Triton, a program is one instance of a kernel: it computes one tile, or one block of rows.
 """
 
 from __future__ import annotations
@@ -77,8 +79,10 @@ def with_dense_rows(x: Tensor) -> Tensor:
 class RowTile(NamedTuple):
     """Tile of one program in a matrix that is read and written once.
 
+    Kernel files have tables of tiles by shape class, such as "wide": a range of shapes that share a tile.
+
     rows: number of rows for elements of two bytes; see `scaled_for`.
-    unroll: unroll factor of the loop over rows of other matrices: the number of loads in flight.
+    unroll: unroll factor of the loop over the rows of a token (routing.py), and so the number of loads in flight.
     """
 
     rows: int
@@ -104,8 +108,8 @@ def operator(
     autograd and for aliases.
 
     fake: returns tensors with the shapes and dtypes of the results.
-    mutates: arguments that the function writes to. It must increase their versions itself if autograd may have saved
-        them.
+    mutates: arguments that the function writes to. It must increase their version counters itself if autograd may have
+        saved them.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

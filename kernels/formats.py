@@ -1,9 +1,9 @@
 """Formats of quantized matrices: their elements, their scales, and the byte layout of both.
 
 A matrix (N, K) is stored as block rows. A block row holds all rows that share scales, one row or 128: first their
-elements, then their scales, then zeros up to a multiple of 16 bytes. Therefore a cut between block rows is one range of
-bytes, and an all-gather is a concatenation. A scale of the whole matrix is repeated in the last four bytes of every
-block row, so that every part of the matrix has it.
+elements, then their scales, then zeros up to a multiple of 16 bytes. Therefore a shard of whole block rows is one range
+of bytes, and an all-gather concatenates shards to the matrix. A scale of the whole matrix is repeated in the last four
+bytes of every block row, so that every shard has it.
 
     mxfp8   K = 64   | 64 x e4m3 | 2 x e8m0 | 14 zeros                           80 bytes per row
     nvfp4   K = 64   | 32 bytes, two e2m1 each | 4 x e4m3 | 8 zeros | fp32       48 bytes per row
@@ -36,7 +36,7 @@ class Format:
     scale: dtype of a block's scale: float8_e8m0fnu, float8_e4m3fn or float32.
     matrix_scale: the whole matrix has an additional scale in float32.
     power_of_two: float32 scales are powers of two.
-    computes: GEMMs are in FP8; otherwise they use dequantized values.
+    computes: there are FP8 GEMMs of the stored elements; otherwise GEMMs use dequantized values.
     """
 
     name: str
@@ -152,8 +152,8 @@ def quantize_reference(x: Tensor, format: Format, amax: Tensor | None = None) ->
     Scales are chosen so that the largest value of a block rounds to more than half of the largest element:
 
     - e8m0 and powers of two: the smallest 2^s with amax / 2^s <= 464, or < 7 for e2m1; these limits round to 448 and 6.
-      The scale is 2^ceil(log2(amax / 448)), except for the 5% of amax that lie between 448 and 464 times a power of
-      two. With that scale, 448.5 would become 224 x 2 = 448; quantized again, 448 would become 448 x 1.
+      This equals 2^ceil(log2(amax / 448)), except for the 5% of amax that lie between 448 and 464 times a power of
+      two. There, 2^ceil(...) would not be idempotent: 448.5 would become 224 x 2 = 448, which would become 448 x 1.
     - float32: amax / 448, rounded to 20 bits, so that its product with an element is exact.
     - nvfp4: the matrix scale is the smallest 2^s with amax / (6 x 2^s) <= 464. A block scale is amax / 6 in units of
       the matrix scale, rounded to the nearest e4m3, and at least 2^-6, the smallest normal number.
@@ -214,7 +214,7 @@ def decode_rows(elements: Tensor, scales: Tensor, bits: int, width: int, first: 
 
     elements: (..., rows, bytes), rows that share their scales.
     scales: (..., C), one per `width` columns.
-    first: column in the first block where the rows start.
+    first: offset of the first column in its block.
     """
     if bits == 4:
         byte_values = [(_E2M1_VALUES[byte & 15], _E2M1_VALUES[byte >> 4]) for byte in range(256)]

@@ -5,24 +5,27 @@ host and no row is padded. Example: offs = [2, 2, 5] assigns rows 0 and 1 to exp
 to expert 2. Rows from 5 on are unassigned: no result depends on them, and they are not written.
 
 Advantage over one GEMM per expert: one launch instead of E, and no copy of the sizes to the host. Advantage over a
-batched GEMM: no padding. `gather` reads rows through an index, which saves writing and reading a sorted copy of K times
-the activations. `grouped_gemm_swiglu` activates gate and up in registers, which saves a launch and reading both. The
-weight gradient is added to its float32 accumulator from registers, which saves a rounded copy of all weights. Every
-element of a result has one writer and one order of additions, so results are bitwise reproducible.
+batched GEMM: no padding. `gather` reads rows through an index, which saves writing and reading a sorted copy of the
+activations, with one row for each expert of a token. `grouped_gemm_swiglu` activates gate and up in registers, which
+saves a launch and reading gate and up. The weight gradient is added to its float32 accumulator from registers, which
+saves a rounded copy of all weights. Every element of a result has one writer and one order of additions, so results are
+bitwise reproducible.
 
 There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient), with
-a second form for several micro-batches at once. All have one program per tile, which the hardware schedules as
-multiprocessors become idle, because experts have different numbers of rows, and because a program (147 KB of shared
-memory or more) does not fit on a multiprocessor next to a block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689). With
-a fixed share of tiles per multiprocessor, the shares of those that NCCL occupies would be left for a second wave.
+a variant that sums over several micro-batches. They launch one program per tile, and the hardware starts the next
+program when a multiprocessor becomes idle. There is no persistent kernel, with a fixed share of the tiles for every
+multiprocessor, for two reasons. Experts have different numbers of rows. And a program (147 KB of shared memory or more)
+does not fit on a multiprocessor next to a block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689): the shares of the
+multiprocessors that NCCL occupies would run in a second wave.
 
-On sm_90 and later, the copy engine reads operands whose rows are 16-byte aligned, through tensor descriptors. Other
+On sm_90 and later, operands whose rows are 16-byte aligned are read through tensor descriptors (see launcher.py). Other
 operands, gathered rows, and all operands on sm_80 are read through pointers. These functions have no backward;
 `dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` do.
 
 With DUALPIPE_CHECK_OFFSETS=1 in the environment, every call on CUDA checks that `offs` rises to at most M and that
-`gather` stays within `x`, and waits for the device to do so. Without it, wrong offsets give wrong results, but ends are
-clamped to 0 to M. On CPU both are always checked.
+`gather` stays within `x`, and waits for the device to do so. Without it, invalid ends give wrong results, because
+kernels clamp them to the range from 0 to M, and an invalid `gather` may read memory outside of `x`. On CPU both are
+always checked.
 
 Dimension letters: M rows, E experts, H in_features, N out_features; in the kernel that computes rows, C columns of the
 result (N in the forward, H for the input gradient) and D the summed dimension (H or N); R rows of an operand before
@@ -188,8 +191,8 @@ def _load_rows(
 ):
     """Load DEPTH rows from `row`, or the gathered ones, and COLS columns from `col`.
 
-    MASKED sets rows from `end` on to zero. TRANSPOSED transposes pointers, if there are any, because loads
-    followed by a transpose are not asynchronous on sm_80.
+    MASKED sets rows from `end` on to zero. TRANSPOSED returns the tile transposed: with a descriptor it transposes the
+    loaded tile, otherwise the pointers, because a load followed by a transpose is not asynchronous on sm_80.
     """
     rows = row + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLS)
@@ -223,7 +226,7 @@ def _load_rows(
 def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
                    DESCRIPTOR: tl.constexpr):
     """Store some columns of a tile of the weight gradient, or add them."""
-    if DESCRIPTOR:  # the copy engine adds, so the accumulator is not read into registers
+    if DESCRIPTOR:  # TMA adds, so the accumulator is not read into registers
         out.atomic_add([expert, row, col], part.reshape(1, part.shape[0], part.shape[1]))
     else:
         rows = row + tl.arange(0, part.shape[0])
@@ -310,7 +313,7 @@ def _weight_kernel(
 
 @triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
 def _merged_weight_kernel(
-    dy0, dy1, dy2, dy3,  # one for each micro-batch, as in `_weight_kernel`; None for those that are not there
+    dy0, dy1, dy2, dy3,  # one for each micro-batch, as in `_weight_kernel`; None beyond the last micro-batch
     x0, x1, x2, x3,
     gather0, gather1, gather2, gather3,
     offs0, offs1, offs2, offs3,
@@ -324,8 +327,8 @@ def _merged_weight_kernel(
 ):
     """`_weight_kernel` for two to four micro-batches: `out` is read and written once for all of them.
 
-    One sum in registers goes through the micro-batches in their order. Each has a loop of its own, as descriptors
-    cannot be chosen by a variable; tensors are arguments of their own for the same reason.
+    The sum stays in registers from the first micro-batch to the last. Every micro-batch has its own arguments and its
+    own loop, because a kernel cannot index a list of descriptors with a variable.
     """
     if ALIGNED:  # see _rows_kernel
         N = N // 8 * 8
@@ -379,7 +382,7 @@ def _strides_aligned(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
 
 
 def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-    """Return True if the copy engine (sm_90 and later) can access `tensor`. float32 operands do not use it."""
+    """Return True if TMA (sm_90 and later) accesses `tensor`: it has one of `dtypes` and aligned rows."""
     supports_tensor = tensor.dtype in dtypes and rows_aligned(tensor) and 0 not in tensor.shape[1:]
     return supports_tensor and architecture(tensor.device) >= 90
 
@@ -394,9 +397,9 @@ def operand(tensor: Tensor, block: tuple[int, ...] | None) -> Tensor | Block:
 
 
 class _OperandForm(NamedTuple):
-    """Properties of an operand that a launch depends on.
+    """Properties of an operand that the choice of a launcher depends on.
 
-    columns: sizes except the first one, which may vary between launches.
+    columns: shape without the first dimension, whose size may vary between launches.
     starts_aligned: the memory starts at a multiple of 16 bytes.
     """
 
@@ -410,12 +413,12 @@ class _OperandForm(NamedTuple):
         return self.starts_aligned and _strides_aligned(self.strides, self.dtype)
 
     def takes_descriptor(self, arch: int, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-        """Return True if the copy engine can access the operand; see `takes_descriptor`."""
+        """Return True if TMA accesses the operand; see `takes_descriptor`."""
         return self.dtype in dtypes and self.is_aligned() and 0 not in self.columns and arch >= 90
 
 
 def _form_of(tensor: Tensor) -> _OperandForm:
-    """Return the form of a tensor."""
+    """Return the `_OperandForm` of a tensor."""
     return _OperandForm(tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
@@ -435,7 +438,7 @@ class _RowsLaunch(NamedTuple):
     is_fused: the kernel computes the activation.
     a_block, w_block: blocks of the descriptors; None: pointers.
     w_shape, w_strides: of the descriptor of the weights.
-    numbers: numbers of the launch, except the number of rows.
+    numbers: scalar arguments of the kernel that follow the number of rows.
     """
 
     launch: Launcher
@@ -535,10 +538,10 @@ class WgradOperands(NamedTuple):
 
 
 class _WeightLaunch(NamedTuple):
-    """Launch of `_weight_kernel`, or of the kernel for several micro-batches, for one shape, with any number of rows.
+    """Launch of `_weight_kernel` or `_merged_weight_kernel` for one shape, with any number of rows.
 
     dy_block, x_block, out_block: blocks of the descriptors; None: pointers.
-    numbers: numbers of the launch, except the number of rows.
+    numbers: scalar arguments of the kernel that follow the numbers of rows.
     """
 
     launch: Launcher
@@ -554,7 +557,7 @@ def _weight_launch(
     arch: int, dy: _OperandForm, x: _OperandForm, out: _OperandForm, experts: int, accumulate: bool, gathered: bool,
     is_merged: bool = False,
 ) -> _WeightLaunch:
-    """Prepare the launch of `_weight_kernel` for operands of these forms."""
+    """Prepare the launch of `_weight_kernel` for operands of these forms, or of `_merged_weight_kernel`."""
     n, h = out.columns
     dy_descriptor = dy.takes_descriptor(arch)
     x_descriptor = not gathered and x.takes_descriptor(arch)
@@ -595,7 +598,7 @@ def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate:
 
 
 def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
-    """Launch as few kernels as possible, each for neighbours of one layout."""
+    """Compute the weight gradient of several micro-batches in `out`, with as few launches as possible."""
     if not out.numel():
         return
     for batch in _mergeable_batches(operands, out):
@@ -608,39 +611,40 @@ def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumu
 
 
 def _mergeable_batches(operands: Sequence[WgradOperands], out: Tensor) -> list[Sequence[WgradOperands]]:
-    """Cut `operands` into what one kernel takes at a time."""
+    """Divide `operands` into lists that one launch can take: neighbours with equal `_mergeable_properties`."""
     batches: list[Sequence[WgradOperands]] = []
-    for _, group in groupby(operands, _layout):
-        alike = list(group)
-        is_converted = out.dtype is torch.float64 and alike[0].dy.dtype is not torch.float64
+    for _, group in groupby(operands, _mergeable_properties):
+        neighbours = list(group)
+        is_converted = out.dtype is torch.float64 and neighbours[0].dy.dtype is not torch.float64
         # One micro-batch at a time is copied to float64.
         most = 1 if is_converted else tiling.most_merged(architecture(out.device))
-        ends = accumulate(tiling.merged_sizes(len(alike), most), initial=0)
-        batches += [alike[start:end] for start, end in pairwise(ends)]
+        ends = accumulate(tiling.merged_sizes(len(neighbours), most), initial=0)
+        batches += [neighbours[start:end] for start, end in pairwise(ends)]
     return batches
 
 
-def _layout(operands: WgradOperands) -> tuple[Any, ...]:
-    """Return what a kernel's arguments are the same for in all its micro-batches."""
+def _mergeable_properties(operands: WgradOperands) -> tuple[Any, ...]:
+    """Return the properties that must be equal in all micro-batches of a launch."""
     gather = operands.gather
     return _form_of(operands.dy), _form_of(operands.x), None if gather is None else gather.dtype
 
 
 def _launch_merged_batch(batch: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    """Compute the weight gradient of one of `_mergeable_batches` in `out`, with one launch."""
     dy, x, _, gather = batch[0]
-    how = _weight_launch(architecture(dy.device), _form_of(dy), _form_of(x), _form_of(out), out.shape[0], accumulate,
-                         gather is not None, is_merged=True)
+    prepared = _weight_launch(architecture(dy.device), _form_of(dy), _form_of(x), _form_of(out), out.shape[0],
+                              accumulate, gather is not None, is_merged=True)
     absent = (None,) * (MOST_MERGED - len(batch))
     pointers = (
-        *(operand(each.dy, how.dy_block) for each in batch), *absent,
-        *(operand(each.x, how.x_block) for each in batch), *absent,
-        *(None if each.gather is None else each.gather.contiguous() for each in batch), *absent,
-        *(each.offs.contiguous() for each in batch), *absent,
-        operand(out, how.out_block),
+        *(operand(item.dy, prepared.dy_block) for item in batch), *absent,
+        *(operand(item.x, prepared.x_block) for item in batch), *absent,
+        *(None if item.gather is None else item.gather.contiguous() for item in batch), *absent,
+        *(item.offs.contiguous() for item in batch), *absent,
+        operand(out, prepared.out_block),
     )
-    rows = (*(each.dy.shape[0] for each in batch), *(0 for _ in absent))
+    rows = (*(item.dy.shape[0] for item in batch), *(0 for _ in absent))
     with torch.cuda.device_of(dy):
-        how.launch(how.grid, pointers, (*rows, *how.numbers))
+        prepared.launch(prepared.grid, pointers, (*rows, *prepared.numbers))
 
 
 def forget_launches() -> None:
@@ -708,11 +712,13 @@ def _grouped_gemm_wgrad_merged(
     dys: Sequence[Tensor], xs: Sequence[Tensor], offsets: Sequence[Tensor], gathers: Sequence[Tensor | None],
     out: Tensor, accumulate: bool,
 ) -> None:
+    """Compute `grouped_gemm_wgrad_merged` with checked operands, one list for each field of `WgradOperands`."""
     operands = [*map(WgradOperands, dys, xs, offsets, gathers)]
     for dy, x, offs, gather in operands:  # before anything is added
         check_values(offs, dy.shape[0], gather, x.shape[0])
     torch.autograd.graph.increment_version(out)
-    (_launch_merged_weight if use_triton(out) else _reference_merged_weight)(operands, out, accumulate)
+    run = _launch_merged_weight if use_triton(out) else _reference_merged_weight
+    run(operands, out, accumulate)
 
 
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -796,8 +802,8 @@ def grouped_gemm_wgrad(
 ) -> None:
     """Compute the weight gradient of `grouped_gemm`: dw[e] = sum over the rows m of expert e of dy[m] x[m]^T.
 
-    The result has the dtype of `out`; for a float32 `out`, it is never rounded to bfloat16. All strides are supported
-    with which elements of `out` do not share memory.
+    The result has the dtype of `out`; for a float32 `out`, it is never rounded to bfloat16. All strides are supported,
+    except for an `out` whose elements share memory.
 
     Args:
         dy: (M, N).
@@ -815,19 +821,23 @@ def grouped_gemm_wgrad(
 
 
 def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
-    """Gradient of `grouped_gemm` for its weights, summed over micro-batches: `grouped_gemm_wgrad` of each in turn.
+    """Compute the weight gradient of `grouped_gemm`, summed over micro-batches.
 
-    `operands` has those of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and
-    form of `gather` are one launch, which reads and writes `out` once: with 256 rows for each expert, most of the time
-    of a launch goes to a float32 `out`. `out` and `accumulate` are those of `grouped_gemm_wgrad`.
+    One launch takes up to four successive micro-batches (two on sm_80) whose operands have the same dtypes, strides and
+    alignment, and which all have a `gather` or none. It reads and writes `out` once. With 256 rows per expert, reading
+    and writing a float32 `out` takes most of the time of a launch.
 
-    Bits: on CPU those of `grouped_gemm_wgrad` for each micro-batch in turn. A kernel sums the micro-batches of its
-    launch in their order in float32 (float64 for float64 operands) and adds the sum to `out` once, where separate
-    launches add each micro-batch's sum: only the roundings between micro-batches differ, and every run has the same.
+    Results are reproducible. On CPU, they are bitwise equal to calls of `grouped_gemm_wgrad` for one micro-batch after
+    the other. A launch on a GPU rounds differently: it sums its micro-batches, in their order and in at least float32,
+    and then adds the sum to `out`. Example: an expert's rows give 1 and 2 in two micro-batches and `out` holds 4: the
+    result is (1 + 2) + 4 instead of (4 + 1) + 2.
 
-    Example: an expert's rows give 1 and 2 in two micro-batches and `out` holds 4: (1 + 2) + 4 instead of (4 + 1) + 2.
+    Args:
+        operands: operands of every micro-batch, at least one.
+        out, accumulate: see `grouped_gemm_wgrad`.
 
-    Raises `ValueError` for operands that do not fit, before anything is added.
+    Raises:
+        ValueError: the operands do not match. Nothing has been added to `out`.
     """
     if not operands:
         raise ValueError("operands must hold those of at least one micro-batch; got none")
@@ -838,7 +848,7 @@ def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor,
 
 
 def _check_wgrad(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, gather: Tensor | None) -> None:
-    """Refuse operands of a weight gradient that do not fit."""
+    """Raise ValueError if the operands of `grouped_gemm_wgrad` do not match."""
     check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
         raise ValueError(f"out has shape {tuple(out.shape)}, expected (E, {dy.shape[1]}, {x.shape[1]}) for dy and x")

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of rows with quantized weights, whose stored bytes the kernels read.
+"""Grouped GEMMs with quantized weights. Kernels read the stored bytes of the weights.
 
 `grouped_gemm_fp8` multiplies e4m3 by e4m3, at twice the rate of bfloat16. It promotes partial sums to float32 at every
 change of scale. For fp8_block that is every 128 elements, before the partial sums lose precision in the 14 bits of
@@ -349,7 +349,7 @@ def _launch_dequantize(
         operand(a, (config.rows, config.depth) if a_descriptor else None), w, w_scales, matrix_scales, y,
         _contiguous(bias), _contiguous(gather), offs.contiguous(),
     )
-    matrix_scale_strides = (stride // 4 for stride in data.stride()[:2])  # of float32 in bytes
+    matrix_scale_strides = (stride // 4 for stride in data.stride()[:2])  # bytes -> elements of float32
     strides = (*a.stride(), *w.stride()[:3], *w_scales.stride()[:2], *matrix_scale_strides)
     with torch.cuda.device_of(a):
         launch((tiling.max_tiles(config, *y.shape, len(offs)),), pointers, (y.shape[0], n, k, len(offs), *strides))
@@ -382,7 +382,7 @@ def _new_rows(x: Tensor, gather: Tensor | None, columns: int, dtype: torch.dtype
     return x.new_empty((x if gather is None else gather).shape[0], columns, dtype=dtype)
 
 
-@operator(lambda elements, _, __, ___, n, ____, _____, ______, gather, dtype: _new_rows(elements, gather, n, dtype))
+@operator(lambda elements, scales, data, format, n, k, offs, bias, gather, dtype: _new_rows(elements, gather, n, dtype))
 def _grouped_gemm_fp8(
     elements: Tensor, scales: Tensor, data: Tensor, format: str, n: int, k: int, offs: Tensor, bias: Tensor | None,
     gather: Tensor | None, out_dtype: torch.dtype,
@@ -394,7 +394,7 @@ def _grouped_gemm_fp8(
     return run(QuantizedRows(elements, scales), data, FORMATS[format], n, k, offs, bias, gather, out_dtype)
 
 
-@operator(lambda x, _, __, n, k, ___, ____, gather, dgrad: _new_rows(x, gather, k if dgrad else n, x.dtype))
+@operator(lambda x, data, format, n, k, offs, bias, gather, dgrad: _new_rows(x, gather, k if dgrad else n, x.dtype))
 def _grouped_gemm_dequantize(
     x: Tensor, data: Tensor, format: str, n: int, k: int, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
     transposed: bool,

@@ -1,6 +1,7 @@
 """Tiles of the grouped GEMMs: tables of their sizes, and the assignment of tiles to programs.
 
-Sizes are in tables by architecture, dtype and shape class, and equal in every run. There is no autotuning in training:
+Sizes are in tables by architecture, dtype and shape class (a range of shapes with one tile, such as "wide"), and equal
+in every run. There is no autotuning in training:
 ranks would wait for each other, and choices would differ between runs. In a checkout, `python
 benchmarks/compile_kernels.py --match grouped` prints the registers and shared memory of every entry.
 
@@ -57,11 +58,15 @@ _ROWS = {
     },
 }
 # The weight gradient has tiles of N x H for any number of rows, and sums over rows. With gathered rows, the load of a
-# row depends on the load of its index. This chain of two loads takes two of Triton's stages per buffer: for b buffers,
-# the gathered form needs 2 b - 1 stages on sm_90, where the other form needs b, and 2 b + 1 on sm_80, where the other
-# form needs b + 1. With the stages of the other form, it would have 2 buffers instead of 3 on sm_90, and every step of
-# the loop would start by waiting for all loads; on sm_80 it would have 1 instead of 2. (Triton 3.7.1, read in its TTGIR
-# and SASS.)
+# row depends on the load of its index. This chain of two loads takes two of Triton's stages per buffer, so "_gathered"
+# has more stages for the same number of buffers (Triton 3.7.1, read in its TTGIR and SASS):
+#
+#     stages for b buffers    sm_90        sm_80
+#     contiguous rows         b            b + 1
+#     gathered rows           2 b - 1      2 b + 1
+#
+# With the stages for contiguous rows, gathered rows would have 2 buffers instead of 3 on sm_90, and every step of the
+# loop would start by waiting for all loads; on sm_80 they would have 1 buffer instead of 2.
 _WEIGHT = {
     80: {
         "wide": GemmConfig(128, 128, 64, 8, 3),
@@ -132,7 +137,7 @@ def weight_configs(arch: int) -> dict[str, GemmConfig]:
 
 
 def most_merged(arch: int) -> int:
-    """Micro-batches that one kernel for weight gradients takes on sm_`arch`.
+    """Return the largest number of micro-batches that one launch for weight gradients takes on sm_`arch`.
 
     With three or four, tiles of 128 x 128 x 32 spill 8 to 16 bytes on sm_80 (Triton 3.7.1).
     """
@@ -140,9 +145,9 @@ def most_merged(arch: int) -> int:
 
 
 def merged_sizes(count: int, most: int) -> list[int]:
-    """Micro-batches of each kernel for `count` of them, at most `most` in one; of seven, three and four."""
-    num_kernels = -(-count // most)
-    ends = [count * i // num_kernels for i in range(num_kernels + 1)]
+    """Divide `count` micro-batches evenly over launches that take at most `most`: 7 with `most` 4 gives [3, 4]."""
+    num_launches = -(-count // most)
+    ends = [count * i // num_launches for i in range(num_launches + 1)]
     return [end - start for start, end in pairwise(ends)]
 
 

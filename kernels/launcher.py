@@ -1,14 +1,17 @@
 """Kernel launches with a few us of host time: `Launcher`, and `Block` for tensors that a kernel reads by descriptor.
 
 Triton's `kernel[grid](...)` binds, classifies and hashes all arguments at every launch, which takes 20 to 30 us for a
-grouped GEMM. A `Launcher` is a kernel with its constants, made once for a shape. The first launch with arguments of a
-form calls Triton, which compiles; the launcher caches the compiled kernel, and later launches of that form call the
-driver directly. A form contains all properties that Triton specializes on: the driver and its device, the dtype of
-every pointer and its remainder modulo 16, the positions of None, the block shape of every descriptor, and the values of
-numbers. Numbers in `do_not_specialize` are not part of the form; they must fit into 32 bits.
+grouped GEMM. A `Launcher` is a kernel with its constants, made once for a shape. It caches compiled kernels by the form
+of their arguments: the properties that Triton specializes on. These are the driver and its device, the dtype of every
+pointer and its remainder modulo 16, the positions of None, the block shape of every descriptor, and the values of
+numbers (scalar arguments). The first launch of a form calls Triton, which compiles; later ones call the driver
+directly. Numbers in `do_not_specialize` are not part of the form; they must fit into 32 bits.
 
     launch = Launcher(_scale_kernel, BLOCK=128, num_warps=4)    # _scale_kernel(x, y, N, stride, BLOCK: tl.constexpr)
     launch((blocks,), (x, y), (rows, stride))                   # pointers, then numbers, in the order of parameters
+
+A descriptor is Triton's `TensorDescriptor`. Through it, the Tensor Memory Accelerator (TMA, sm_90 and later) copies
+blocks of a tensor to shared memory, or adds blocks to the tensor.
 
 Interpreted kernels are always launched by Triton, and so are all kernels while a Triton hook is set, such as that of a
 profiler. A global variable that a kernel reads must not change after the first launch: later launches do not check it.
@@ -24,15 +27,14 @@ from torch import Tensor
 
 from dualpipe.kernels.common import INTERPRET
 
-MAX_FORMS = 1024  # cached forms of a launcher, for numbers that Triton specializes on and that vary
+MAX_FORMS = 1024  # cached forms of a launcher; reached only if a number varies that Triton specializes on
 MAX_LAUNCHERS = 4096  # cached launchers of a kernel file, one per shape; a model has dozens of shapes
 
 
 class Block:
-    """Tensor that a kernel reads, or adds to, by a descriptor, in blocks of `block_shape`.
+    """Fast stand-in for Triton's `TensorDescriptor`: a tensor that a kernel accesses in blocks of `block_shape`.
 
-    Has the fields of a `TensorDescriptor` that Triton's launcher reads. The checks of that class take longer than a
-    launch.
+    Has the fields of that class that Triton's launcher reads, without its checks, which take longer than a launch.
     """
 
     __slots__ = ("base", "block_shape", "shape", "strides")

@@ -107,7 +107,7 @@ def _quantize_tile(
 ):
     """Quantize x (ROWS, COLS) float32 -> elements (ROWS, COLS), scales (ROWS / BLOCK_HEIGHT, COLS / BLOCK), int32.
 
-    Both results have their stored bits. Compares magnitudes as integers: an infinity is larger than every number, and
+    The results are the bits to store. Compares magnitudes as integers: an infinity is larger than every number, and
     NaN is larger than an infinity.
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -170,11 +170,16 @@ def _quantize_kernel(
     elements_ptr,  # (E, R, ...) bytes
     scales_ptr,  # (E, R, ...) bytes, or int32 for float32 scales
     amax_ptr,  # (E,) or unused
-    N, K, x_matrix, x_row, elements_matrix, elements_block_row, scales_matrix, scales_block_row,
+    N, K,
+    x_matrix, x_row, elements_matrix, elements_block_row, scales_matrix, scales_block_row,  # strides in elements
     used,  # bytes of elements and scales in a block row
-    row_bytes,  # bytes of a block row, with zeros and the matrix scale, which TAIL writes
-    MATRIX_SCALE: tl.constexpr, TAIL: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    row_bytes,  # bytes of a block row
+    MATRIX_SCALE: tl.constexpr,
+    TAIL: tl.constexpr,  # write the bytes from `used` on: zeros, and the matrix scale
+    POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_HEIGHT: tl.constexpr,  # rows of a block
+    BLOCK: tl.constexpr,  # columns of a block
+    BITS: tl.constexpr, SCALE: tl.constexpr,
 ):
     """Quantize one tile (ROWS, COLS) of a matrix per program."""
     tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
@@ -390,7 +395,10 @@ def _as_matrices(x: Tensor) -> Tensor:
 
 
 def _grid(x: Tensor, tile: RowTile) -> tuple[int, int]:
-    """Return the grid for matrices (E, N, K). Matrices and rows share its first dimension: others end at 65535."""
+    """Return the grid for matrices (E, N, K).
+
+    Matrices and rows share the first dimension, because CUDA limits the others to 65535.
+    """
     return x.shape[0] * max(cdiv(x.shape[1], tile.rows), 1), cdiv(x.shape[2], tile.cols)
 
 
@@ -618,7 +626,7 @@ def quantize(
         raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, expected uint8 of shape "
                          f"{shape} on {x.device}")
     _quantize(x.detach(), out, format.name, amax)
-    # The operator does not increase the version. Values computed from the old bytes are outdated.
+    # The operator does not do this. Autograd then refuses a backward that saved `out` before this write.
     torch.autograd.graph.increment_version(out)
     return out
 
@@ -718,7 +726,7 @@ def _check_data(data: Tensor, format: Format, rows: int, columns: int) -> None:
 
 
 def _check_block(block: int) -> None:
-    """Raise ValueError for a block that rows are not quantized in."""
+    """Raise ValueError if rows cannot be quantized in blocks of `block` columns."""
     if block not in ROW_FORMATS:
         raise ValueError(f"block is {block}, but rows are quantized in blocks of {' or '.join(map(str, ROW_FORMATS))}")
 

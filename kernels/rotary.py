@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys, fused with the norm of heads: one launch in each direction for both.
+"""Rotary embedding of queries and keys, fused with the RMSNorm of every head: one launch in each direction for both.
 
 As PyTorch operations, the two norms and rotations of a bfloat16 Qwen3 layer take 26 launches in the forward and 46 in
 the backward, most of which write a tensor of the queries' size. Here, the results of the projections are read once and
@@ -6,7 +6,7 @@ written once. A pair (a, b) of a head's dimensions is rotated by the angle of it
 
     n  = weight * x * scale, scale = 1 / sqrt(mean(x^2) + eps) over the head     as in `norm`; n is x without a norm
     y1 = n_a cos - n_b sin,   y2 = n_b cos + n_a sin
-    dn_a = dy1 cos + dy2 sin, dn_b = dy2 cos - dy1 sin,   and from dn as in `norm`
+    dn_a = dy1 cos + dy2 sin, dn_b = dy2 cos - dy1 sin    dx follows from dn as in `norm`
 
 In the layout of halves, a pair is dimensions i and i + D/2. In the interleaved layout (DeepSeek), it is 2i and 2i + 1;
 the result has the layout of halves for both. This changes the order of dimensions of queries and keys alike, so it does
@@ -15,9 +15,9 @@ not change attention scores.
 Example, cos = 0 and sin = 1, a rotation by 90 degrees, without norms: in halves, x = [1, 2, 3, 4] has the pairs (1, 3)
 and (2, 4), so y = [-3, -4, 1, 2]; interleaved, it has (1, 2) and (3, 4), so y = [-2, -4, 1, 3].
 
-Dimension letters: B batch, S sequence, T tokens (B * S), A heads of queries, G heads of keys, D head dimension, R rows
-of the tables (T, or S if all sequences have the same positions), P blocks of rows with a partial weight gradient each.
-A row is a pair (token, head).
+Dimension letters: B batch, S sequence, T tokens (B * S), A heads of queries, G heads of keys, D head dimension, R
+positions in the tables of cos and sin (T, or S if all sequences have the same positions), P blocks of rows with a
+partial weight gradient each. A row is one head of one token.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def rotate_heads(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, q_weight: Tensor | None = None, k_weight: Tensor | None = None,
     eps: float = 0.0, interleaved: bool = False,
 ) -> Rotated:
-    """Rotate the heads of queries and keys by the angles of their positions, and normalize the heads before.
+    """Normalize the heads of queries and keys, and rotate them by the angles of their positions.
 
     Not differentiable; the attention of `dualpipe.nn` is.
 

@@ -1,5 +1,8 @@
 """Dropless, deterministic dispatch of tokens to their experts on a rank, and combine of the results.
 
+Nothing is sent to other ranks: `dispatch_tokens` and `combine_tokens` reorder rows in the memory of one rank, called
+permute and unpermute in Megatron. `dualpipe.parallel.experts` sends tokens between ranks.
+
 Every token has K rows, one for each of its experts. Sorting by expert makes the rows of an expert contiguous; the
 combine adds a token's rows in a fixed order. There are no atomic additions, and every element has one writer.
 Therefore results are bitwise reproducible, forward and backward. No value is copied to the host.
@@ -108,7 +111,7 @@ def _load_experts(experts_ptr, rows, N, num_experts):
     return tl.where(valid & (rows < N), expert, num_experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T", "top_k"])  # top_k: layers do not know K if there are no rows
+@triton.jit(do_not_specialize=["T", "top_k"])  # top_k: layers divide rows by tokens, and pass 1 without tokens
 def _sum_kernel(
     rows_ptr,  # (M, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
@@ -451,7 +454,7 @@ def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the operands that the backward needs: without weights, not the rows."""
+    """Save the operands of the backward. Without weights, it does not need the rows."""
     y, weights, inverse, offs, ctx.top_k = inputs
     ctx.rows = y.shape[0]
     ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)

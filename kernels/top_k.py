@@ -6,7 +6,9 @@ hundred columns.
     p = softmax(x)                                         over the experts, in float32 at least
     experts: the K largest p of a token, in descending order; the first of equal ones
     w[k] = factor * p[k] / total, total = sum_k p[k]       with `norm`; else w[k] = factor * p[k]
-    dp[e] = (dw[k] - sum_j dw[j] w[j]) / total             for chosen experts, with `norm` and factor 1; else 0;
+    dp[e] = (dw[k] - sum_j dw[j] w[j]) / total             with `norm` and factor 1, if expert e is choice k
+    dp[e] = factor * dw[k]                                 without `norm`, if expert e is choice k
+    dp[e] = 0                                              if expert e is not chosen
                                                            plus the gradient of p from other uses, as by a balance loss
     dx = p * (dp - sum_e dp[e] p[e])
 
@@ -62,7 +64,8 @@ def _forward_kernel(
     p = exp / total[:, None]
     tl.store(probs_ptr + rows.to(tl.int64)[:, None] * E + cols[None, :], p, mask=mask)
     p = tl.where((cols < E)[None, :], p, -1.0)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), COMPUTE) + (total - total)[:, None]  # keeps NaN, which the maximum drops
+    # total - total is 0, or NaN if a logit is NaN: `tl.max` would drop the NaN.
+    weights = tl.zeros((BLOCK_T, BLOCK_K), COMPUTE) + (total - total)[:, None]
     experts = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for k in tl.static_range(K):
         best = tl.minimum(tl.argmax(p, 1), E - 1)  # in range even if all p are NaN
@@ -81,7 +84,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     d_weights_ptr,  # (T, K), rows `d_stride` apart
-    d_probs_ptr,  # (T, E) with strides `row_stride` and `col_stride`, 0 for the gradient of a mean; or unused
+    d_probs_ptr,  # (T, E) with strides `row_stride` and `col_stride`, 0 if it is expanded; or unused
     experts_ptr,  # (T, K) int64, contiguous
     probs_ptr,  # (T, E) COMPUTE, contiguous
     d_logits_ptr,  # (T, E) contiguous
