@@ -44,7 +44,7 @@ class KernelBudget:
     """Figures of a compiled kernel that a change must not make worse.
 
     load_wait: the groups of copies that the strictest wait of the main loop lets go on; None where nothing waits so,
-        as where the copy engine signals a barrier.
+        as where TMA signals a barrier.
     """
 
     registers: int
@@ -72,7 +72,7 @@ class KernelBudget:
         if self.load_wait is not None and actual.load_wait is not None and actual.load_wait < self.load_wait:
             worse.append(f"the loop waits until {actual.load_wait} copies are on their way instead of {self.load_wait}")
         if self.load_wait is None and actual.load_wait is not None:
-            worse.append("the loop waits for copies by threads, which the copy engine made before")
+            worse.append("the loop waits for copies by threads, which TMA made before")
         if actual.matrix_instructions != self.matrix_instructions:
             worse.append(f"{actual.matrix_instructions} matrix instructions instead of {self.matrix_instructions}")
         return worse
@@ -142,7 +142,7 @@ def page(budget: dict[str, KernelBudget], specs: Sequence[CompileSpec]) -> str:
         "more registers or shared memory, or keeps fewer tiles on their way, fails. None of the kernels spills.",
         "",
         "*Tiles*: of an operand in shared memory at a time. *Copies on their way*: at the strictest wait of the main",
-        "loop; a dash where the copy engine signals a barrier instead. *Share of peak*: **estimated, not measured**,",
+        "loop; a dash where TMA signals a barrier instead. *Share of peak*: **estimated, not measured**,",
         "for products in bfloat16 with operands as they are; `estimated_share` says how.",
         "",
         "| kernel | tile | registers | shared memory | tiles | copies on their way | share of peak |",
