@@ -255,7 +255,7 @@ def test_a_missing_side_input_is_none_in_the_carry(world):
 def test_a_name_that_nothing_writes_still_raises():
     segments = [Compute(torch.add, ("x", "positions"), "x")]
     validate_segments(segments, ("positions",))
-    with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of its forward"):
+    with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of the "):
         validate_segments(segments)
 
 
