@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Sliceable(Protocol):
     """Interface of a tensor, or of an object that reads part of one when indexed, such as a tensor in a file.
 
-    A quantized one also has a method `quantized(part, format)`, which returns the block rows (M, R, B) of a part, or
-    None if it is in another format.
+    A quantized one also has a method `quantized(part, format)`, which returns the bytes of a part, like
+    `QuantizedTensor.block_rows`, or None if the tensor is in another format.
     """
 
     @property
@@ -153,7 +153,7 @@ def _fill_from(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
     """Fill parameters and persistent buffers from whole tensors; ValueError if the values of tied names differ."""
     from dualpipe.nn.init import local_part  # imports all layers and kernels, which few importers of this file need
 
-    # Collective, so for all these parameters together.
+    # Entered once for all of these parameters, since it is collective.
     with filling(param for param in module.parameters() if _has_matrix_scale(param)):
         for places in saved_slots(module):
             tensor = places[0].tensor
