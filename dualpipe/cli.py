@@ -370,7 +370,7 @@ _COMMANDS = {
     "hf import": _Command(
         _hf_import, "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run", tables.IMPORT),
     "hf export": _Command(
-        _hf_export, "write a run's checkpoint, or one of Hugging Face's, dequantized in Hugging Face's format",
+        _hf_export, "write a run's checkpoint, or one of Hugging Face's, in Hugging Face's format, dequantized",
         tables.EXPORT),
     "compare": _Command(
         _compare, "compare two runs: losses, speed, memory, and the settings that differ", tables.COMPARE),
