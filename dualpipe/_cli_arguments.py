@@ -38,7 +38,9 @@ TRAIN: Arguments = {
     "--memory-snapshot": dict(action="store_true", help="record the allocations on CUDA devices; at the end, or when "
                               "out of memory, every rank writes memory-rankN.pickle to output.dir"),
 }
-REPLAY: Arguments = {"bundle": dict(metavar="BUNDLE", help="a folder in `bundles` of a run's output.dir")}
+REPLAY: Arguments = {
+    "bundle": dict(metavar="BUNDLE", help="the recorded inputs of a step: a folder in `bundles` of a run's output.dir"),
+}
 TRACE: Arguments = {"file": dict(metavar="FILE", help="a trace of dualpipe train --trace or Pipeline.trace")}
 TRACE_SUMMARY: Arguments = {
     **TRACE,

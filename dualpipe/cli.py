@@ -216,8 +216,9 @@ def _memory(args: argparse.Namespace) -> None:
     num_layers = len(model.carried_layers) if isinstance(model, HubConfig) else 0
     if num_layers:
         layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
-        print(f"{layers} for multi-token prediction: without mtp.weight > 0 not trained, so they take no memory; an "
-              "export copies those of its source")
+        are = "it is" if num_layers == 1 else "they are"
+        print(f"{layers} for multi-token prediction: without mtp.weight > 0 {are} not trained and not in memory; an "
+              "export copies the weights of its source")
 
 
 def _plan(args: argparse.Namespace) -> None:
@@ -369,7 +370,7 @@ _COMMANDS = {
     "hf import": _Command(
         _hf_import, "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run", tables.IMPORT),
     "hf export": _Command(
-        _hf_export, "write a run's checkpoint, or one of Hugging Face's, dequantized in Hugging Face's format",
+        _hf_export, "write a run's checkpoint, or one of Hugging Face's, in Hugging Face's format, dequantized",
         tables.EXPORT),
     "compare": _Command(
         _compare, "compare two runs: losses, speed, memory, and the settings that differ", tables.COMPARE),
@@ -415,7 +416,7 @@ def _add_arguments(parser: argparse.ArgumentParser, arguments: tables.Arguments)
 
 
 def _parse_after_config(args: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
-    """Parse the options of a command that stand after CONFIG; return the others, which are settings."""
+    """Parse the options of a command that stand after CONFIG; return them with the other arguments, the settings."""
     parser = argparse.ArgumentParser(prog=f"dualpipe {args.command} CONFIG", allow_abbrev=False, add_help=False)
     _add_arguments(parser, tables.OPTIONS_AFTER_CONFIG[args.command])
     return parser.parse_known_args(args.overrides, namespace=args)

@@ -4,7 +4,7 @@ Dimensions are ("pp", "dp", "ep"), outermost first: expert-parallel ranks commun
 ranks communicate least and are furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1 share the experts of
 a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. Context parallelism adds "cp" before "ep":
 its ranks hold the same rows of a batch, and each some of their tokens. To add a dimension, name it in `TRAFFIC`, at its
-place, and pass its size to `build_mesh`.
+place, and add it to `build_mesh` and `_RankLayout`.
 
 Parameters are sharded over all ranks that hold the same stages. With `dp_replicate`, "dp" is divided into that many
 parts, each with all parameters, sharded over the ranks of the part (HSDP). This adds no dimension to the mesh: the rows
@@ -230,7 +230,7 @@ def _build_groups(
         dense_groups = [replicate_group, dense_group]
         expert_groups = [pp_group, replicate_group, experts_group, ep_group]
         parts |= _hybrid_parts(layout.split_numbers, device, dense_groups, expert_groups)
-    elif EXPERTS in flattened:  # FSDP2 requires that both dimensions of an expert come from one mesh
+    elif EXPERTS in flattened:  # FSDP2 requires one mesh for both dimensions that shard an expert
         names = ("pp", "_".join(EXPERTS), "ep")
         numbers = layout.numbers.view(sizes["pp"], sizes["dp"] * sizes["cp"], sizes["ep"])
         expert_mesh = DeviceMesh.from_group(
@@ -246,7 +246,7 @@ def _hybrid_parts(
 ) -> dict[tuple[str, ...], DeviceMesh]:
     """Return the meshes (replicate, shard) of dense parameters and of experts, and "ep" from the mesh of experts.
 
-    FSDP2 requires that all dimensions of an expert come from one mesh.
+    FSDP2 requires that all dimensions over which an expert is sharded or replicated come from one mesh.
 
     split_numbers: all ranks, (pp, replicate, shard, cp, ep). dense_groups: this rank's groups along (replicate, shard).
     expert_groups: this rank's groups along (pp, replicate, shard, ep).

@@ -51,7 +51,7 @@ def stream(device: torch.device) -> Stream | None:
 
 
 def new_stream(device: torch.device) -> Stream | None:
-    """Return a new side stream, whose kernels start before those of the computing stream; None on the CPU."""
+    """Return a new side stream, whose kernels start before those of the compute stream; None on the CPU."""
     return torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
 
@@ -71,9 +71,10 @@ def wait(event: Event | None, device: torch.device) -> None:
 
 @contextmanager
 def use_stream(stream: Stream | None, after: Event | None, *reads: Tensor) -> Iterator[None]:
-    """Run the work inside of a `with` on `stream`, once `after` has come; None: on the current stream.
+    """Run the work inside of a `with` on `stream`, after the event `after` if there is one.
 
-    reads: tensors of other streams that the work reads; they exist when `after` comes.
+    If `stream` is None, as on the CPU, the work runs on the current stream. reads: tensors of other streams that the
+    work reads; they are written before `after`.
     """
     if stream is None:
         yield
@@ -109,9 +110,9 @@ def synchronize(device: torch.device | None = None) -> None:
 
 
 def min_seconds(run: Callable[[], object], device: torch.device, *, num_calls: int) -> float:
-    """Return the least time in seconds of `num_calls` calls, with all work on the device. One more call comes first.
+    """Return the shortest time of `num_calls` calls in seconds, each measured until the device has finished.
 
-    The first call is not timed, because it may compile and load kernels.
+    One more call comes first. It is not timed, because it may compile and load kernels.
     """
     times = []
     for _ in range(1 + num_calls):
@@ -194,8 +195,8 @@ class RandomState(NamedTuple):
 def deterministic(is_enabled: bool = True) -> Iterator[None]:
     """Make operators give the same bits in every run, inside of a `with`; a no-op if not `is_enabled`.
 
-    An operator of torch that cannot raises RuntimeError. Its warnings would not do: with them torch leaves the backward
-    of flash attention as it is, whose atomic additions come in any order.
+    torch raises RuntimeError for an operator that cannot. Warnings (`warn_only`) would not do: with them torch leaves
+    the backward of flash attention as it is, whose atomic additions come in any order.
 
     Enter it before CUDA and NCCL are used, as their libraries read the environment once. torch refuses cuBLAS's GEMMs
     without a fixed workspace. NCCL must not add in the switch (NVLS), where the order of a sum is not documented.
@@ -236,9 +237,10 @@ def can_access_peer(index: int, peer: int) -> bool:
 def set_environment() -> None:
     """Set the variables that CUDA and torch's allocator read once, when they start. Values of the user stay.
 
-    Hardware queues: a rank has some 20 streams, and of two that share a queue (8 by default) one waits for the other.
-    torch's kernels are loaded at the start (Triton's are not), and memory grows in place. Loading a kernel at its first
-    launch, or freeing memory, waits for all work of the device, even for a message whose sender waits for this rank.
+    A rank has some 20 streams. CUDA has 8 hardware queues by default, and of two streams that share a queue one waits
+    for the other, so the number is raised to 32. torch's kernels are loaded at the start (Triton's are not), and
+    memory grows in place, because loading a kernel at its first launch, or freeing memory, waits for all work on the
+    device. That work may be a message whose sender waits for this rank: a deadlock.
     """
     os.environ.setdefault(_MAX_CONNECTIONS, "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")

@@ -21,7 +21,7 @@ from dualpipe import __version__
 
 REQUIRED = ("einops", "numpy", "rich", "safetensors", "tokenizers", "xxhash")
 OPTIONAL = {  # name of a package: consequence where it is missing
-    "triton": "the kernels are their PyTorch references",
+    "triton": "PyTorch references run instead of the kernels",
     "tensorboard": "training writes no TensorBoard events",
     "matplotlib": "training draws no picture of the loss",
     "pyarrow": ".parquet is not read",
@@ -120,7 +120,7 @@ def _examine_compiler(num_devices: int) -> Finding:
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler:
         return Finding("ok", f"C compiler {compiler}")
-    users = "Triton's kernels and --train.compile" if num_devices else "--train.compile"
+    users = "Triton kernels, no --train.compile" if num_devices else "--train.compile"
     return Finding("missing", f"C compiler: no {users}; set CC")
 
 

@@ -17,7 +17,8 @@ USER_ERROR = 2  # exit status of an error that the user can put right: a ValueEr
 class PipelineError(RuntimeError):
     """A step failed on some rank while it ran; the message names the rank, the action and the cause.
 
-    is_loss: a rank did not come, or has left without publishing a cause, so that not all ranks raise this.
+    is_loss: a rank did not reach a communication in time, or has left without publishing a cause, so that
+    it is not certain that all ranks raise this.
     """
 
     def __init__(self, text: str, *, is_loss: bool = False) -> None:
@@ -26,7 +27,9 @@ class PipelineError(RuntimeError):
 
 
 class RankLost(PipelineError):
-    """Another rank did not come in time, or is gone; the message names the wait, its duration and the ranks.
+    """Another rank did not reach a communication in time, or is gone.
+
+    The message names the wait, its duration and the ranks.
 
     ranks: global ranks that were being waited on.
     """

@@ -24,7 +24,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _LOCK_POLL = 0.1  # seconds between two attempts at a lock that another holder has
 _CHUNK = 2**22  # bytes that are hashed, and then written while they are in the cache
 _REPORT_INTERVAL = 2**26  # bytes between two reports of a writer
-_FLUSH_INTERVAL = 2**30  # bytes that the system may hold back: the flush at the end reports no progress
+_FLUSH_INTERVAL = 2**30  # bytes between two flushes: the last flush reports no progress, so it must be short
 
 
 class Written(NamedTuple):
@@ -130,7 +130,10 @@ def replace_file(
 
 
 def write_texts(*files: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
-    """Write the text of every file with a path; yield a printable line for each. Texts of the others are not made."""
+    """Write the text of every file that has a path; yield a printable line for each.
+
+    Without a path, the function that returns the text is not called.
+    """
     for path, content in files:
         if path:
             Path(path).write_text(content(), encoding="utf-8")
@@ -187,7 +190,7 @@ def hold(path: Path, patience: float = 0.0) -> Lock:
 
 
 def lock(file: Path, patience: float) -> Lock | None:
-    """Lock the directory of `file` for one job; return None, with a warning, on a file system without locks.
+    """Reserve the directory of `file` for one job by a lock on `file`; None, with a warning, if there are no locks.
 
     Raises ValueError if another job holds it for `patience` seconds: one that was just killed may take a moment.
     """

@@ -1,4 +1,7 @@
-"""NCCL communicators: limits by use, options of process groups, and the blocks that can wait at once."""
+"""NCCL communicators: limits by use, options of process groups, and the number of blocks that can wait at once.
+
+A block is a thread block of an NCCL kernel.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ class Traffic(NamedTuple):
 # A communicator runs one kernel at a time, and any kernel may wait for its peer: all of them together must fit the
 # device and leave most of it to computing. By default NCCL takes a block for every 10 GB/s of NVLink, 32 on an H100.
 #
-# A rank in the middle of a pipeline always has four receives posted, whose blocks hold their multiprocessors until the
-# messages come: with one block for a link 3% of an H100's 132, with four 12%. One block takes 1.7 ms instead of 0.4 for
-# an activation of 4096 tokens of width 2048, by NCCL's 10 GB/s for a block. Only the hops of the first and the last
-# micro-batch add that to a step: 14 of them, 18 ms on 4 ranks, of about 0.8 s with 32 micro-batches of 6 layers of
-# Qwen3-30B-A3B. These are estimates; `make gpu` measures the price of blocks.
+# A rank in the middle of a pipeline always has four receives posted, whose blocks occupy multiprocessors until the
+# messages come: 3% of an H100's 132 multiprocessors with one block per link, 12% with four. At NCCL's 10 GB/s for each
+# block, an activation of 4096 tokens of width 2048 takes 1.7 ms with one block, 0.4 ms with four. Only the hops of the
+# first and the last micro-batch lengthen a step by the difference. On 4 ranks these are 14 hops, 18 ms of a step of
+# about 0.8 s (32 micro-batches, 6 layers of Qwen3-30B-A3B). These are estimates; `make gpu` measures the cost.
 LINK = Traffic(1, urgent=True)  # messages between two stages in one direction, and small ones of a whole pipeline
 TOTALS = Traffic(4, urgent=False)  # small messages of all ranks
 EXPERTS = Traffic(16, urgent=True)  # dispatch and combine

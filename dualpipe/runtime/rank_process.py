@@ -78,7 +78,7 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
         return
     if has_launcher:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # it would kill a rank that has left its watchdog
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # by default it kills a rank whose watchdog has ended
         die_with(int(os.environ[LAUNCHER]))
     text = ""
     from_another_rank = False

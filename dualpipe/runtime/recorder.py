@@ -40,7 +40,7 @@ Entry = list[Any]
 class Observer:
     """Interface of a subscriber to a recorder's entries and results. Every method of this class does nothing."""
 
-    lanes = False  # True: observes the recorders of lanes, too
+    lanes = False  # True: also observes lanes, the recorders of the rank's other threads
 
     def before(self, recorder: Recorder, kind: str, what: object) -> None:
         """Called before an entry begins; an error raised here leaves no entry."""
@@ -52,11 +52,11 @@ class Observer:
         """Called after an entry has ended."""
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
-        """Called with new results, not all of them tensors, before anything has read them."""
+        """Called with new results, tensors or not, before anything has read them."""
 
 
 class Recorder:
-    """Entries of one thread of a rank, and the recorders of its lanes: threads of the same rank with a name.
+    """Entries of one thread of a rank. Its lanes are the recorders of the rank's other threads, by name.
 
     rank: the global rank. sizes: sizes of the mesh's dimensions, outermost first, for the names of ranks.
     """
@@ -149,7 +149,7 @@ class Recorder:
             observer.ended(self, entry)
 
     def made(self, what: object, *results: object) -> None:
-        """Show new results, not all of them tensors, to the observers, before anything reads them."""
+        """Show new results, tensors or not, to the observers, before anything reads them."""
         for observer in self._observers:
             observer.made(self, what, results)
 
@@ -186,7 +186,7 @@ class Recorder:
             what: the awaited object, such as "the activation".
             ranks: the global ranks being waited on.
             nbytes: the size of the awaited data.
-            since: start of the wait (ns), if it began before the entry, with waits on other ranks.
+            since: start of the wait (ns), if it began before the entry, during waits on other ranks.
         """
         return RecordedWait(self, self.begin(kind, what, ranks, nbytes), since)
 
@@ -198,7 +198,7 @@ class Recorder:
         """
         while not entry[ENDED]:
             self.end()
-        if error is None or not entry[RANKS] or not _of_backend(error):
+        if error is None or not entry[RANKS] or not _is_backend_error(error):
             return
         ranks = [rank for rank in entry[RANKS] if rank != self.rank]
         text = self._describe_loss(entry, ranks, error, since)
@@ -358,7 +358,7 @@ def _reason(error: BaseException) -> str:
     return re.sub(r"^\[[^]]*\.(cc|h|cpp):\d+\] ", "", line).partition(". ")[0].rstrip(".")
 
 
-def _of_backend(error: BaseException) -> bool:
+def _is_backend_error(error: BaseException) -> bool:
     """Return True for an error of the communication backend.
 
     torch.distributed's errors have names such as DistBackendError; gloo raises plain RuntimeErrors, which name a place

@@ -122,7 +122,7 @@ class RingAttention(_BlockwiseAttention):
     """Attention with rows that move around a ring: the rows of block i are those of the i-th rank before this one."""
 
     def segments(self, recompute: bool) -> list[Segment]:
-        """Return the blocks in order; before each, the hop that brings the rows of the next block starts."""
+        """Return the blocks in order, each after the start of the hop that brings the rows of the next block."""
         segments: list[Segment] = []
         for block in range(self._size):
             if block + 1 < self._size:

@@ -26,15 +26,18 @@ def dequantized(
 ) -> tuple[Tensor, Tensor, Any]:
     """Return the results of a dispatch: rows (R, H) in `dtype`, weights, and a `Received` with the quantized rows.
 
-    elements, scales: the received rows, as bytes or in their dtypes. block: elements under a scale. `received` is
-    not changed, since it outlives the rows; a copy of it refers to them.
+    elements, scales: the received rows, as bytes or in their dtypes. block: elements that share a scale. `received`
+    is not changed, since it outlives the rows; the returned copy refers to them.
     """
     rows = QuantizedRows(elements.view(torch.float8_e4m3fn), scales.view(SCALES[block]))
     return dequantize_rows(rows, dtype), weights_RK, received._replace(quantized=rows)
 
 
 class PendingFp8Rows(PendingRows):
-    """Repeated dispatch of rows (S, H) in flight. weights_RK, received: results of the first dispatch."""
+    """Second dispatch of rows (S, H) in flight, for a recompute.
+
+    weights_RK, received: results of the first dispatch.
+    """
 
     def __init__(
         self, stream: CommStream, block: int, rows_SH: Tensor, sent: Sequence[int], received_rows: Sequence[int],

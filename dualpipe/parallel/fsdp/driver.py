@@ -154,11 +154,11 @@ class StageParameters:
             self._cast_accumulators()
 
     def prepare(self) -> None:
-        """Give zeros to parameters whose accumulator has another dtype than the parameter.
+        """Create the accumulators, filled with zeros, of parameters whose accumulator has another dtype than they have.
 
-        Code for gradients in the parameter's dtype then adds to the accumulator, in its dtype: autograd, or a closure
-        in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)`. Assigning a bfloat16 `g` would fail. The
-        layers of `dualpipe.nn` need no zeros: they write the first gradient in the accumulator's dtype.
+        Autograd, or a closure in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)`, makes gradients in
+        the parameter's dtype. It can add a bfloat16 `g` to a float32 accumulator, but assigning it as one would fail.
+        The layers of `dualpipe.nn` need no zeros: they write the first gradient in the accumulator's dtype.
         """
         for module in self._stage.modules():
             if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us

@@ -37,8 +37,8 @@ T = TypeVar("T")
 class Sliceable(Protocol):
     """Interface of a tensor, or of an object that reads part of one when indexed, such as a tensor in a file.
 
-    A quantized one also has a method `quantized(part, format)`, which returns the block rows (M, R, B) of a part, or
-    None if it is in another format.
+    A quantized one also has a method `quantized(part, format)`, which returns the bytes of a part, like
+    `QuantizedTensor.block_rows`, or None if the tensor is in another format.
     """
 
     @property
@@ -93,9 +93,10 @@ def materialize(
 ) -> None:
     """Allocate the parameters of `module` on `device`, in the storage dtypes of the plan, and fill them.
 
-    A parameter on meta is allocated, a DTensor with its local shard. A parameter with values moves to the device, but a
-    DTensor stays; buffers move with their values. Every tensor remains the same object, so that tied tensors stay tied,
-    also across calls for the stages of one rank. Then the parameters are filled, one at a time:
+    A parameter on meta is allocated, of a DTensor the local shard. A plain parameter with values moves to the device, a
+    DTensor with values stays where it is, and buffers move with their values. Every tensor remains the same object, so
+    that tied tensors stay tied, also across calls for the stages of one rank. Then the parameters are filled, one at a
+    time:
 
     - with `seed`, by `module.init_weights(seed)`;
     - with `source`, from whole tensors by name, of which only this rank's part is read. It needs every parameter and
@@ -103,9 +104,9 @@ def materialize(
     - with neither, tensors from meta hold NaN, integers their maximum, for a distributed checkpoint to load into;
       `assert_materialized` recognizes values that were not loaded.
 
-    Quantized parameters are filled through their float32 masters and then quantized; frozen ones have masters only
-    meanwhile. The bytes are those of the whole weight, quantized: with a format that has a scale of the whole matrix,
-    this is collective over the ranks that share a matrix.
+    Quantized parameters are filled through float32 masters and then quantized; frozen ones drop their masters after
+    that. A shard gets the bytes that it has when the whole weight is quantized. With a format that has a scale of the
+    whole matrix, this is collective over the ranks that share a matrix.
 
     param_device: the device of parameters if it is not `device`: "cpu" under FSDP2's CPU offload. Create optimizers
     afterwards. FSDP2 copies an uneven shard once more, to pad it, when it first runs.
@@ -153,7 +154,7 @@ def _fill_from(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
     """Fill parameters and persistent buffers from whole tensors; ValueError if the values of tied names differ."""
     from dualpipe.nn.init import local_part  # imports all layers and kernels, which few importers of this file need
 
-    # Collective, so for all these parameters together.
+    # Entered once for all of these parameters, since it is collective.
     with filling(param for param in module.parameters() if _has_matrix_scale(param)):
         for places in saved_slots(module):
             tensor = places[0].tensor

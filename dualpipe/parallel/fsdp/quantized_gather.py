@@ -1,6 +1,6 @@
 """Gathers of quantized bytes by FSDP2, in the cases that a `QuantizedTensor` alone does not cover.
 
-    plain shards        are quantized for each gather, to a quarter to a seventh of float32's bytes
+    plain shards        are quantized for each gather, which takes 1/4 to 1/7 of the bytes of float32
     quantized shards    of a stack of experts (E, N, K) that is sharded on dimension 1, the rows of each expert
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the tensor that holds a shard. They are set as

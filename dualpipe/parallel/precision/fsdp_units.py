@@ -3,7 +3,7 @@
     host      the module itself, a layer (an element of an outermost ModuleList or ModuleDict), or a tower (a frozen
               module with submodules, in a module that is trained)
     unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
-    cast      in a host of several dtypes: of a module's inputs, to the compute dtype of the parameters that it owns
+    cast      of a module's inputs to the compute dtype of the parameters that it owns, in a host of several dtypes
     narrow    cast of a parameter for its module's forward, if it is gathered in a wider dtype than it computes in, for
               the sake of other parameters that the module owns
 
@@ -63,7 +63,7 @@ class _Node:
 
     @property
     def main_key(self) -> Key | None:
-        """Key of the directly owned parameters; without any, the key of most elements in the policy's dtype."""
+        """Key of the directly owned parameters; without any, the only key, or that of most elements in `sizes`."""
         if self.direct_key is not None:
             return self.direct_key
         if len(self.keys) == 1:
@@ -170,8 +170,8 @@ class ModuleUnits:
     def _add_casts(self, host: _Node, output: torch.dtype | None) -> None:
         """Add the casts of a host that returns `output`.
 
-        In a host of several dtypes, these are the casts around the outermost modules of one dtype, and of the inputs of
-        modules of several dtypes that own parameters.
+        In a host of one dtype, these are the casts of the host itself. In a host of several, they are also those of the
+        outermost modules of one dtype inside it, and of modules of several dtypes that own parameters.
         """
         self.casts[host.module] = (self._input_dtype(host), output)
         pending = [] if len(host.dtypes) == 1 or _casts_by_itself(host) else host.children[::-1]

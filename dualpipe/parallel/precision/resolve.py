@@ -58,7 +58,8 @@ def resolve_dtypes(
 
     1. a rule of the policy;
     2. `keep_fp32`, an attribute of the model or of any module in it: patterns as in rules, relative to that module.
-       Each pattern must match a tensor in at least one module of the class; an absent one, such as a bias, counts;
+       Each pattern must match a tensor in at least one module of the class; an attribute that is None in place of a
+       tensor, such as a bias, counts;
     3. transformers' `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, if the policy computes in less than
        float32: regular expressions that match anywhere in a name, as in transformers (which applies the former
        in float16 only);
@@ -74,10 +75,10 @@ def resolve_dtypes(
     Vectors that a module owns beside parameters of a wider dtype (`dt_bias` in bfloat16 beside `A_log` in float32) are
     stored and reduced in the widest, since FSDP2 cannot keep them apart; a forward sees each in its compute dtype.
 
-    Raises ValueError if a rule or `keep_fp32` matches nothing, or a format nothing that can be quantized; if a rule
-    stores a tensor in less than it computes in, quantizes a tied weight or one that does not fit the format, or
-    contradicts another; if no name of `source_dtypes` is in the model; or if FSDP2 could not keep the dtypes apart (not
-    checked if `sharded` is false).
+    Raises ValueError if a rule or `keep_fp32` matches nothing, or the rule of a format no weight that can be quantized;
+    if a rule stores a tensor in less than it computes in, quantizes a tied weight or one that does not fit the format,
+    or contradicts another; if no name of `source_dtypes` is in the model; or if FSDP2 could not keep the dtypes apart
+    (not checked if `sharded` is false).
     """
     ranks = RankSync(group if group is None or "cpu" in backends(group) else new_gloo_group(group))
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)

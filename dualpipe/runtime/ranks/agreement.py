@@ -1,9 +1,9 @@
 """Agreement of the ranks of a pipeline and of their data-parallel replicas.
 
-In a step that equals an earlier one, each of N ranks sends ceil(log2 N) small messages in the pipeline, and as many
-among its replicas (`HostMessages.combine`). If anything is new, wrong or different, the ranks of the pipeline exchange
-their records once, and all draw the same conclusion from the same records. Conclusions are cached with the records of
-all ranks; a rank tells the others which cached records fit its own.
+In a step whose records equal those of an earlier one, each of N ranks sends ceil(log2 N) small messages in the
+pipeline, and as many among its replicas (`HostMessages.combine`). If anything is new, wrong or different, the ranks of
+the pipeline exchange their records once, and all draw the same conclusion from the same records. Conclusions are cached
+with the records of all ranks; a rank tells the others which cached records fit its own.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Agreement:
     def compare_replicas(self) -> None:
         """Find out whether all ranks of the pipeline have the same number of replicas.
 
-        If not, because a stage is not sharded, some ranks do not learn of a failure from their own replicas: the others
-        then pass it on within the pipeline.
+        If not, because a stage is not sharded, a replica's failure reaches only some ranks of the pipeline: these then
+        tell the others.
         """
         sizes = [replica.size for replica in self._replicas]
         self._replicas_differ = any(record.value != sizes for record in self._exchange(Record(value=sizes)))

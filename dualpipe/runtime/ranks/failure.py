@@ -5,7 +5,8 @@ wait. With gloo its connections close, with NCCL its communicators are aborted, 
 The peers read the published cause, hang up in turn, which ends the waits of their own peers, and raise. A rank whose
 process died publishes nothing: its peers wait a moment for a cause, then name the dead rank.
 
-Nothing is sent after a failure, so no message can match the receive of another one. Ended groups cannot be used again.
+Nothing is sent after a failure, so no receive can get a message that was meant for another receive. Ended groups cannot
+be used again.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, nam
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
 
-# Seconds to wait for a cause after a connection has closed or a wait has timed out: of a chain of waiting ranks, one
-# after the other times out.
+# Seconds to wait for a cause after a connection has closed or a wait has timed out. Ranks that wait in a chain do not
+# time out together, but one after another.
 GRACE = 0.5
 ANSWER = 2.0  # seconds that the store has for an answer
 WATCH = 0.25  # seconds between two reads of the store by the watching thread
@@ -47,7 +48,7 @@ T = TypeVar("T")
 class Cause(NamedTuple):
     """Cause of the end of a step.
 
-    is_loss: a rank did not come or has left, and published no cause itself.
+    is_loss: a rank did not reach a communication in time or has left, and published no cause itself.
     """
 
     text: str
@@ -61,7 +62,8 @@ class FailureBoard:
 
     Args:
         store: opens the store; called at the first failure.
-        key: common to all ranks that share a process group, and different for every pipeline.
+        key: the same on all ranks that share a process group, such as a pipeline and its replicas; another `Pipeline`
+            has another key.
     """
 
     def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
@@ -155,7 +157,7 @@ class StepFailure:
             cause, is_own = self._end(error, running)
             if not isinstance(error, Exception):
                 raise error
-            # The loss of a rank is no error of this rank, but its text has the duration of the wait.
+            # A loss is not this rank's own error; it is shown because its text has the duration of the wait.
             is_shown = is_own or isinstance(error, RankLost)
             raise PipelineError(cause.text, is_loss=cause.is_loss) from (error if is_shown else None)
         finally:

@@ -54,8 +54,8 @@ def create_groups(
     max_groups = torch.tensor(num_groups, device="cpu" if "cpu" in backends(parent) else current())
     dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=parent)
     dummies = [([dist.get_rank()], requests[0][1])] * (int(max_groups) - num_groups)
-    # If the default group is bound to a device, torch splits NCCL groups off its communicator, which takes all ranks of
-    # the job; for a gloo group, all ranks but the members take part in a split.
+    # If the default group is bound to a device, torch makes NCCL groups by splitting its communicator, in which all
+    # ranks of the job must take part. Even for a gloo group, all ranks but the members call the split.
     bound_device = world.bound_device_id
     world.bound_device_id = None
     try:

@@ -170,7 +170,7 @@ class RankSync:
         return values
 
     def scatter(self, values: Sequence[T] | None) -> T:
-        """Return this rank's one of the (picklable) values that rank 0 passes, one per rank; other ranks pass None."""
+        """Scatter (picklable) values of rank 0, one per rank, and return this rank's. Other ranks pass None."""
         if self.size == 1 and values is not None:
             return values[0]
         received: list[Any] = [None]
@@ -180,7 +180,7 @@ class RankSync:
     def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         """Run a collective of the group.
 
-        Raises RuntimeError after one that has not ended, whose messages the next one would mistake for its own.
+        Raises RuntimeError if an earlier one was cut short: this one would take its messages for its own.
         """
         if self._cut_short:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "

@@ -74,7 +74,7 @@ class Summary:
         has_error: any rank has failed.
         lowest: minimum of numbers below 2^64 that must be equal.
         highest: maximum of the same numbers.
-        key: minimum of numbers below 2^64.
+        key: minimum of numbers below 2^64 that may differ, for `Agreement.lowest`.
         known: KNOWN_BITS bits; those that all ranks have set.
     """
 
