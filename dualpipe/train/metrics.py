@@ -298,7 +298,9 @@ def _unused_name(path: Path) -> Path:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """Return the peak memory of a CUDA device, or the resident memory of the process on CPU (its peak without /proc).
+    """Return the peak memory of a CUDA device; on CPU the resident memory of the process.
+
+    Without /proc, which has the resident memory, it is the peak of the process.
     """
     return peak_memory(device) if device.type == "cuda" else memory_in_use(device)
 

@@ -14,8 +14,8 @@ exact. Two checks still hold:
                    added in float64. A micro-batch has the same bits in both, so they differ by the additions alone:
                    each rounds by 2^-24 of the sum, and there is one addition per micro-batch and two per replica.
 
-The first detects an error that every micro-batch has. The second, a thousand times as sharp, detects an error in the
-sum over micro-batches: a gradient that is lost, or accumulated in bfloat16. Routes are fixed by `EvenRoutes`: one
+The first detects an error that every micro-batch has. The second, a thousand times as sensitive, detects an error in
+the sum over micro-batches: a gradient that is lost, or accumulated in bfloat16. Routes are fixed by `EvenRoutes`: one
 expert chosen differently after rounding would change all later layers.
 """
 
@@ -146,7 +146,7 @@ def compare(resolved: Resolved, job: Job, dtype: torch.dtype) -> list[Difference
 def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Accumulation]]:
     """Compare one step with float64 and with its micro-batches. Collective.
 
-    Returns the errors of this rank's tensors; those of all ranks together are complete.
+    Returns the errors of the tensors that this rank compares. All ranks together compare every tensor.
     """
     resolved = resolved.with_config(replace(resolved.config, train=replace(resolved.config.train, dtype="bf16")))
     models = ParityModels(resolved, job, plan_run(resolved, {}), fixed_routes=True)
@@ -155,7 +155,7 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Acc
     if job.place.replica:  # pipeline 0 compares
         values.clear()
 
-    # One whole model after the other, and only the tensors that this rank compares: two models may not fit in memory.
+    # Two whole models may not fit in memory: run one after the other, and keep only the tensors compared by this rank.
     def run(whole: nn.Module) -> dict[str, Tensor]:
         whole_values = models.run_whole(whole)
         return {name: whole_values[name].cpu() for name in values}

@@ -118,7 +118,7 @@ def rounding_failures(rounding: Sequence[Rounding], bounds: Bounds) -> list[str]
     failures = []
     (largest,) = worst_of(rounding, _excess, 1)
     if not largest.excess <= bounds.single:
-        failures.append(f"{largest.name} is {largest.excess:.2f} times as far from float64")
+        failures.append(f"{largest.name} is {largest.excess:.2f} times as far from float64 as in the unpipelined model")
     together = combine_gradients(rounding)
     if not together.pipelined <= bounds.together * together.unpipelined:  # also if the unpipelined error is 0
         failures.append("all gradients together are further from float64")
@@ -164,5 +164,5 @@ def print_bf16(
     (worst_sum,) = worst_of(accumulation, _share_of_allowed, 1)
     say(f"error of all gradients together, relative to float64: {together.pipelined / together.norm:.2e} pipelined, "
         f"{together.unpipelined / together.norm:.2e} unpipelined: {together.excess:.2f} times (allowed: "
-        f"{bounds.together}), of a tensor up to {largest.excess:.2f} ({bounds.single})")
+        f"{bounds.together}); of a single tensor: up to {largest.excess:.2f} times (allowed: {bounds.single})")
     say(f"error of accumulation: up to {worst_sum.relative:.1e} (allowed: {worst_sum.allowed:.1e})")

@@ -1,4 +1,4 @@
-"""`dualpipe replay BUNDLE`: repeat a recorded step on its own layout and compare the results bit for bit.
+"""`dualpipe replay BUNDLE`: repeat a recorded step on the layout of its run and compare the results bit for bit.
 
 A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see
 `checkpointing.bundle`. It does not need the data of the run.
@@ -35,7 +35,7 @@ from dualpipe.train.step.step_runner import StepRunner
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
     """Return the configuration to replay a bundle with, and the manifest of the bundle.
 
-    Raises ValueError if `path` is no bundle or its config.json was changed.
+    Raises ValueError if `path` is not a bundle, or its config.json was changed.
     """
     path = Path(path).resolve()
     manifest = Checkpoint.read(path).manifest

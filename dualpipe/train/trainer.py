@@ -89,7 +89,7 @@ def train(
 
 
 def _expert_work(resolved: Resolved, job: Job) -> ExpertWork:
-    """Return the work of a rank's expert layers in one micro-batch, if all experts get the same number of tokens."""
+    """Return the work of a rank's expert layers in one micro-batch, with the same number of tokens for all experts."""
     config = resolved.config
     tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
     rows = tokens * getattr(resolved.model, "num_experts_per_tok", 0)
@@ -207,7 +207,7 @@ class Trainer:
         Returns 0, or the exit status with which a rank requested an earlier stop.
         """
         progress = self.progress
-        with self._place_in_os_errors():
+        with self._located_os_errors():
             self.start_up.begin("checkpoint")
             progress.done = self.saver.resume(self.state)
             self.start_up.begin("step")
@@ -230,15 +230,15 @@ class Trainer:
         return 0
 
     @contextmanager
-    def _place_in_os_errors(self) -> Iterator[None]:
-        """Add the rank and the step to the message of an OSError of the system inside of a `with`."""
+    def _located_os_errors(self) -> Iterator[None]:
+        """Add the rank and the step to an OSError of the operating system that is raised inside the `with` block."""
         try:
             yield
         except OSError as error:
             if error.errno is None:  # raised by this library, with a complete message
                 raise
-            place = f"{error.strerror} (rank {self.job.rank}, after step {self.progress.done})"
-            raise OSError(error.errno, place, error.filename) from error
+            text = f"{error.strerror} (rank {self.job.rank}, after step {self.progress.done})"
+            raise OSError(error.errno, text, error.filename) from error
 
     def _resolve(self, bad: BadStep) -> None:
         """Let the guard skip a bad step or roll back; it may raise FloatingPointError. Collective."""
@@ -315,7 +315,7 @@ class Trainer:
     def _write_arrived(self) -> None:
         """Write the metrics of steps whose values have reached the host.
 
-        It does not wait for others: their values may depend on ranks that have failed.
+        It does not wait for the values of other steps, which may depend on ranks that have failed.
         """
         while self.unread and _has_arrived(self.unread[0]):
             self._write(self._read())

@@ -22,7 +22,7 @@ from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.data.token_stream import TokenBatch
 
 # A router has collapsed if its load is this near to the maximum, where one expert gets every token, for this many
-# steps in a row. Routers that start there have left it by then.
+# steps in a row. Healthy routers that start this uneven are more even by then.
 COLLAPSE_FRACTION = 0.9
 COLLAPSE_STEPS = 50
 
@@ -93,7 +93,7 @@ class Guard:
     def poison_norm(self, norm: Tensor) -> Tensor:
         """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
 
-        The device knows of an earlier step what the host has not read yet.
+        The norm of an earlier step is on the device before the host has read it.
         """
         poison = norm - norm  # 0, or NaN if the norm is not finite
         if self._poison is not None:

@@ -57,18 +57,20 @@ class ResultLocation(NamedTuple):
         else:
             segment_order = _AFTER_SEGMENTS
             label = source.title
+        # A segment that is recomputed ("R") comes before its backward.
         order = (not is_forward, direction * source.stage, segment_order, source.kind != "R")
         return ResultLocation(order, source.microbatch, rank, label)
 
 
 class ResultWatch(Observer):
-    """A context that measures every result made inside. The host does not wait.
+    """A context manager that measures every result made inside. The host does not wait.
 
     An action "I" is recorded as the "B" that does the same work in another order.
 
     Attributes:
         results: measurements by location.
-        calls: by location, the measured outputs of modules in `stages` before the result, by name, in order.
+        calls: for each location, the measured outputs of modules in `stages` since the result before it, by module
+            name, in the order of the calls.
 
     Args:
         recorder: reports the results.
@@ -153,7 +155,10 @@ def count_nonfinite(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sum_in_fp32(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements, a float32 scalar: the cheapest test that all are finite, almost certain."""
+    """Return the sum of the elements, a float32 scalar: the cheapest test that all are finite.
+
+    It is never finite if an element is not. Finite elements may overflow it, but hardly ever do.
+    """
     return tensor.sum(dtype=torch.float32)
 
 

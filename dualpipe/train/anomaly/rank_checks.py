@@ -1,4 +1,4 @@
-"""Detect ranks that compute wrong: replicated state with different bits, and micro-batches that are not repeatable."""
+"""Detect ranks with wrong results: replicated state with different bits, and micro-batches that are not repeatable."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Corrupted(FloatingPointError):
 
 
 class _Repetition(NamedTuple):
-    """Checksums of one of two equal computations: of the results of actions, and of the gradients."""
+    """Checksums of one of two runs of a micro-batch: of the results of its actions, and of its gradients."""
 
     results: dict[ResultLocation, int]
     gradients: dict[str, Tensor]
 
 
 class RankChecks:
-    """Checks that ranks compute right. All ranks call the same methods at the same steps.
+    """Checks the results of ranks. All ranks call the same methods at the same steps.
 
     Args:
         settings: the table [guard].

@@ -30,7 +30,7 @@ def batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
         tensors |= {"tokens": batch.tokens, "positions": batch.positions}
     if last:
         tensors["targets"] = batch.targets
-    if first and not last and runner.model.config.mtp_depth > 0:
+    if first and not last and runner.model.config.mtp_depth > 0:  # MTP layers read the next tokens from the targets
         tensors["ahead"] = batch.targets
     return {f"bundle/{name}-{runner.job.place.replica}": tensor for name, tensor in tensors.items()}
 
@@ -43,7 +43,7 @@ def write_bundle(
 
     Args:
         runner: the step runner of the run.
-        state: of now, which must be the state before the step.
+        state: the current state, which must be that before the step.
         step: counted from 1.
         batch: of the step.
         values: metrics of the step.
@@ -59,12 +59,13 @@ def write_bundle(
     loss = next((loss for loss in losses if not math.isnan(loss)), math.nan)  # NaN on ranks without the last stage
     first_run = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
     loader = state.loader.state_dict() | {"step": step - 1}
+    results = {"then": first_run, "again": dict(rerun)}  # of the step in the run, and of its rerun there
     timeout = timedelta(seconds=config.parallel.timeout)
     folder = Path(config.output.dir, BUNDLES)
     with Checkpoints(folder, job.mesh, keep_last=MAX_BUNDLES, timeout=timeout, finite=False) as bundles:
         path = bundles.save(
             dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
-            config=describe(config, model), extra={"loader": loader, "then": first_run, "again": dict(rerun)},
+            config=describe(config, model), extra={"loader": loader, **results},
         )
     model_config = json.dumps(model.config.to_dict(), indent=2)
     job.ranks.first(lambda: replace_file(path / "config.json", model_config))

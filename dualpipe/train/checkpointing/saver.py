@@ -163,7 +163,7 @@ class Saver:
         """Save if it is due after this step.
 
         A checkpoint that cannot be written gives a warning, and training continues. The error of a second one in a row
-        is raised. The error of the last step's is raised when the context is left, after everything else is done.
+        is raised. For the last step's checkpoint, the error is raised when the context is left, after an export.
 
         Args:
             state: the state to save.

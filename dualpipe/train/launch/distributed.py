@@ -36,7 +36,7 @@ class Job:
         device: of this rank.
         mesh: of all ranks; None for a single rank.
         watchdog: of this rank; None without one.
-        place: position of this rank in the mesh.
+        place: the mesh as this rank sees it: sizes, its coordinates, and the process groups that it belongs to.
         ranks: synchronizes all ranks.
         rank: global rank.
         group: process group of all ranks; None for a single rank.
@@ -142,9 +142,9 @@ def choose_device(info: RankInfo, kind: str, is_free: Callable[[str], bool]) -> 
 
     Args:
         kind: "cpu", "cuda", or "auto" for CUDA if torch finds any CUDA device.
-        is_free: returns True if no other rank uses the CUDA device with a given UUID. A launcher may show every rank a
-            device of its own as the only one (SLURM's --gpus-per-task, CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container
-            per rank).
+        is_free: returns True if no other rank uses the CUDA device with a given UUID. A launcher may make a
+            single device visible to each rank, and a different one to every rank (SLURM's --gpus-per-task,
+            CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container per rank).
 
     Raises ValueError if this machine has fewer CUDA devices than ranks. "auto" does not fall back to the CPU then: a
     job for GPUs would continue a hundred times slower, or with some of its ranks on CPU.

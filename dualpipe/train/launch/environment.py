@@ -1,6 +1,6 @@
 """The rank of this process, from the variables of torchrun, SLURM or `dualpipe`, and its configuration.
 
-Does not import torch, for the process that starts ranks.
+Does not import torch: the process that starts ranks uses this file and stays small.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
 def rank_of_job(world_size: int = 0) -> RankInfo | None:
     """Return the rank of this process in its job; None if the ranks are not yet started.
 
-    Sets MASTER_ADDR and MASTER_PORT under SLURM. world_size: the number of ranks to start, if known. A single rank
-    needs no start.
+    Sets MASTER_ADDR and MASTER_PORT under SLURM. world_size: the number of ranks to start, if known. A single rank is
+    not started: it is this process.
     """
     info = rank_from_environment(os.environ)
     if info is not None and "RANK" not in os.environ:

@@ -70,8 +70,9 @@ class Evidence:
 def find_cause(evidence: Evidence) -> Cause:
     """Return the cause of a failure.
 
-    Facts about processes outrank the errors that ranks record. Among these, an error that is not the loss of another
-    rank outranks one that is.
+    A rank that was killed or is stopped comes first, then an error that a rank has recorded and that is not the loss of
+    another rank. The other searches are for a rank that recorded no error. If none finds a cause, it is the
+    earliest recorded loss of a rank.
     """
     searches = (_killed, _stopped, _own_error, _error_about_rank, _in_disk_sleep, _silent_end, _diagnosis)
     for search in searches:

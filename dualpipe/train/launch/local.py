@@ -26,7 +26,7 @@ from dualpipe.train.launch.failure import Ending, read_text
 from dualpipe.train.launch.machine import check_machine
 from dualpipe.train.launch.rank_processes import GRACE_SECONDS, RankProcesses
 
-CRASH_LOOP = 3  # number of launches in a row without progress after which the launcher gives up
+CRASH_LOOP = 3  # the launcher gives up if this many launches in a row complete no more steps than the first of them
 
 
 def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, watched: bool = False) -> int:
@@ -48,7 +48,7 @@ def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, 
         raise ValueError(f"--max-restarts {restarts} must be at least 0")
     check_machine(arguments, config.parallel.world_size, config.parallel.device)
     most_steps = -1
-    causes: list[str] = []  # of the starts without progress since the last one with progress
+    causes: list[str] = []  # of the last launch that got further than all before it, and of those since
     with _recorded_signals() as received:
         for number in count():
             ending = _start(arguments, config, number, received, watched)

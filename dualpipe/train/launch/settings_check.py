@@ -112,8 +112,8 @@ def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeo
     try:
         digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
         if info.rank == 0:
-            # "for": rank 0 asks for the settings themselves; "": all digests are equal.
-            store.set("settings/asked", "for" if failed or len(set(digests)) > 1 else "")
+            # "yes": rank 0 asks for the settings themselves; "": all digests are equal.
+            store.set("settings/asked", "yes" if failed or len(set(digests)) > 1 else "")
         store.wait(["settings/asked"], answer_timeout)
         if not store.get("settings/asked"):
             return ""

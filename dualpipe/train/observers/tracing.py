@@ -59,10 +59,10 @@ class TracedSteps(StepWindow):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._tracer is not None:
-            # All ranks raise the errors of a step and of its values together.
+            # All ranks raise these two errors, of a step and of its values, so all of them write the trace together.
             self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
 
     def loads(self, step: int, loads: Sequence[float]) -> None:
-        """Record the tokens of the experts of each rank in a step, unless all are 0, that is unknown."""
+        """Record the number of tokens that each rank's experts got in a step; all are 0 in a step before the trace."""
         if self._tracer is not None and any(loads):
             self._tracer.loads[step] = list(loads)

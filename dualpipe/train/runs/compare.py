@@ -115,7 +115,7 @@ def _steady(run: Run) -> dict[int, Row]:
 
 
 def _number(row: Row, name: str) -> float | None:
-    """Return a number of a row; None if it lacks it or it is not finite."""
+    """Return a number of a row; None if the row lacks it, or it is not finite."""
     value = row.get(name)
     if isinstance(value, int | float) and math.isfinite(value):
         return float(value)
@@ -161,7 +161,7 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
 
 
 def _flat(start: Start) -> dict[str, Any]:
-    """Return the settings and versions of a start by dotted names, without where it writes."""
+    """Return the settings and versions of a start by dotted names, without output.dir."""
     flat = {f"version of {name}": version for name, version in start.versions.items()}
     settings = dict(start.settings)
 

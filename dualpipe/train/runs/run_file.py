@@ -51,7 +51,7 @@ def record_start(folder: Path, start: Start) -> None:
     path = folder / RUN_FILE
     try:
         earlier = read_starts(folder) if start.step else []
-        content = {"starts": [asdict(each) for each in (*earlier, start)]}
+        content = {"starts": [asdict(entry) for entry in (*earlier, start)]}
         replace_file(path, json.dumps(content, indent=1, default=str) + "\n")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

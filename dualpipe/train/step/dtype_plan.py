@@ -40,8 +40,8 @@ def plan_model(
     """Return the plan of the whole model, which computes in `dtype` and accumulates gradients in at least float32.
 
     With several replicas, parameters are sharded and stored in at least float32. With one they are stored in `dtype`,
-    and the optimizer keeps float32 masters; nothing is gathered then, so a rule's `gather` format becomes the storage
-    format, which has the same bytes.
+    and the optimizer keeps float32 masters. Nothing is gathered then, so weights are stored in the `gather` format of
+    their rule: the same bytes as after a gather.
 
     Args:
         recorded: dtypes in the checkpoint to load, by name.
@@ -77,7 +77,9 @@ def _whole_on_meta(config: TrainedModel, dtype: torch.dtype) -> nn.Module:
 
 
 def _store_as_computed(whole: nn.Module, plan: DTypePlan, loaded: Mapping[str, torch.dtype]) -> DTypePlan:
-    """Return the plan of ranks that share no storage; wider values of a checkpoint become the optimizer's masters.
+    """Return the plan of a model that is not sharded: parameters are stored in their compute dtype.
+
+    Values of a checkpoint in a wider dtype become the optimizer's masters.
 
     loaded: dtypes in the checkpoint, by name.
     """

@@ -49,9 +49,9 @@ def choose_expert_gemm(stages: Iterable[nn.Module], library: str, work: ExpertWo
     """Set `gemm_library` of all expert layers of the stages. Collective over `ranks`.
 
     library: one of `EXPERT_GEMMS`, or "auto" for the one that takes the least time on the first rank with experts, for
-    a forward and an input gradient of each layer size. Layers with quantized weights keep this library's.
+    a forward and an input gradient of each layer size. Layers with quantized weights keep dualpipe's own GEMMs.
 
-    Returns the choice as text for the log, with times for "auto"; "" if this library's was requested.
+    Returns the choice as text for the log, with times for "auto"; "" if dualpipe's own GEMMs were requested.
 
     Raises ValueError, on every rank, if the requested library does not run on some rank.
     """
@@ -117,7 +117,7 @@ def _seconds(library: str, shape: GemmShape, work: ExpertWork) -> float:
 
 
 def _operands(shape: GemmShape, work: ExpertWork) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return tokens (M, H), the token of each row in random order (M,), a weight (E, N, H), the ends of the rows."""
+    """Return tokens (M, H), the token of each row in random order (M,), a weight (E, N, H), experts' row ends (E,)."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(work.rows, shape.in_features, generator=generator, device="cpu")
     gather = torch.randperm(work.rows, generator=generator, device="cpu")

@@ -17,7 +17,7 @@ from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.nn.quantized_matmul import Products
+from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.parallel import DTypePlan, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
@@ -43,7 +43,7 @@ class StageOptions:
         layers_per_stage: number of layers of each stage; by default stages cost about the same.
         recompute: rules of activation recomputation, see `dualpipe.models.stages.Recompute`.
         compiled: apply torch.compile to attention and dense MLPs.
-        products, fp8_weight_grad: GEMMs of layers with quantized weights, see `dualpipe.nn.quantized_matmul`.
+        products, fp8_weight_grad: precision of GEMMs with quantized weights, see `dualpipe.nn.quantized_matmul`.
         fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
     """
 
@@ -52,7 +52,7 @@ class StageOptions:
     layers_per_stage: Sequence[int] = ()
     recompute: Sequence[str] = ()
     compiled: bool = False
-    products: Products = "auto"
+    products: GemmPrecision = "auto"
     fp8_weight_grad: bool = False
     fp8_dispatch: bool = False
 
@@ -107,7 +107,7 @@ def build_model(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute)
         return Model(config, built, plan, has_first, has_last, {})
-    fp8_rows = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
+    fp8_block = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
 
     def build_numbers() -> list[Stage]:
         return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
@@ -122,22 +122,22 @@ def build_model(
         for stage in stages:
             shard(stage, None, plan)
     else:
-        _shard_over(mesh, stages, plan, fp8_rows)
+        _shard_over(mesh, stages, plan, fp8_block)
     masters = _fill(stages, plan, options, mesh, device)
     return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
-def _shard_over(mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_rows: int | None) -> None:
+def _shard_over(mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_block: int | None) -> None:
     """Shard the stages over the pipelines of `mesh`.
 
-    fp8_rows: see `ExpertParallel`. Raises ValueError, on all ranks, for quantized weights whose blocks cannot be split
-    over the ranks.
+    fp8_block: elements per scale of rows that are dispatched in FP8; None for a dispatch in the compute dtype. Raises
+    ValueError, on all ranks, for quantized weights whose blocks cannot be split over the ranks.
     """
     place = Mesh.of(mesh)
     for stage in stages:
         shard_experts(stage, place.part("ep") or mesh["ep"])
-        stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
-    # Only the weights of some stages may fail to split: the ranks agree on an error.
+        stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_block))
+    # The blocks may fit on some ranks and not on others, so the ranks agree on an error.
     is_quantized = any(dtypes.format for dtypes in plan.tensors.values())
     RankSync.of_mesh(mesh if is_quantized else None).agree(
         lambda: shard_stages(stages, place.dense, plan, expert_mesh=place.experts))
@@ -192,7 +192,7 @@ def _load_with_masters(
     return masters
 
 
-def _fp8_dispatch_block(plan: DTypePlan, products: Products) -> int:
+def _fp8_dispatch_block(plan: DTypePlan, products: GemmPrecision) -> int:
     """Return the number of elements per scale in the rows that expert GEMMs read in FP8.
 
     Raises ValueError if the expert GEMMs are not in FP8.

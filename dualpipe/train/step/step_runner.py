@@ -69,7 +69,7 @@ class PipelinedModel:
         return self.model.has_last and not self.job.place.replica
 
     def criterion(self, step: int) -> MicroBatchLoss:
-        """Return the criterion of a step, counted from 1. It also serves for fewer of its micro-batches."""
+        """Return the criterion of a step, counted from 1. A call may run fewer micro-batches than the step has."""
         train = self.config.train
         num_microbatches = train.num_chunks / token_weight(self.split, train.sequence_length)
         return MicroBatchLoss(num_microbatches, self.config.mtp.weight_of(step, train.steps))
@@ -82,7 +82,7 @@ class PipelinedModel:
         The result is None on ranks without the last stage.
 
         Args:
-            criterion: of the step; use it for this call alone.
+            criterion: of the step, made for this call: it collects results.
             num_microbatches: of the batch; by default those of a step.
         """
         model = self.model

@@ -38,10 +38,10 @@ def build_transformers_stages(
 
     rules = Recompute(recompute, model.num_hidden_layers)
     compute = plan.policy.param_dtype
-    is_shared = Mesh.of(mesh).replicas > 1
+    is_sharded = Mesh.of(mesh).replicas > 1
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
-        dtype=torch.promote_types(compute, torch.float32) if is_shared else compute, layers_per_stage=layers_per_stage)
+        dtype=torch.promote_types(compute, torch.float32) if is_sharded else compute, layers_per_stage=layers_per_stage)
     for stage in stages:
         stage.recompute = rules
         if mesh is None:
