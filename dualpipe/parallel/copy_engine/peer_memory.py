@@ -1,0 +1,68 @@
+"""Interface of memory that the ranks of a group write into, and the places of their messages in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+ALIGNMENT = 16  # bytes; copies of aligned memory are the fastest
+
+
+class PeerMemory(Protocol):
+    """Slots in the memory of every rank of a group, which its peers write into, and signals between the ranks."""
+
+    rank: int
+    size: int
+    device: torch.device
+    slot_bytes: int
+
+    def slot(self, owner: int, source: int, number: int) -> Tensor:
+        """Return the slot, as bytes, in the memory of `owner` that `source` writes its message `number` into."""
+
+    def meet(self, peers: Sequence[int]) -> None:
+        """Signal each of the peers, then wait for a signal from each of them.
+
+        The k-th meeting of two ranks is the same on both. All work of the exchange before the meeting of one rank comes
+        before all work after the meeting of the other.
+        """
+
+    def meet_all(self) -> None:
+        """Meet all peers, which also meet all of theirs. A meeting of all matches none of `meet`."""
+
+    def run(self, exchange: Callable[[], None]) -> dist.Work:
+        """Run an exchange after all earlier ones. On CUDA it is queued on the current stream; on the CPU a thread runs
+        it. `wait` of the result is that of `AsyncAllToAll.start`."""
+
+
+class SlotLayout(NamedTuple):
+    """Layout of one rank's memory: for each peer two slots, so that it fills one while the other one is read.
+
+    Example: 3 ranks, slots of 32 bytes. In the memory of rank 1, rank 0 writes at 0 and 64, and rank 2 at 32 and 96.
+    """
+
+    ranks: int
+    slot_bytes: int
+
+    @staticmethod
+    def within(ranks: int, buffer_bytes: int) -> SlotLayout:
+        """Return the layout with the largest slots that fit into `buffer_bytes`. Raises ValueError if none do."""
+        slot_bytes = buffer_bytes // (2 * (ranks - 1)) // ALIGNMENT * ALIGNMENT
+        if slot_bytes == 0:
+            raise ValueError(f"a buffer of {buffer_bytes} bytes has no room for two slots of {ALIGNMENT} bytes for "
+                             f"each of {ranks - 1} peers; give at least {2 * ALIGNMENT * (ranks - 1)}")
+        return SlotLayout(ranks, slot_bytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of a rank's memory in bytes."""
+        return 2 * (self.ranks - 1) * self.slot_bytes
+
+    def slot(self, memory: Tensor, owner: int, source: int, number: int) -> Tensor:
+        """Return the slot in the bytes of `owner` for message `number` from `source`."""
+        place = source - (source > owner)  # among the peers of the owner
+        index = number % 2 * (self.ranks - 1) + place
+        return memory[index * self.slot_bytes :][: self.slot_bytes]
