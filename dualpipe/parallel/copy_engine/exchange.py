@@ -17,8 +17,9 @@ k + 1, before which the peer has read k:
     rank 1   write 0 | meet 0 | read 0 | write 1 | meet 1 | read 1 | write 2 | meet 2 | ...
                        slot 0                      slot 1            slot 0: both have read 0 before meet 1
 
-All ranks meet in the first round of an exchange, even with nothing to send, and pairs in later ones. Round k of an exchange waits only for writes of round k
-of the same exchange, and these only for rounds before: no deadlock, even if all streams of a device share one queue.
+All ranks meet in the first round of an exchange, even with nothing to send, and pairs in later ones. Round k of an
+exchange waits only for writes of the same round, and these only for earlier rounds: there is no deadlock, even if all
+streams of a device share one queue.
 """
 
 from __future__ import annotations

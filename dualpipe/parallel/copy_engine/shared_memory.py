@@ -56,7 +56,7 @@ class SharedMemory:
         self._last: Future[None] | None = None  # the last exchange
         nbytes = self.size * _COUNTER_BYTES + self._layout.nbytes
         folder = _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
-        path = folder / f"dualpipe-{uuid.uuid4().hex}"
+        path = folder / f"dualpipe-{os.getpid()}-{uuid.uuid4().hex}"
         ranks = RankSync(group)
         try:
             paths = ranks.gather(lambda: self._create(path, nbytes))

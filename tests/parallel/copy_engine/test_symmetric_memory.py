@@ -1,18 +1,20 @@
 """Copies between devices on the pretend device: rows, the order of writes and reads, and faults that are planted."""
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
-from device_steps import by_threads, qwen
+from device_steps import LAYERS_WITH_EXPERTS, MICRO_BATCHES, STEPS, by_threads, qwen
+from dualpipe.parallel.copy_engine.exchange import CopyEngineAllToAll
 from dualpipe.parallel.copy_engine.peer_memory import SlotLayout
-from dualpipe.parallel.copy_engine.symmetric_memory import SymmetricMemory
-from dualpipe.runtime import device as runtime_device
+from dualpipe.parallel.copy_engine.symmetric_memory import QueuedWork, SymmetricMemory
 from pretend_cuda import pretend_cuda
 from pretend_symmetric import Handle, copy_engine, pretend_symmetric_memory
 from threads import Rank, run_threads
@@ -28,70 +30,93 @@ THREE_RANKS = 4 * 32  # bytes of slots
 
 
 def on_rank(rank: Rank, num_streams: int) -> list[bool]:
-    """Whether each exchange brings the rows; the exchanges take turns on this many streams."""
+    """Whether each of several exchanges under way brings its rows; they take turns on this many streams."""
     all_to_all = copy_engine(rank, "ep", range(3), THREE_RANKS)
     compute = torch.cuda.current_stream()
     streams = [torch.cuda.Stream() for _ in range(num_streams)]
-    results = []
+    under_way = []
     for number, counts in enumerate(COUNTS):
         sent_rows = counts[rank.number]
         received_rows = [row[rank.number] for row in counts]
-        sent = torch.full((sum(sent_rows), 4), 10 * number + rank.number, dtype=torch.int32, device="cuda")
         stream = streams[number % num_streams]
-        stream.wait_stream(compute)
         with torch.cuda.stream(stream):
+            sent = torch.full((sum(sent_rows), 4), 10 * number + rank.number, dtype=torch.int32, device="cuda")
             received = torch.zeros(sum(received_rows), 4, dtype=torch.int32, device="cuda")
-            work = all_to_all.start(received, sent, received_rows, sent_rows)
+            under_way.append((all_to_all.start(received, sent, received_rows, sent_rows), received, received_rows))
+    results = []
+    for work, received, _ in under_way:
         work.wait()
-        sent.record_stream(stream)
+        results.append(received + 0)
         received.record_stream(compute)
-        senders = torch.arange(3, device="cuda").repeat_interleave(
-            torch.tensor(received_rows, device="cuda"), output_size=sum(received_rows))
-        results.append((received - 10 * number, senders))
     torch.cuda.synchronize()
-    return [rows.tolist() == [[sender] * 4 for sender in senders.tolist()] for rows, senders in results]
+    return [rows.tolist() == [[10 * number + sender] * 4 for sender in range(3) for _ in range(received_rows[sender])]
+            for number, (rows, (_, _, received_rows)) in enumerate(zip(results, under_way))]
 
 
-def exchanged(num_streams: int, plant: Callable[[], AbstractContextManager] = nullcontext) -> list[str]:
-    """Faults of exchanges between three ranks."""
+def exchanged(num_streams: int, plant: Callable[[], AbstractContextManager] = nullcontext) -> tuple[bool, list[str]]:
+    """Whether all rows of exchanges between three ranks arrived, and the faults."""
     with pretend_cuda() as device, pretend_symmetric_memory(), plant():
-        assert run_threads(on_rank, 3, num_streams, device="cuda") == [[True] * len(COUNTS)] * 3
-        return device.report({})
+        arrived = run_threads(on_rank, 3, num_streams, device="cuda")
+        return all(map(all, arrived)), device.report({})
 
 
 @pytest.mark.parametrize("num_streams", [1, 2])
 def test_rows_arrive_in_order(num_streams):
-    assert exchanged(num_streams) == []
+    assert exchanged(num_streams) == (True, [])
 
 
 @contextmanager
-def instead(owner: object, name: str, replacement: object) -> Iterator[None]:
-    with mock.patch.object(owner, name, replacement):
+def steps_by_copies() -> Iterator[None]:
+    """Have `by_threads` send rows by copies, into slots of 128 bytes."""
+    def all_to_all(rank: Rank, name: str, members: Sequence[int]) -> CopyEngineAllToAll:
+        return copy_engine(rank, name, members, 256 * (len(members) - 1))
+
+    with pretend_symmetric_memory(), mock.patch.object(Rank, "all_to_all", all_to_all):
         yield
+
+
+HOST_WAITS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance"
+
+
+def test_steps_of_a_pipeline_wait_for_the_counts_alone():
+    """As with the other all-to-all: each rank for each layer, micro-batch and step."""
+    waits = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
+    assert by_threads(qwen, 1, 2, plant=steps_by_copies).report({HOST_WAITS: waits}) == []
+
+
+# -- planted faults
 
 
 def one_slot(layout: SlotLayout, memory: Tensor, owner: int, source: int, number: int, real=SlotLayout.slot) -> Tensor:
     return real(layout, memory, owner, source, 0)
 
 
-def without_last(event: object, on: torch.device, real=runtime_device.wait) -> None:
-    """Wait for no event that an exchange has recorded, except in `wait` of its work."""
-
-
-def before_writes(memory: SymmetricMemory, exchange: Callable[[], None], real=SymmetricMemory.run):
+def not_after_the_last(memory: SymmetricMemory, exchange: Callable[[], None], real=SymmetricMemory.run) -> dist.Work:
     memory._last = None
     return real(memory, exchange)
 
 
-PLANTED = {  # name: (number of streams, how to plant it)
-    "a rank does not wait for its peers' signals": (
-        1, lambda: instead(Handle, "order", lambda *_: None)),
-    "a slot is written again before it is read": (1, lambda: instead(SlotLayout, "slot", one_slot)),
-    "an exchange on another stream does not wait for the last one": (
-        2, lambda: instead(SymmetricMemory, "run", before_writes)),
+PLANTED = {  # name: (number of streams, start of the fault, what is replaced, by what)
+    "rows are read before their signal": (1, "race: read by copy_", Handle, "order", lambda *_: None),
+    "a slot is written before its rows are read": (1, "race: write by copy_", SlotLayout, "slot", one_slot),
+    "an exchange does not wait for the last one on another stream": (
+        2, "race: ", SymmetricMemory, "run", not_after_the_last),
+    "rows are used before they arrive": (1, "race: read by add", QueuedWork, "wait", lambda *_: True),
 }
 
 
-@pytest.mark.parametrize("num_streams, plant", PLANTED.values(), ids=PLANTED)
-def test_finds_planted_faults(num_streams, plant):
-    assert any(fault.startswith("race: copy_") for fault in exchanged(num_streams, plant))
+@pytest.mark.parametrize("num_streams, fault, owner, name, planted", PLANTED.values(), ids=PLANTED)
+def test_planted_faults_are_found(num_streams, fault, owner, name, planted):
+    _, found = exchanged(num_streams, lambda: mock.patch.object(owner, name, planted))
+    assert any(text.startswith(fault) and "exchange.py" in text for text in found)
+
+
+# -- torch's own
+
+
+def test_the_stand_in_has_the_arguments_of_torch():
+    """Its handles are used without a GPU; those of the installed torch tell their signatures by their documentation."""
+    for name in ("barrier", "put_signal", "wait_signal"):
+        text = getattr(_SymmetricMemory, name).__doc__
+        names = [argument for argument in inspect.signature(getattr(Handle, name)).parameters if argument != "self"]
+        assert all(f"{argument}: " in text for argument in names), text
