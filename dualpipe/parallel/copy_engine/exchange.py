@@ -33,13 +33,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.parallel.copy_engine.peer_memory import PeerMemory
+from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES, PeerMemory
 from dualpipe.parallel.copy_engine.shared_memory import SharedMemory
 from dualpipe.parallel.copy_engine.symmetric_memory import SymmetricMemory
 
-# Bytes of a rank's slots by device. On CUDA one round is enough for 4096 tokens of width 2048 in bfloat16 on 8 ranks,
-# wherever they go: a token goes to a rank once, so a message has at most 4096 rows, 16 MiB, and 7 peers have two slots.
-BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
+METHODS = ("nccl", "copy_engine")  # values of parallel.all_to_all
+
+
+def expert_ranks(mesh: DeviceMesh, method: str) -> DeviceMesh | CopyEngineAllToAll:
+    """Return the ranks of an "ep" mesh for `ExpertParallel`, whose rows travel by one of `METHODS`.
+
+    Collective over the mesh for "copy_engine". Raises ValueError for another method, and like
+    `CopyEngineAllToAll.connect`.
+    """
+    if method not in METHODS:
+        raise ValueError(f"all_to_all must be one of {', '.join(METHODS)}; got {method!r}")
+    return CopyEngineAllToAll.connect(mesh) if method == "copy_engine" and mesh.size() > 1 else mesh
+
 
 
 class CopyEngineAllToAll:
