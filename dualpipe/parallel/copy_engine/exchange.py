@@ -99,7 +99,7 @@ class CopyEngineAllToAll:
         slot_bytes = self._memory.slot_bytes
         longest = {peer: max(len(sent[peer]), len(received[peer])) for peer in self._peers}
         num_rounds = {peer: max(1, ceil(nbytes / slot_bytes)) for peer, nbytes in longest.items()}
-        for round_number in range(max(num_rounds.values())):
+        for round_number in range(max(num_rounds.values(), default=0)):
             peers = [peer for peer in self._peers if num_rounds[peer] > round_number]
             start = round_number * slot_bytes
             for peer in peers:

@@ -53,16 +53,17 @@ class SlotLayout(NamedTuple):
     @staticmethod
     def within(ranks: int, buffer_bytes: int) -> SlotLayout:
         """Return the layout with the largest slots that fit into `buffer_bytes`. Raises ValueError if none do."""
-        slot_bytes = buffer_bytes // (2 * (ranks - 1)) // ALIGNMENT * ALIGNMENT
+        num_slots = 2 * max(1, ranks - 1)  # of a rank alone: unused
+        slot_bytes = buffer_bytes // num_slots // ALIGNMENT * ALIGNMENT
         if slot_bytes == 0:
-            raise ValueError(f"a buffer of {buffer_bytes} bytes has no room for two slots of {ALIGNMENT} bytes for "
-                             f"each of {ranks - 1} peers; give at least {2 * ALIGNMENT * (ranks - 1)}")
+            raise ValueError(f"a buffer of {buffer_bytes} bytes has no room for {num_slots} slots of {ALIGNMENT} "
+                             f"bytes, two for each of {ranks - 1} peers; give at least {ALIGNMENT * num_slots}")
         return SlotLayout(ranks, slot_bytes)
 
     @property
     def nbytes(self) -> int:
         """Return the size of a rank's memory in bytes."""
-        return 2 * (self.ranks - 1) * self.slot_bytes
+        return 2 * max(1, self.ranks - 1) * self.slot_bytes
 
     def slot(self, memory: Tensor, owner: int, source: int, number: int) -> Tensor:
         """Return the slot in the bytes of `owner` for message `number` from `source`."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from dualpipe.parallel.all_to_all import GroupAllToAll
-from dualpipe.parallel.copy_engine.exchange import CopyEngineAllToAll
+from dualpipe.parallel.copy_engine.exchange import METHODS, CopyEngineAllToAll, expert_ranks
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from expert_cases import CASES, E, Experts, advance, ours
 from ranks import run_ranks
@@ -95,6 +95,26 @@ def not_announced(rank):
         copies.start(torch.empty(4, 1), torch.empty(5, 1), [2, 2], [2, 2])
     except AssertionError as error:
         return str(error)
+
+
+def alone(rank):
+    """Whether a rank alone gets its own rows, and which ranks `expert_ranks` returns for each method."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
+    copies, sent = CopyEngineAllToAll.connect(mesh["ep"]), torch.arange(6).view(3, 2)
+    received = torch.zeros_like(sent)
+    copies.start(received, sent, [3], [3]).wait()
+    kinds = [type(expert_ranks(mesh[name], method)).__name__ for name in ("dp", "ep") for method in METHODS]
+    return torch.equal(received, sent), kinds
+
+
+def test_a_rank_alone_needs_no_copies():
+    expected = ["DeviceMesh", "CopyEngineAllToAll", "DeviceMesh", "DeviceMesh"]
+    assert run_ranks(alone, 2) == [(True, expected)] * 2
+
+
+def test_another_method_is_refused():
+    with pytest.raises(ValueError, match="all_to_all must be one of nccl, copy_engine; got 'sm'"):
+        expert_ranks(None, "sm")
 
 
 # -- through experts

@@ -28,6 +28,6 @@ def test_worked_example():
 
 def test_a_buffer_that_is_too_small_is_refused():
     assert SlotLayout.within(4, 96).slot_bytes == ALIGNMENT
-    with pytest.raises(ValueError, match="a buffer of 95 bytes has no room for two slots of 16 bytes for each of 3 "
-                                         "peers; give at least 96"):
+    with pytest.raises(ValueError, match="a buffer of 95 bytes has no room for 6 slots of 16 bytes, two for each "
+                                         "of 3 peers; give at least 96"):
         SlotLayout.within(4, 95)
