@@ -18,8 +18,8 @@ k + 1, before which the peer has read k:
                        slot 0                      slot 1            slot 0: both have read 0 before meet 1
 
 All ranks meet in the first round of an exchange, even with nothing to send, and pairs in later ones. Round k of an
-exchange waits only for writes of the same round, and these only for earlier rounds: there is no deadlock, even if all
-streams of a device share one queue.
+exchange waits only for writes of the same round, and these only for earlier rounds: exchanges that all ranks start in
+the same order cannot deadlock.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ def expert_ranks(mesh: DeviceMesh, method: str) -> DeviceMesh | CopyEngineAllToA
     if method not in METHODS:
         raise ValueError(f"all_to_all must be one of {', '.join(METHODS)}; got {method!r}")
     return CopyEngineAllToAll.connect(mesh) if method == "copy_engine" and mesh.size() > 1 else mesh
-
 
 
 class CopyEngineAllToAll:
