@@ -41,7 +41,8 @@ CARD = (
 )
 NODE = (
     Part("parity", "is a pipeline of 2 x 4 ranks the model itself?", "gpu.node:parity", 20),
-    Part("all-to-all", "how fast is NCCL's all-to-all?", "gpu.node:all_to_all", 10),
+    Part("all-to-all", "how fast are all-to-alls by NCCL and by copies, alone and beside products?",
+         "gpu.node:all_to_all", 15),
     Part("training", "how fast are whole steps over meshes?", "gpu.node:training", 70),
 )
 

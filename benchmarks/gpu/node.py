@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,11 @@ import torch
 import torch.distributed as dist
 from gpu_bench import Outcome, report_goal
 from rank_processes import RankProcesses, join_gloo
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll
+from dualpipe.parallel.copy_engine.exchange import METHODS, expert_ranks
+from dualpipe.runtime.device import record
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.store import connect
 from gpu.session import Output
@@ -34,31 +39,56 @@ def parity(output: Output) -> None:
 
 
 def all_to_all(output: Output) -> None:
-    """What each rank sends to the others in a second, by the size of what it sends."""
+    """What each rank sends to the others in a second, by the size of what it sends: by NCCL, and by copies.
+
+    Beside it, products on the same GPUs: `gemm_ms` alone, `both_ms` with the exchange. What NCCL's blocks take from
+    them, copies should leave to them.
+    """
     processes = RankProcesses(exchange_rows, alone=number_of_ranks(output), seconds=max(30.0, output.left))
     for rows in (16,) if output.dry else (256, 2048, 16384, 65536, 262144):
-        setting = {"rows": rows, "device": "cpu" if output.dry else "cuda"}
-        found = processes.run(setting)
-        errors = [each["error"] for each in found if "error" in each]
-        if errors:
-            output.failure(**setting, error=errors[0])
-            continue
-        seconds = max(each["seconds"] for each in found)
-        to_others = 2 * WIDTH * rows * (processes.size - 1) / processes.size
-        output.row(**setting, ranks=processes.size, ms=1000 * seconds, rate=to_others / seconds / 1e9, unit="GB/s")
+        for method in METHODS:
+            setting = {"rows": rows, "method": method, "device": "cpu" if output.dry else "cuda"}
+            found = processes.run(setting)
+            errors = [each["error"] for each in found if "error" in each]
+            if errors:
+                output.failure(**setting, error=errors[0])
+                continue
+            slowest = {name: max(each[name] for each in found) for name in ("seconds", "gemm_seconds", "both_seconds")}
+            to_others = 2 * WIDTH * rows * (processes.size - 1) / processes.size
+            output.row(**setting, ranks=processes.size, ms=1000 * slowest["seconds"],
+                       gemm_ms=1000 * slowest["gemm_seconds"], both_ms=1000 * slowest["both_seconds"],
+                       rate=to_others / slowest["seconds"] / 1e9, unit="GB/s")
 
 
 def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> dict[str, object]:
     """Check one exchange, then time some. Raises ValueError for rows that are not those that were sent."""
     device = join(str(setting["device"]), info, prefix)
-    rows = int(str(setting["rows"])) // info.world_size * info.world_size
-    sent = torch.full((rows, WIDTH), float(info.rank), dtype=torch.bfloat16, device=device)
+    mesh = init_device_mesh(device.type, (info.world_size,), mesh_dim_names=("ep",))
+    ranks = expert_ranks(mesh, str(setting["method"]))
+    stream = CommStream(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
+    counts = [int(str(setting["rows"])) // info.world_size] * info.world_size
+    sent = torch.full((sum(counts), WIDTH), float(info.rank), dtype=torch.bfloat16, device=device)
     received = torch.full_like(sent, torch.nan)
-    dist.all_to_all_single(received, sent)
-    senders = torch.arange(info.world_size, device=device).repeat_interleave(rows // info.world_size)
+    side = 64 if device.type == "cpu" else 8192
+    matrix = torch.zeros(side, side, dtype=torch.bfloat16, device=device)
+
+    def multiply() -> None:
+        for _ in range(2 + len(sent) // 100_000):  # for longer than the exchange takes at 300 GB/s
+            torch.mm(matrix, matrix)
+
+    def exchange(beside: Callable[[], None] = lambda: None) -> None:
+        ready = record(device)
+        with stream.beside(ready, sent, received):
+            started = stream.start(received, sent, counts, counts)
+        beside()
+        stream.wait(started)
+
+    exchange()
+    senders = torch.arange(info.world_size, device=device).repeat_interleave(counts[0])
     if not bool((received == senders.unsqueeze(1)).all()):
-        raise ValueError(f"{rows} rows: what came back from rank {info.rank}'s all-to-all is not what was sent")
-    return {"seconds": statistics.median(exchange_seconds(received, sent) for _ in range(REPEATS))}
+        raise ValueError(f"{len(sent)} rows: what came back from rank {info.rank}'s all-to-all is not what was sent")
+    timed = {"seconds": exchange, "gemm_seconds": multiply, "both_seconds": lambda: exchange(multiply)}
+    return {name: statistics.median(seconds_of(run, device) for _ in range(REPEATS)) for name, run in timed.items()}
 
 
 def join(device: str, info: RankInfo, prefix: str) -> torch.device:
@@ -75,13 +105,13 @@ def join(device: str, info: RankInfo, prefix: str) -> torch.device:
     return own
 
 
-def exchange_seconds(received: torch.Tensor, sent: torch.Tensor) -> float:
-    """Return how long one exchange takes this rank, from when all are there."""
+def seconds_of(run: Callable[[], None], device: torch.device) -> float:
+    """Return how long `run` takes this rank, from when all are there."""
     dist.barrier()
-    wait_for(sent.device)
+    wait_for(device)
     start = time.perf_counter()
-    dist.all_to_all_single(received, sent)
-    wait_for(sent.device)
+    run()
+    wait_for(device)
     return time.perf_counter() - start
 
 

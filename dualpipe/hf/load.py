@@ -24,6 +24,7 @@ from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_sp
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
+from dualpipe.parallel.copy_engine.exchange import expert_ranks
 from dualpipe.parallel.experts.dispatcher import (
     ExpertParallel,
     LocalDispatcher,
@@ -42,7 +43,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_stages(
     source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], *, mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None, policy: DTypePolicy | None = None, experts: str = NAME, overlap: bool = True,
-    layers_per_stage: Sequence[int] = (), seed: int = 0,
+    layers_per_stage: Sequence[int] = (), seed: int = 0, all_to_all: str = "nccl",
 ) -> list[CausalLMStage]:
     """Build this rank's stages of a causal LM, load their weights, shard them, and defer their weight gradients.
 
@@ -66,6 +67,8 @@ def load_stages(
             all-to-all.
         layers_per_stage: number of layers of every stage, instead of stages with balanced costs.
         seed: seed of initial weights.
+        all_to_all: how rows reach experts on other ranks: "nccl", which is gloo on the CPU, or "copy_engine"; see
+            `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
 
     Returns the stages, in the order of `mine`.
 
@@ -74,16 +77,16 @@ def load_stages(
             arguments are invalid. Everything that can be checked without weights is checked before they are read.
     """
     layout = Mesh.of(mesh)
-    expert_ranks = layout.part("ep") if layout.size("ep") > 1 else None
+    expert_mesh = layout.part("ep") if layout.size("ep") > 1 else None
 
     def build() -> list[CausalLMStage]:
         _check_arguments(num_stages, mine, experts, dtype, layout)
         stages = build_stages(
             ModelSource.of(source, dtype, seed), num_stages, mine, experts=NAME if experts == AUTO else experts,
-            layers_per_stage=layers_per_stage, expert_ranks=expert_ranks)
+            layers_per_stage=layers_per_stage, expert_ranks=expert_mesh)
         for stage in stages:
             # Without expert parallelism there is no all-to-all to hide. Whole layers defer weight gradients as well.
-            if overlap and expert_ranks is not None:
+            if overlap and expert_mesh is not None:
                 split_stage(stage, _trial_arguments(stage))
             defer_weight_grads(stage)
         return stages
@@ -94,8 +97,8 @@ def load_stages(
     if layout.device_mesh is not None:
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
-    choose_experts(stages, NAME if expert_ranks is not None else experts, ranks)
-    _shard(stages, layout, policy)
+    choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
+    _shard(stages, layout, policy, all_to_all)
     return stages
 
 
@@ -198,7 +201,7 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None) -> None:
+def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, all_to_all: str) -> None:
     """Shard the stages over the mesh. Collective over the pipeline's ranks."""
     if layout.replicas == 1 and policy is None:
         return
@@ -206,12 +209,13 @@ def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | 
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = policy or DTypePolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=dtype)
     plan = resolve_dtypes(stages, policy, group=layout.group("pp"))
-    expert_ranks = layout.part("ep")
-    if expert_ranks is not None and expert_ranks.size() > 1:
+    expert_mesh = layout.part("ep")
+    if expert_mesh is not None and expert_mesh.size() > 1:
+        ranks = expert_ranks(expert_mesh, all_to_all)  # one for all stages: their exchanges are one sequence
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
-        by_count = {count: ExpertParallel(count, expert_ranks) for count in counts}
+        by_count = {count: ExpertParallel(count, ranks) for count in counts}
         for stage in stages:
-            shard_experts(stage, expert_ranks, are_local=True)
+            shard_experts(stage, expert_mesh, are_local=True)
             stage.use_expert_parallelism(by_count)
     shard_stages(stages, None if layout.replicas == 1 else layout.dense, plan, expert_mesh=layout.experts)

@@ -13,7 +13,8 @@
                  communication buffers of one layer. Layers of transformers that cannot run on meta are left out:
                  `dualpipe.plan.on_meta.counted_models.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
-    nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer
+    nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
+                 parallel.all_to_all = "copy_engine" also the memory that peers write into
 
 All numbers are those of the worst step; `step_memory` has the others. Memory that the allocator leaves unused and the
 CUDA context, a few GB, come on top.
@@ -31,6 +32,7 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
+from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
@@ -284,7 +286,8 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     """Return the bytes of a rank's NCCL buffers.
 
     Each channel of a ring takes CHANNEL bytes. An all-to-all has its channels once per peer in the node. A link between
-    stages sends in one direction only: its channels take half as much.
+    stages sends in one direction only: its channels take half as much. The memory that peers write into for an
+    all-to-all by copies counts as well.
     """
     if p.device == "cpu":
         return 0
@@ -306,7 +309,8 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
     channels += (min(p.ep, _NODE) - 1) * EXPERTS.ctas
     channels += (min(p.cp, _NODE) - 1) * CONTEXT.ctas
-    return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas
+    peer_memory = BUFFER_BYTES["cuda"] if p.all_to_all == "copy_engine" and p.ep > 1 else 0
+    return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas + peer_memory
 
 
 def unit_for(most: int, units: Sequence[Unit] = BINARY) -> Unit:

@@ -7,6 +7,7 @@ import functools
 import gc
 import re
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import accumulate
 from math import prod
@@ -277,16 +278,19 @@ def test_sizes_are_in_a_unit_that_suits_them():
 def test_buffers_of_nccl():
     """12 MiB a channel: a link has one, of half the size; rings and pairs of experts' ranks in a node have 16."""
 
-    def buffers(pp: int, dp: int, ep: int, device: str = "auto") -> list[float]:
+    def buffers(pp: int, dp: int, ep: int, more: Sequence[str] = ()) -> list[float]:
         options = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.ep", f"{ep}",
-                   "--parallel.device", device]
+                   "--parallel.device", "auto", *more]
         config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", options)
         model = dataclasses.replace(read_config(config.model.config), num_hidden_layers=8)
         return [rank.nccl / (12 * 2**20) for rank in estimate(config, model)]
 
-    assert buffers(1, 1, 1) == [0] and buffers(2, 2, 2, "cpu") == [0, 0]
+    assert buffers(1, 1, 1) == [0] and buffers(2, 2, 2, ["--parallel.device", "cpu"]) == [0, 0]
     assert buffers(3, 1, 1) == [2 + 1 + 4, 4 + 1 + 4, 2 + 1 + 4]  # 4 or 8 links, norms, totals
     assert buffers(1, 2, 1) == [16 + 16 + 4]  # "dp", "dp" with "ep", totals
+    by_copies = "--parallel.all_to_all", "copy_engine"
+    assert buffers(1, 1, 8, by_copies)[0] - buffers(1, 1, 8)[0] == pytest.approx(256 / 12)
+    assert buffers(1, 2, 1, by_copies) == buffers(1, 2, 1)
     assert buffers(2, 1, 16) == [2 + 1 + 4 + 16 + 16 + 7 * 16] * 2
 
 

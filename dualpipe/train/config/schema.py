@@ -125,6 +125,9 @@ class ParallelConfig:
     heads of the whole sequence; auto: the one that sends fewer bytes, if the numbers of heads allow both"""
     ep: int = _at_least_1(1)
     """expert-parallel ranks: each has some of the experts and its own data, and dispatches tokens to the others"""
+    all_to_all: Literal["nccl", "copy_engine"] = "nccl"
+    """how rows reach experts on other ranks: nccl, which is gloo on the CPU; copy_engine: copies into the memory of the
+    other ranks, which leave the multiprocessors to computing; for ranks in one NVLink domain, or on one CPU host"""
     overlap: bool = True
     """run the two actions of a pair interleaved, so that communication of one overlaps compute of the other"""
     merge_weight_grads: bool = True

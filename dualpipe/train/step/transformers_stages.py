@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 def build_transformers_stages(
     model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
     mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int], recompute: Sequence[str],
+    all_to_all: str,
 ) -> tuple[nn.Module, ...]:
     """Build the stages with these numbers, sharded and with weights. Collective over `mesh`.
 
@@ -41,7 +42,8 @@ def build_transformers_stages(
     is_sharded = Mesh.of(mesh).replicas > 1
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
-        dtype=torch.promote_types(compute, torch.float32) if is_sharded else compute, layers_per_stage=layers_per_stage)
+        dtype=torch.promote_types(compute, torch.float32) if is_sharded else compute, layers_per_stage=layers_per_stage,
+        all_to_all=all_to_all)
     for stage in stages:
         stage.recompute = rules
         if mesh is None:
