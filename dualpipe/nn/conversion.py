@@ -46,7 +46,7 @@ def deferring_class(module: nn.Module) -> type[nn.Module] | None:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or is_lazy(weight):
         return None
-    original: Any = type(module)  # Any: @cache needs hashable arguments, and mypy takes module classes for unhashable
+    original: Any = type(module)  # Any: mypy considers module classes unhashable, and @cache needs hashable arguments
     if original is nn.Linear:
         return Linear
     # FSDP2 or parametrize has replaced the class of the module already, and relies on the new class.

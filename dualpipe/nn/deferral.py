@@ -57,7 +57,8 @@ class WeightGradStore:
     Attributes:
         accumulating: True while layers may bypass autograd and add directly to an accumulator of a wider dtype.
         merging: True if queues may be merged; layers whose GEMMs allow it then queue what `merge` needs.
-        recomputing: True during the recompute of a forward; its first run has counted the statistics.
+        recomputing: True during the recompute of a forward. A layer that counts something in its forward, such as batch
+            norm, checks it in order not to count twice.
         observer: observes every weight gradient; None: no observer, at no cost.
     """
 

@@ -22,7 +22,7 @@ class Embedding(nn.Embedding):
     tokens of 2048 elements, and 1.2 GB if it is cast before the addition.
     """
 
-    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
 
     def __init__(
         self, num_embeddings: int, embedding_dim: int, device: torch.device | str | None = None,

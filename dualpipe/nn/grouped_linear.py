@@ -57,7 +57,7 @@ class GroupedLinear(nn.Module):
         quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
     form: _SwiGLUForm | None = None
     quantizable = True
     products: GemmPrecision = "auto"
@@ -91,7 +91,8 @@ class GroupedLinear(nn.Module):
         Args:
             x: (M, H) rows sorted by expert, or (T, H) tokens.
             rows: the end of each expert's rows (E,) int32, cumulative; for tokens, their `SortedTokens`.
-            quantized: the rows of `x`, quantized in blocks of this layer's `row_block`; None: quantize `x` if needed.
+            quantized: `x`, quantized in blocks of `quantized_matmul.row_block(self, x.dtype)` elements; None: quantize
+                `x` if needed.
 
         Raises:
             ValueError: the operands do not match, or torch.func transforms are active.

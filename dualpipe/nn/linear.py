@@ -38,7 +38,7 @@ class Linear(nn.Linear):
         quantizable: True if a dtype plan may quantize the weight.
     """
 
-    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
     products: GemmPrecision = "auto"
     fp8_weight_grad = False
     quantizable = True
@@ -152,7 +152,7 @@ class TransposedLinear(nn.Module):
     A mixin that provides `forward` only: among the bases of a class, put it before the class that owns the parameters.
     """
 
-    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
     weight: nn.Parameter
     bias: nn.Parameter
 
@@ -215,7 +215,7 @@ def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = Non
         return torch.addmm(out, dy_NM, x_MH, out_dtype=dtype, out=out)  # in the GEMM's epilogue: no temporary
     if x.dtype is not dtype:  # to() takes 0.4 us even if the dtype is the same
         x_MH = x_MH.to(dtype)
-    # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches. Chunks are not.
+    # mm and add_ instead of addmm_: bitwise equal to autograd's accumulation over micro-batches, unless in chunks.
     if out is None or out.numel() <= _CHUNK:
         dw = (dy_NM if dy.dtype is dtype else dy_NM.to(dtype)).mm(x_MH)
         return dw if out is None else out.add_(dw)

@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
     transformers' Qwen3. Defers its weight gradient while the active `WeightGradStore` is deferring.
     """
 
-    makes_accumulators = True  # the first gradient creates `.grad` in `grad_dtype`: FSDP2 stages allocate no zeros
+    makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
 
     def __init__(
         self, size: int, eps: float = 1e-6, device: torch.device | str | None = None, dtype: torch.dtype | None = None

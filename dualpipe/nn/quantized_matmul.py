@@ -15,8 +15,8 @@ are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can 
 With `fp8_weight_grad` the layer saves x, and a deferred weight gradient keeps dy, as quantized rows with one byte per
 element instead of two. The GEMM of the weight gradient then runs on their dequantized values in half precision.
 
-No function here quantizes a weight. A weight is transposed once for all micro-batches that use the same bytes. A dense
-weight is treated as one expert.
+No function here quantizes a weight. The transpose of a weight is cached until its bytes change, so that all
+micro-batches of a step share it. A dense weight is treated as one expert.
 
 Dimension letters: M rows, E experts, K in_features, N out_features.
 """

@@ -237,7 +237,7 @@ def require_same(what: str, values: Sequence[Any]) -> None:
 
 
 def _validate_num_chunks(num_chunks: Any) -> int:
-    """Return `num_chunks` as an integer. Raises ValueError if it is none, or below 1."""
+    """Return `num_chunks` as an integer. Raises ValueError if it is not an integer, or is below 1."""
     remedy = ("the number of micro-batches into which the batch is split; their gradients add up, so divide a mean "
               "loss by it")
     if num_chunks is None:

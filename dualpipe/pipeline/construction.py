@@ -52,7 +52,8 @@ class PipelineArguments(TiedEnds):
     """Description of a rank's pipeline, which the ranks compare.
 
     overlap: pairs may overlap; None if no stage of this rank has anything to overlap. side_specs: the fields of the
-    stages' `SideSpec`s. reduces, unreduced: see `check_stages`.
+    stages' `SideSpec`s. reduces, unreduced: the results of `check_stages`; `unreduced` names the parameters that nobody
+    reduces, unlike the argument of `Pipeline`, which names those that the caller reduces.
     """
 
     schedule: str
@@ -225,7 +226,8 @@ def check_stages(
             wildcards.
 
     Returns:
-        True if FSDP2 reduces any gradients over several ranks, and the first names of parameters that it does not.
+        True if FSDP2 reduces any gradients over several ranks, and the first names of parameters whose gradients are
+        reduced neither by it nor by the caller.
     """
     managed_names = [set(stage_parameters.places()) for stage_parameters in parameters]
     managed = set(chain.from_iterable(managed_names))

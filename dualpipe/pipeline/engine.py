@@ -81,7 +81,7 @@ class _ObservedStep:
 
 @dataclass
 class _Steps:
-    """State of a pipeline's steps, outside of the pipeline: setting an attribute of an nn.Module takes 1 us.
+    """State of a pipeline's steps; a class of its own, because setting an attribute of an nn.Module takes 1 us.
 
     begun: number of steps that have begun, the same on all ranks. executor: that of the running step.
     """
@@ -118,7 +118,8 @@ class Pipeline(nn.Module):
         merge_weight_grads: compute the weight gradients of a `GroupedLinear` for several micro-batches in one GEMM,
             which reads and writes the accumulator once, if the schedule has their actions "W" next to each other. The
             bits are the same on CPU; on CUDA the micro-batches are summed before they are added to the accumulator, so
-            that float32 rounds in other places. It takes no more memory, as all of them wait for the first "W" anyway.
+            that float32 rounds in other places. It takes no more memory: the operands of all these micro-batches are
+            alive before the first "W" also without merging.
     """
 
     _only_v = False  # True: stages must be placed in a V
@@ -137,7 +138,7 @@ class Pipeline(nn.Module):
         self._process_group = process_group
         self._loaded = set[int]()  # kinds of steps (`StepAgreement.kind`) whose kernels are loaded
         self._steps = _Steps()
-        self._is_reordered = False  # True inside of `in_order`
+        self._is_in_order = False  # True inside of `in_order`
         self._observed: _ObservedStep | None = None  # the first training step outside of `in_order`
         self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # gloo groups, by the group that is traced
         mapping, members = _parse_mapping(rank_mapping, self.num_ranks)
@@ -243,7 +244,8 @@ class Pipeline(nn.Module):
             peer = last if self.rank == first else first
             exchange = partial(self._p2p.exchange, peer, around=(last, first))
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
-        # Ranks that share a process group must use one key, and other pipelines another: the lowest of random numbers.
+        # The key of this pipeline's failures in the job's store, the same on all ranks that share a process group, and
+        # another for every other `Pipeline`: each rank draws a random number, and the lowest is the key.
         key = self._agreement.lowest(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
                   *self._stages.known_groups]
@@ -253,25 +255,25 @@ class Pipeline(nn.Module):
     def in_order(self, *, deferred: bool) -> Iterator[None]:
         """Run steps of one micro-batch with all weight gradients deferred, or none, inside of a `with`.
 
-        Forwards and backwards keep the order of the schedule. Results with and without `deferred` are bitwise equal if
-        every GEMM is deterministic, as the same GEMMs run.
+        For checks that compare such steps: forwards and backwards keep the order of the schedule, and the same GEMMs
+        run with and without `deferred`, so that the results are bitwise equal if every GEMM is deterministic.
 
         deferred: run every backward as an "I" followed by its "W"; False: run every backward as a "B".
         """
         programs = self._programs
         schedule = programs.schedule()  # of one micro-batch, unless it is a `Schedule` of more
         ranks = tuple(
-            tuple(_reorder(first_microbatches(steps, 1), deferred=deferred)) for steps in schedule.ranks)
-        reordered = replace(schedule, num_microbatches=1, ranks=ranks)
-        self._programs = Programs(reordered, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+            tuple(_join_backwards(first_microbatches(steps, 1), deferred=deferred)) for steps in schedule.ranks)
+        single = replace(schedule, num_microbatches=1, ranks=ranks)
+        self._programs = Programs(single, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.overlaps_pairs = programs.overlaps_pairs
         self._programs.merges = programs.merges
-        self._is_reordered = True
+        self._is_in_order = True
         try:
             yield
         finally:
             self._programs = programs
-            self._is_reordered = False
+            self._is_in_order = False
 
     # -- a step
 
@@ -403,7 +405,7 @@ class Pipeline(nn.Module):
         if self._tied is not None and train:
             self._tied.begin()
         probe = None
-        if train and self._observed is None and not self._is_reordered:
+        if train and self._observed is None and not self._is_in_order:
             probe = StepProbe(self._stages.modules)
         self.weight_grad_store.observer = probe
         try:
@@ -440,8 +442,8 @@ class Pipeline(nn.Module):
         """Return a context manager that traces steps, which all ranks enter and leave together.
 
         At the end, the first rank writes a file for Perfetto and for `dualpipe trace`. After an error, a note on the
-        error names the file with the trace until then. If other ranks may not have failed, that file has the trace of
-        this rank alone.
+        error names the file with the trace until then. If the error may be on this rank only, that file has the trace
+        of this rank alone.
 
         Args:
             path: the file, in an existing folder.
@@ -506,7 +508,7 @@ class Pipeline(nn.Module):
             self._tied.discard()
 
 
-def _reorder(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
+def _join_backwards(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
     """Yield the steps of a rank with whole backwards, or with an "I" followed by its "W" in place of each backward."""
     for step in steps:
         actions = [action for action in step if action.kind != "W"]

@@ -220,7 +220,7 @@ class Executor:
     # -- states of micro-batches
 
     def _first_states(self) -> dict[Slot, MicrobatchState]:
-        """Return the states of the micro-batches in the first stage; none on other ranks than its own."""
+        """Return the states of the micro-batches in the first stage; empty on a rank without that stage."""
         batch = self._batch
         side = batch.side or [()] * len(batch.inputs)
         pairs = zip(batch.inputs, side)
@@ -281,5 +281,6 @@ class Executor:
             return loss, None
         dim = self._stages.batch_dim
         columns = zip(*(self._outputs[i] for i in chunks), strict=True)
+        # Outputs that have no batch dimension, such as scalars, are stacked.
         outputs = [torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim) for parts in columns]
         return loss, outputs[0] if len(outputs) == 1 else tuple(outputs)

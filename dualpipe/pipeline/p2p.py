@@ -135,7 +135,8 @@ class P2PGroups:
     def connect(self, placement: Sequence[int], device: torch.device, *, own_groups: bool | None = None) -> None:
         """Open a link for each message stream, and send one message over it.
 
-        A communicator that is made lazily in the middle of a step could deadlock. All ranks go through the same rounds.
+        A communicator that is made lazily in the middle of a step could deadlock. The streams are opened in rounds, the
+        same on all ranks; see `stream_rounds`.
 
         Args:
             placement: rank of each stage.
@@ -193,7 +194,7 @@ class P2PGroups:
         Args:
             peer: the other rank.
             tensor: the tensor to send.
-            around: both ranks, in the order in which they are neighbours in the placement of `connect`.
+            around: both ranks, in the order in which they follow each other in the placement passed to `connect`.
         """
         src, dst = around
         incoming = self.link((src, dst, "F"))

@@ -27,7 +27,8 @@ class RankStages:
         device: device of all stages.
         batch_dim: dimension along which batches are split.
         programs: compiled stages; filled by `compile_programs`.
-        known_groups: process groups of the segments when the pipeline was built, which a failure ends.
+        known_groups: process groups over which the segments communicated when the pipeline was built; a failed step
+            ends them.
     """
 
     modules: Mapping[int, nn.Module]

@@ -35,7 +35,7 @@ from dualpipe.nn.segments import (
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 from dualpipe.pipeline.side_inputs import SideSpec
 
-# Names in a carry. They are no identifiers, so no segment of a user can have them.
+# Names in a carry that the names of a user's segments cannot collide with, as they are not identifiers.
 SIDE = "(side inputs)"  # side inputs by name, for a module that is called as a whole
 TARGET = "(target)"  # a `Target`, in the last stage
 
@@ -315,8 +315,8 @@ def recomputed_regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 def backward_order(segments: Sequence[Segment]) -> list[int]:
     """Return the numbers of the segments in the order of their backwards.
 
-    The last segment comes first, but a communication comes right after all segments that use its results, so that its
-    gradients are in flight while the segments before those compute.
+    Compute segments run backward from the last to the first. The backward of a communication starts as soon as all
+    segments that use its results have run theirs, so that its gradients are in flight while other segments compute.
     """
     order: list[int] = []
     waiting: list[tuple[int, int]] = []  # a communication, and the compute segment after whose backward it comes

@@ -65,7 +65,7 @@ class StageRunner:
         self._autocast = autocast
         self._keep_results = keep_results
         self._recorder = Recorder.current()
-        # A stage of one segment that runs once needs no entry beside that of the action.
+        # If a stage has one segment, which runs once, the recorder's entry of the action is enough.
         self._records_segments = len(program.segments) > 1 or program.segments[0].recompute
 
     # -- forward
@@ -268,7 +268,7 @@ class StageRunner:
             if gradient is not None:
                 roots.append(edge)
                 values.append(gradient)
-        # Results without a graph: an earlier value of the same name must not get their gradients.
+        # Drop the gradients of results without a graph: an earlier value of the same name must not get them.
         for name in segment.writes or ():
             gradients.pop(name, None)
         del gradients

@@ -67,7 +67,7 @@ class Yarn:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's temperature: 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1."""
+    """Return YaRN's sqrt(1/t) for a temperature t: 0.1 mscale ln(factor) + 1, and 1 for a factor up to 1."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -97,9 +97,10 @@ def apply_rope(
     q_BSAD: Tensor, k_BSGD: Tensor, cos: Tensor, sin: Tensor, norms: Sequence[RMSNorm] = (), *,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Apply two norms, or none, and the rotary embedding to queries and keys -> (B, A, S, D) and (B, G, S, D).
+    """Apply the rotary embedding to queries and keys -> (B, A, S, D) and (B, G, S, D), after their norms if given.
 
     cos, sin: (S, D), or (B, 1, S, D) if rows differ, in at least float32; see `Rotary.tables`.
+    norms: the norms of queries and of keys; empty: none.
     interleaved: pairs are (x[2i], x[2i + 1]), as DeepSeek stores them, instead of (x[i], x[i + D/2]); the result has
         the halves of the pairs one after the other.
     """

@@ -1,10 +1,10 @@
 """Auxiliary losses that balance the loads of experts, and counts of these loads.
 
 **Losses.** A router can have several of the `LOSSES`. A stage in the middle of a pipeline has no loss to add them to.
-So each term is computed next to its operands, and `_AddLosses` starts its backward when the gradient of the routing
-weights passes (like the "auxiliary loss scaler" of DeepSeek and Megatron).
+So the router computes them in its forward, and `_AddLosses`, an identity on the routing weights, starts their backward
+when the gradient of these weights passes through it (like the "auxiliary loss scaler" of DeepSeek and Megatron).
 
-Each term is divided by the number of micro-batches, like the main loss, and FSDP2 averages over ranks. With
+Each loss is divided by the number of micro-batches, like the main loss, and FSDP2 averages over ranks. With
 micro-batches of equal size, and equally many on every rank, the gradient does not depend on the split of the batch: the
 z-loss is a mean over tokens, the balance loss of level "sequence" a mean over sequences, and that of level "global" is
 linear in the probabilities, because the loads are given. Level "microbatch" depends on the split by definition.
@@ -90,7 +90,7 @@ def losses_of(totals: Tensor) -> Tensor:
 def max_over_mean(load_E: Tensor) -> Tensor:
     """Return the largest load divided by the mean load, a scalar.
 
-    It is 1 for even loads, E if one expert gets every token, and 0 if there are no counts.
+    It is 1 for even loads, E / K if one expert gets every token, and 0 if there are no counts.
     """
     return load_E.max() / load_E.mean().clamp(min=1 / len(load_E))
 

@@ -82,7 +82,8 @@ class Router(Linear):
     Attributes:
         step: losses and load counts of a training step, set by the caller; None, the initial value: there are none.
         choice: override of the chosen experts, set by the caller; None, the initial value: there is none.
-        whole_load: set by the caller, see `RouterStep.add_losses`.
+        whole_load: set by the caller if ranks share sequences: returns the loads of all of them, see
+            `RouterStep.add_losses`.
 
     Raises:
         ValueError: the sizes do not match.

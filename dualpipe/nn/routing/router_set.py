@@ -139,9 +139,9 @@ class RouterSet:
     def metrics(self) -> dict[str, Tensor]:
         """Return the metrics of the last step: scalars on the device. Empty without routers. The host does not wait.
 
-        load_max_over_mean: the largest of any router. dropped: number of tokens without room at their expert, zero
-        because experts have no capacity limit. Losses of `LOSSES` with a coefficient that is not zero: means over
-        routers, without coefficients.
+        load_max_over_mean: the largest load of an expert over the mean load, in the router where this is largest.
+        dropped: number of tokens without room at their expert, zero because experts have no capacity limit. Losses of
+        `LOSSES` with a coefficient that is not zero: means over routers, without coefficients.
         """
         all_totals = self.totals.values()
         if not all_totals:

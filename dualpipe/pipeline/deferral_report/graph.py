@@ -1,8 +1,8 @@
 """Uses of parameters in the autograd graph of a forward: the operators that take them, and the FLOPs of their GEMMs.
 
-The graph shows uses that modules do not: parameters outside of a layer's `forward`, in slices, or of experts in a loop,
-all with their actual rows. Nothing is patched, and the forward is unchanged. Only shapes are read, never saved tensors:
-those of activation checkpointing would be recomputed.
+The graph shows uses that a list of the layers does not: parameters that are used outside of a layer's `forward`, in
+slices, or expert by expert in a loop. It also shows the number of rows of each use. Nothing is patched, and the forward
+is unchanged. Only shapes are read, never saved tensors: under activation checkpointing, reading one would recompute it.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class StepProbe:
         """Return the work of a parameter with observed uses."""
         functions = {} if uses.has_layer else dict(uses.functions)
         if isinstance(place.owner, nn.Embedding):
-            functions = {}  # a lookup inside a compiled region
+            functions = {}  # lookups inside compiled regions, which are no GEMMs
         deferring = {name: flops for name, flops in functions.items() if name in self._deferring}
         unknown = {name: flops for name, flops in functions.items() if name not in self._deferring}
         undeferred = uses.hooked + uses.by_autograd + sum(unknown.values())
@@ -132,7 +132,7 @@ class StepProbe:
     def _unobserved(self, observed: list[ParameterWork], names: set[tuple[int, str]]) -> Iterator[ParameterWork]:
         """Yield the work of parameters that have a gradient without an observed use.
 
-        Their rows are assumed to be those of other parameters of their stage.
+        Each is assumed to have as many rows as the parameter with the most rows in its stage.
 
         names: stages and names of all parameters with observed uses.
         """
