@@ -158,7 +158,7 @@ def _first_that_runs(
 def _failure(kernel: str, device: torch.device, sizes: list[HeadSize], dtype: torch.dtype) -> str:
     """Return why a kernel does not run a small attention with heads of these sizes, "" if it does."""
     if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
-        return "a deterministic backward is asked for, and its own is not"
+        return "deterministic algorithms are on, and its backward is not deterministic"
     try:
         with _activated(kernel), sdpa_kernel(_BACKENDS[kernel]):
             for size in sizes:

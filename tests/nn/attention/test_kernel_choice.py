@@ -81,12 +81,12 @@ def test_deterministic_algorithms_pass_over_cudnn(architecture):
     architecture(9)
     with deterministic():
         choice = choose_attention_kernel("auto", CUDA, SIZES)
-        with pytest.raises(ValueError, match="'cudnn' does not run on cuda:0: a deterministic backward is asked for"):
+        with pytest.raises(ValueError, match="'cudnn' does not run on cuda:0: deterministic algorithms are on"):
             choose_attention_kernel("cudnn", CUDA, SIZES)
         with use_attention_kernel(choice):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert choice.kernel == "flash"
-    assert "'cudnn', a deterministic backward is asked for, and its own is not" in str(choice)
+    assert "'cudnn', deterministic algorithms are on, and its backward is not deterministic" in str(choice)
 
 
 def test_a_kernel_that_refuses_the_heads_is_passed_over(architecture, flash_3):
