@@ -53,7 +53,7 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
         steady = ["F0", "B1", *steady[1:]]
     pattern += steady
     pattern += ["B1", "F1&B0"] * ranks_below  # 5: nB1F1B0
-    # 6: nB1B0. The last `rank + 1` of these backwards are "I": their weight gradients fill the bubble of phases 7, 8.
+    # 6: nB1B0. The last `rank + 1` backwards are "I", whose weight gradients fill the bubble of phases 7 and 8.
     drain_halves = ["1", "0"] * (rank + 1)
     pattern += ["B" + half for half in drain_halves[: rank + 1]]
     pattern += ["I" + half for half in drain_halves[rank + 1 :]]
