@@ -45,8 +45,8 @@ class ActivationBytes(NamedTuple):
 
     saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
     input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
-    inside_forward, inside_backward: on the CPU, the part of the peak of a forward and of a backward that is temporaries
-    of one kernel reference; only one reference runs at a time.
+    inside_forward, inside_backward: bytes of the peak of a forward and of a backward that are temporaries of a kernel's
+    PyTorch reference, which only the CPU runs; one reference runs at a time.
     """
 
     saved: int
@@ -112,7 +112,7 @@ class _TokenBytes(NamedTuple):
     """`ActivationBytes` per token.
 
     plain: without attention's scores. fused: bytes that fused attention kernels save in place of the scores; None if
-    nothing replaces them. scores: bytes of the scores per pair of tokens, in the order of `plain`.
+    the device saves the scores that are counted. scores: their bytes per pair of tokens, in the order of `plain`.
     """
 
     plain: tuple[float, ...]
@@ -129,7 +129,7 @@ class _TokenBytes(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _token_bytes(model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool) -> _TokenBytes:
-    """Count a stage with one layer per kind, at the lengths of `probe`."""
+    """Count a stage with one layer per kind. probe: workload to run, see `CountedModel.probe`."""
     stage = model.stage(kinds, probe, last)
     counts = [_count_stage(stage, probe, length) for length in probe.lengths]
     if len(counts) == 1:
@@ -263,7 +263,7 @@ class _LiveBytes(TorchDispatchMode):
 
     def _temporary_bytes(self, name: str, args: Any, results: Any) -> int:
         """Return the bytes of the float32 temporaries of a reference, by its name and tensors."""
-        if name == "combine_tokens":  # rows twice, and a row for each choice, on this rank or not
+        if name == "combine_tokens":  # two copies of the rows, and a row per token and chosen expert, on any rank
             y, _, inverse, *_ = args
             return round(4 * (2 * y.numel() + inverse.numel() * y.shape[1]))
         sizes = [tensor.numel() for tensor in tree_leaves((args, results))

@@ -85,7 +85,7 @@ def context_numbers(config: HubConfig, index: int, sequence_length: int, cp: int
         sent = width * (cp - 1) / cp
         return ContextNumbers(sent, sent, 2.0 * width)  # the send buffer and the receive buffer
     remote_ranks = float(cp - 1)  # ranks whose rows are needed, each with as many tokens as this one
-    if attention.window is not None:  # of this rank's two parts, each needs the window - 1 tokens before it
+    if attention.window is not None:  # a rank has two parts of a sequence; each needs the window - 1 tokens before it
         remote_ranks = min(remote_ranks, 2 * (attention.window - 1) * cp / sequence_length)
     width = row_width(attention)
     sent = remote_ranks * width

@@ -16,8 +16,8 @@
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
                  parallel.all_to_all = "copy_engine" also the memory that peers write into
 
-All numbers are those of the worst step; `step_memory` has the others. Memory that the allocator leaves unused and the
-CUDA context, a few GB, come on top.
+All numbers are those of the step with the most memory; `step_memory` returns those of every step. Memory that the
+allocator leaves unused and the CUDA context, a few GB, come on top.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class Unit(NamedTuple):
 
 BINARY = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
 DECIMAL = Unit("GB", GB), Unit("MB", 10**6), Unit("kB", 10**3)
-# Bytes of one channel (a block of a kernel) to a peer and back: the buffers of three protocols, 0.5, 4.69 and 4 MiB, in
-# pieces of 2 MiB. On Hopper, 10 MiB to receive and 2 MiB to send; on an A100, which reads from its peer, 6 MiB each.
+# Bytes that NCCL allocates for one channel (a block of a kernel) to a peer and back, in multiples of 2 MiB. On Hopper,
+# 10 MiB to receive, for the buffers of three protocols, 0.5, 4.69 and 4 MiB, and 2 MiB to send. An A100 reads from its
+# peer and takes 6 MiB for each direction.
 CHANNEL = 12 * 2**20
 _NODE = 8  # GPUs per node, assumed
 
@@ -156,7 +157,7 @@ class _LiveMemory:
         gradients_before = self.gradients
         saved_before = self.saved
         pending_before = self.pending
-        at_start = 0  # peaks of the actions relative to the saved activations, as if all of them began at once
+        at_start = 0  # bytes above the saved activations at the step's beginning: the actions peak at the same time
         at_end = 0
         temporaries: list[int] = []
         for action in step:
@@ -177,7 +178,7 @@ class _LiveMemory:
                 deferred = 0 if is_full else activations.deferred
                 temporaries.append(activations.inside_backward)
                 at_start += peak - activations.saved
-                # Saved activations are freed at the end; temporaries and deferred tensors are taken to be alive still.
+                # At the end, the saved activations are freed; temporaries and deferred tensors still count as alive.
                 at_end += min(peak, deferred + activations.backward - activations.saved)
                 self.saved -= activations.saved
                 self.pending += deferred
@@ -291,6 +292,7 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     """
     if p.device == "cpu":
         return 0
+    # Of a pair of neighbours (a, b) that includes this rank, a + b - rank is the other one.
     neighbours = {a + b - rank for a, b in pairwise(placement) if a != b and rank in (a, b)}
     num_links = 4 * len(neighbours)  # activations and gradients, in both directions
     dp = max(1, p.dp)

@@ -26,7 +26,7 @@ from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
-# Numbers of kernels that operators launch, if more than one. tests/models/test_launches.py counts them and _PLANNING.
+# Number of kernels that an operator launches, if more than one. tests/models/test_launches.py checks it and _PLANNING.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
 _PLANNING = 36  # kernels that build and pack a dispatch plan, which the stand-in for the dispatch does not launch
 FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
@@ -270,7 +270,8 @@ class _OperatorRecorder(TorchDispatchMode):
     def _record(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Record an operator by its name and tensors."""
         is_backward = torch._C._current_autograd_node() is not None
-        if any(_is_scores(tensor) or tensor.dim() > 4 for tensor in (*inputs, *outputs)):  # decomposed attention
+        # Decomposed attention: it has scores, or operands with five dimensions, grouped by key/value head.
+        if any(_is_scores(tensor) or tensor.dim() > 4 for tensor in (*inputs, *outputs)):
             if name == "aten::bmm" and any(map(_is_scores, outputs)):
                 attention: Kind = "attention backward" if is_backward else "attention"
                 self._operators.append(Operator(attention, launches=_LAUNCHES.get(attention, 1)))

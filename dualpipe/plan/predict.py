@@ -3,8 +3,8 @@
     step = gather + optimizer + the schedule with its sends and its reductions
 
 In the schedule, an average rank computes its operators, recomputes some of them, and waits for the part of the
-all-to-all that is not hidden; that wait includes the slowdown of compute beside communication. The rest of the schedule
-is time added by sends and reductions, and the bubble. Part of the bubble comes from unequal stages.
+all-to-all that is not hidden; that wait includes the slowdown of compute beside communication. The rest is the time
+that sends and reductions add, and the bubble. Part of the bubble comes from unequal stages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dualpipe.train.optim.muon import count_flops
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
 PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
-STEADY = 1e-4  # relative change of a period's time below which the middle of a step is taken to repeat itself
+STEADY = 1e-4  # relative change of a period's time below which `simulate_long` takes all later periods to be equal
 
 
 class SimulatedTime(NamedTuple):
@@ -125,7 +125,8 @@ class Prediction:
     def shards(self) -> list[tuple[float, float]]:
         """Times (gather, reduce) of each stage: seconds to gather its parameters, and to reduce its float32 gradients.
 
-        With parallel.dp_replicate, the reduction includes the all-reduce of each shard over the parts of dp.
+        With parallel.dp_replicate, "dp" consists of that many parts with all parameters each, and the reduction
+        includes the all-reduce of each shard over these parts.
         """
         p = self.config.parallel
         # True if the first and the last stage are on one rank, which then has a tied embedding once.
@@ -197,7 +198,7 @@ class Prediction:
         products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
         all_operators = sum(operators.values())
         not_recomputed = 1 - recomputed / all_operators  # fraction, taken to be equal for all kinds of operators
-        # `busy` has the operators, less what merged weight gradients save, and communication that is not hidden.
+        # busy = all operators - savings by merged weight gradients + communication that is not hidden
         makespan, busy = self._simulate()
         merged = self.merged_seconds
         unreduced = self._simulate(reduce=False).makespan
@@ -244,8 +245,9 @@ class Prediction:
     def merged_w(self) -> dict[int, tuple[float, ...]]:
         """Seconds of merged "W" by stage, as `simulate` takes them; empty if none are merged.
 
-        "W" of a stage with only "W" between them are merged: one grouped GEMM computes the weight gradients of several
-        micro-batches. None are with fp8_weight_grad, which dequantizes the saved rows of one micro-batch at a time.
+        Successive "W" of one stage are merged if there are only other "W" between them: one grouped GEMM computes the
+        weight gradients of several micro-batches. With fp8_weight_grad none are merged, as the saved rows are
+        dequantized one micro-batch at a time.
         """
         if not self.config.parallel.merge_weight_grads or self.config.dtypes.fp8_weight_grad:
             return {}
@@ -272,7 +274,7 @@ def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
     in another dtype.
     """
     can_compute = dtype_of(dtype) in HALF and dtypes.products == "auto"
-    plan = dtype_plan(dtypes, dtype, model, 2)
+    plan = dtype_plan(dtypes, dtype, model, 2)  # replicas: the formats are the same for any number of them
     (whole,) = meta_stages(model)
     weights = set()
     square = set()

@@ -135,8 +135,8 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 class _FormatSaving(NamedTuple):
     """Change of a stage's bytes by quantized formats.
 
-    stored: bytes saved in stored parameters. masters: bytes added for master weights, which float32 parameters need if
-    they are quantized, and only then. gathered: bytes saved in gathered parameters, less those of transposed copies.
+    stored: bytes saved in stored parameters. masters: bytes added for master weights, which parameters in float32 need
+    only if they are quantized. gathered: bytes saved in gathered parameters, minus those of transposed copies.
     """
 
     stored: int

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: types, known schedules, validation, simulation and drawing. Pure Python, no torch.
 
 search/ finds better schedules. by_name/ builds schedules by name and holds the command `dualpipe schedule`. These two
-folders use `runtime`. The files beside them: Imports nothing.
+folders use `runtime`; the files of the room itself do not. Imports nothing.
 """
 
 from dualpipe.schedule.by_name.build import build

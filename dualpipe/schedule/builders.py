@@ -53,7 +53,7 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
         steady = ["F0", "B1", *steady[1:]]
     pattern += steady
     pattern += ["B1", "F1&B0"] * ranks_below  # 5: nB1F1B0
-    # 6: nB1B0. The second half of these backwards are "I", whose weight gradients fill the bubble of phases 7 and 8.
+    # 6: nB1B0. The last `rank + 1` backwards are "I", whose weight gradients fill the bubble of phases 7 and 8.
     drain_halves = ["1", "0"] * (rank + 1)
     pattern += ["B" + half for half in drain_halves[: rank + 1]]
     pattern += ["I" + half for half in drain_halves[rank + 1 :]]
@@ -97,7 +97,7 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 
     Its steady state has no bubble if F = I = W. A rank runs as many forwards as fill the V, then F0 I0 W0 F1 I1 W1 in
     turn, then the remaining backwards, input gradients first. With fewer than 2P-1 micro-batches on P ranks, it is
-    the order for 2P-1 micro-batches, less the actions of the surplus ones.
+    the order for 2P-1 micro-batches, without the actions of the surplus micro-batches.
 
     Source: section 6 of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
     """
@@ -246,7 +246,7 @@ def first_microbatches(steps: Iterable[Step], num_microbatches: int) -> tuple[St
     """Remove the actions of micro-batches from `num_microbatches` on; the rest of a pair stays as a step.
 
     Applied to all ranks, this keeps a schedule valid. The remaining actions keep their order, so that each still comes
-    after what it needs. No stream holds more messages, and no more activations are live, than before.
+    after what it needs. No more messages are in flight on a stream, and no more activations are live, than before.
     """
     shortened = (tuple([action for action in step if action.microbatch < num_microbatches]) for step in steps)
     return tuple(filter(None, shortened))

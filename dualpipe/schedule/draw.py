@@ -12,10 +12,10 @@ from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
 from dualpipe.schedule.types import Action, Kind
 
 PARTS = 6  # maximum number of parts of a text timeline, one below the other
-CUT = "~"
+CUT = "~"  # fills the part of a step whose label is in the next or the previous part of the timeline
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
 
-# Name of a kind, and its fills on the first and on the second half of a rank's stages, light enough for dark text.
+# Name of a kind, and its colours on the first and on the later half of a rank's stages, light enough for dark text.
 LOOKS: dict[Kind, tuple[str, str, str]] = {
     "F": ("forward", "#f5b041", "#fce0ac"),
     "B": ("backward", "#58b368", "#bfe3c2"),
@@ -43,7 +43,7 @@ STYLE = (
 
 
 def upper_half(timeline: Timeline) -> set[int]:
-    """Return the stages in the upper half of their rank's stages: on a V, the way back."""
+    """Return the later half of each rank's stages: on a V, the stages on the way back."""
     rank_stages = map(timeline.schedule.rank_stages, range(len(timeline.spans)))
     return {stage for stages in rank_stages for stage in stages[(len(stages) + 1) // 2 :]}
 
@@ -62,11 +62,11 @@ class _Columns(NamedTuple):
 def to_text(timeline: Timeline, width: int = 120) -> str:
     """Draw a timeline as text of at most `width` characters, one line per rank.
 
-    A step is drawn as its kinds and micro-batches. Lower case marks the upper half of a rank's stages: on a V, the way
+    A step is drawn as its kinds and micro-batches. Lower case marks the later half of a rank's stages: on a V, the way
     back. If reductions cost anything, a line below the rank's shows when they run.
 
     A timeline that needs more columns is cut into parts, one below the other. If that takes more than `PARTS` parts, it
-    stays one line per rank, and steps without room are drawn without micro-batches.
+    is not cut: each rank has one line, and steps that are too short for their micro-batches are drawn without them.
     """
     margin = len(f"rank {len(timeline.spans) - 1} ")
     columns = max(1, width - margin)

@@ -1,7 +1,7 @@
-"""Neighbouring actions "W" of a stage, whose weight gradients an engine may compute together.
+"""Actions "W" of one stage with only "W" between them, whose weight gradients an engine may compute together.
 
-A run is a sequence of steps that each have a "W" alone; any other step ends it, a pair with a "W" too. In a run, all
-"W" of one stage are merged. No step is moved, so that a stage's gradients are complete after the same step as before.
+Consecutive steps that are a single "W" form a run. Any other step ends the run, also a pair that includes a "W". In a
+run, all "W" of one stage are merged. No step is moved: a stage's gradients are complete after the same step as before.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dualpipe.schedule.types import Action, Step
 
 
 def merged_weights(steps: Sequence[Step]) -> list[tuple[Action, ...]]:
-    """Return for each step of a rank the actions that its "W" is merged with, itself among them, in order.
+    """Return for each step of a rank the actions that its "W" is merged with, itself included, in order.
 
-    Empty for a step that is not merged with another one. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and
-    4W0 with 4W1 and 4W2.
+    The result is empty for a step that is not merged. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and 4W0
+    with 4W1 and 4W2.
     """
     merged: list[tuple[Action, ...]] = []
     for is_single_w, run in groupby(steps, key=_is_single_w):

@@ -5,8 +5,9 @@ previous stage's backward. Nothing is sent between two stages on the same rank.
 
 All messages of one kind (activations or gradients) from one rank to another form a stream. A stream is received in the
 order in which it is sent, which is the order of the sender's steps and, within a step, of its actions: NCCL has no tags
-to tell messages apart. Activations and gradients are separate streams because DeepSeek's order mixes them in different
-ways on the two sides: rank 1 receives its first gradients from rank 0 before an activation that was sent earlier.
+to tell messages apart. Activations and gradients are separate streams because DeepSeek's order does not receive them in
+the order in which they were sent: rank 0 sends an activation and then a gradient to rank 1, which receives the gradient
+first.
 
 Receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time a message is received. A
 step receives all its messages, then computes, then sends. `validate` proves that this is free of deadlocks even if each

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from html import escape
 from math import floor, log10
 
-# Classes of text: heading (h), muted (m), right-aligned at its place (e).
+# CSS classes of text: heading (h), muted (m), ending at its x instead of starting there (e).
 _STYLE = ("text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}.h{font-size:15px;font-weight:bold}"
           ".m{fill:#6b7785}.e{text-anchor:end}")
 

@@ -136,7 +136,7 @@ class Schedule:
     def from_torch_csv(text: str, name: str = "csv") -> Schedule:
         """Parse the CSV that `to_torch_csv` writes. Empty cells are idle time.
 
-        The numbers of stages and micro-batches are those that occur in the cells. The schedule is not validated; call
+        The schedule has stages and micro-batches up to the highest that occurs in the cells. It is not validated; call
         `validate` to find out if it can be run.
 
         Raises:

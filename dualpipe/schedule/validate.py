@@ -51,8 +51,9 @@ def validate(schedule: Schedule) -> None:
 def independent(a: Action, b: Action) -> bool:
     """Return True if neither action needs the other's result, directly or through other actions.
 
-    Micro-batches never need each other. The forwards and backwards of one micro-batch form a single chain; a "W" needs
-    the "I" of its stage, hence everything before that in the chain.
+    Micro-batches never need each other. The forwards and backwards of one micro-batch form a single chain. A "W" needs
+    the "I" of its stage, and so everything before that in the chain. It is independent of the rest of the chain, the
+    backwards of earlier stages, and of the "W" of other stages.
     """
     if a.microbatch != b.microbatch:
         return True

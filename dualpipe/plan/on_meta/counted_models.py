@@ -59,7 +59,7 @@ class CountedStage(Protocol):
     """Interface of a stage on the meta device, with the inputs and the context to run it with.
 
     fused: bytes per token that fused attention kernels save in place of the scores, which the stage materializes; None
-    if the stage computes attention as the device does. has_masks: True if its bool masks take memory on the device.
+    if the stage saves what the device saves. has_masks: True if its bool masks take memory on the device.
     """
 
     @property
@@ -153,8 +153,8 @@ class NativeModel:
         fused = 0
         for index, layer in stage.numbered():
             if "attention" not in kinds[index].recomputed:
-                # Against the CPU's attention without its scores, fused kernels save one float32 more per head. They do
-                # not save the repeated keys and values of heads that share them.
+                # Compared with the CPU's attention without its scores, fused kernels save one more float32 per head,
+                # and do not save the copies of keys and values that several heads share.
                 attention = layer.self_attn
                 num_repeated = attention.num_heads - attention.num_kv_heads
                 repeated = num_repeated * (attention.qk_dim + attention.v_dim)

@@ -167,8 +167,8 @@ class EvenDispatcher:
 class _InstantTransfer:
     """Communication that completes at once: received tensors are copies of the sent ones.
 
-    An instance with results is also the pending communication that returns them. The context of a dispatch holds the
-    weights and choices, as in the real dispatcher, also where the rows are not saved but sent again for a recompute.
+    An instance with results is also the pending communication that returns them. The context that a dispatch saves for
+    its backward holds the weights and choices, as in the real dispatcher: a recompute sends only the rows again.
     """
 
     group = None

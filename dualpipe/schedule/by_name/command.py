@@ -89,7 +89,7 @@ def _report(args: argparse.Namespace) -> str:
     for name in (args.name, *compared_names):
         is_first = not comparison.timelines
         options = _options(args) if is_first else {}
-        if name == "auto" and "stages_per_rank" not in options:  # `build` refuses that option for "auto"
+        if name == "auto" and "stages_per_rank" not in options:  # else `build` raises: "auto" does not have this option
             schedule, search_notes = _search(args, costs, try_half_memory=is_first)
             comparison.notes += search_notes
         else:

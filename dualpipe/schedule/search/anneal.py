@@ -1,8 +1,8 @@
-"""Simulated annealing of schedules: orders of work that change a little at a time and are timed in microseconds.
+"""Simulated annealing of schedules: a rank's order of work changes a little at a time, and is then timed again.
 
 An order lists the steps of a rank by the kinds and stages of their actions: (("F", 0),), or (("F", 0), ("B", 7)) for a
-pair. It names no micro-batches: each stage runs them in sequence, and a "W" is that of the oldest "I" of its stage. So
-every change keeps the order complete, and on a V each stream of messages is received in the order in which it is sent.
+pair. It names no micro-batches: each stage runs them in sequence, and a "W" belongs to the oldest "I" of its stage that
+has none. So every change keeps the order complete, and on a V each message stream is received in the order of sending.
 An order that waits for itself, exceeds the memory or deadlocks with blocking sends (see `messages`) is not a candidate.
 
 Source: simulated annealing, Kirkpatrick et al., Science 220 (1983). Annealing the orders of ranks is our own idea.

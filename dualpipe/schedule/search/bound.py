@@ -25,7 +25,7 @@ class _Path(NamedTuple):
     """Least times on the way of one micro-batch through all stages and back, in the unit of the costs."""
 
     into: list[float]  # until its forward can start, by stage
-    out: list[float]  # from the end of its backward until that of stage 0, by stage
+    out: list[float]  # from the end of its backward on a stage until the end of its backward on stage 0, by stage
     backward: list[float]  # of a "B" or "I", by stage
     turn: float  # until the first backward can start
     total: float  # there and back, with the weight gradients of stage 0
@@ -34,7 +34,7 @@ class _Path(NamedTuple):
 def lower_bounds(
     placement: Sequence[int], num_microbatches: int, costs: Costs, memory: float = inf
 ) -> tuple[float, ...]:
-    """Return, for each rank, a time before which a step of training cannot end. The greatest holds for the schedule.
+    """Return, for each rank, a time before which a step of training cannot end. The greatest is the tightest bound.
 
     Args:
         placement: rank of each stage.
@@ -100,8 +100,9 @@ def _fastest(kind: Kind, stage: int, stages_of_rank: Sequence[int], costs: Costs
 def _priced_work(stages: Sequence[int], costs: Costs, *, with_weights: bool) -> Iterator[tuple[float, float]]:
     """Yield, for several sets of prices, the least work of a rank for a micro-batch, and the greatest price of an "F".
 
-    A price is the cost less a discount. The discounts of two kinds are together at least the saving of their pair on
-    any stage. They are lowered one after the other as far as that allows, in every order.
+    The price of an action is its cost minus the discount of its kind. The discounts of two kinds must add up to at
+    least the time that their pair saves on any stage. Starting from large discounts, those of the four kinds are
+    lowered one after the other, each as far as this condition allows. Each order of the kinds gives a set of prices.
 
     with_weights: include the weight gradients that an "I" defers.
     """

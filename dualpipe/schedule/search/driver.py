@@ -1,8 +1,8 @@
 """Search for the best schedule for given costs and memory, which `build("auto", ...)` returns.
 
-The search starts from the known schedules and from the one of `greedy`, as far as they fit the memory. It anneals the
-best of them in several chains and in rounds; after each round, the best chain replaces the worst. For many
-micro-batches, it orders only some of them and repeats a window of the steady state for the rest.
+The search starts from the known schedules that fit the memory, and from the schedule of `greedy`. It anneals the best
+of them in several chains and in rounds; after each round, the best chain replaces the worst. For many micro-batches, it
+orders only some of them and repeats a window of the steady state for the rest.
 
 The result depends on the inputs and the seed alone: the effort is a number of changes, not a time, and a chain does not
 depend on the process it runs in.
@@ -26,12 +26,13 @@ from dualpipe.schedule.simulate import Costs, Timeline, simulate
 from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
-FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # of two stages per rank
+# Known schedules with two stages per rank, which the search starts from.
+FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")
 # The effort of a search is the number of changes that it tries times the number of forwards and backwards in the order.
 EFFORT = 300_000_000  # of all chains and rounds together
 CHAINS = 4
 ROUNDS = 6
-MAX_CHANGES = 200  # per forward and backward in a chain's round: more do not improve small orders
+MAX_CHANGES = 200  # of a chain in a round, per forward and backward in its order; more do not improve small orders
 HEAT = 0.03  # first temperature, as a fraction of the mean cost of a forward or backward
 MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batches if there are more
 MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing

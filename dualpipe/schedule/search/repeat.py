@@ -23,8 +23,8 @@ def repeat_steady_state(
 ) -> Schedule | None:
     """Return a schedule for more micro-batches that repeats a window of the steady state on each rank.
 
-    The windows of all ranks have the same number of micro-batches, and lie around the same moment. Several moments are
-    tried with 8 micro-batches more, and the one with the least makespan is used.
+    The windows of all ranks have the same number of micro-batches, and begin near the same moment. Several moments are
+    tried with `TRIAL_MICROBATCHES` more micro-batches, and the one with the least makespan is used.
 
     Args:
         schedule: schedule for fewer micro-batches.
@@ -67,6 +67,7 @@ def _extended_times(
     """
     timing = Timing(replace(schedule, num_microbatches=schedule.num_microbatches + num_added), costs, memory)
     num_repeats = num_added // size
+    # The steps up to the window's end, copies of the window, and the steps from its start on, with the last copy.
     orders = [order[:end] + order[start:end] * (num_repeats - 1) + order[start:]
               for order, (start, end) in zip(orders_of(schedule), windows)]
     ranks = timing.ranks(orders)
