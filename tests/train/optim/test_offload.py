@@ -140,6 +140,21 @@ def test_no_wait_is_missing_and_two_buffers_are_all_that_the_device_has(monkeypa
     assert device.report(waits=waits) == []
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16], ids=str)
+def test_has_the_bits_of_adamw_on_a_gpu(monkeypatch, moments):
+    monkeypatch.setattr(offload, "BUCKET_BYTES", 20_000)
+    models = [make_model(device=CUDA) for _ in range(2)]
+    optimizers = [make_optimizer(model, on_host=on_host, moments=moments) for model, on_host in zip(models, (0, 1))]
+    assert all(bucket.memory.is_pinned() for bucket in optimizers[1]._host_moments.buckets)
+    for step in range(1, 8):
+        for model, optimizer in zip(models, optimizers):
+            run_step(model, optimizer, step)
+        assert all(map(torch.equal, *(model.parameters() for model in models)))
+    for (name, one), (_, other) in zip(*map(bits, optimizers)):
+        assert torch.equal(one.cpu(), other.cpu()), name
+
+
 @pytest.mark.parametrize(("function", "fault"), [("wait", "race"), ("record_stream", "free")])
 def test_the_pretend_device_finds_what_is_left_out(monkeypatch, function, fault):
     monkeypatch.setattr(offload, "BUCKET_BYTES", 20_000)
