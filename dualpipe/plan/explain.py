@@ -112,6 +112,8 @@ def _shard_rows(run: Prediction) -> Iterator[Row]:
     formula = "the simulated schedule with reductions of float32 gradients, minus that without"
     yield "reduce", formula, _ms(run.parts["reduce"])
     formula = f"2 x (stored + gradients) / ({m.hbm:g} x {m.bandwidth:g} GB/s)"
+    if run.config.optimizer.offload:
+        formula += f", or if longer moments / {m.host_link:g} GB/s to and from the host at once"
     if run.muon_flops:
         formula += f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)"
     yield "optimizer", formula, _ms(run.parts["optimizer"])

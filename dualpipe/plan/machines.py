@@ -21,7 +21,7 @@ from dualpipe.runtime.peak_tflops import peak_tflops
 TABLE = Path(__file__).with_name("machines.toml")
 # Fields used as divisors. All others may be 0, which leaves out the cost that they stand for.
 POSITIVE = frozenset({"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped",
-                      "attention", "attention_backward", "bandwidth", "links", "networks"})
+                      "attention", "attention_backward", "bandwidth", "links", "networks", "host_link"})
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Machine:
     beside: float = 0.0
     launch_grouped: float = 0.0
     launch_kernel: float = 0.0
+    host_link: float = 20.0
     node: int = 8
 
 

@@ -2,7 +2,7 @@
 
     parameters   stored parameters: this rank's shard
     optimizer    states of this rank's shard: two moments (one for Muon), and master weights if parameters are stored
-                 narrower than float32
+                 narrower than float32. With optimizer.offload, the two buffers in place of the moments
     gathered     if parameters are sharded, their unsharded copies in the compute dtype or format, until the last action
                  of their stage; and transposed copies of weights in blocks of 128 x 128, for input gradients in FP8
     gradients    float32 accumulators, from a stage's first weight gradient on. After the stage's last action, its
@@ -15,6 +15,7 @@
     pending      tensors held for deferred weight gradients
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
                  parallel.all_to_all = "copy_engine" also the memory that peers write into
+    host         pinned host memory: the moments with optimizer.offload. No part of the total, which is the device's
 
 All numbers are those of the step with the most memory; `step_memory` returns those of every step. Memory that the
 allocator leaves unused and the CUDA context, a few GB, come on top.
@@ -43,6 +44,7 @@ from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
+from dualpipe.train.optim.offload import buffer_bytes
 from dualpipe.train.step.pipeline_schedule import build_schedule
 
 __all__ = [
@@ -80,11 +82,12 @@ class RankMemory(NamedTuple):
     activations: int
     pending: int
     nccl: int
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds together."""
-        return sum(self)
+        """Bytes of all kinds on the device together."""
+        return sum(self) - self.host
 
 
 def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
@@ -201,14 +204,16 @@ def _rank_moments(
 ) -> Iterator[RankMemory]:
     """Yield the memory of a rank while each step runs: the peak of its beginning, its end, and reductions after it."""
     parameters = sum(sizes.parameters for sizes, _ in stages.values())
+    host = sum(sizes.host for sizes, _ in stages.values())
     optimizer = sum(sizes.optimizer for sizes, _ in stages.values())
+    optimizer += buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
     gathered = sum(sizes.gathered for sizes, _ in stages.values())
     last_step = {action.stage: number for number, step in enumerate(steps) for action in step}
     live = _LiveMemory(stages, messages)
     for number, step in enumerate(steps):
         moments = live.run_step(step)
         moments += [live.end_stage(stage) for stage in {action.stage for action in step} if last_step[stage] == number]
-        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl)
+        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host)
         gathered -= sum(stages[stage][0].gathered for stage in stages if last_step[stage] == number)
 
 
@@ -329,12 +334,17 @@ def table(ranks: Sequence[RankMemory], capacity: float = 0.0, units: Sequence[Un
         units: units to choose from, largest first.
     """
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
+    for values in columns:
+        del values["host"]
+    host = max(memory.host for memory in ranks)
     peak = max(memory.total for memory in ranks)
     unit = unit_for(peak, units)
     yield " ".join(f"{name:>11}" for name in (f"{unit.name} of rank", *columns[0]))
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / unit.bytes:>11.2f}" for value in values.values())
     yield f"at most {peak / unit.bytes:.1f} {unit.name}, besides what torch and CUDA take"
+    if host:
+        yield f"at most {host / unit.bytes:.1f} {unit.name} of pinned host memory for each rank (optimizer.offload)"
     if capacity:
         spare = capacity - peak / GB
         yield f"of {capacity:g} GB: {spare:.1f} to spare" if spare > 0 else f"{-spare:.1f} GB more than {capacity:g}"

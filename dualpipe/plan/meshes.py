@@ -79,8 +79,8 @@ def plan(request: PlanRequest, rows: int) -> list[Prediction]:
         smallest = min((run for runs in meshes for run in runs if _is_small(run)), key=lambda run: run.peak)
         raise ValueError(
             f"nothing fits into {request.capacity / GB:.0f} GB of a GPU; the nearest is "
-            f"{', '.join(describe(smallest))}, with {smallest.peak / GB:.1f} GB. Take more GPUs, or "
-            "optimizer.moments = \"bf16\"")
+            f"{', '.join(describe(smallest))}, with {smallest.peak / GB:.1f} GB. Take more GPUs, "
+            "optimizer.moments = \"bf16\", or (with adamw) optimizer.offload = true")
     unpipelined = next((run for run in best_runs if run.config.parallel.pp == 1), None)
     if unpipelined is None or unpipelined in best_runs[:rows]:
         return best_runs[:rows]

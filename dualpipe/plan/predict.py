@@ -164,11 +164,13 @@ class Prediction:
         """Seconds of the optimizer on the slowest rank.
 
         It reads and writes parameters and states, reads and clears gradients, and computes Muon's GEMMs, which hide
-        Muon's communication.
+        Muon's communication. Moments in host memory are copied to the device and back beside that, in both directions
+        at once.
         """
-        moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) for rank in self.memory)
+        moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) + 4 * rank.host for rank in self.memory)
         memory_seconds = moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
-        return memory_seconds + self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
+        host_seconds = max(rank.host for rank in self.memory) / (self.machine.host_link * 1e9)
+        return max(memory_seconds, host_seconds) + self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
 
     @cached_property
     def muon_flops(self) -> float:

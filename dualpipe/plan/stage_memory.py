@@ -12,7 +12,7 @@ from torch import nn
 
 from dualpipe.models import HubConfig, Stage
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.experts.dispatcher import parameter_sizes
+from dualpipe.parallel.experts.dispatcher import parameter_sizes, stacked_parameters
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
@@ -29,7 +29,8 @@ class StageBytes(NamedTuple):
 
     parameters, optimizer: at all times. gathered: until the stage's last action. accumulators: from its first weight
     gradient on. reduced: shard of the reduced gradients, after its last action. copied: largest copy of gradients that
-    is reduced at once, after its last action.
+    is reduced at once, after its last action. host: moments in host memory, at all times; 0 if they are on the device.
+    largest_moments: of one parameter, if they are in host memory.
     """
 
     parameters: int
@@ -38,6 +39,8 @@ class StageBytes(NamedTuple):
     accumulators: int
     reduced: int
     copied: int
+    host: int = 0
+    largest_moments: int = 0
 
 
 def stage_bytes(
@@ -61,16 +64,28 @@ def stage_bytes(
     moment_itemsize = dtype_of(config.optimizer.moments).itemsize
     num_muon = sum(map(math.prod, muon_shapes(config.optimizer, stages[number])))  # with one moment instead of two
     master_itemsize = _FP32_BYTES if stored_itemsize < _FP32_BYTES else 0
-    states = (2 * moment_itemsize + master_itemsize) * shard - moment_itemsize * (num_muon // p.dense_shards)
+    moments = 2 * moment_itemsize * shard - moment_itemsize * (num_muon // p.dense_shards)
+    offload = config.optimizer.offload
     shared_experts = expert_shard if expert_replicas > 1 else 0
     return StageBytes(
         parameters=stored_itemsize * shard - saving.stored,
-        optimizer=states + saving.masters,
+        optimizer=(0 if offload else moments) + master_itemsize * shard + saving.masters,
         gathered=(dtype.itemsize * (sizes.dense + sizes.experts) if is_sharded else 0) - saving.gathered,
         accumulators=_FP32_BYTES * (sizes.dense + sizes.experts),
         reduced=_FP32_BYTES * (dense_shard + shared_experts) if is_sharded else 0,
         copied=_FP32_BYTES * sizes.reduced_at_once(expert_replicas) if is_sharded else 0,
+        host=moments if offload else 0,
+        largest_moments=2 * moment_itemsize * _largest_shard(stages[number], p) if offload else 0,
     )
+
+
+def _largest_shard(stage: nn.Module, p: ParallelConfig) -> int:
+    """Return the number of elements of a rank's shard of the largest parameter of a stage."""
+    experts = {param for module in stage.modules() for params in stacked_parameters(module).values()
+               for param in params}
+    shards = (-(-param.numel() // (p.ep * p.expert_shards if param in experts else p.dense_shards))
+              for param in stage.parameters())
+    return max(shards, default=0)
 
 
 @lru_cache(maxsize=4096)

@@ -16,6 +16,14 @@ from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate
 from dualpipe.trace.costs import MeasuredCosts
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import ALL_TO_ALL, Activity, Measured
+from dualpipe.trace.symptoms import (
+    RANK_LOAD_LIMIT,
+    Symptom,
+    excess_bubble,
+    exposed_communication,
+    input_starvation,
+    load_imbalance,
+)
 
 _MAX_CAUSES = 4  # the report names at most so many causes of a rank's loss
 _MIN_SHARE = 0.05  # the report names a cause if it is more than this share of a rank's loss
@@ -171,6 +179,28 @@ class Summary:
                   for loads in self.trace.info["loads"].values() if loads[rank]]
         return mean(ratios or [0.0])
 
+    def symptoms(self) -> Iterator[Symptom]:
+        """Yield the symptoms of unhealthy steps; each cause once, on the rank where its share is largest."""
+        totals = {rank: self.totals(rank) for rank in self.trace.rows}
+        shares = {rank: {use: time / self.window for use, time in times.items()} for rank, times in totals.items()}
+        simulated = {rank: self.ideal.bubble[self.trace.info["ranks"][str(rank)]["place"]] / self.window
+                     for rank in shares}
+        loads = {rank: self._relative_load(rank) for rank in shares}
+        name = self.trace.name
+        starved = max(shares, key=lambda rank: shares[rank].get("data", 0.0))
+        late = max(shares, key=lambda rank: shares[rank].get("bubble", 0.0) - simulated[rank])
+        exposed = max(shares, key=lambda rank: shares[rank].get("exposed", 0.0))
+        loaded = max(loads, key=lambda rank: loads[rank])
+        exposed_times = sum((span.exposed for span in self.measured.spans[exposed]), Counter[str]())
+        candidates = (
+            input_starvation(name(starved), shares[starved].get("data", 0.0)),
+            excess_bubble(name(late), shares[late].get("bubble", 0.0), simulated[late]),
+            exposed_communication(
+                name(exposed), {kind: self._ms(time) / self.window for kind, time in exposed_times.items()}),
+            load_imbalance(f"the part of the experts on {name(loaded)}", loads[loaded], RANK_LOAD_LIMIT),
+        )
+        yield from (symptom for symptom in candidates if symptom is not None)
+
     def timelines(self) -> list[Timeline]:
         """Return the measured steps of the first pipeline, shortest first."""
         ranks = self.trace.info["ranks"]
@@ -271,6 +301,7 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
         *(f"  {line}" for line in summary.losses()),
         "the slowest actions",
         *(f"  {line}" for line in summary.slowest()),
+        *(f"unhealthy: {symptom}" for symptom in summary.symptoms()),
     ]
     text = "\n".join(lines) + "\n"
     written_lines = write_texts(

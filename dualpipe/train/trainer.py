@@ -42,6 +42,7 @@ from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
 from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
+from dualpipe.train.observers.step_health import StepHealth, StepWaits, measure_waits
 from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
 from dualpipe.train.observers.windows import StepWindows
@@ -129,6 +130,7 @@ class QueuedStep(NamedTuple):
     start_event: Event | None  # recorded on the device before the step
     copy_event: Event | None  # recorded after the copy of `values`, which may be read then
     rerun_state: StepSnapshot  # for a rerun of the step
+    waits: StepWaits | None  # of this rank for others, on the rank that reports; None on a device
 
 
 @dataclass
@@ -188,6 +190,9 @@ class Trainer:
             flops_per_token=flops_per_token(model.config, config.train.sequence_length),
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
         ))
+        self.health = StepHealth(
+            config, runner.schedule, job.place.rank("pp"), list(map(runner.recorder.name, range(job.ranks.size))),
+            max_load=model.config.num_experts / model.config.num_experts_per_tok)
         self.progress = Progress()
         self.unread: deque[QueuedStep] = deque()  # steps whose values the host has not read, at most two
 
@@ -369,6 +374,7 @@ class Trainer:
         runner.recorder.step = step + 1
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
+        data_wait = time.perf_counter() - start_time
         rerun_state = self.guard.snapshot(batch)
         with rerun_state.watch:  # records sums of the results of the step's actions
             losses = runner.run_step(batch, step + 1)
@@ -376,10 +382,13 @@ class Trainer:
         lr = run_learning_rate(step, optimizer, self.config.train.steps)
         runner.update(lr, norm)
         values = self._step_values(norm, losses)
-        packed = torch.cat([torch.stack([value.double() for value in values.values()]), self._gather_reports()])
+        reports = self._gather_reports(data_wait)
+        packed = torch.cat([torch.stack([value.double() for value in values.values()]), reports])
         numbers, copy_event = to_host(packed, timed=True)
         host_seconds = time.perf_counter() - start_time
-        return QueuedStep(step + 1, lr, host_seconds, tuple(values), numbers, start_event, copy_event, rerun_state)
+        waits = measure_waits(runner.recorder.entries()) if runner.reports and copy_event is None else None
+        return QueuedStep(
+            step + 1, lr, host_seconds, tuple(values), numbers, start_event, copy_event, rerun_state, waits)
 
     def _step_values(self, norm: Tensor, losses: Tensor | None) -> dict[str, Tensor]:
         """Return the values of a step that this rank knows: scalars on the device, by field of `StepMetrics`."""
@@ -393,13 +402,13 @@ class Trainer:
             values |= self.runner.routers.metrics()
         return values
 
-    def _gather_reports(self) -> Tensor:
+    def _gather_reports(self, data_wait: float) -> Tensor:
         """Return the `RankReport` of every rank, on the device. Collective."""
         load: Tensor | float = 0.0
         if self.windows.traced.is_open:
             place = self.job.place
             load = self.runner.routers.load(place.rank("ep"), place.size("ep"))
-        return self.rank_reports.gather(load)
+        return self.rank_reports.gather(load, data_wait)
 
     def _read(self) -> dict[str, Any]:
         """Wait for the values of the oldest unread step and return its metrics.
@@ -425,9 +434,17 @@ class Trainer:
             raise
         finally:
             self.report.remark(start_up_times)
+        seconds = _duration(queued)
+        if self.runner.reports:
+            data_waits = [float(report.data_wait) for report in reports]
+            load = values.get("load_max_over_mean")
+            for line in self.health.lines(
+                self.job.rank, seconds, data_waits=data_waits, load=load, waits=queued.waits
+            ):
+                self.report.remark(line)
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         return {
-            **values, **self.report.throughput.metrics(_duration(queued)), "mtp_loss": mtp_loss or None,
+            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None,
             "step": queued.step, "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
         }
 

@@ -40,6 +40,8 @@ def test_terms_are_there_where_there_is_something_to_say():
         (), ("--parallel.dp", "4", "--parallel.dp_replicate", "2", "--parallel.ep", "2", "--optimizer.name", "muon")))
     assert "of reduce" in together and "of reduce" not in alone
     assert "all-to-all" in together and "all-to-all" not in alone
+    (formula,) = [line for line in explain(prediction("--optimizer.offload", "True")) if line.startswith("optimizer")]
+    assert "or if longer moments / 20 GB/s to and from the host at once" in formula
 
 
 def test_the_memory_of_each_rank_follows(capsys):

@@ -42,7 +42,7 @@ def test_costs_that_cannot_be_used(tmp_path, text, message):
 def test_a_field_that_may_be_zero_has_an_effect_that_is_finite(tmp_path):
     """What something is divided by must be positive, wherever it is among the fields."""
     divisors = {"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped", "attention",
-                "attention_backward", "bandwidth", "links", "networks"}
+                "attention_backward", "bandwidth", "links", "networks", "host_link"}
     path, mine = tmp_path / "costs.json", {}
     for field in fields(Machine):
         if field.name in ("node", "host_waits"):

@@ -23,7 +23,7 @@ from dualpipe.cli import main
 from dualpipe.models import HubConfig, read_config
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import parameter_counts
-from dualpipe.models.stages import meta_stages
+from dualpipe.models.stages import build_stages, meta_stages
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
@@ -35,6 +35,8 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import TrainedModel, read_model_config
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
+from dualpipe.train.optim import offload
+from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.loss import MicroBatchLoss
@@ -273,6 +275,33 @@ def test_sizes_are_in_a_unit_that_suits_them():
     header, row, most, left = table([memory], capacity=9.0)
     assert header.startswith("GiB of rank") and row.split() == ["0", *["1.00"] * 7, "7.00"]
     assert most.startswith("at most 7.0 GiB") and left == "of 9 GB: 1.5 to spare"
+
+
+@pytest.mark.parametrize(("options", "bucket_bytes"), [
+    ((), 2**27), (("--optimizer.moments", "bf16"), 2**17), (("--train.dtype", "bf16"), 2**19),
+], ids=["one bucket", "many", "masters"])
+def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
+    """Against an optimizer that has them there; what is left on the device are the buffers, and masters."""
+    monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
+    options = ["--parallel.pp", "1", "--parallel.schedule", "1f1b", *options]
+    path = str(EXAMPLES / "tiny-cpu.toml")
+    config, offloaded = (load_config(path, [*options, "--optimizer.offload", value]) for value in ("False", "True"))
+    model = read_config(config.model.config)
+    (before,), (after,) = (estimate(each, model, activations=False) for each in (config, offloaded))
+    stages = [stage.to(dtype_of(config.train.dtype)) for stage in build_stages(model, 1)]
+    storage = MomentStorage(dtype_of(config.optimizer.moments), on_host=True)
+    optimizer = Optimizer(stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments=storage)
+    buckets = optimizer._host_moments.buckets
+    held = sum(bucket.memory.numel() for bucket in buckets)
+    buffers = max(bucket.memory.numel() for bucket in buckets) * min(2, len(buckets))
+    assert before.host == 0 and after.host == pytest.approx(held, rel=0.01)
+    masters = before.optimizer - after.host
+    assert masters == (2 * before.parameters if config.train.dtype == "bf16" else 0)
+    assert buffers <= (after.optimizer - masters) * 1.01 <= max(2 * bucket_bytes, buffers) * 1.02
+    assert after.total == sum(after) - after.host == before.total - after.host + after.optimizer - masters
+    assert main(["memory", path, *options, "--optimizer.offload", "True"]) == 0
+    assert re.search(r"^at most \d+\.\d MiB of pinned host memory for each rank \(optimizer\.offload\)$",
+                     capsys.readouterr().out, re.MULTILINE)
 
 
 def test_buffers_of_nccl():

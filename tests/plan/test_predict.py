@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dualpipe.models import read_config
@@ -88,6 +90,16 @@ def test_muons_products_take_their_time():
     assert muon.muon_flops == pytest.approx(sum(each) / 2 / 2, rel=1e-6), "two ranks of a pipeline that are alike"
     less = (muon.memory[0].optimizer - adamw.memory[0].optimizer) * 2 / (3350e9 * 0.75)
     assert muon.optimizer - adamw.optimizer == pytest.approx(muon.muon_flops / (989e12 * 0.7) + less, rel=0.2)
+
+
+def test_moments_in_host_memory_take_the_time_of_their_link():
+    on_device, on_host = (prediction("--optimizer.offload", value, "--parallel.dp", "2") for value in ("False", "True"))
+    host = max(rank.host for rank in on_host.memory)
+    assert all(rank.host == 0 for rank in on_device.memory) and on_device.optimizer > 0
+    assert on_host.optimizer == pytest.approx(host / 20e9) and on_host.optimizer > on_device.optimizer
+    fast = replace(on_host.machine, host_link=1e6)
+    traffic = max(2 * (rank.parameters + rank.optimizer + rank.gradients) + 4 * rank.host for rank in on_host.memory)
+    assert replace(on_host, machine=fast).optimizer == pytest.approx(traffic / (3350e9 * 0.75))
 
 
 def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():

@@ -33,6 +33,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
+from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.loss import MicroBatchLoss
@@ -246,11 +247,11 @@ def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
 
 def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32, fails: bool = False, *,
                narrow: bool = False, strict: bool = False, plant: Plant = nullcontext, tied: bool = False,
-               name: str = "dualpipev") -> tuple[PretendCuda, int]:
+               name: str = "dualpipev", offload: bool = False) -> tuple[PretendCuda, int]:
     """Two steps of training with (pp, dp, ep) ranks: the device, and how many layers dispatch tokens on this rank.
 
     fails: rank 0 fails in the last step, all ranks with it. narrow: parameters are stored in `dtype`. tied: the
-    embedding is the head; name: of the schedule.
+    embedding is the head; name: of the schedule; offload: moments are in host memory.
     """
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     with watched_steps(strict) as device, pretend_nccl(device), plant():
@@ -260,7 +261,8 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         dtypes = plan_model(config, dtype, replicas=1) if narrow else dtype
         model = build_model(config, schedule, mesh["pp"].get_local_rank(), dtypes=dtypes, device=CUDA, mesh=mesh)
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=name)
-        optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+                              moments=MomentStorage(on_host=offload))
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)
         inputs = (rows[:, :-1],) if model.has_first else ()
         for step in range(STEPS):

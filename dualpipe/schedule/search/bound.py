@@ -50,7 +50,7 @@ def lower_bounds(
         last = stages[-1]
         # The rank's first backward can start after the turn and the backwards of all later stages.
         first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
-        forwards_before = min(memory // 1, num_microbatches * len(stages))  # at most, before the first backward
+        forwards_before = int(min(memory, num_microbatches * len(stages)))  # at most, before the first backward
         rank_bounds = [path.total]
         # Two more bounds: all work of the rank; and its work without deferred weight gradients, followed by the way of
         # its last gradient to stage 0.

@@ -186,12 +186,15 @@ def compare_copies(tensors: Mapping[str, Tensor], replicas: ProcessGroup | None,
     problems = []
     for group, replicated in by_group.items():
         ranks = recorder.members(group)
-        local_checksums = torch.stack([checksum_bits(tensor) for tensor in replicated.values()])
+        checksums = [checksum_bits(tensor) for tensor in replicated.values()]
+        # Moments may be in host memory; the parameters beside them are on the device.
+        device = next((checksum.device for checksum in checksums if checksum.is_cuda), torch.device("cpu"))
+        local_checksums = torch.stack([checksum.to(device) for checksum in checksums])
         gathered = [torch.empty_like(local_checksums) for _ in ranks]
         with recorder.collective("checksums", "checksums", ranks, local_checksums.nbytes):
             dist.all_gather(gathered, local_checksums, group=group)
-        for name, checksums in zip(replicated, torch.stack(gathered, 1).tolist()):
-            wrong = _wrong_ranks(ranks, checksums)
+        for name, checksums_of_ranks in zip(replicated, torch.stack(gathered, 1).tolist()):
+            wrong = _wrong_ranks(ranks, checksums_of_ranks)
             if wrong:
                 problems.append(f"{' or '.join(map(recorder.name, wrong))} has wrong bits in {name}, which ranks "
                                 f"{', '.join(map(str, ranks))} replicate")

@@ -433,6 +433,8 @@ class OptimizerConfig:
     """term added to the root of the mean square"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """dtype of the running means; bf16 saves 4 bytes per parameter (muon: 2), and needs betas below 0.996"""
+    offload: bool = False
+    """adamw: keep the running means in pinned host memory; a step brings them to the device in buckets, and back"""
     weight_decay: float = _not_negative(0.1)
     """weight decay of matrices; norms, sinks and biases, also of experts, have none; adamw and muon decouple it from
     the gradient, a custom optimizer applies it in its own way"""
@@ -458,7 +460,11 @@ class OptimizerConfig:
                  "give adamw, muon, or the import path of a class, such as torch.optim.NAdam")
         _require(not is_custom or self.moments == "fp32", "optimizer.moments", self.moments,
                  f"only adamw and muon support it, optimizer.name is {self.name}; leave it out")
+        _require(not self.offload or self.name == "adamw", "optimizer.offload", self.offload,
+                 f"only adamw supports it, optimizer.name is {self.name}; leave it out")
         for group in self.groups:  # still strings while the command line is parsed
+            _require(not self.offload or getattr(group, "algorithm", None) != "muon", "optimizer.groups", str(group),
+                     "optimizer.offload serves adamw only; leave out algorithm, or offload")
             _require(not is_custom or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
                      f"algorithm requires optimizer.name adamw or muon, not {self.name}")
         try:

@@ -1,4 +1,4 @@
-"""Tools that observe some steps of a run: traces of all ranks, torch.profiler, and memory snapshots.
+"""Tools that observe steps of a run: their health, traces of all ranks, torch.profiler, and memory snapshots.
 
-Imports `train.launch`, `pipeline`, `trace` and `runtime`.
+Imports `train.launch`, `train.anomaly`, `train.config`, `pipeline`, `trace`, `schedule` and `runtime`.
 """

@@ -17,6 +17,7 @@ from dualpipe.train.optim.groups import (
     find_trainable_parameters,
     layer_decay_groups,
 )
+from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 
 
@@ -30,7 +31,7 @@ def build_optimizer(
         settings: the table [optimizer].
         model: the whole model.
         stages: the stages of this rank.
-        moments: as in `Optimizer`.
+        moments: dtype of the moments.
         masters: as in `Optimizer`.
 
     Raises:
@@ -51,5 +52,6 @@ def build_optimizer(
         groups = [*layer_decay_groups(settings.lr, settings.layer_decay, model.num_hidden_layers, prefix), *groups]
     return Optimizer(
         stages, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
-        moments=moments, name=settings.name, options=options, masters=masters, groups=groups,
+        moments=MomentStorage(moments, on_host=settings.offload), name=settings.name, options=options, masters=masters,
+        groups=groups,
     )

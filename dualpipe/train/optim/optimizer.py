@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -29,6 +30,7 @@ from dualpipe.quantized.quantize_model import placed_as, quantized_part, untrain
 from dualpipe.train.config.schema import ALGORITHMS
 from dualpipe.train.optim.groups import ParameterGroup, choose_update, find_trainable_parameters
 from dualpipe.train.optim.muon import Muon
+from dualpipe.train.optim.offload import HostMoments, MomentStorage
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 
@@ -45,7 +47,7 @@ class Optimizer:
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: of matrices.
-        moments: torch.bfloat16, or torch.float32 for the dtype of the masters.
+        moments: torch.bfloat16, or torch.float32 for the dtype of the masters; or a `MomentStorage`.
         name: "adamw"; "muon", for matrices that `is_hidden_matrix` selects, with AdamW for the rest; or the import path
             of a subclass of `torch.optim.Optimizer`, such as torch.optim.NAdam. For a custom class the host waits for
             the gradient norm.
@@ -56,17 +58,20 @@ class Optimizer:
 
     Raises:
         ValueError: `moments` is another dtype, a quantized parameter has no master, the custom class cannot be imported
-            or does not take its options, or a group selects Muon for a parameter that is not a matrix.
+            or does not take its options, a group selects Muon for a parameter that is not a matrix, or moments are to
+            be in host memory and another algorithm than AdamW updates a parameter.
     """
 
     def __init__(
         self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-        moments: torch.dtype = torch.float32, name: str = "adamw", options: Mapping[str, Any] | None = None,
-        groups: Sequence[ParameterGroup] = (), masters: Mapping[nn.Parameter, Tensor] | None = None,
+        moments: torch.dtype | MomentStorage = torch.float32, name: str = "adamw",
+        options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = (),
+        masters: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        if moments not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
-        self._moment_dtype = torch.bfloat16 if moments is torch.bfloat16 else None  # None: that of the master
+        storage = moments if isinstance(moments, MomentStorage) else MomentStorage(moments)
+        if storage.dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments = {storage.dtype!r}: give torch.float32 or torch.bfloat16")
+        self._moment_dtype = torch.bfloat16 if storage.dtype is torch.bfloat16 else None  # None: that of the master
         named_parameters = find_trainable_parameters(modules)
         self.parameters: list[nn.Parameter] = list(named_parameters)
         self._masters: dict[nn.Parameter, Tensor] = {
@@ -78,6 +83,10 @@ class Optimizer:
                 parameter_name, owner, master, optimizer=name, lr=lr, weight_decay=weight_decay, groups=groups)
             by_settings = by_algorithm.setdefault(update.algorithm, {})
             by_settings.setdefault((update.lr_factor, update.weight_decay), []).append(master)
+
+        if storage.on_host and by_algorithm.keys() - {"adamw"}:
+            raise ValueError(f"moments on the host: got parameters for {', '.join(sorted(by_algorithm))}, but only the "
+                             "moments of adamw can be there; give all parameters to adamw, or keep them on the device")
 
         def build(algorithm: str, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
             if algorithm == "adamw":
@@ -92,17 +101,21 @@ class Optimizer:
             for algorithm, by_settings in by_algorithm.items()}
         self._groups = {master: (algorithm, group) for algorithm, inner in self._inner.items()
                         for group in inner.param_groups for master in group["params"]}
+        self._host_moments: HostMoments | None = None  # None: the moments are on the device
+        if storage.on_host:
+            self._host_moments = HostMoments(self._groups, dtype=self._moment_dtype, num_moments=len(MOMENTS))
         self._init_adamw_state()
 
     def _init_adamw_state(self) -> None:
         """Make the state that AdamW would make at its first step, so that a checkpoint can be loaded before it."""
+        on_host = {} if self._host_moments is None else dict(self._host_moments.moments())
         for master, (algorithm, _) in self._groups.items():
             if algorithm != "adamw":
                 continue
             state = self._inner["adamw"].state[master]
             state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            for name in MOMENTS:
-                state[name] = torch.zeros_like(master, dtype=self._moment_dtype)
+            moments = on_host.get(master) or [torch.zeros_like(master, dtype=self._moment_dtype) for _ in MOMENTS]
+            state.update(zip(MOMENTS, moments))
 
     @torch.no_grad()
     def step(self, lr: float, grad_norm: Tensor | None = None) -> None:
@@ -126,29 +139,35 @@ class Optimizer:
             inner.found_inf = found_inf  # type: ignore[attr-defined]  # set in this way by torch.amp too
             for group in inner.param_groups:
                 group["lr"] = lr * group["lr_factor"]
-            if algorithm == "adamw" and self._moment_dtype is not None:
-                self._step_with_bf16_moments(inner, found_inf)
+            if algorithm == "adamw" and self._host_moments is not None:
+                self._host_moments.update(partial(self._update_adamw, found_inf))
+            elif algorithm == "adamw" and self._moment_dtype is not None:
+                for master in inner.state:
+                    self._update_adamw(found_inf, master, [local(inner.state[master][name]) for name in MOMENTS])
             else:
                 inner.step()
         for _, master in pairs:
             master.grad = None
         self.round_parameters()
 
-    def _step_with_bf16_moments(self, inner: torch.optim.Optimizer, found_inf: Tensor | None) -> None:
-        """Run AdamW's step for one parameter after the other, each with its moments in the dtype of its master."""
-        for group in inner.param_groups:
-            beta1, beta2 = group["betas"]
-            for master in group["params"]:
-                if master.grad is None:
-                    continue
-                state = inner.state[master]
-                stored = [local(state[name]) for name in MOMENTS]
-                wide = [moment.to(master.dtype) for moment in stored]
-                exp_avg, exp_avg_sq = wide
-                adamw([local(master.detach())], [local(master.grad)], [exp_avg], [exp_avg_sq], [], [state["step"]],
-                      fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, lr=group["lr"],
-                      weight_decay=group["weight_decay"], eps=group["eps"], found_inf=found_inf)
-                torch._foreach_copy_(stored, wide)
+    def _update_adamw(self, found_inf: Tensor | None, master: Tensor, moments: list[Tensor]) -> None:
+        """Run AdamW's step for one parameter, with its moments in the dtype of its master.
+
+        Args:
+            found_inf: 1 to change nothing.
+            master: of the parameter.
+            moments: on the device of the master, in the order of `MOMENTS`; updated in place.
+        """
+        if master.grad is None:
+            return
+        algorithm, group = self._groups[master]
+        beta1, beta2 = group["betas"]
+        exp_avg, exp_avg_sq = wide = [moment.to(master.dtype) for moment in moments]
+        adamw([local(master.detach())], [local(master.grad)], [exp_avg], [exp_avg_sq], [],
+              [self._inner[algorithm].state[master]["step"]], fused=True, amsgrad=False, maximize=False, beta1=beta1,
+              beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], found_inf=found_inf)
+        if self._moment_dtype is not None:
+            torch._foreach_copy_(moments, wide)
 
     @torch.no_grad()
     def scale_rows(self, factors_by_parameter: Iterable[tuple[nn.Parameter, Tensor]]) -> None:
@@ -176,9 +195,12 @@ class Optimizer:
         "exp_avg" and "exp_avg_sq", Muon "momentum_buffer". The state of a custom optimizer is one `ParameterState`
         under the key "".
 
-        After loading into the tensors, call `round_parameters`.
+        After loading into the tensors, call `round_parameters`. Moments in host memory are up to date until the next
+        step: the host waits for their copies.
         """
         self._refresh_masters()
+        if self._host_moments is not None:
+            self._host_moments.wait()
         tensors: dict[nn.Parameter, dict[str, Tensor | ParameterState]] = {}
         for parameter, master in self._masters.items():
             algorithm, group = self._groups[master]
