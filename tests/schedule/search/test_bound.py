@@ -32,6 +32,11 @@ def test_the_bound_of_a_memory():
     assert 23 + 62.4 - 17 * 0.65 > 62.4 + 22.75 / 2
 
 
+def test_memory_without_a_limit_is_memory_for_all_forwards():
+    """Of 2 micro-batches on 4 ranks the first backward comes late: every forward, and more, fits before it."""
+    assert lower_bounds(v_placement(4), 2, overlapped()) == lower_bounds(v_placement(4), 2, overlapped(), 4)
+
+
 def test_no_schedule_is_faster_than_the_bound():
     for seed in range(15):
         num_ranks, num_microbatches, costs = random_costs(seed)
