@@ -16,6 +16,7 @@ from dualpipe.schedule.by_name import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
+    from dualpipe.train.data.chat_tokenizer import ChatTokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,9 +172,28 @@ def _pack(args: argparse.Namespace) -> None:
     from dualpipe.train.data.tokenizer import load_tokenizer
 
     sources = find_sources(args.paths)
-    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
+    tokenizer = _chat_tokenizer(args) if args.chat else load_tokenizer(args.tokenizer, args.end_of_document)
+    if args.chat_template and not args.chat:
+        raise ValueError(f"--chat-template {args.chat_template}: text has no template; give --chat for conversations")
     packed = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
-    print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents")
+    counted = f", of which {packed['counted']:,} count for the loss" if args.chat else ""
+    print(f"{Path(args.out)}: {packed['tokens']:,} tokens in {packed['documents']:,} documents{counted}")
+
+
+def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
+    """Return the tokenizer for `data pack --chat`."""
+    from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+
+    if args.end_of_document is not None:
+        raise ValueError(f"--end-of-document {args.end_of_document!r}: a conversation ends as its chat template does; "
+                         "leave it out, or --chat")
+    return ChatTokenizer(args.tokenizer, args.chat_template)
+
+
+def _show_data(args: argparse.Namespace) -> None:
+    from dualpipe.train.data.show import show
+
+    show(args.path, tokenizer=args.tokenizer, first=args.document, count=args.count)
 
 
 def _dtypes(args: argparse.Namespace) -> None:
@@ -354,9 +374,19 @@ _PACK: _Arguments = {
                   '"stdlib" (Python\'s own source)'),
     "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR", help="default: bytes"),
     "--end-of-document": dict(metavar="TOKEN", help="the tokenizer's token that closes a document"),
-    "--text-key": dict(default="text", metavar="KEY", help="of the text of a record; default: text"),
+    "--text-key": dict(default="text", metavar="KEY", help="of the text of a record; default: text, with --chat "
+                       "messages or conversations"),
+    "--chat": dict(action="store_true", help="records are conversations, in OpenAI's or ShareGPT's form: render them "
+                   "by the tokenizer's chat template; only the assistant's tokens count for the loss"),
+    "--chat-template": dict(default="", metavar="FILE", help="a chat template instead of the tokenizer's"),
     "--out": dict(required=True, metavar="DIR", help="the packed directory to make"),
     "--overwrite": dict(action="store_true", help="replace a packed directory that is there, when the new one is done"),
+}
+_SHOW: _Arguments = {
+    "path": dict(metavar="DIR", help="a packed directory"),
+    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR", help="that it was packed with; default: bytes"),
+    "--document": dict(type=int, default=0, metavar="N", help="the first to print, from 0 (default: 0)"),
+    "--count": dict(type=int, default=1, metavar="N", help="documents to print (default: 1)"),
 }
 _CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
 _HUB = "a directory with config.json and safetensors"
@@ -391,6 +421,8 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
     "train": (_train, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
               {**_TRAIN, **_CONFIG}),
     "data pack": (_pack, "tokenize text into memory-mapped shards", _PACK),
+    "data show": (_show_data, "print documents of a packed directory token by token; those that count for the loss are "
+                  "in colour, or in brackets where stdout is no terminal", _SHOW),
     "parity": (_parity, "compare loss and gradients of the pipelined model with the unpipelined one",
                {**_PARITY, **_CONFIG_OR_MODEL}),
     "replay": (_replay, "run a step again whose numbers were not finite, from its bundle, and compare bit for bit",

@@ -19,22 +19,28 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
 
     step: how many are done. Collective.
     """
-    losses, drafts = [], []
+    losses, weights, drafts = [], [], []
     for stage in model.model.stages:
         stage.eval()
     with data.validation_batches() as batches:
         for batch in batches:
-            criterion = model.criterion(step)
+            criterion = model.criterion(step, batch)
             loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)
             if loss is not None:
                 losses.append(loss)
+                if model.num_targets is not None:
+                    weights.append(model.num_targets)
             if criterion.greedy:
                 drafts.append(_accepted(model, criterion))
     for stage in model.model.stages:
         stage.train()
     if not losses:
         return {}
-    mean = torch.stack(losses).mean(0)
+    if model.weighs_targets:
+        shares = torch.stack(weights) / torch.stack(weights).sum()
+        mean = (torch.stack(losses) * shares.unsqueeze(-1)).sum(0)
+    else:
+        mean = torch.stack(losses).mean(0)
     metrics: dict[str, Any] = {"eval_loss": mean[0].item()}
     if drafts:
         both = torch.stack(drafts).sum(0)

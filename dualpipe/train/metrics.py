@@ -40,7 +40,7 @@ class StepMetrics:
     """One line of `metrics.jsonl`; what is None is absent there."""
 
     step: int  # optimizer steps done, from 1
-    loss: float  # mean over the tokens of the global batch, in nats
+    loss: float  # mean over the tokens of the global batch that count, in nats
     grad_norm: float  # of the whole model's gradient, before clipping
     lr: float  # of this step
     tokens_per_second: float  # the whole job's
@@ -49,6 +49,7 @@ class StepMetrics:
     tflops_per_rank: float
     memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
+    counted_tokens: int | None = None  # tokens of the global batch that count for the loss; None for text: all do
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
     # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
     # greedy verification of the drafts would give at a time (see `train.step.loss.accepted`), from 1 to 1 + depths.

@@ -26,6 +26,7 @@ from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
+from dualpipe.train.data.loader import is_masked
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.step.step_runner import StepRunner
@@ -58,6 +59,7 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         job, resolved = held.enter_context(join(config, info))
         saver = held.enter_context(Saver(config, job))
         runner = StepRunner(resolved, job, saver.source_dtypes)
+        runner.weighs_targets = is_masked(manifest.extra["loader"])
         train, model, split = config.train, runner.model, runner.split
         recorder.step = manifest.step
         own = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0

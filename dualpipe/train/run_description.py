@@ -48,11 +48,22 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
             f"{held_out.num_tokens} of {total} tokens are held out, so that there is a sequence to evaluate on: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
         )
-    if data.validation_windows and held_out.num_tokens < data.batch_size * (train.sequence_length + 1):
+    if data.is_masked:
+        yield _describe_conversations(data)
+    elif data.validation_windows and held_out.num_tokens < data.batch_size * (train.sequence_length + 1):
         yield "evaluations read sequences that overlap: the held-out text has fewer tokens than a batch"
     if unigram is not None:
         yield f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token"
     yield from _warnings(runner, data)
+
+
+def _describe_conversations(data: RunData) -> str:
+    """Describe the sequences of conversations."""
+    loader = data.loader
+    text = f"conversations in {loader.num_windows:,} sequences, which hold whole ones as far as they fit"
+    if loader.num_silent:
+        text += f"; {loader.num_silent:,} more are left out, as no token in them counts for the loss"
+    return text
 
 
 def _ranks(runner: StepRunner) -> str:
@@ -73,6 +84,8 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     config = runner.config
     train, parallel = config.train, config.parallel
     tokens = train.micro_batch_size * train.sequence_length * parallel.ep // parallel.cp
+    if data.is_masked and not config.data.separate_documents:
+        yield "WARNING: conversations in one sequence see each other; set data.separate_documents = true"
     for slow in slow_products(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
     positions = check_positions(runner.resolved)

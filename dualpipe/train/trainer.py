@@ -143,6 +143,7 @@ class Trainer:
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
             vocab_size=model.config.vocab_size, mtp_depth=model.config.mtp_depth, device=job.device,
         )
+        runner.weighs_targets = self.data.is_masked
         self.saver = saver
         self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state), saver, self.state)
@@ -322,6 +323,8 @@ class Trainer:
         if losses is not None:
             found |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(losses) if depth}
             found |= runner.routers.metrics()
+            if runner.num_targets is not None:
+                found["counted_tokens"] = runner.num_targets
         own = torch.stack([value.double() for value in found.values()])
         place = self.job.place
         load = runner.routers.load(place.rank("ep"), place.size("ep")) if self.observed.traced.is_open else 0.0
@@ -350,6 +353,8 @@ class Trainer:
             raise
         finally:
             self.report.remark(remark)
+        if "counted_tokens" in values:
+            values["counted_tokens"] = int(values["counted_tokens"])
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         return {

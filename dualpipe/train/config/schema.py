@@ -90,7 +90,14 @@ class DataConfig:
     """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": the one in
     init.from_hf if there is one, else "bytes"; ignored if path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
-    """key of the text in a record, for files of records"""
+    """key of the text in a record, for files of records; with `chat`, key of the messages, by default "messages" or
+    "conversations" """
+    chat: bool = False
+    """records are conversations, in OpenAI's or ShareGPT's form: they are rendered by the tokenizer's chat template,
+    and only the assistant's tokens count for the loss; ignored if path is packed already"""
+    chat_template: str = ""
+    """file with a chat template (jinja2); default: chat_template.jinja beside the tokenizer, or chat_template in
+    tokenizer_config.json"""
     validation_fraction: float = _below_1(0.02)
     """fraction of the documents reserved for validation, selected by a hash of their content; if that selects none or
     all of them (such as the only file): the last tokens, this fraction of all tokens"""

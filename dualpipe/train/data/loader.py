@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -15,18 +15,22 @@ import torch
 from dualpipe.runtime.device import Event, Stream, beside, keep, record, wait
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
+from dualpipe.train.data.windows import ConversationWindows, find_windows
+
+CONVERSATIONS = "whole conversations 1"  # name of the windows in checkpoints; those of text have none
 
 
 class Loader:
-    """Loader of windows of T + 1 tokens of a stream, in a new random order each epoch.
+    """Loader of the windows of a stream, in a new random order each epoch; see `train.data.windows`.
 
-    Windows do not overlap; the rest at the end of the stream is not used. The batch of a step is a pure function of the
+    The batch of a step is a pure function of the
     stream, the sizes and the seed: neither the number of ranks nor resuming changes it.
 
     Attributes:
         step: number of batches that were taken.
         skipped_batches: number of batches that the following steps skip, beyond their own number.
         num_windows: windows in the stream.
+        num_silent: windows that are not read, as no target in them counts for the loss.
 
     Args:
         stream: the training text.
@@ -39,7 +43,7 @@ class Loader:
         separate_documents: as in `TokenStream.read_windows`.
 
     Raises:
-        ValueError: the stream is shorter than one window.
+        ValueError: the stream is shorter than one window, or no target in it counts for the loss.
     """
 
     def __init__(
@@ -48,12 +52,17 @@ class Loader:
     ) -> None:
         self._stream = stream
         self._window = sequence_length + 1
+        self._windows = find_windows(stream, self._window)
         self._batch_size = batch_size
         self._seed = seed
         self._rows = range(batch_size) if rows is None else rows
         self._read = partial(stream.read_windows, window=self._window, columns=columns, depth=depth,
                              separate_documents=separate_documents)
-        self.num_windows = stream.num_tokens // self._window
+        self.num_windows = self._windows.num_windows
+        self.num_silent = self._windows.num_silent if isinstance(self._windows, ConversationWindows) else 0
+        if self.num_silent and not self.num_windows:
+            raise ValueError(f"no token of the {stream.num_documents} conversations counts for the loss: the "
+                             "assistant says nothing in them")
         if not self.num_windows:
             raise ValueError(
                 f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = "
@@ -73,7 +82,8 @@ class Loader:
 
     def batch(self, step: int) -> TokenBatch:
         """Return this rank's part of the batch of `step`, counted from 0, in a run that skips no batches."""
-        return self._read(self.windows(step) * self._window)
+        starts, stops = self._windows.span(self.windows(step))
+        return self._read(starts, stops=stops)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[TokenBatch]]:
@@ -95,11 +105,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and all that the order depends on, as JSON."""
-        return {
+        state = {
             "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
             "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
             "passed_over": self.skipped_batches, "order": ORDER,
         }
+        return state | {"windows": CONVERSATIONS} if self._stream.is_masked else state
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Continue from a state; return a note to print, or "".
@@ -122,6 +133,11 @@ class Loader:
         return ("the checkpoint is from a version that ordered the data in another way: from here on, batches differ "
                 "from those that version would have read, and in the current epoch some sequences are read twice and "
                 "some not at all")
+
+
+def is_masked(state: Mapping[str, Any]) -> bool:
+    """Return True if the loader with this state reads data in which some tokens do not count for the loss."""
+    return "windows" in state
 
 
 @contextmanager

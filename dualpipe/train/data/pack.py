@@ -4,10 +4,12 @@ A packed directory holds
 
     index.json          format, tokenizer, token type, largest token, and every file with its size and SHA-256
     tokens-00000.bin    token ids, uint16 or uint32: the documents, each followed by the end-of-document id
+    counts-00000.bin    only of conversations: a byte per token of the shard, 1 if it counts for the loss, else 0
     documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
-A document lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so
-a directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
+A conversation is a document of the tokens that its chat template renders, without an end-of-document id. A document lies
+in one shard. All files are written under a temporary name next to the target and renamed at the end, so a directory
+that exists is complete. `PackedTokens` checks that it still is when it opens it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,23 @@ from typing import IO, Any
 import numpy as np
 
 from dualpipe.runtime.files import naming, write_file
+from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import TEXT_KEY
-from dualpipe.train.data.sources import DOCUMENTS, NotText, Source, file_kind, read_checked, read_documents
+from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+from dualpipe.train.data.sources import (
+    DOCUMENTS,
+    RECORD_KINDS,
+    NotText,
+    Source,
+    file_kind,
+    read_checked,
+    read_conversations,
+    read_documents,
+)
 from dualpipe.train.data.tokenizer import Tokenizer
 
 FORMAT = "dualpipe tokens 1"
+MASKED_FORMAT = "dualpipe tokens with a loss mask 1"  # a name of its own: a reader of FORMAT would ignore the mask
 INDEX = "index.json"
 DOCUMENT_TYPE = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("hash", "<u8")])
 DOCUMENT_STRUCT = struct.Struct("<IQQQ")  # the same layout as DOCUMENT_TYPE
@@ -41,19 +55,20 @@ COPY_SIZE = 1 << 16  # bytes of document records to copy at a time
 
 
 def pack(
-    sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
+    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
     shard_tokens: int = SHARD_TOKENS, overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenize the documents of `sources` into the packed directory `out`, and return its index.
 
-    Skips empty documents. Skips files in a folder that are not text, with a warning that names them, unless their names
-    announce records.
+    Skips empty documents, and conversations in which no token counts for the loss. Skips files in a folder that are not
+    text, with a warning that names them, unless their names announce records.
 
     Args:
         sources: from `find_sources`.
-        tokenizer: from `load_tokenizer`.
+        tokenizer: from `load_tokenizer`; or a `ChatTokenizer`, for records with conversations.
         out: the directory to create, with its parents.
-        text_key: key of the text in a record, for files of records.
+        text_key: key of the text in a record, for files of records; the default for conversations: as in
+            `read_conversations`.
         shard_tokens: number of tokens after which a shard is closed.
         overwrite: replace an existing packed directory once the new one is complete. If anything fails before, the old
             one stays.
@@ -64,7 +79,7 @@ def pack(
     """
     out = Path(out)
     _check_target(out, overwrite=overwrite)
-    text_sources, skipped = _check_sources(sources)
+    text_sources, skipped = _check_sources(sources, needs_records=isinstance(tokenizer, ChatTokenizer))
     new = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,18 +114,22 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     raise ValueError(f"{out} is a packed directory already{content}; give another --out, or --overwrite to replace it")
 
 
-def _check_sources(sources: Sequence[Source]) -> tuple[list[Source], dict[str, str]]:
+def _check_sources(sources: Sequence[Source], *, needs_records: bool) -> tuple[list[Source], dict[str, str]]:
     """Return the sources that are text, and the reasons by name of those to skip.
 
     Looks at the beginning of all files before any is tokenized, so that hours of packing do not end at the last file.
 
     Raises:
-        ValueError: a file that must be text is not, or cannot be read.
+        ValueError: a file that must be text is not, or cannot be read; or a file that the caller named has no records
+            although they are needed.
     """
     text_sources = []
     skipped: dict[str, str] = {}
     for source in sources:
         try:
+            if needs_records and file_kind(source.path) == "text":
+                raise NotText(f"{source.path} holds no conversations: give records in files named "
+                              f"{', '.join(f'*{kind}' for kind in RECORD_KINDS)}", "no records")
             read_checked(source.path, 1 << 16)
             text_sources.append(source)
         except NotText as error:
@@ -139,7 +158,7 @@ def _replace_directory(target: Path, new: Path, backup: Path) -> None:
 
 
 def _write_files(
-    sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, text_key: str,
+    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: Path, shard_tokens: int, text_key: str,
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     """Write all files of a packed directory, and return its index.
@@ -148,27 +167,42 @@ def _write_files(
         out: an empty directory.
         skipped: files are added that turn out not to be text, with the reasons.
     """
-    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # closing the file may write, and fail
-        writer = _Writer(out, tokenizer, records, shard_tokens)
-        shards = writer.write_shards(_read_all(sources, text_key, skipped))
+    is_chat = isinstance(tokenizer, ChatTokenizer)
+    # Closing the files may write, and fail.
+    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as counts:
+        writer = _Writer(out, tokenizer, records, counts, shard_tokens)
+        shards = writer.write_shards(_read_all(sources, text_key, skipped, is_chat=is_chat))
         if not writer.num_documents:
             not_text = f"; not text are {_list_skipped(skipped)}" if skipped else ""
-            raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty{not_text}")
-        index = {
-            "format": FORMAT, "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size,
-            "dtype": writer.dtype.name, "end_of_document": tokenizer.end_of_document, "largest": writer.largest,
-            "documents": writer.num_documents, "tokens": writer.num_tokens, "document_index": writer.write_documents(),
-            "shards": shards,
+            raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty"
+                             f"{writer.describe_silent(', or ')}{not_text}")
+        index: dict[str, Any] = {
+            "format": MASKED_FORMAT if is_chat else FORMAT, "tokenizer": tokenizer.identity,
+            "vocab_size": tokenizer.vocab_size, "dtype": writer.dtype.name,
         }
+        if not isinstance(tokenizer, ChatTokenizer):
+            index["end_of_document"] = tokenizer.end_of_document
+        index |= {"largest": writer.largest, "documents": writer.num_documents, "tokens": writer.num_tokens}
+        if is_chat:
+            index["counted"] = writer.num_counted
+            index["masks"] = writer.write_counts()
+        index |= {"document_index": writer.write_documents(), "shards": shards}
         writer.write_file(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
+    if writer.num_silent:
+        warnings.warn(f"conversations are left out{writer.describe_silent(': ')}", stacklevel=1)
     return index
 
 
-def _read_all(sources: Sequence[Source], text_key: str, skipped: dict[str, str]) -> Iterator[tuple[bytes, str]]:
+def _read_all(
+    sources: Sequence[Source], text_key: str, skipped: dict[str, str], *, is_chat: bool
+) -> Iterator[tuple[bytes | Conversation, str]]:
     """Yield the documents of all files as `read_documents` does. Adds files that are not text to `skipped`."""
     for source in sources:
         try:
-            yield from read_documents(source.path, text_key)
+            if is_chat:
+                yield from read_conversations(source.path, "" if text_key == TEXT_KEY else text_key)
+            else:
+                yield from read_documents(source.path, text_key)
         except NotText as error:
             if source.is_explicit:
                 raise
@@ -183,52 +217,96 @@ class _Writer:
         largest: largest token so far.
         num_documents: documents so far.
         num_tokens: tokens so far, with the ends of documents.
+        num_counted: tokens of conversations so far that count for the loss.
+        num_silent: conversations so far that are left out, as no token counts.
 
     Args:
         out: the directory.
         tokenizer: encodes the documents.
         records: an empty file for the document records until their number is known. They take 28 bytes each, too much
             memory for billions of documents.
+        counts: an empty file for the loss mask of all shards, one after the other.
         shard_tokens: number of tokens after which a shard is closed.
     """
 
-    def __init__(self, out: Path, tokenizer: Tokenizer, records: IO[bytes], shard_tokens: int) -> None:
+    def __init__(
+        self, out: Path, tokenizer: Tokenizer | ChatTokenizer, records: IO[bytes], counts: IO[bytes],
+        shard_tokens: int,
+    ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.largest = tokenizer.end_of_document
+        self.largest = 0 if isinstance(tokenizer, ChatTokenizer) else tokenizer.end_of_document
         self.num_documents = 0
         self.num_tokens = 0
+        self.num_counted = 0
+        self.num_silent = 0
+        self._first_silent = ""
+        self._shard_sizes: list[int] = []  # tokens
         self._out = out
         self._tokenizer = tokenizer
         self._records = records
+        self._counts = counts
         self._shard_tokens = shard_tokens
 
-    def write_shards(self, documents: Iterable[tuple[bytes, str]]) -> list[dict[str, object]]:
+    def write_shards(self, documents: Iterable[tuple[bytes | Conversation, str]]) -> list[dict[str, object]]:
         """Write the tokens of all documents, and return the entries of the shards in the index."""
         by_shard = groupby(self._encode(documents), key=itemgetter(0))
         return [self.write_file(f"tokens-{shard:05d}.bin", map(itemgetter(1), pieces)) for shard, pieces in by_shard]
 
-    def _encode(self, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[int, bytes]]:
-        """Yield the shard and the tokens of every document, and write its record."""
-        end = self.dtype.type(self._tokenizer.end_of_document)
-        shard = 0
-        filled = 0
-        for text, place in documents:
+    def _encode(self, documents: Iterable[tuple[bytes | Conversation, str]]) -> Iterator[tuple[int, bytes]]:
+        """Yield the shard and the tokens of every document, and write its record and its loss mask."""
+        for document, place in documents:
             try:
-                tokens = self._tokenizer.encode(text)
+                tokens, counts = self._tokens_of(document)
             except ValueError as error:
                 raise ValueError(f"cannot tokenize {place}: {error}") from error
-            if filled >= self._shard_tokens:
-                shard += 1
-                filled = 0
-            content_hash = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            length = len(tokens) + 1
+            if counts is not None and not counts.any():
+                self.num_silent += 1
+                self._first_silent = self._first_silent or place
+                continue
+            if not self._shard_sizes or self._shard_sizes[-1] >= self._shard_tokens:
+                self._shard_sizes.append(0)
+            shard = len(self._shard_sizes) - 1
+            content = document.content() if isinstance(document, Conversation) else document
+            content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
             with naming(self._out / DOCUMENTS):
-                self._records.write(DOCUMENT_STRUCT.pack(shard, filled, length, content_hash))
-            self.largest = max(self.largest, int(tokens.max(initial=0)))
+                self._records.write(
+                    DOCUMENT_STRUCT.pack(shard, self._shard_sizes[shard], len(tokens), content_hash))
+                if counts is not None:
+                    self._counts.write(counts.tobytes())
+                    self.num_counted += int(counts.sum())
+            self.largest = max(self.largest, int(tokens.max()))
             self.num_documents += 1
-            self.num_tokens += length
-            filled += length
-            yield shard, np.append(tokens.astype(self.dtype), end).tobytes()
+            self.num_tokens += len(tokens)
+            self._shard_sizes[shard] += len(tokens)
+            yield shard, tokens.tobytes()
+
+    def _tokens_of(self, document: bytes | Conversation) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return the tokens of a document as they are stored, and its loss mask if it is a conversation."""
+        if isinstance(document, Conversation):
+            assert isinstance(self._tokenizer, ChatTokenizer), "conversations are read for a chat tokenizer alone"
+            tokens, counts = self._tokenizer.encode(document)
+            return tokens.astype(self.dtype), counts
+        assert not isinstance(self._tokenizer, ChatTokenizer), "text is read for the other tokenizers alone"
+        end = self.dtype.type(self._tokenizer.end_of_document)
+        return np.append(self._tokenizer.encode(document).astype(self.dtype), end), None
+
+    def describe_silent(self, before: str) -> str:
+        """Return how many conversations are left out, and the first of them, in words; "" if there are none."""
+        if not self.num_silent:
+            return ""
+        return (f"{before}no token counts for the loss in {self.num_silent} of the conversations, the first is "
+                f"{self._first_silent}: the assistant says nothing")
+
+    def write_counts(self) -> list[dict[str, object]]:
+        """Write the loss mask of every shard, and return the entries of the files in the index."""
+        self._counts.seek(0)
+        return [self.write_file(f"counts-{shard:05d}.bin", self._read_counts(size))
+                for shard, size in enumerate(self._shard_sizes)]
+
+    def _read_counts(self, size: int) -> Iterator[bytes]:
+        """Yield the next `size` bytes of the loss mask."""
+        for start in range(0, size, COPY_SIZE):
+            yield self._counts.read(min(COPY_SIZE, size - start))
 
     def write_documents(self) -> dict[str, object]:
         """Write the records of all documents as an .npy file, and return its entry in the index."""

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dualpipe.nn.attention.sequence_split import SequenceSplit
@@ -17,6 +18,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader, read_ahead
 from dualpipe.train.data.splits import choose_evaluation_windows, ensure_packed, open_splits, scan_splits
 from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.data.windows import Span, choose_conversations
 
 
 class RunData:
@@ -26,7 +28,7 @@ class RunData:
         splits: training and validation text.
         batch_size: sequences of a global batch.
         loader: loader of training batches.
-        validation_windows: starts of the windows of every validation batch.
+        validation_windows: bounds of the windows of every validation batch.
 
     Args:
         config: configuration of the run.
@@ -39,7 +41,8 @@ class RunData:
         device: device of the batches.
 
     Raises:
-        ValueError: on all ranks, if text cannot be read, is too short, or has tokens beyond `vocab_size`.
+        ValueError: on all ranks, if text cannot be read, is too short, has tokens beyond `vocab_size`, or has a loss
+            mask although `mtp_depth` is not 0.
     """
 
     def __init__(
@@ -55,6 +58,9 @@ class RunData:
                                   at_least=min_validation_tokens, cache=cache)
         for stream in self.splits:
             stream.packed.check_vocabulary(vocab_size)
+        if self.is_masked and mtp_depth:
+            raise ValueError(f"mtp.weight: {self.splits.train.packed.path} holds conversations, and multi-token "
+                             "prediction trains on text alone; set mtp.weight = 0")
 
         num_rows = train.micro_batch_size * train.num_chunks if reads else 0
         rows = range(num_rows * place.batch_shard, num_rows * (place.batch_shard + 1))
@@ -66,21 +72,34 @@ class RunData:
             rows=rows, columns=columns, depth=mtp_depth, separate_documents=separate_documents,
         )
         self.validation_windows = self._choose_validation_windows(config, rows)
-        self._read_validation = partial(
+        self._read_windows = partial(
             self.splits.validation.read_windows, window=train.sequence_length + 1, columns=columns, depth=mtp_depth,
             separate_documents=separate_documents,
         )
 
-    def _choose_validation_windows(self, config: Config, rows: range) -> list[list[int]]:
-        """Return the starts of the windows of every validation batch, for the rows of this rank."""
+    @property
+    def is_masked(self) -> bool:
+        """Return True if some tokens do not count for the loss, so that batches have different numbers of targets."""
+        return self.splits.train.is_masked
+
+    def _read_validation(self, span: Span) -> TokenBatch:
+        return self._read_windows(span.starts, stops=span.stops)
+
+    def _choose_validation_windows(self, config: Config, rows: range) -> list[Span]:
+        """Return the bounds of the windows of every validation batch, for the rows of this rank."""
         text, validation = self.splits
         if not validation.num_documents:
             return []
+        train = config.train
         fraction_of = 0 if config.data.validation_path else text.num_tokens + validation.num_tokens
-        return choose_evaluation_windows(
-            validation, sequence_length=config.train.sequence_length, batch_size=self.batch_size,
-            limit=config.train.eval_batches, rows=rows, fraction_of=fraction_of,
+        batches = choose_evaluation_windows(
+            validation, sequence_length=train.sequence_length, batch_size=self.batch_size, limit=train.eval_batches,
+            rows=rows, fraction_of=fraction_of,
         )
+        if validation.is_masked and batches:
+            window = train.sequence_length + 1
+            return choose_conversations(validation, window, self.batch_size, train.eval_batches, rows)
+        return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
 
     def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
         """Return a context with an iterator over the batches of the remaining steps up to `stop`, read one ahead."""
@@ -95,10 +114,9 @@ def _prepare(config: Config) -> tuple[Path, Path | None]:
     """Pack and scan the text on rank 0; return the packed directories of training and validation text."""
     data = config.data
     cache = Path(config.output.dir)
-    train_path = ensure_packed(data.path, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key)
-    validation_path = None
-    if data.validation_path:
-        validation_path = ensure_packed(data.validation_path, tokenizer=data.tokenizer, cache=cache,
-                                        text_key=data.text_key)
+    pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
+                        chat_template=data.chat_template)
+    train_path = pack_text(data.path)
+    validation_path = pack_text(data.validation_path) if data.validation_path else None
     scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
     return train_path, validation_path

@@ -13,14 +13,16 @@ import os
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from io import BufferedIOBase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from dualpipe.train.chat.messages import MESSAGE_KEYS, TOOLS_KEY, Conversation, read_conversation
 from dualpipe.train.config.schema import STDLIB
 
+_Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 # Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -126,16 +128,67 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
         if text:
             yield text, str(path)
         return
+
+    def choose_keys(keys: Collection[str]) -> list[str]:
+        if text_key not in keys:
+            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
+                             "the text with --text-key or data.text_key")
+        return [text_key]
+
+    def read_text(record: dict[str, Any]) -> bytes | None:
+        value = record[text_key]
+        if not isinstance(value, str):
+            raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
+        return value.encode() or None
+
+    yield from _convert_records(path, kind, choose_keys, read_text)
+
+
+def read_conversations(path: Path, key: str = "") -> Iterator[tuple[Conversation, str]]:
+    """Yield the conversations of a file of records, each with its place for messages, as `read_documents` does.
+
+    Args:
+        path: the file.
+        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` that it has.
+
+    Raises:
+        ValueError: as `read_documents` does.
+    """
+    names = (key,) if key else MESSAGE_KEYS
+
+    def choose_keys(keys: Collection[str]) -> list[str]:
+        chosen = [name for name in names if name in keys]
+        if not chosen:
+            raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {', '.join(map(repr, keys)) or 'nothing'}"
+                             "; name the key of the messages with --text-key or data.text_key")
+        return [chosen[0], *(name for name in (TOOLS_KEY,) if name in keys)]
+
+    def read(record: dict[str, Any]) -> Conversation | None:
+        return read_conversation(record, next(iter(record)))
+
+    yield from _convert_records(path, file_kind(path), choose_keys, read)
+
+
+def _convert_records(
+    path: Path, kind: str, choose_keys: Callable[[Collection[str]], list[str]],
+    convert: Callable[[dict[str, Any]], _Converted | None],
+) -> Iterator[tuple[_Converted, str]]:
+    """Yield what `convert` makes of every record, with the record's place. Skips records of which it makes None.
+
+    Args:
+        path: the file.
+        kind: one of `RECORD_KINDS`.
+        choose_keys: returns the keys to read of a record that has certain keys, or raises ValueError.
+        convert: takes the values of a record by key, in the order of `choose_keys`; may raise ValueError.
+    """
     number = 1
     num_empty = 0
     first_empty = 0
     try:
-        for value in _read_values(path, kind, text_key):
-            if not isinstance(value, str):
-                raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
-            text = value.encode()
-            if text:
-                yield text, f"record {number} of {path}"
+        for record in _read_records(path, kind, choose_keys):
+            converted = convert(record) if record else None
+            if converted is not None:
+                yield converted, f"record {number} of {path}"
             else:
                 num_empty += 1
                 first_empty = first_empty or number
@@ -191,33 +244,31 @@ def _check_text(path: Path, content: bytes) -> None:
         raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
 
 
-def _read_values(path: Path, kind: str, text_key: str) -> Iterator[Any]:
-    """Yield the value under `text_key` of every record, and "" for an empty line. Raises ValueError for bad records."""
-
-    def check_keys(keys: Iterable[str]) -> None:
-        if text_key not in keys:
-            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
-                             "the text with --text-key or data.text_key")
-
+def _read_records(
+    path: Path, kind: str, choose_keys: Callable[[Collection[str]], list[str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the chosen values of every record, and {} for an empty line. Raises ValueError for bad records."""
     if kind == ".parquet":
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # pre_buffer keeps the whole file
-            check_keys(file.schema_arrow.names)
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[text_key], use_threads=False):
-                for value in batch.column(0):
-                    yield value.as_py()
+            keys = choose_keys(file.schema_arrow.names)
+            for batch in file.iter_batches(PARQUET_ROWS, columns=keys, use_threads=False):
+                for row in zip(*(batch.column(key) for key in keys)):
+                    yield {key: value.as_py() for key, value in zip(keys, row)}
         return
     with gzip.open(path, "rb") if kind == ".jsonl.gz" else path.open("rb") as file:
         for line in _zstd_lines(file) if kind == ".jsonl.zst" else file:
+            if not line.strip():
+                yield {}
+                continue
             try:
-                record = json.loads(line) if line.strip() else {text_key: ""}
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"it is not valid JSON ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
-            check_keys(record)
-            yield record[text_key]
+            yield {key: record[key] for key in choose_keys(record)}
 
 
 def _zstd_lines(file: BufferedIOBase) -> Iterator[bytes]:

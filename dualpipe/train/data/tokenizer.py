@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from dualpipe.train.config.schema import BYTES, TOKENIZER
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HubTokenizer
 
 # End-of-document tokens of common vocabularies: the first of them that a vocabulary has is used.
 END_OF_DOCUMENT_NAMES = (
@@ -44,16 +47,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path, end_of_document: str | None = None) -> None:
-        from tokenizers import Tokenizer as HubTokenizer
-
-        try:
-            content = Path(path).read_bytes()
-            self._tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
-        except OSError as error:
-            raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
-                             "tokenizer.json, or of a directory with one") from error
-        except Exception as error:  # `tokenizers` raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+        self._tokenizer, content = read_tokenizer_file(path)
         names = [end_of_document] if end_of_document else END_OF_DOCUMENT_NAMES
         end_ids = [self._tokenizer.token_to_id(name) for name in names]
         end_id = next((token_id for token_id in end_ids if token_id is not None), None)
@@ -72,6 +66,23 @@ class FileTokenizer:
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error}); convert it, or use the tokenizer 'bytes'") from error
         return np.asarray(self._tokenizer.encode(decoded, add_special_tokens=False).ids, dtype=np.uint32)
+
+
+def read_tokenizer_file(path: str | Path) -> tuple[HubTokenizer, bytes]:
+    """Return the tokenizer in a `tokenizers` JSON file, and the content of the file. Raises ValueError."""
+    from tokenizers import Tokenizer as HubTokenizer
+
+    try:
+        content = Path(path).read_bytes()
+        tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
+                         "tokenizer.json, or of a directory with one") from error
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+    tokenizer.no_truncation()  # a file may hold the settings of whoever saved it
+    tokenizer.no_padding()
+    return tokenizer, content
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer

@@ -24,13 +24,19 @@ class MicroBatchLoss:
     """A criterion whose sum over a step's micro-batches is the mean over the global batch. Ranks that share sequences
     give the number of micro-batches over their `token_weight`. mtp_weight: that of the formula above.
 
+    denominator: of every micro-batch's sum instead of its number of targets times that of micro-batches: where batches
+        have different numbers of targets. A tensor with one element.
+
     noted: of each micro-batch that was seen the losses of each depth (1 + D,), detached, whose sum is their mean; none
         of a model without MTP. greedy: where no gradients are wanted, of these micro-batches the likeliest token of
         each depth, and the targets, both (B, C, 1 + D).
     """
 
-    def __init__(self, num_microbatches: float, mtp_weight: float = 0.0) -> None:
+    def __init__(
+        self, num_microbatches: float, mtp_weight: float = 0.0, *, denominator: Tensor | None = None
+    ) -> None:
         self._num_microbatches = num_microbatches
+        self._denominator = denominator
         self._mtp_weight = mtp_weight
         self.noted: list[Tensor] = []
         self.greedy: list[tuple[Tensor, Tensor]] = []
@@ -38,6 +44,9 @@ class MicroBatchLoss:
     def __call__(self, *tensors: Tensor) -> Tensor:
         """Logits (B, C, V) and targets (B, C) of a model without MTP; else logits of each depth and (B, C, 1 + D)."""
         *logits, targets = tensors
+        if self._denominator is not None:
+            assert len(logits) == 1, "multi-token prediction has a denominator of its own"
+            return cross_entropy_loss(logits[0], targets, ignore_index=NO_TARGET, denominator=self._denominator)
         if len(logits) == 1:
             return cross_entropy_loss(logits[0], targets) / self._num_microbatches
         # By all tokens, also those without a target: else the others would count more where there are many documents.

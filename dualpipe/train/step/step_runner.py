@@ -21,7 +21,7 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
@@ -51,6 +51,8 @@ class PipelinedModel:
         self.schedule = build_schedule(config.parallel, config.train.num_chunks, job.ranks)
         context = ContextParallel(job.place.part("cp"), method=config.parallel.cp_method)
         self.split = context.split
+        self.weighs_targets = False  # True: batches have different numbers of targets, as those of conversations
+        self.num_targets: Tensor | None = None  # of the last global batch, where they are counted, on the last stage
         self.model = build_model(
             resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
             options=StageOptions.of(config, from_hf), mesh=job.mesh, context=context,
@@ -66,11 +68,26 @@ class PipelinedModel:
         """Return True on the one rank that knows the loss and writes the metrics: the last stage's, of pipeline 0."""
         return self.model.has_last and not self.job.place.replica
 
-    def criterion(self, step: int) -> MicroBatchLoss:
-        """Return the criterion of a step, counted from 1, or of as many of its micro-batches as are run."""
+    def criterion(self, step: int, batch: TokenBatch | None = None) -> MicroBatchLoss:
+        """Return the criterion of a step, counted from 1, or of as many of its micro-batches as are run.
+
+        batch: of the whole step. Where `weighs_targets`, its targets are counted over all pipelines, which is
+        collective, and the loss is the mean over them. None: a mean over each micro-batch, of all those of a step.
+        """
         train = self.config.train
+        if self.weighs_targets and batch is not None and self.model.has_last:
+            self.num_targets = self._count_targets(batch)
+            # Gradients are means over the replicas: so the sum over the global batch is divided by its targets.
+            denominator = self.num_targets.clamp(min=1) / self.config.parallel.replicas
+            return MicroBatchLoss(train.num_chunks, denominator=denominator)
         micro_batches = train.num_chunks / token_weight(self.split, train.sequence_length)
         return MicroBatchLoss(micro_batches, self.config.mtp.weight_of(step, train.steps))
+
+    def _count_targets(self, batch: TokenBatch) -> Tensor:
+        """Count the targets of the global batch, a float32 scalar. Collective over the ranks of the last stage."""
+        count = (batch.targets != NO_TARGET).sum()
+        self.all_reduce("targets", "the number of targets", count, self.job.place.group(*DENSE))
+        return count.float()
 
     def forward_backward(
         self, batch: TokenBatch, criterion: MicroBatchLoss, num_microbatches: int | None = None
@@ -150,7 +167,7 @@ class StepRunner(PipelinedModel):
         Returns the `mean_losses`. A loss that is not finite leaves a gradient that is not: so every rank gets to know
         by the norm.
         """
-        criterion = self.criterion(step)
+        criterion = self.criterion(step, batch)
         with self.routers.step():
             losses = self.mean_losses(self.forward_backward(batch, criterion), criterion)
         if losses is not None:
