@@ -1,4 +1,4 @@
 """Conversations: their forms in records, chat templates, and the text of the assistant's turns.
 
-Imports nothing of this library.
+Imports nothing.
 """

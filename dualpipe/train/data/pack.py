@@ -7,8 +7,8 @@ A packed directory holds
     counts-00000.bin    only of conversations: a byte per token of the shard, 1 if it counts for the loss, else 0
     documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
-A conversation is a document of the tokens that its chat template renders, without an end-of-document id. A document lies
-in one shard. All files are written under a temporary name next to the target and renamed at the end, so a directory
+A conversation is a document of the tokens that its chat template renders, without an end-of-document id. A document
+lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a directory
 that exists is complete. `PackedTokens` checks that it still is when it opens it.
 """
 
