@@ -48,6 +48,7 @@ ELSEWHERE = {  # the tests that run the others
     "compile_kernels.py": "benchmarks/test_compile_kernels.py::test_main_configurations_compile",
     "wrap_your_model.py": "test_examples.py::test_finds_its_gradients_right",
     "wrap_your_moe.py": "test_examples.py::test_finds_its_gradients_right",
+    "fine_tune.py": "test_examples.py::test_fine_tunes_a_model_and_exports_it",
     "slurm.sbatch": "train/launch/test_environment.py::test_the_batch_script_sets_what_the_ranks_read",
 }
 
