@@ -58,7 +58,7 @@ def random_chats(count: int, seed: int = 0, words: int = 8) -> list[list[dict[st
     rng = random.Random(seed)
 
     def text() -> str:
-        vocabulary = "hello the an answer of one question is no yes héé 42".split()
+        vocabulary = ["hello", "the", "an", "answer", "of", "one", "question", "is", "no", "yes", "héé", "42"]
         return " ".join(rng.choice(vocabulary) for _ in range(rng.randint(1, words)))
 
     return [turns(*(text() for _ in range(2 * rng.randint(1, 3)))) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the loss is transformers', whatever the layout; runs resume; what cannot be is refused."""
+"""Fine-tuning on conversations: the loss is transformers' in any layout; runs resume; what cannot be is refused."""
 
 import json
 

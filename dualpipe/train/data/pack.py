@@ -8,8 +8,8 @@ A packed directory holds
     documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
 A conversation is a document of the tokens that its chat template renders, without an end-of-document id. A document
-lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a directory
-that exists is complete. `PackedTokens` checks that it still is when it opens it.
+lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a
+directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_the_first_token_never_counts(tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="'bytes' has no chat template; give the directory of a model's tokenizer"):
         ChatTokenizer("bytes")
-    with pytest.raises(ValueError, match="cannot read the tokenizer .*tokenizer.json: No such file"):
+    with pytest.raises(ValueError, match=r"cannot read the tokenizer .*tokenizer.json: No such file"):
         ChatTokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match="has no chat template: there is no chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"has no chat template: there is no chat_template.jinja"):
         ChatTokenizer(str(save_chat_tokenizer(tmp_path, None)))

@@ -1,6 +1,5 @@
 """Windows of text and of conversations, and the batches that are read from them."""
 
-import itertools
 import json
 
 import numpy as np
@@ -26,7 +25,8 @@ def packed(tmp_path):
         tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path / "tokenizer", template)))
         file = write_chats(tmp_path / "chats.jsonl", chats)
         pack(find_sources([file]), tokenizer, tmp_path / "packed-chats", shard_tokens=shard_tokens, overwrite=True)
-        return TokenStream(PackedTokens(tmp_path / "packed-chats")), [tokenizer.encode(Conversation(chat)) for chat in chats]
+        encoded = [tokenizer.encode(Conversation(chat)) for chat in chats]
+        return TokenStream(PackedTokens(tmp_path / "packed-chats")), encoded
 
     return make
 
