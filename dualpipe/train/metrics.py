@@ -49,6 +49,8 @@ class StepMetrics:
     tflops_per_rank: float
     memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
+    # Shares of the tokens of each of data.sources, in all steps until this one; None where there is one text.
+    source_shares: list[float] | None = None
     counted_tokens: int | None = None  # tokens of the global batch that count for the loss; None for text: all do
     eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
     # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.step.stages import slow_products
@@ -28,7 +30,7 @@ def count_parameters(runner: StepRunner) -> int:
 def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: float | None) -> Iterator[str]:
     """Yield lines about a run. parameters: of the whole model. unigram: a unigram model's held-out loss, or None."""
     config, model = runner.config, runner.model.config
-    train, (text, held_out) = config.train, data.splits
+    train, text, held_out = config.train, *_sum_up(data)
     is_own = isinstance(model, HubConfig)
     family = model.model_type if is_own else f"{model.model_type} (transformers' implementation)"
     yield (
@@ -43,7 +45,9 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
     elif model.num_experts:
         yield "the loss is the cross-entropy alone: the balance loss of transformers is not added"
     total, fraction = text.num_tokens + held_out.num_tokens, config.data.validation_fraction
-    if held_out.num_tokens == train.sequence_length + 1 > fraction * total and not config.data.validation_path:
+    if data.loader.mixture is not None:
+        yield _describe_sources(config, data)
+    elif held_out.num_tokens == train.sequence_length + 1 > fraction * total and not config.data.validation_path:
         yield (
             f"{held_out.num_tokens} of {total} tokens are held out, so that there is a sequence to evaluate on: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
@@ -55,6 +59,33 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
     if unigram is not None:
         yield f"a unigram model of the same text has a held-out loss of {unigram:.4f} nats per token"
     yield from _warnings(runner, data)
+
+
+class _Amount(NamedTuple):
+    """Sizes of a text."""
+
+    num_tokens: int
+    num_documents: int
+
+
+def _sum_up(data: RunData) -> tuple[_Amount, _Amount]:
+    """Return the sizes of the training and the validation text of all sources."""
+    streams = list(zip(*data.sources))
+    if data.sources[0].validation.packed is not data.sources[0].train.packed:
+        streams[1] = streams[1][:1]  # one text for all sources
+    train, validation = (_Amount(sum(each.num_tokens for each in part), sum(each.num_documents for each in part))
+                         for part in streams)
+    return train, validation
+
+
+def _describe_sources(config: Config, data: RunData) -> str:
+    """Describe the sources of a mixture."""
+    mixture = data.loader.mixture
+    assert mixture is not None, "there are several sources"
+    lines = ["sources, by the tokens of all steps:"]
+    for source, splits, places in zip(config.data.sources, data.sources, mixture.places.tolist()):
+        lines.append(f"  {places / mixture.places.sum():7.2%}  {source.path}: {splits.train.num_tokens:,} tokens")
+    return "\n".join(lines)
 
 
 def _describe_conversations(data: RunData) -> str:
@@ -89,8 +120,8 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     for slow in slow_products(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
     positions = check_positions(runner.resolved)
-    tokenizer = check_tokenizer(data.splits.train.packed, config.init.from_hf)
-    for warning in filter(None, (positions, tokenizer)):
+    tokenizers = [check_tokenizer(splits.train.packed, config.init.from_hf) for splits in data.sources]
+    for warning in filter(None, (positions, *tokenizers)):
         yield f"WARNING: {warning}"
 
 

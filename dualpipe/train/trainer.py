@@ -222,8 +222,8 @@ class Trainer:
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
-        if self.data.splits.validation.num_tokens:
-            self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
+        if self.data.num_validation_tokens and len(self.data.sources) == 1:
+            self.report.unigram = self.data.sources[0].unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
         if train.compile and self.progress.done < train.steps:
@@ -358,6 +358,7 @@ class Trainer:
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         return {
-            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None, "step": queued.step,
-            "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
+            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None,
+            "source_shares": self.data.source_shares(queued.step), "step": queued.step, "lr": queued.lr,
+            "memory_bytes": memory_bytes(self.job.device),
         }

@@ -8,7 +8,7 @@ The tables and fields are in `schema`. Types are checked as TOML has them, witho
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -65,6 +65,9 @@ def _resolve_input_paths(config: Config, folder: Path) -> Config:
             value = getattr(getattr(config, table), name)
             if value and value not in words:
                 config = replace_field(config, table, name, str(folder / value))
+    sources = [source if source.path == STDLIB else replace(source, path=str(folder / source.path))
+               for source in config.data.sources]
+    config = replace_field(config, "data", "sources", tuple(sources))
     costs = config.parallel.schedule_costs
     if costs.endswith(".json"):
         config = replace_field(config, "parallel", "schedule_costs", str(folder / costs))

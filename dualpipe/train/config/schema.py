@@ -80,6 +80,33 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """An element of data.sources: one of several texts to train on."""
+
+    path: str = ""
+    """as data.path"""
+    weight: float = 1.0
+    """share of the tokens, in any unit: it is divided by the sum of all weights"""
+
+    def __post_init__(self) -> None:
+        _require(self.path, "data.sources: path", self.path, "give a packed directory or a folder of text")
+        _require(0 < self.weight < math.inf, "data.sources", str(self), "the weight must be positive and finite")
+
+    def __str__(self) -> str:
+        """Return the text that `parse` takes."""
+        return f"{self.path},weight={self.weight:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> DataSource:
+        """Parse the source "PATH,weight=W" of a command line. Raises ValueError for any other text."""
+        path, comma, weight = text.rpartition(",weight=")
+        try:
+            return cls(path, float(weight)) if comma else cls(text)
+        except ValueError as error:
+            raise ValueError(f"data.sources = {text!r}: {error}; give PATH,weight=W") from None
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """[data]: the source of the tokens."""
 
@@ -103,8 +130,15 @@ class DataConfig:
     all of them (such as the only file): the last tokens, this fraction of all tokens"""
     validation_path: str | None = None
     """separate validation data; then `path` is used for training only"""
+    sources: tuple[DataSource, ...] = ()
+    """several texts instead of path, as [[data.sources]] in the TOML; on the command line PATH,weight=W for each;
+    their weights may change when a run resumes"""
     separate_documents: bool = False
     """mask attention between documents packed into one sequence, and restart positions at each document"""
+
+    def __post_init__(self) -> None:
+        _require(not self.sources or self.path == STDLIB, "data.path", self.path,
+                 "leave it out, as data.sources names the texts")
 
 
 @dataclass(frozen=True)

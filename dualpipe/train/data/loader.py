@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,9 +13,10 @@ import numpy as np
 import torch
 
 from dualpipe.runtime.device import Event, Stream, beside, keep, record, wait
+from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
-from dualpipe.train.data.windows import ConversationWindows, find_windows
+from dualpipe.train.data.windows import Windows, find_windows
 
 CONVERSATIONS = "whole conversations 1"  # name of the windows in checkpoints; those of text have none
 
@@ -33,7 +34,7 @@ class Loader:
         num_silent: windows that are not read, as no target in them counts for the loss.
 
     Args:
-        stream: the training text.
+        streams: the training text; or the sources of a mixture.
         sequence_length: T.
         batch_size: sequences of the global batch.
         seed: selects the random orders.
@@ -41,49 +42,61 @@ class Loader:
         columns: as in `TokenStream.read_windows`.
         depth: as in `TokenStream.read_windows`.
         separate_documents: as in `TokenStream.read_windows`.
+        weights: of the sources of a mixture. (): there is one text.
 
     Raises:
         ValueError: the stream is shorter than one window, or no target in it counts for the loss.
     """
 
     def __init__(
-        self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None,
-        columns: torch.Tensor | None = None, depth: int = 0, separate_documents: bool = False,
+        self, streams: TokenStream | Sequence[TokenStream], *, sequence_length: int, batch_size: int, seed: int,
+        rows: range | None = None, columns: torch.Tensor | None = None, depth: int = 0,
+        separate_documents: bool = False, weights: Sequence[float] = (),
     ) -> None:
-        self._stream = stream
+        self._streams = [streams] if isinstance(streams, TokenStream) else list(streams)
         self._window = sequence_length + 1
-        self._windows = find_windows(stream, self._window)
+        self._windows = [_find_windows(stream, self._window) for stream in self._streams]
+        self.mixture = Mixture(weights, seed) if weights else None
         self._batch_size = batch_size
         self._seed = seed
         self._rows = range(batch_size) if rows is None else rows
-        self._read = partial(stream.read_windows, window=self._window, columns=columns, depth=depth,
+        self._read = partial(read_spans, self._streams, window=self._window, columns=columns, depth=depth,
                              separate_documents=separate_documents)
-        self.num_windows = self._windows.num_windows
-        self.num_silent = self._windows.num_silent if isinstance(self._windows, ConversationWindows) else 0
-        if self.num_silent and not self.num_windows:
-            raise ValueError(f"no token of the {stream.num_documents} conversations counts for the loss: the "
-                             "assistant says nothing in them")
-        if not self.num_windows:
-            raise ValueError(
-                f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = "
-                f"{self._window}; lower train.sequence_length or give more text"
-            )
+        self.num_windows = sum(windows.num_windows for windows in self._windows)
+        self.num_silent = sum(windows.num_silent for windows in self._windows)
         self.step = 0
         self.skipped_batches = 0
 
     def windows(self, step: int) -> np.ndarray:
-        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,)."""
-        rows = np.array(self._rows, np.int64)
-        epochs, places = np.divmod(step * self._batch_size + rows, self.num_windows)
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends within the batch
-            windows[epochs == epoch] = shuffle(places[epochs == epoch], self.num_windows, self._seed, epoch)
-        return windows
+        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,), in one text."""
+        return self._order(0, self._numbers(step))
 
     def batch(self, step: int) -> TokenBatch:
         """Return this rank's part of the batch of `step`, counted from 0, in a run that skips no batches."""
-        starts, stops = self._windows.span(self.windows(step))
-        return self._read(starts, stops=stops)
+        if self.mixture is None:
+            return self._read(self._windows[0].span(self.windows(step)))
+        sources, draws = self.mixture.draws(self._numbers(step))
+        spans = [windows.span(self._order(source, draws[sources == source]))
+                 for source, windows in enumerate(self._windows)]
+        return self._read(join_spans(sources, spans, self._window))
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """Return the numbers of this rank's sequences in the batch of `step`, counted through the run, int64 (B,)."""
+        return step * self._batch_size + np.array(self._rows, np.int64)
+
+    def _order(self, source: int, draws: np.ndarray) -> np.ndarray:
+        """Return the windows of a source that its sequences with the numbers `draws` read, int64, in the same shape."""
+        size = self._windows[source].num_windows
+        epochs, places = np.divmod(draws, size)
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends within the batch
+            windows[epochs == epoch] = shuffle(places[epochs == epoch], size, self._seed + source, epoch)
+        return windows
+
+    def drawn(self, step: int) -> list[int]:
+        """Return the number of sequences of each source in the batches before that of `step`, with skipped ones."""
+        number = (step + self.skipped_batches) * self._batch_size
+        return [number] if self.mixture is None else self.mixture.drawn(number)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[TokenBatch]]:
@@ -105,12 +118,18 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and all that the order depends on, as JSON."""
-        state = {
-            "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
-            "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
-            "passed_over": self.skipped_batches, "order": ORDER,
+        fingerprints = [stream.fingerprint for stream in self._streams]
+        sizes = [windows.num_windows for windows in self._windows]
+        state: dict[str, Any] = {
+            "step": self.step, "data": fingerprints if self.mixture else fingerprints[0],
+            "num_windows": sizes if self.mixture else sizes[0], "window": self._window,
+            "batch_size": self._batch_size, "seed": self._seed, "passed_over": self.skipped_batches, "order": ORDER,
         }
-        return state | {"windows": CONVERSATIONS} if self._stream.is_masked else state
+        if any(stream.is_masked for stream in self._streams):
+            state["windows"] = CONVERSATIONS
+        if self.mixture is not None:
+            state["mixture"] = self.mixture.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Continue from a state; return a note to print, or "".
@@ -122,17 +141,44 @@ class Loader:
         """
         saved = {"order": ORDER} | state
         differences = [f"{key} {saved.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
-                       if key not in ("step", "passed_over") and saved.get(key) != value]
+                       if key not in ("step", "passed_over", "mixture") and saved.get(key) != value]
         if differences:
             raise ValueError(f"the loader's state is of another run: {', '.join(differences)}; use the same data, "
                              "sizes and seed")
         self.step = int(state["step"])
         self.skipped_batches = int(state.get("passed_over", 0))
+        if self.mixture is not None:
+            return self._resume_mixture(state["mixture"])
         if "order" in state:
             return ""
         return ("the checkpoint is from a version that ordered the data in another way: from here on, batches differ "
                 "from those that version would have read, and in the current epoch some sequences are read twice and "
                 "some not at all")
+
+    def _resume_mixture(self, state: dict[str, Any]) -> str:
+        """Go on with a saved mixture; return a note to print if the weights have changed, else ""."""
+        assert self.mixture is not None, "there are several sources"
+        number = (self.step + self.skipped_batches) * self._batch_size
+        weights = self.mixture.weights
+        self.mixture = self.mixture.resumed(state, number)
+        if list(weights) == list(state["weights"]):
+            return ""
+        before, now = (", ".join(f"{weight:g}" for weight in each) for each in (state["weights"], weights))
+        return f"the sources have other weights from step {self.step + 1} on: {now}, until then {before}"
+
+
+def _find_windows(stream: TokenStream, size: int) -> Windows:
+    """Return the windows of a stream, of which there is at least one. Raises ValueError."""
+    windows = find_windows(stream, size)
+    if not windows.num_windows and windows.num_silent:
+        raise ValueError(f"no token of the {stream.num_documents} conversations in {stream.packed.path} counts for the "
+                         "loss where they are cut; raise train.sequence_length, or give other conversations")
+    if not windows.num_windows:
+        raise ValueError(
+            f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = {size}; lower "
+            "train.sequence_length or give more text"
+        )
+    return windows
 
 
 def is_masked(state: Mapping[str, Any]) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,8 @@ from dualpipe.runtime.device import new_stream
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader, read_ahead
-from dualpipe.train.data.splits import choose_evaluation_windows, ensure_packed, open_splits, scan_splits
+from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
+from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, scan_splits
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.data.windows import Span, choose_conversations
 
@@ -25,7 +27,7 @@ class RunData:
     """Training and validation text of a run. Collective.
 
     Attributes:
-        splits: training and validation text.
+        sources: training and validation text of each source; one, unless it is a mixture.
         batch_size: sequences of a global batch.
         loader: loader of training batches.
         validation_windows: bounds of the windows of every validation batch.
@@ -53,13 +55,17 @@ class RunData:
         self._copy_stream = new_stream(device)  # side stream for copies of batches to the device; None on CPU
         min_validation_tokens = train.sequence_length + 1 if train.eval_batches else 0
         cache = Path(config.output.dir)
-        train_path, validation_path = ranks.first(partial(_prepare, config))
-        self.splits = open_splits(train_path, validation_path, config.data.validation_fraction,
-                                  at_least=min_validation_tokens, cache=cache)
-        for stream in self.splits:
+        paths = ranks.first(partial(_prepare, config))
+        self.sources = [
+            open_splits(train_path, validation_path, config.data.validation_fraction, at_least=min_validation_tokens,
+                        cache=cache)
+            for train_path, validation_path in paths
+        ]
+        _check_tokenizers(self.sources)
+        for stream in chain.from_iterable(self.sources):
             stream.packed.check_vocabulary(vocab_size)
         if self.is_masked and mtp_depth:
-            raise ValueError(f"mtp.weight: {self.splits.train.packed.path} holds conversations, and multi-token "
+            raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
                              "prediction trains on text alone; set mtp.weight = 0")
 
         num_rows = train.micro_batch_size * train.num_chunks if reads else 0
@@ -68,38 +74,75 @@ class RunData:
         separate_documents = config.data.separate_documents
         self.batch_size = train.micro_batch_size * train.num_chunks * config.parallel.batch_shards
         self.loader = Loader(
-            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
-            rows=rows, columns=columns, depth=mtp_depth, separate_documents=separate_documents,
+            [splits.train for splits in self.sources], sequence_length=train.sequence_length,
+            batch_size=self.batch_size, seed=train.seed, rows=rows, columns=columns, depth=mtp_depth,
+            separate_documents=separate_documents,
+            weights=[source.weight for source in config.data.sources] if len(self.sources) > 1 else (),
         )
         self.validation_windows = self._choose_validation_windows(config, rows)
-        self._read_windows = partial(
-            self.splits.validation.read_windows, window=train.sequence_length + 1, columns=columns, depth=mtp_depth,
-            separate_documents=separate_documents,
+        self._read_validation = partial(
+            read_spans, [splits.validation for splits in self._evaluated(config)], window=train.sequence_length + 1,
+            columns=columns, depth=mtp_depth, separate_documents=separate_documents,
         )
+
+    @property
+    def splits(self) -> Splits:
+        """The training and validation text, of a mixture those of its first source."""
+        return self.sources[0]
 
     @property
     def is_masked(self) -> bool:
         """Return True if some tokens do not count for the loss, so that batches have different numbers of targets."""
-        return self.splits.train.is_masked
+        return any(splits.train.is_masked for splits in self.sources)
 
-    def _read_validation(self, span: Span) -> TokenBatch:
-        return self._read_windows(span.starts, stops=span.stops)
+    @property
+    def num_validation_tokens(self) -> int:
+        """The number of tokens of the validation text."""
+        return sum(splits.validation.num_tokens for splits in self.sources)
+
+    def _evaluated(self, config: Config) -> list[Splits]:
+        """Return the sources with the validation text: the first, if that is a text of its own."""
+        return self.sources[:1] if config.data.validation_path else self.sources
 
     def _choose_validation_windows(self, config: Config, rows: range) -> list[Span]:
         """Return the bounds of the windows of every validation batch, for the rows of this rank."""
-        text, validation = self.splits
-        if not validation.num_documents:
+        evaluated = self._evaluated(config)
+        num_batches = config.train.eval_batches
+        if not num_batches or not any(splits.validation.num_documents for splits in evaluated):
             return []
-        train = config.train
+        if len(evaluated) == 1:
+            return self._choose_windows_of(evaluated[0], config, self.batch_size, num_batches, rows)
+        # Of a mixture, each batch has sequences of all sources, by their weights, from evenly over their text.
+        numbers = np.arange(self.batch_size * num_batches)
+        sources, _ = Mixture([source.weight for source in config.data.sources], config.train.seed).draws(numbers)
+        spans = []
+        for number, splits in enumerate(evaluated):
+            count = int((sources == number).sum())
+            chosen = self._choose_windows_of(splits, config, max(1, count), 1, range(max(1, count)))
+            spans.append(chosen[0].take(slice(count)))
+        joined = join_spans(sources, spans, config.train.sequence_length + 1)
+        own = np.array(rows, dtype=np.int64)
+        return [joined.take(batch * self.batch_size + own) for batch in range(num_batches)]
+
+    def _choose_windows_of(
+        self, splits: Splits, config: Config, batch_size: int, limit: int, rows: range
+    ) -> list[Span]:
+        """Return the bounds of the windows of every validation batch in one source."""
+        text, validation = splits
+        sequence_length = config.train.sequence_length
         fraction_of = 0 if config.data.validation_path else text.num_tokens + validation.num_tokens
         batches = choose_evaluation_windows(
-            validation, sequence_length=train.sequence_length, batch_size=self.batch_size, limit=train.eval_batches,
-            rows=rows, fraction_of=fraction_of,
+            validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows,
+            fraction_of=fraction_of,
         )
         if validation.is_masked and batches:
-            window = train.sequence_length + 1
-            return choose_conversations(validation, window, self.batch_size, train.eval_batches, rows)
+            return choose_conversations(validation, sequence_length + 1, batch_size, limit, rows)
         return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
+
+    def source_shares(self, step: int) -> list[float] | None:
+        """Return the share of the tokens of each source in the steps up to `step`, from 1; None of one text."""
+        drawn = self.loader.drawn(step)
+        return [count / sum(drawn) for count in drawn] if len(drawn) > 1 else None
 
     def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
         """Return a context with an iterator over the batches of the remaining steps up to `stop`, read one ahead."""
@@ -110,13 +153,24 @@ class RunData:
         return read_ahead(self._read_validation, self.validation_windows, self._copy_stream)
 
 
-def _prepare(config: Config) -> tuple[Path, Path | None]:
-    """Pack and scan the text on rank 0; return the packed directories of training and validation text."""
+def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
+    """Pack and scan the text on rank 0; return the packed directories of training and validation text by source."""
     data = config.data
     cache = Path(config.output.dir)
     pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
                         chat_template=data.chat_template)
-    train_path = pack_text(data.path)
     validation_path = pack_text(data.validation_path) if data.validation_path else None
-    scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
-    return train_path, validation_path
+    paths = [source.path for source in data.sources] or [data.path]
+    packed = [(pack_text(path), validation_path) for path in paths]
+    for train_path, _ in packed:
+        scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
+    return packed
+
+
+def _check_tokenizers(sources: Sequence[Splits]) -> None:
+    """Raise ValueError unless all sources have the same tokenizer. Conversations may have any template."""
+    first, *others = [splits.train.packed for splits in sources]
+    for packed in others:
+        if packed.tokenizer != first.tokenizer and packed.tokenizer.split(":")[:2] != first.tokenizer.split(":")[:2]:
+            raise ValueError(f"data.sources: {first.path} was packed with the tokenizer {first.tokenizer!r}, "
+                             f"{packed.path} with {packed.tokenizer!r}; pack all with the same")

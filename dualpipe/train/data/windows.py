@@ -30,10 +30,18 @@ class Span(NamedTuple):
 
     starts: (B,) first tokens.
     stops: (B,) ends. None: all windows are full.
+    sources: (B,) numbers of the streams. None: there is one.
     """
 
     starts: np.ndarray
     stops: np.ndarray | None
+    sources: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray | slice) -> Span:
+        """Return the bounds of some of the windows."""
+        stops = None if self.stops is None else self.stops[rows]
+        sources = None if self.sources is None else self.sources[rows]
+        return Span(self.starts[rows], stops, sources)
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,12 @@ class TextWindows:
 
     size: T + 1 tokens of a window.
     num_windows: N.
+    num_silent: 0: in all of them targets count for the loss.
     """
 
     size: int
     num_windows: int
+    num_silent: int = 0
 
     def span(self, numbers: np.ndarray) -> Span:
         """Return the bounds of windows, by their numbers (B,)."""
