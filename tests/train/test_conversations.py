@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: the loss is transformers' in any layout; runs resume; what cannot be is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ clip_norm = 0.0
 [output]
 dir = "out"
 """
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SEQUENCES = 8  # of a batch: all that there are
 
 
@@ -174,6 +176,14 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
     ):
         status, said = refusal(folder, capsys, monkeypatch, "--data.path", *options)
         assert status == 2 and text in said.err, said.err
+
+
+def test_multi_token_prediction_is_refused(folder, capsys, monkeypatch):
+    model = json.loads((EXAMPLES / "tiny-cpu/deepseek-v3.json").read_text()) | {"vocab_size": 266}
+    (folder / "mtp.json").write_text(json.dumps(model))
+    status, said = refusal(folder, capsys, monkeypatch, "--init.from_hf", "", "--model.config", "mtp.json",
+                           "--data.tokenizer", "model", "--mtp.weight", "0.3")
+    assert status == 2 and "holds conversations, and multi-token prediction trains on text alone; set mtp" in said.err
 
 
 def test_text_that_is_packed_already_is_no_conversation(folder, capsys, monkeypatch):

@@ -159,12 +159,12 @@ def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
     cache = Path(config.output.dir)
     pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
                         chat_template=data.chat_template)
-    validation_path = pack_text(data.validation_path) if data.validation_path else None
     paths = [source.path for source in data.sources] or [data.path]
-    packed = [(pack_text(path), validation_path) for path in paths]
-    for train_path, _ in packed:
+    train_paths = [pack_text(path) for path in paths]
+    validation_path = pack_text(data.validation_path) if data.validation_path else None
+    for train_path in train_paths:
         scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
-    return packed
+    return [(train_path, validation_path) for train_path in train_paths]
 
 
 def _check_tokenizers(sources: Sequence[Splits]) -> None:
