@@ -31,7 +31,7 @@ from typing import NamedTuple, NoReturn
 
 from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
 from dualpipe.runtime.errors import raise_for
-from dualpipe.runtime.files import lock, node_of, replace_file, sync
+from dualpipe.runtime.files import inode, lock, replace_file, sync
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # scans while another job deletes old checkpoints and commits new ones
@@ -81,11 +81,11 @@ def _scan_once(directory: Path) -> tuple[FoundCheckpoints, bool]:
     newer_release = ""
     is_stable = True
     for path in sorted(paths, reverse=True):
-        node = node_of(path)
+        node = inode(path)
         try:
             committed.append(Checkpoint.read(path))
         except ValueError as error:
-            if node is None or node != node_of(path):
+            if node is None or node != inode(path):
                 # Deleted or replaced in the meantime: a newer one exists, perhaps since the names were listed.
                 is_stable = False
                 continue

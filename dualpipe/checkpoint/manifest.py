@@ -28,7 +28,7 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import dtype_of, short_name
-from dualpipe.runtime.files import CHECKSUMS, Written, checksum_of, node_of, write_file
+from dualpipe.runtime.files import CHECKSUMS, Written, checksum_of, inode, write_file
 
 FORMAT = 2  # version of the file format of a checkpoint, all its files together
 MANIFEST = "manifest.json"
@@ -103,11 +103,11 @@ class Checkpoint(NamedTuple):
 
     def still_exists(self) -> bool:
         """Return True if the checkpoint was neither deleted nor replaced by another of its step since it was read."""
-        node = node_of(self.path)
+        node = inode(self.path)
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence
         except ValueError:
-            return node is not None and node == node_of(self.path)  # damaged, but not being replaced at this moment
+            return node is not None and node == inode(self.path)  # damaged, but not being replaced at this moment
 
     def find_damage(self, names: Iterable[str] | None = None) -> list[str]:
         """Check the files of the checkpoint and return a line for each problem.

@@ -16,7 +16,7 @@ from dualpipe.plan.machines import read_machine
 from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
-from dualpipe.runtime.files import write_wanted
+from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.page import WholeStep, to_html
 from dualpipe.train.config.load import INPUT_PATHS, load_config
 from dualpipe.train.config.model_config import read_own_model_config
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     if args.explain:
         yield from ("", *explain(runs[int(args.explain) - 1]))
     row, path = args.write or (1, "")
-    yield from write_wanted(
+    yield from write_texts(
         (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
         (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=request.by_memory)),
     )

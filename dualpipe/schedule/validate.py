@@ -179,7 +179,7 @@ def _check_messages(schedule: Schedule) -> None:
     ]
     if stuck:
         waits = "; ".join(
-            f"rank {rank} waits at step {index} to {'receive' if message.dst == rank else 'send'} the {message}"
+            f"rank {rank} waits at step {index} to {'receive' if message.dst == rank else 'send'} the {message.route}"
             for rank, index, message in stuck
         )
         first_rank, first_index, _ = stuck[0]
@@ -224,7 +224,8 @@ def _check_stream_order(schedule: Schedule, streams: dict[tuple[str, int], Messa
                 if arrived not in received:
                     message = all_messages(schedule)[rank][index].incoming[position]
                     next_message = sent_message(schedule, Action(cast("Kind", arrived[0]), *arrived[1:]))
-                    cause = f"receives the {message}, but the next to arrive is the {next_message}"
+                    assert next_message is not None, "`arriving` has only results that are sent"
+                    cause = f"receives the {message.route}, but the next to arrive is the {next_message.route}"
                     _refuse(schedule, rank, index, cause)
 
 

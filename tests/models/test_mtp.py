@@ -19,7 +19,7 @@ from dualpipe.nn.attention import packed_positions
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.schedule import build
 from dualpipe.train.data.token_stream import shift_targets
-from dualpipe.train.parity import difference
+from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from models import randomize_vectors, whole
 from threads import run_threads
@@ -196,7 +196,7 @@ def step(rank, schedule, pp, ep, depth, length, documents, recompute, overlap, c
     tokens, targets, side = arguments(*parts, depth)
     criterion = MicroBatchLoss(MICRO_BATCHES, WEIGHT)
     pipe.step(tokens, num_chunks=MICRO_BATCHES, criterion=criterion, labels=targets, side=side)
-    noted = torch.stack(criterion.noted) if criterion.noted else None
+    noted = torch.stack(criterion.depth_losses) if criterion.depth_losses else None
     return noted, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
 
@@ -254,7 +254,7 @@ def test_segments_have_the_bits_of_the_forward(depth):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     Pipeline([model], schedule="1f1b").step(tokens, num_chunks=1, criterion=criterion, labels=targets, side=side)
-    assert torch.equal(criterion.noted[0], expected.noted[0])
+    assert torch.equal(criterion.depth_losses[0], expected.depth_losses[0])
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 

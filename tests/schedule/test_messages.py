@@ -50,8 +50,8 @@ def test_activations_and_gradients_are_streams_apart():
     """DeepSeek's order on 4 ranks: rank 1 takes a gradient before an activation that rank 0 has sent earlier."""
     deepseek = build("dualpipev", 4, 8)
     messages = all_messages(deepseek)
-    sent = [str(m) for step in messages[0] for m in step.outgoing if m.dst == 1]
-    taken = [str(m) for step in messages[1] for m in step.incoming if m.src == 0]
+    sent = [m.route for step in messages[0] for m in step.outgoing if m.dst == 1]
+    taken = [m.route for step in messages[1] for m in step.incoming if m.src == 0]
     assert sorted(sent) == sorted(taken)
     first = next(i for i, (a, b) in enumerate(zip(sent, taken)) if a != b)
     assert sent[first] == "activation of micro-batch 6 for stage 1 (rank 0 to 1)"

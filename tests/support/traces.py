@@ -34,7 +34,7 @@ class _Played:
         self.ends[rank] = end
 
     def message(self, message: Message, peer: int) -> dict[str, Any]:
-        flow = f"{message.title} from {self.rank(message.src)} to {self.rank(message.dst)}, {self.run}"
+        flow = f"{message} from {self.rank(message.src)} to {self.rank(message.dst)}, {self.run}"
         return {"ranks": [self.rank(peer)], "number": 0, "bytes": 8, "flow": flow}
 
     def do(self, place: int, step: Step, duration: Callable[[int, int, Step], float], latency: int) -> bool:
@@ -45,14 +45,14 @@ class _Played:
         self.done[place] += 1
         for message in own.incoming:
             arrived = max(self.ends[rank], self.sent[message] + latency)
-            self.add(place, "receive", message.title, arrived, **self.message(message, message.src))
+            self.add(place, "receive", str(message), arrived, **self.message(message, message.src))
         alone = {"stage": step[0].stage, "microbatch": step[0].microbatch} if len(step) == 1 else {}
         end = self.ends[rank] + round(duration(rank, self.run, step) * MS)
         self.add(place, "".join(a.kind for a in step), " and ".join(a.title for a in step), end,
                  actions=list(map(str, step)), run=self.run + 1, **alone)
         for message in own.outgoing:
             self.sent[message] = end
-            self.add(place, "send", message.title, end, **self.message(message, message.dst))
+            self.add(place, "send", str(message), end, **self.message(message, message.dst))
         return True
 
 

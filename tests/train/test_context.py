@@ -102,7 +102,7 @@ def sent(rank, toml, options, cp):
     resolved = resolve(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
     config = resolved.config
     job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
-    compared = parity.Comparison(resolved, job, torch.float64)
+    compared = parity.ParityModels(resolved, job, torch.float64)
     compared.run()
     contexts = {layer.self_attn.context_parallel for stage in compared.model.stages for layer in stage.layers.values()}
     model, tokens = compared.model.config, train.micro_batch_size * train.num_chunks * length // cp

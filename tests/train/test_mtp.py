@@ -23,7 +23,7 @@ from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStrea
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
-from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -144,7 +144,7 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
     evaluated = first[-1]
     assert len(evaluated["eval_mtp_loss"]) == 2 and 1 <= evaluated["acceptance_length"] <= 3
     mtp = ", ".join(f"{loss:.4f}" for loss in evaluated["eval_mtp_loss"])
-    assert f"held-out loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
+    assert f"validation loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
 
 
 def test_losses_are_the_cross_entropies_over_all_tokens(toml):
@@ -168,7 +168,7 @@ real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
     if Recorder.current().step == 2:  # as it is told, not in its gradients
-        self.noted[-1][{depth}] = float("inf")
+        self.depth_losses[-1][{depth}] = float("inf")
     return loss
 MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
 """
@@ -231,11 +231,11 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
 
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
-                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
+                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to resume without them$"),
     pytest.param(
         "0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
                     r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
-                    r"\(\*layers\.2\.\*\) to go on with new ones$", marks=pytest.mark.slow)])
+                    r"\(\*layers\.2\.\*\) to resume with new ones$", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
         toml, tmp_path, before, after, told):
     first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,
@@ -256,7 +256,7 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
     written(run_folder)
     faults = f"raise rank={rank} step=2 action=exchange"
     done = dualpipe(run_folder, "train", "run.toml", *WEIGHT, *ENDS_APART, before=planting(faults))
-    error = f"error: rank {rank} (pp {rank}): at the ends of the step: PlantedFault: {faults}: planted\n"
+    error = f"error: rank {rank} (pp {rank}): at the beginning or end of the step: PlantedFault: {faults}: planted\n"
     assert done.returncode == 1 and error in done.stderr, done.stderr
 
 
@@ -285,7 +285,7 @@ def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
     assert done.returncode == 0, done.stderr
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "flipped", before=FLIP)
     assert done.returncode == 1 and done.stderr.startswith(
-        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits of what both ends of a pipeline have"
+        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits in parameters that both ends of a pipeline "
     ), done.stderr
 
 
@@ -340,7 +340,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     visited = torch.full_like(targets, NO_TARGET)
     for i, _ in drafts:
         visited[0, i] = targets[0, i]
-    both = accepted(found, visited, found[..., 0], torch.arange(length))
+    both = count_accepted(found, visited, found[..., 0], torch.arange(length))
     assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
 
 
@@ -363,10 +363,10 @@ def test_a_chain_ends_with_its_first_wrong_draft():
     main = torch.tensor([[1, 2, 3, 4, 5]])
     drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
     targets = torch.from_numpy(shift_targets(np.arange(6)[None], 2))
-    assert accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
+    assert count_accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
     columns = torch.tensor([0, 2])  # those of another rank are there by main alone
     part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]
-    assert accepted(*part, main, columns).tolist() == [3, 2]
+    assert count_accepted(*part, main, columns).tolist() == [3, 2]
 
 
 def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
@@ -407,7 +407,7 @@ def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
-    monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
+    monkeypatch.setattr(parity.ParityModels, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 
@@ -445,7 +445,7 @@ def test_optimizer_routers_and_recomputation_know_the_layers(toml):
         shares = {name: optimizer._groups[optimizer._masters[last.get_parameter(name)]] for name in (
             "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
             "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}
-        assert [(algorithm, group["share"]) for algorithm, group in shares.values()] == [
+        assert [(algorithm, group["lr_factor"]) for algorithm, group in shares.values()] == [
             ("muon", 0.5), ("muon", 1.0), ("muon", 1.0), ("adamw", 1.0), ("adamw", 1.0), ("adamw", 0.125)]
         assert len(run.runner.qk_clip._layers) == 3
         assert last.recompute("experts", 2) and not last.recompute("experts", 1)

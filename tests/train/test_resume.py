@@ -176,7 +176,7 @@ def check_layout(folder, half_way, out, run):
 def test_one_rank_goes_on_with_the_same_losses(run_folder, half_way, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     check_layout(run_folder, half_way, "one", lambda *given: cli.main([*given, *half_way[0], *ALONE]))
-    assert "random numbers start anew, as the layout is another" in capsys.readouterr().out
+    assert "random states are drawn anew, because the layout differs" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -218,7 +218,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
     assert cli.main([*resume, "--checkpoint.allow", "loader"]) == 0
     text = capsys.readouterr().out
     assert "settings that have changed since: parallel.pp 2 -> 1, train.seed 0 -> 5, optimizer.lr" in text
-    assert "the batches are others, as allowed" in text
+    assert "batches differ from those of the saved run, as checkpoint.allow permits" in text
     assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
 
 

@@ -175,6 +175,7 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
         "router.balance": (router.balance, 0, no_routers),
         "router.z_loss": (router.z_loss, 0, no_routers),
         "router.bias_update_rate": (router.bias_update_rate, 0, no_routers),
+        "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts run by its experts implementation"),
         "memory.recompute": (layer_parts, [], "its layers are recomputed as a whole: layer, or layer:0-7 for some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], no_formats),

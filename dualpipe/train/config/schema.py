@@ -58,6 +58,11 @@ class ModelConfig:
     backend: Literal["auto", "dualpipe", "transformers"] = "auto"
     """implementation of the model: this library's, or that of transformers (the extra "hf"); auto: this library's if
     it has the family"""
+    attention: Literal["auto", "default", "fa3", "fa4", "flash", "cudnn", "efficient"] = "auto"
+    """kernel of plain causal attention on CUDA; auto: the fastest for the GPU that runs; default: torch's own order"""
+    expert_gemm: Literal["dualpipe", "grouped_mm", "quack", "auto"] = "dualpipe"
+    """library of the experts' GEMMs in the forward and the input gradient: this one, torch or quack-kernels; auto: the
+    fastest, timed at the start; weight gradients are this library's"""
 
 
 @dataclass(frozen=True)
@@ -163,6 +168,9 @@ class ParallelConfig:
     """expert-parallel ranks: each has some of the experts and its own data, and dispatches tokens to the others"""
     overlap: bool = True
     """run the two actions of a pair interleaved, so that communication of one overlaps compute of the other"""
+    merge_weight_grads: bool = True
+    """compute the experts' weight gradients of several micro-batches in one GEMM, which reads and writes their sum
+    once, if the schedule has them next to each other; on CUDA float32 then rounds in other places, on CPU in none"""
     schedule: Literal["dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
     """pipeline schedule; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the best one
     that a search finds, once, on the first rank"""
@@ -253,8 +261,8 @@ class TrainConfig:
     gc_interval: int = _not_negative(50)
     """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
     print_interval: int = _at_least_1(10)
-    """steps between printed lines if stdout is not a terminal, of the logged steps; the first step, steps with an
-    evaluation and the last step are always printed"""
+    """steps between printed lines if stdout is not a terminal; steps that are not logged are not printed; the first
+    step, steps with an evaluation and the last step always are"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
@@ -449,7 +457,7 @@ class OptimizerConfig:
     steps"""
     qk_clip: float = _not_negative(0.0)
     """QK-clip threshold: a step scales back the query and key weights of heads with a larger attention logit; 0: off;
-    Kimi K2 has 100"""
+    Kimi K2 uses 100"""
     options: str = ""
     """arguments of a custom optimizer, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()

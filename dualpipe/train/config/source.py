@@ -10,7 +10,7 @@ import torch
 
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.rank_process import restart_count
 from dualpipe.train.config.schema import Config
 
 
@@ -48,31 +48,31 @@ def find_source(config: Config) -> ResumeSource:
     """
     resume = config.checkpoint.resume
     directory = config.checkpoint_directory
-    is_restart = bool(starts_before())
+    is_restart = bool(restart_count())
     new_run = ResumeSource(None, None, [])
     if resume == "never" and not is_restart:
         return new_run
-    own = find(directory)
-    newest_config = own.committed[0].manifest.config if own.committed else None
+    existing = find(directory)
+    newest_config = existing.committed[0].manifest.config if existing.committed else None
     began_with = saved_settings(newest_config, "checkpoint").get("resume")
     if is_restart and began_with == resume:
-        return _newest_of(directory, own)  # `resume` was for the first start, which has saved since
+        return _select_newest(directory, existing)  # `resume` was for the first start, which has saved since
     if resume == "never":
         return new_run
     if resume == "auto":
-        return _newest_of(directory, own) if own.committed or own.damaged else new_run
+        return _select_newest(directory, existing) if existing.committed or existing.damaged else new_run
     target = Path(resume).resolve()
     is_own_checkpoint = directory.resolve() in (target, *target.parents)
-    if is_own_checkpoint or not (own.committed or own.damaged):
-        return _newest_of(Path(resume), find(resume))
-    if own.committed and not (isinstance(began_with, str) and Path(began_with).resolve() == target):
+    if is_own_checkpoint or not (existing.committed or existing.damaged):
+        return _select_newest(Path(resume), find(resume))
+    if existing.committed and not (isinstance(began_with, str) and Path(began_with).resolve() == target):
         raise ValueError(f"{directory} has checkpoints of a run that did not begin with checkpoint.resume = "
                          f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to resume from there')
     note = f"this run began with checkpoint.resume = {resume!r}; it resumes from its own checkpoints"
-    return _newest_of(directory, own, note)
+    return _select_newest(directory, existing, note)
 
 
-def _newest_of(path: Path, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
+def _select_newest(path: Path, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
     """Return the newest of the checkpoints at `path` as the source. Raises ValueError if none is complete."""
     if not checkpoints.committed:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dualpipe.runtime.device import Event, Stream, beside, keep, record, wait
+from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
@@ -31,7 +31,7 @@ class Loader:
         step: number of batches that were taken.
         skipped_batches: number of batches that the following steps skip, beyond their own number.
         num_windows: windows in the stream.
-        num_silent: windows that are not read, as no target in them counts for the loss.
+        num_left_out: windows that are not read, as no target in them counts for the loss.
 
     Args:
         streams: the training text; or the sources of a mixture.
@@ -63,7 +63,7 @@ class Loader:
         self._read = partial(read_spans, self._streams, window=self._window, columns=columns, depth=depth,
                              separate_documents=separate_documents)
         self.num_windows = sum(windows.num_windows for windows in self._windows)
-        self.num_silent = sum(windows.num_silent for windows in self._windows)
+        self.num_left_out = sum(windows.num_left_out for windows in self._windows)
         self.step = 0
         self.skipped_batches = 0
 
@@ -125,7 +125,7 @@ class Loader:
             "num_windows": sizes if self.mixture else sizes[0], "window": self._window,
             "batch_size": self._batch_size, "seed": self._seed, "passed_over": self.skipped_batches, "order": ORDER,
         }
-        if any(stream.is_masked for stream in self._streams):
+        if any(stream.has_loss_mask for stream in self._streams):
             state["windows"] = CONVERSATIONS
         if self.mixture is not None:
             state["mixture"] = self.mixture.state_dict()
@@ -170,7 +170,7 @@ class Loader:
 def _find_windows(stream: TokenStream, size: int) -> Windows:
     """Return the windows of a stream, of which there is at least one. Raises ValueError."""
     windows = find_windows(stream, size)
-    if not windows.num_windows and windows.num_silent:
+    if not windows.num_windows and windows.num_left_out:
         raise ValueError(f"no token of the {stream.num_documents} conversations in {stream.packed.path} counts for the "
                          "loss where they are cut; raise train.sequence_length, or give other conversations")
     if not windows.num_windows:
@@ -181,7 +181,7 @@ def _find_windows(stream: TokenStream, size: int) -> Windows:
     return windows
 
 
-def is_masked(state: Mapping[str, Any]) -> bool:
+def state_has_loss_mask(state: Mapping[str, Any]) -> bool:
     """Return True if the loader with this state reads data in which some tokens do not count for the loss."""
     return "windows" in state
 
@@ -228,7 +228,7 @@ class _Uploader:
     def start(self, key: Any) -> tuple[TokenBatch, Event | None]:
         """Read a batch and start its copy; return it with the event after the copy. Called in the reading thread."""
         batch = self._read(key)
-        with beside(self._stream, None):
+        with use_stream(self._stream, None):
             sizes = [tensor.numel() for tensor in batch]
             if self._pinned is None:
                 self._pinned = torch.empty(sum(sizes), dtype=torch.int64, device="cpu", pin_memory=True)
@@ -244,5 +244,5 @@ class _Uploader:
         """Make a started batch usable on the current stream and return it. Called in the computing thread."""
         batch, copied = started
         wait(copied, self._stream.device)  # orders: the copy before its readers
-        keep(*batch)
+        record_stream(*batch)
         return batch

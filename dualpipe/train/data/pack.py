@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from dualpipe.runtime.files import naming, write_file
+from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import TEXT_KEY
 from dualpipe.train.data.chat_tokenizer import ChatTokenizer
@@ -168,8 +168,8 @@ def _write_files(
         skipped: files are added that turn out not to be text, with the reasons.
     """
     is_chat = isinstance(tokenizer, ChatTokenizer)
-    # Closing the files may write, and fail.
-    with naming(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as counts:
+    # Closing the temporary files may write, and fail.
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as counts:
         writer = _Writer(out, tokenizer, records, counts, shard_tokens)
         shards = writer.write_shards(_read_all(sources, text_key, skipped, is_chat=is_chat))
         if not writer.num_documents:
@@ -188,7 +188,7 @@ def _write_files(
             index["masks"] = writer.write_counts()
         index |= {"document_index": writer.write_documents(), "shards": shards}
         writer.write_file(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
-    if writer.num_silent:
+    if writer.num_left_out:
         warnings.warn(f"conversations are left out{writer.describe_silent(': ')}", stacklevel=1)
     return index
 
@@ -218,7 +218,7 @@ class _Writer:
         num_documents: documents so far.
         num_tokens: tokens so far, with the ends of documents.
         num_counted: tokens of conversations so far that count for the loss.
-        num_silent: conversations so far that are left out, as no token counts.
+        num_left_out: conversations so far that are left out, as no token counts.
 
     Args:
         out: the directory.
@@ -238,7 +238,7 @@ class _Writer:
         self.num_documents = 0
         self.num_tokens = 0
         self.num_counted = 0
-        self.num_silent = 0
+        self.num_left_out = 0
         self._first_silent = ""
         self._shard_sizes: list[int] = []  # tokens
         self._out = out
@@ -260,7 +260,7 @@ class _Writer:
             except ValueError as error:
                 raise ValueError(f"cannot tokenize {place}: {error}") from error
             if counts is not None and not counts.any():
-                self.num_silent += 1
+                self.num_left_out += 1
                 self._first_silent = self._first_silent or place
                 continue
             if not self._shard_sizes or self._shard_sizes[-1] >= self._shard_tokens:
@@ -268,7 +268,7 @@ class _Writer:
             shard = len(self._shard_sizes) - 1
             content = document.content() if isinstance(document, Conversation) else document
             content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-            with naming(self._out / DOCUMENTS):
+            with name_file_in_errors(self._out / DOCUMENTS):
                 self._records.write(
                     DOCUMENT_STRUCT.pack(shard, self._shard_sizes[shard], len(tokens), content_hash))
                 if counts is not None:
@@ -292,9 +292,9 @@ class _Writer:
 
     def describe_silent(self, before: str) -> str:
         """Return how many conversations are left out, and the first of them, in words; "" if there are none."""
-        if not self.num_silent:
+        if not self.num_left_out:
             return ""
-        return (f"{before}no token counts for the loss in {self.num_silent} of the conversations, the first is "
+        return (f"{before}no token counts for the loss in {self.num_left_out} of the conversations, the first is "
                 f"{self._first_silent}: the assistant says nothing")
 
     def write_counts(self) -> list[dict[str, object]]:
@@ -325,6 +325,6 @@ class _Writer:
 
     def write_file(self, name: str, pieces: Iterable[bytes | memoryview]) -> dict[str, object]:
         """Write a file, and return its entry in the index."""
-        with naming(self._out / name):
+        with name_file_in_errors(self._out / name):
             size, checksum = write_file(self._out / name, pieces, "sha256")
         return {"file": name, "bytes": size, "sha256": checksum}

@@ -28,6 +28,8 @@ class RunData:
 
     Attributes:
         sources: training and validation text of each source; one, unless it is a mixture.
+        evaluated: the sources whose validation text is read: only the first if data.validation_path is set, because all
+            sources share that text.
         batch_size: sequences of a global batch.
         loader: loader of training batches.
         validation_windows: bounds of the windows of every validation batch.
@@ -61,10 +63,11 @@ class RunData:
                         cache=cache)
             for train_path, validation_path in paths
         ]
+        self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
         _check_tokenizers(self.sources)
         for stream in chain.from_iterable(self.sources):
             stream.packed.check_vocabulary(vocab_size)
-        if self.is_masked and mtp_depth:
+        if self.has_loss_mask and mtp_depth:
             raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
                              "prediction trains on text alone; set mtp.weight = 0")
 
@@ -81,7 +84,7 @@ class RunData:
         )
         self.validation_windows = self._choose_validation_windows(config, rows)
         self._read_validation = partial(
-            read_spans, [splits.validation for splits in self._evaluated(config)], window=train.sequence_length + 1,
+            read_spans, [splits.validation for splits in self.evaluated], window=train.sequence_length + 1,
             columns=columns, depth=mtp_depth, separate_documents=separate_documents,
         )
 
@@ -91,32 +94,27 @@ class RunData:
         return self.sources[0]
 
     @property
-    def is_masked(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """Return True if some tokens do not count for the loss, so that batches have different numbers of targets."""
-        return any(splits.train.is_masked for splits in self.sources)
+        return any(splits.train.has_loss_mask for splits in self.sources)
 
     @property
     def num_validation_tokens(self) -> int:
         """The number of tokens of the validation text."""
-        return sum(splits.validation.num_tokens for splits in self.sources)
-
-    def _evaluated(self, config: Config) -> list[Splits]:
-        """Return the sources with the validation text: the first, if that is a text of its own."""
-        return self.sources[:1] if config.data.validation_path else self.sources
+        return sum(splits.validation.num_tokens for splits in self.evaluated)
 
     def _choose_validation_windows(self, config: Config, rows: range) -> list[Span]:
         """Return the bounds of the windows of every validation batch, for the rows of this rank."""
-        evaluated = self._evaluated(config)
         num_batches = config.train.eval_batches
-        if not num_batches or not any(splits.validation.num_documents for splits in evaluated):
+        if not num_batches or not any(splits.validation.num_documents for splits in self.evaluated):
             return []
-        if len(evaluated) == 1:
-            return self._choose_windows_of(evaluated[0], config, self.batch_size, num_batches, rows)
+        if len(self.evaluated) == 1:
+            return self._choose_windows_of(self.evaluated[0], config, self.batch_size, num_batches, rows)
         # Of a mixture, each batch has sequences of all sources, by their weights, from evenly over their text.
         numbers = np.arange(self.batch_size * num_batches)
         sources, _ = Mixture([source.weight for source in config.data.sources], config.train.seed).draws(numbers)
         spans = []
-        for number, splits in enumerate(evaluated):
+        for number, splits in enumerate(self.evaluated):
             count = int((sources == number).sum())
             chosen = self._choose_windows_of(splits, config, max(1, count), 1, range(max(1, count)))
             spans.append(chosen[0].take(slice(count)))
@@ -135,7 +133,7 @@ class RunData:
             validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows,
             fraction_of=fraction_of,
         )
-        if validation.is_masked and batches:
+        if validation.has_loss_mask and batches:
             return choose_conversations(validation, sequence_length + 1, batch_size, limit, rows)
         return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
 

@@ -47,7 +47,7 @@ class Splits(NamedTuple):
             for start in range(0, end, _UNIGRAM_BLOCK):
                 stop = min(end, start + _UNIGRAM_BLOCK)
                 tokens = stream.read(start, stop)
-                if stream.is_masked:
+                if stream.has_loss_mask:
                     tokens = tokens[stream.read_mask(start, stop)]
                 stream_counts += np.bincount(tokens, minlength=vocab_size)
         train_counts, validation_counts = counts

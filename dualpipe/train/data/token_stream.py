@@ -141,7 +141,7 @@ class TokenStream:
         return self.index.fingerprint
 
     @property
-    def is_masked(self) -> bool:
+    def has_loss_mask(self) -> bool:
         """Return True if some tokens do not count for the loss, as in conversations."""
         return bool(self.packed.masks)
 
@@ -151,7 +151,7 @@ class TokenStream:
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
         """Return True for the tokens in [start, stop) that count for the loss."""
-        if not self.is_masked:
+        if not self.has_loss_mask:
             return np.ones(stop - start, dtype=bool)
         return self._read(self.packed.masks, start, stop, np.dtype(bool))
 
@@ -199,7 +199,7 @@ class TokenStream:
         rows = np.empty((len(starts), window), dtype=np.int64)
         positions = np.empty((len(starts), window), dtype=np.int64)
         labels = rows
-        if self.is_masked or stops is not None:
+        if self.has_loss_mask or stops is not None:
             labels = np.full_like(rows, NO_TARGET)
         for row, start in enumerate(map(int, starts)):
             size = min(window, self.num_tokens - start)

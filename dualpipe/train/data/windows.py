@@ -50,12 +50,12 @@ class TextWindows:
 
     size: T + 1 tokens of a window.
     num_windows: N.
-    num_silent: 0: in all of them targets count for the loss.
+    num_left_out: 0: in all of them targets count for the loss.
     """
 
     size: int
     num_windows: int
-    num_silent: int = 0
+    num_left_out: int = 0
 
     def span(self, numbers: np.ndarray) -> Span:
         """Return the bounds of windows, by their numbers (B,)."""
@@ -67,12 +67,12 @@ class ConversationWindows:
     """Windows of whole conversations in which a target counts for the loss.
 
     starts, stops: (N,) bounds of the windows.
-    num_silent: number of windows that are left out, as no target counts.
+    num_left_out: number of windows that are left out, as no target counts.
     """
 
     starts: np.ndarray
     stops: np.ndarray
-    num_silent: int
+    num_left_out: int
 
     @property
     def num_windows(self) -> int:
@@ -95,7 +95,7 @@ def find_windows(stream: TokenStream, size: int) -> Windows:
         stream: the text or the conversations.
         size: T + 1 tokens of a window.
     """
-    if not stream.is_masked or stream.num_tokens < size:
+    if not stream.has_loss_mask or stream.num_tokens < size:
         return TextWindows(size, stream.num_tokens // size)
     starts, stops = cut_documents(stream.document_bounds(), size)
     counts = _count_targets(stream, starts, stops)

@@ -148,13 +148,13 @@ def test_format_names_equal_the_library_formats(toml):
 def test_every_router_loss_has_a_field_and_a_metric(toml, name):
     assert name.endswith("_loss"), "by which `dualpipe parity` knows it"
     coefficient = LOSSES[name].coefficient
-    (field,) = {name, coefficient} & {each.name for each in fields(RouterConfig)}
+    (field,) = {name, coefficient} & {setting.name for setting in fields(RouterConfig)}
     config = fit_world(load_config(toml(), [f"--router.{field}", "0.5"]), 2)
     router = Router(4, 2, 1)
     routers = build_routers(config, [router], group=None, device=torch.device("cpu"))
     with routers.step():
         assert router.step.coefficients == {name: 0.5}
-    assert routers.metrics().keys() <= {each.name for each in fields(StepMetrics)}
+    assert routers.metrics().keys() <= {setting.name for setting in fields(StepMetrics)}
 
 
 IMPOSSIBLE = {  # values, by the message about them
@@ -182,15 +182,15 @@ IMPOSSIBLE = {  # values, by the message about them
 
 
 def test_names_of_other_trainers_map_to_fields():
-    fields_of = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)}
+    fields_of = {f"{table}.{setting.name}" for table, cls in get_type_hints(Config).items() for setting in fields(cls)}
     assert set(FIELDS_BY_FOREIGN_NAME.values()) <= fields_of
     assert not set(FIELDS_BY_FOREIGN_NAME) & {name.partition(".")[2] for name in fields_of}
 
 
 def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
     monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: None)
-    ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
-             if each.metadata}
+    ruled = {f"{table}.{setting.name}" for table, cls in get_type_hints(Config).items() for setting in fields(cls)
+             if setting.metadata}
     assert ruled == {name for names in IMPOSSIBLE.values() for name in names}
     for remedy, values in IMPOSSIBLE.items():
         for name, value in values.items():

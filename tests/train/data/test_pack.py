@@ -123,8 +123,8 @@ def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monke
         capsys.readouterr()
         with largest_file(600):
             assert cli.main(run) == 2
-        said = capsys.readouterr().err
-        assert said == f"error: {tmp_path}/out/{file} cannot be written: File too large; choose another place\n"
+        error = capsys.readouterr().err
+        assert error == f"error: {tmp_path}/out/{file} cannot be written: File too large; choose another place\n"
         assert contents(tmp_path) == here and len(list(tmp_path.iterdir())) == 1 + (before == "packed")
 
 
@@ -223,9 +223,9 @@ def test_files_in_a_folder_that_are_not_text_are_skipped_and_named(tmp_path, tex
     (text / "late").write_bytes(b"x" * 100_000 + b"\0")
     (text / "z.zip").write_bytes(b"PK\x03\x04....")
     run = ["data", "pack", "--out", str(tmp_path / "out"), "--overwrite"]
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         assert cli.main([*run, str(text)]) == 0
-    assert [str(warning.message) for warning in said] == [
+    assert [str(warning.message) for warning in warned] == [
         "files that are not text are skipped: 3: b.png (NUL bytes), z.zip (a zip file), late (NUL bytes)"]
     assert capsys.readouterr().out == f"{tmp_path}/out: 5 tokens in 1 documents\n"
     for name in ("b.png", "late"):

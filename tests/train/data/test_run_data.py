@@ -33,14 +33,14 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
                                                             if name != "order"})  # as earlier versions wrote it
         assert cli.main([*run, "--train.steps", "2"]) == 0
     said = capsys.readouterr().out
-    assert "data: 13,231 tokens in 1 documents to train on, 270 in 1 held out" in said
-    assert "a unigram model of the same text has a held-out loss of " in said
+    assert "data: 13,231 tokens in 1 documents for training, 270 in 1 for validation" in said
+    assert "a unigram model of the same text has a validation loss of " in said
     assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
     assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
-    for steps, is_said in (("3", True), ("4", False)):
+    for steps, warns in (("3", True), ("4", False)):
         assert cli.main([*run, "--train.steps", steps]) == 0
-        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is is_said
+        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is warns
     assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
     assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
 
@@ -71,12 +71,12 @@ def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml
     loader = Loader(text, sequence_length=16, batch_size=16, seed=0)
     evaluated = choose_evaluation_windows(validation, sequence_length=16, batch_size=16, limit=2)
     for rank in range(2):
-        own = slice(8 * rank, 8 * rank + 8)
-        windows = [window for step in range(3) for window in loader.windows(step)[own].tolist()]
+        rows_of_rank = slice(8 * rank, 8 * rank + 8)
+        windows = [window for step in range(3) for window in loader.windows(step)[rows_of_rank].tolist()]
         read = [start // 17 for documents, start, _ in seen[rank] if documents == text.num_documents]
         assert read == windows
         read = [start // 17 for documents, start, _ in seen[rank] if documents == validation.num_documents]
-        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[own]]
+        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[rows_of_rank]]
 
 
 def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml):
@@ -85,7 +85,7 @@ def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml)
     done = dualpipe(run_toml.parent, "train", "run.toml", *options, "--data.path", "short.txt",
                     "--data.validation_fraction", "0.02")
     assert done.returncode == 0, done.stderr
-    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: "
+    said = "129 of 3001 tokens are for validation, enough for one sequence: "
     assert f"{said}data.validation_fraction = 0.02 would be 60\n" in done.stdout
     rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval_loss"] > 0

@@ -85,8 +85,8 @@ def test_another_key(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(lines_of(TEXTS[:2], "content"))
     run = ["data", "pack", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
     assert cli.main(run) == 2
-    said = capsys.readouterr().err
-    assert said == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
+    error = capsys.readouterr().err
+    assert error == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
                     "name the key of the text with --text-key or data.text_key\n")
     assert not (tmp_path / "out").exists()
     assert cli.main([*run, "--text-key", "content"]) == 0
@@ -174,9 +174,9 @@ def test_damaged_files_are_refused_by_name(tmp_path, kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_empty_records_are_skipped_with_a_warning(tmp_path, kind):
     path = write(tmp_path / f"a{kind}", ["one", "", "three", ""])
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         assert packed_texts([path], tmp_path / "out") == ["one", "three"]
-    assert [str(w.message) for w in said] == [f"{path}: empty records are skipped: 2, the first is record 2"]
+    assert [str(w.message) for w in warned] == [f"{path}: empty records are skipped: 2, the first is record 2"]
     with pytest.warns(UserWarning):
         refuses(write(tmp_path / f"b{kind}", ["", ""]), tmp_path / "none", "there is no text to pack")
     if kind == ".jsonl":

@@ -85,16 +85,16 @@ def check_last_tokens(packed, fraction):
 
 def test_validation_text_of_a_single_file_is_its_last_tokens(tmp_path):
     """For both sides that the hash of its content may select."""
-    seen = set()
+    sides = set()
     for i in range(40):
         (tmp_path / "input.txt").write_text(f"{i:999}")
         pack(find_sources([tmp_path / "input.txt"]), ByteTokenizer(), tmp_path / "out", overwrite=True)
         packed = PackedTokens(tmp_path / "out")
-        seen.add(bool(packed.documents["hash"][0] < 2**62))
+        sides.add(bool(packed.documents["hash"][0] < 2**62))
         assert check_last_tokens(packed, 0.25) == [1, 1]
-        if len(seen) == 2:
+        if len(sides) == 2:
             break
-    assert len(seen) == 2
+    assert len(sides) == 2
     splits = open_splits(tmp_path / "out", None, DataConfig().validation_fraction)
     assert [stream.num_tokens for stream in splits] == [980, 20]
 

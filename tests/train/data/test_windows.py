@@ -40,7 +40,7 @@ def test_every_token_that_counts_is_a_target_once_with_its_conversation_from_its
     chats = [*random_chats(30), turns("a question", "long answer " * 30), *random_chats(30, seed=1)]
     stream, encoded = packed(chats)
     loader = Loader(stream, sequence_length=150, batch_size=1, seed=0, separate_documents=True)
-    assert len(stream.packed.shards) > 3 and loader.num_silent == 0
+    assert len(stream.packed.shards) > 3 and loader.num_left_out == 0
     found = []
     for step in range(loader.num_windows):
         tokens, targets, positions = (tensor[0].tolist() for tensor in loader.batch(step))
@@ -61,7 +61,7 @@ def test_windows_without_targets_are_left_out(packed):
     stream, _ = packed([turns("long question " * 19, "yes")])
     windows = find_windows(stream, 51)
     loader = Loader(stream, sequence_length=50, batch_size=2, seed=0)
-    assert windows.num_windows == loader.num_windows == 1 and windows.num_silent == loader.num_silent > 3
+    assert windows.num_windows == loader.num_windows == 1 and windows.num_left_out == loader.num_left_out > 3
     targets = loader.batch(0).targets
     assert (targets != NO_TARGET).sum(1).tolist() == [4, 4], "each epoch has one window"
 
@@ -81,7 +81,7 @@ def test_a_window_at_the_end_is_filled_from_the_beginning(packed):
 def test_text_has_the_windows_that_it_had(many):
     stream = TokenStream(PackedTokens(many))
     assert find_windows(stream, 11) == TextWindows(11, stream.num_tokens // 11)
-    assert stream.read_mask(0, 5).all() and not stream.is_masked
+    assert stream.read_mask(0, 5).all() and not stream.has_loss_mask
 
 
 def test_evaluation_reads_each_conversation_once_or_spreads_over_them(packed):
