@@ -93,7 +93,7 @@ def test_loss_and_gradient_are_those_of_transformers(folder, dualpipe, layout):
     assert row["loss"] == pytest.approx(loss, rel=1e-6)
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert row["counted_tokens"] == count
-    assert "conversations in 8 sequences, which hold whole ones as far as they fit\n" in said
+    assert "conversations: packed whole into 8 sequences, except those that are longer than one\n" in said
     assert "see each other" not in said
 
 
@@ -124,7 +124,7 @@ def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
     spoil = ("from dualpipe.train.step import loss; plain = loss.cross_entropy_loss; "
              "loss.cross_entropy_loss = lambda *given, **how: plain(*given, **how) * float('nan')")
     done = dualpipe(folder, "train", "run.toml", "--output.dir", "bad", before=spoil)
-    assert done.returncode == 1 and "all that the step takes is kept: dualpipe replay" in done.stderr
+    assert done.returncode == 1 and "the step can be run again by: dualpipe replay" in done.stderr
     (bundle,) = (folder / "bad/bundles").glob("step-*")
     assert dualpipe(folder, "replay", bundle, before=spoil).returncode == 0
     fine = dualpipe(folder, "replay", bundle)
@@ -195,8 +195,8 @@ def test_text_that_is_packed_already_is_no_conversation(folder, capsys, monkeypa
     assert status == 2
     assert "data.chat = true, but packed-text was packed as text; pack the conversations again with" in said.err
     for options, text in (
-        (["--chat-template", "x"], "--chat-template x: text has no template; give --chat"),
-        (["--chat", "--end-of-document", "x"], "--end-of-document 'x': a conversation ends as its chat template does"),
+        (["--chat-template", "x"], "--chat-template x: plain text has no template; add --chat"),
+        (["--chat", "--end-of-document", "x"], "--end-of-document 'x': with --chat, the chat template ends a"),
     ):
         assert cli.main(["data", "pack", "texts", "--out", "new", *options]) == 2
         assert text in capsys.readouterr().err
@@ -223,7 +223,7 @@ def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other
     assert "files that are not text are skipped: 1: readme.md (no records)" in said
     assert ("conversations are left out: no token counts for the loss in 2 of the conversations, the first is record 2 "
             "of mixed/b.jsonl: the assistant says nothing") in said
-    assert "in 31 documents, of which " in capsys.readouterr().out
+    assert "in 31 documents, 1,095 of them count for the loss" in capsys.readouterr().out
     index = json.loads((folder / "packed-chats/index.json").read_text())
     assert index["format"] == "dualpipe tokens with a loss mask 1" and index["counted"] < index["tokens"]
     options = ("--data.path", "packed-chats", "--data.chat", "False", "--data.separate_documents", "False",
@@ -231,9 +231,9 @@ def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other
     (row,), said = run(dualpipe, folder, "seeing", *options)
     assert row["counted_tokens"] > 0 and row["eval_loss"] > 0
     assert "WARNING: conversations in one sequence see each other; set data.separate_documents = true" in said
-    (folder / "packed-chats/counts-00000.bin").write_bytes(b"\1")
+    (folder / "packed-chats/loss-mask-00000.bin").write_bytes(b"\1")
     status, said = refusal(folder, capsys, monkeypatch, *options)
-    assert status == 2 and "not a complete packed directory: counts-00000.bin has 1 bytes instead of" in said.err
+    assert status == 2 and "not a complete packed directory: loss-mask-00000.bin has 1 bytes instead of" in said.err
 
 
 def test_a_template_of_ones_own_for_one_whose_turns_are_not_clear(folder, dualpipe, capsys, monkeypatch):
@@ -241,7 +241,7 @@ def test_a_template_of_ones_own_for_one_whose_turns_are_not_clear(folder, dualpi
 
     save_chat_tokenizer(folder / "forgetful", FORGETFUL)
     status, said = refusal(folder, capsys, monkeypatch, "--data.tokenizer", "forgetful")
-    assert status == 2 and "message 2 is rendered in another way once other messages follow" in said.err
+    assert status == 2 and "message 2 is rendered differently once other messages follow" in said.err
     assert "cannot tokenize record " in said.err and " of chats.jsonl: the chat template in forgetful/" in said.err
     (folder / "own.jinja").write_text(CHATML)
     (row,), _ = run(dualpipe, folder, "own", "--data.tokenizer", "forgetful", "--data.chat_template", "own.jinja")

@@ -53,7 +53,7 @@ def test_shares_that_were_drawn_and_the_same_bits_after_a_restart(folder, dualpi
         done = dualpipe(folder, "train", "run.toml", "--output.dir", out, "--train.steps", steps, *options, *saved)
         assert done.returncode == 0, done.stderr
         assert "WARNING" not in done.stdout
-    assert "sources, by the tokens of all steps:\n   75.00%  text: " in done.stdout
+    assert "sources, by their share of the tokens:\n   75.00%  text: " in done.stdout
     assert "\n   25.00%  more: " in done.stdout
     straight, halves = rows_of(folder, "straight"), rows_of(folder, "halves")
     keys = ("loss", "grad_norm", "source_shares")
@@ -79,12 +79,12 @@ def test_weights_that_change(folder, capsys):
     changed = ["--data.sources", "text,weight=1", "more,weight=1e6"]
     assert cli.main([*run, "--train.steps", "12", *changed]) == 0
     said = capsys.readouterr().out
-    assert "WARNING: the sources have other weights from step 3 on: 1, 1e+06, until then 3, 1\n" in said
+    assert "WARNING: data.sources have the weights 1, 1e+06 from step 3 on, 3, 1 before\n" in said
     rows = rows_of(folder)
     drawn = [[round(share * 8 * row["step"]) for share in row["source_shares"]] for row in rows]
     assert drawn[-1][0] - drawn[1][0] <= 1, "nearly all that was read since is of the second"
     assert cli.main([*run, "--train.steps", "13", *changed]) == 0
-    assert "other weights" not in capsys.readouterr().out
+    assert "have the weights" not in capsys.readouterr().out
     assert cli.main([*run, "--train.steps", "14", "--data.sources", "more", "text"]) == 2
     assert "the loader's state is of another run: data [" in capsys.readouterr().err
 
@@ -108,8 +108,8 @@ def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
 
 
 @pytest.mark.parametrize(("options", "text"), [
-    (["--data.path", "text"], "data.path = 'text': leave it out, as data.sources names the texts"),
-    (["--data.sources", "text,weight=0"], "the weight must be positive and finite; give PATH,weight=W"),
+    (["--data.path", "text"], "data.path = 'text': leave it out, because data.sources names the texts"),
+    (["--data.sources", "text,weight=0"], "give a positive, finite weight; give PATH,weight=W"),
     (["--data.sources", "text,weight=x"], "could not convert string to float: 'x'; give PATH,weight=W"),
     (["--data.sources", ""], "data.sources: path = '': give a packed directory or a folder of text"),
     (["--data.sources", "text", "nowhere"], "there is no file or directory nowhere"),

@@ -1,4 +1,4 @@
-"""Conversations: their forms in records, chat templates, and the text of the assistant's turns.
+"""Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text.
 
 Imports nothing.
 """

@@ -1,10 +1,10 @@
-"""Conversations in records, in the forms of OpenAI and of ShareGPT.
+"""Read conversations from records in OpenAI's or ShareGPT's form.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 
-A message of OpenAI's form may have other keys, such as `tool_calls`: the chat template gets them. Of content in parts,
-the text is taken. An assistant's message with the weight 0 does not count for the loss.
+A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content may be a
+list of text parts. An assistant message with weight 0 does not count for the loss.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-MESSAGE_KEYS = ("messages", "conversations")  # keys of a record's messages, the first that it has
+MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
 TOOLS_KEY = "tools"
 ASSISTANT = "assistant"
 SHAREGPT_ROLES = {
@@ -25,9 +25,9 @@ SHAREGPT_ROLES = {
 class Conversation(NamedTuple):
     """A conversation in OpenAI's form.
 
-    messages: each with a role and what the template takes.
-    tools: schemas of functions. None: the template gets none.
-    uncounted: numbers of the assistant's messages that do not count for the loss.
+    messages: each has a role and any keys that the template reads.
+    tools: schemas of functions. None: the template gets no tools.
+    uncounted: indices of the assistant messages that do not count for the loss.
     """
 
     messages: list[dict[str, Any]]
@@ -35,7 +35,7 @@ class Conversation(NamedTuple):
     uncounted: frozenset[int] = frozenset()
 
     def content(self) -> bytes:
-        """Return the conversation as bytes that are equal for equal conversations, for a hash."""
+        """Return the conversation as canonical bytes to hash: equal conversations give equal bytes."""
         values = {"messages": self.messages, "tools": self.tools, "uncounted": sorted(self.uncounted)}
         return json.dumps(values, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
@@ -44,31 +44,31 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
     """Return the conversation of a record, or None if it has no messages.
 
     Args:
-        record: an object with the messages under `key`, and perhaps tools.
+        record: an object with the messages under `key`, and optional tools.
         key: key of the messages.
 
     Raises:
-        ValueError: a message is of neither form. Names the message, counted from 1.
+        ValueError: a message has neither form. Names the message, counted from 1.
     """
-    listed = record.get(key)
-    if listed is None:
+    values = record.get(key)
+    if values is None:
         return None
-    if not isinstance(listed, list):
-        raise ValueError(f"its {key!r} is not a list of messages but of type {type(listed).__name__}")
+    if not isinstance(values, list):
+        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}")
     messages = []
     uncounted = set()
-    for number, value in enumerate(listed):
+    for index, value in enumerate(values):
         try:
             message = _read_message(value)
-            if not _takes_weight(message):
-                uncounted.add(number)
+            if not _pop_weight(message):
+                uncounted.add(index)
         except ValueError as error:
-            raise ValueError(f"message {number + 1} of its {key!r} {error}") from error
+            raise ValueError(f"message {index + 1} of its {key!r} {error}") from error
         messages.append(message)
     if not messages:
         return None
     tools = record.get(TOOLS_KEY) or None
-    if isinstance(tools, str):  # as some Parquet files have them
+    if isinstance(tools, str):  # some Parquet files hold tools as JSON text
         tools = json.loads(tools) or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
@@ -76,10 +76,10 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
 
 
 def _read_message(value: Any) -> dict[str, Any]:
-    """Return a message in OpenAI's form. Raises ValueError, to be read after "message N"."""
+    """Return a message in OpenAI's form. Raises ValueError with a text that continues "message N"."""
     if not isinstance(value, Mapping):
         raise ValueError(f"is not an object but of type {type(value).__name__}")
-    message = {key: part for key, part in value.items() if part is not None}  # Parquet has all keys in all messages
+    message = {key: part for key, part in value.items() if part is not None}  # Parquet fills absent keys with None
     if "role" not in message and "from" in message:
         return _from_sharegpt(message)
     role = message.get("role")
@@ -89,22 +89,24 @@ def _read_message(value: Any) -> dict[str, Any]:
     if "content" in message:
         message["content"] = _read_content(message["content"])
     elif "content" in value:
-        message["content"] = None  # as OpenAI has it beside tool calls
+        message["content"] = None  # OpenAI's form has null content beside tool calls
     if message.get("content") is None and len(message.keys() - {"content", "name", "weight"}) == 1:
         raise ValueError(f"of the role {role!r} has no 'content'")
     return message
 
 
 def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message of ShareGPT's form in OpenAI's."""
+    """Convert a message from ShareGPT's form to OpenAI's."""
     sender = message["from"]
     text = message.get("value")
     if sender not in SHAREGPT_ROLES:
         raise ValueError(f"is from {sender!r}; give one of {', '.join(SHAREGPT_ROLES)}")
     if not isinstance(text, str):
         raise ValueError(f"from {sender!r} has no 'value' that is a string")
-    rest = {key: part for key, part in message.items() if key == "weight"}
-    return {"role": SHAREGPT_ROLES[sender], "content": text, **rest}
+    converted = {"role": SHAREGPT_ROLES[sender], "content": text}
+    if "weight" in message:
+        converted["weight"] = message["weight"]
+    return converted
 
 
 def _read_content(content: Any) -> str:
@@ -117,13 +119,13 @@ def _read_content(content: Any) -> str:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"has a part of type {kind!r} in its 'content'; text alone can be trained on")
+            raise ValueError(f"has a part of type {kind!r} in its 'content'; only text parts are supported")
         texts.append(part["text"])
     return "".join(texts)
 
 
-def _takes_weight(message: dict[str, Any]) -> bool:
-    """Remove the weight of a message; return False if it is 0. Raises ValueError for any other than 0 and 1."""
+def _pop_weight(message: dict[str, Any]) -> bool:
+    """Remove the weight of a message and return it. Raises ValueError unless it is 0 or 1."""
     weight = message.pop("weight", 1)
     if weight not in (0, 1):
         raise ValueError(f"has the weight {weight!r}; give 0 or 1")

@@ -1,8 +1,8 @@
-"""Chat templates: jinja2 templates of a tokenizer that make one text of a conversation.
+"""Chat templates: the jinja2 templates of a tokenizer that render a conversation as text.
 
-Templates are rendered as transformers renders them: sandboxed, with blocks trimmed, `break` and `continue`, a `tojson`
-that escapes no HTML, `raise_exception`, `strftime_now`, and the block `{% generation %}` around what the assistant
-says.
+Templates are rendered the way transformers renders them: sandboxed, with trimmed blocks, `break` and `continue`, a
+`tojson` that does not escape HTML, `raise_exception`, `strftime_now`, and `{% generation %}` blocks around the
+assistant's text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -20,10 +20,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json; precedes the entry in the configuration
+TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json; used before the entry in the configuration
 TOKENIZER_CONFIG = "tokenizer_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
-# Unicode's noncharacters, which no text has, mark generation blocks in a rendered text.
+# Unicode noncharacters, which no text contains, mark generation blocks in a rendered text.
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
@@ -32,7 +32,7 @@ _MARKS = re.compile(f"[{_BEGIN}{_END}]")
 class Rendered(NamedTuple):
     """A rendered conversation.
 
-    text: what the template makes of it.
+    text: the output of the template.
     generated: bounds, in characters, of the generation blocks.
     """
 
@@ -44,12 +44,12 @@ class ChatTemplate:
     """A chat template.
 
     Attributes:
-        name: where it comes from, for messages.
+        name: origin of the template, for messages.
         marks_generation: True if the template has generation blocks.
-        content: the template and its variables as bytes, for a hash.
+        content: the template and its variables as bytes, to hash.
 
     Args:
-        source: the template.
+        source: the text of the template.
         variables: special tokens by name, such as bos_token.
         name: see above.
 
@@ -81,10 +81,10 @@ class ChatTemplate:
         Args:
             messages: in OpenAI's form.
             tools: schemas of functions.
-            prompts: end with the beginning of an assistant's turn (add_generation_prompt).
+            prompts: end with the generation prompt, the start of an assistant turn (add_generation_prompt).
 
         Raises:
-            ValueError: the template refuses the messages, or they hold a character that marks generation blocks.
+            ValueError: the template refuses the messages, or they contain a character that marks generation blocks.
         """
         try:
             marked = self._template.render(
@@ -96,27 +96,23 @@ class ChatTemplate:
 
 
 def _remove_marks(marked: str) -> Rendered:
-    """Return a text without marks, and the bounds of what was between them."""
+    """Remove the marks from a text, and return it with the bounds of the marked parts."""
     pieces = _MARKS.split(marked)
     marks = _MARKS.findall(marked)
     if marks != [_BEGIN, _END] * (len(marks) // 2):
-        raise ValueError("the conversation holds U+FDD0 or U+FDD1, which are no characters, or a generation block is "
-                         "inside another")
-    borders = []
-    length = 0
-    for piece in pieces[:-1]:
-        length += len(piece)
-        borders.append(length)
-    return Rendered("".join(pieces), list(zip(borders[::2], borders[1::2])))
+        raise ValueError("the conversation contains U+FDD0 or U+FDD1, which are not characters, or a generation block "
+                         "is inside another; remove them from the text, or the inner block from the template")
+    bounds = list(accumulate(map(len, pieces[:-1])))
+    return Rendered("".join(pieces), list(zip(bounds[::2], bounds[1::2])))
 
 
 class _GenerationBlock(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`, which is rendered with a mark at each end."""
+    """The block `{% generation %} ... {% endgeneration %}`, rendered with a mark at each end."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a block."""
+        """Parse a block into a call of `_mark` with its body."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
@@ -129,10 +125,12 @@ def _to_json(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    """Return JSON text, with the arguments that transformers' `tojson` takes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _raise_exception(message: str) -> NoReturn:
+    """Refuse a conversation with the template's own message."""
     raise TemplateError(message)
 
 
@@ -140,31 +138,31 @@ def find_template(folder: Path, path: str = "") -> ChatTemplate:
     """Return the chat template of a tokenizer.
 
     Args:
-        folder: directory of the tokenizer's files. `chat_template.jinja` precedes the one in `tokenizer_config.json`,
-            where a list of templates is searched for the name "default".
-        path: a file to take instead. "": that of the tokenizer.
+        folder: directory of the tokenizer's files. `chat_template.jinja` is used before the entry in
+            `tokenizer_config.json`. Of a list of templates there, the one with the name "default" is used.
+        path: a file to use instead. "": the template of the tokenizer.
 
     Raises:
-        ValueError: there is none, or a file cannot be read.
+        ValueError: there is no template, or a file cannot be read.
     """
     settings = _read_object(folder / TOKENIZER_CONFIG)
     variables = _special_tokens(_read_object(folder / SPECIAL_TOKENS) | settings)
-    make = partial(ChatTemplate, variables=variables)
     file = Path(path) if path else folder / TEMPLATE_FILE
     if path or file.is_file():
         try:
-            return make(file.read_text(encoding="utf-8"), name=f"the chat template {file}")
+            source = file.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the chat template {file}: {error}") from error
-    listed = settings.get("chat_template")
-    if isinstance(listed, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in listed if isinstance(entry, Mapping)}
-        listed = by_name.get("default")
-    if not isinstance(listed, str):
-        raise ValueError(f"the tokenizer in {folder} has no chat template: there is no {TEMPLATE_FILE}, and no "
-                         f"chat_template in {TOKENIZER_CONFIG}; take the tokenizer of a model that was trained to "
-                         "chat, or give a template with --chat-template or data.chat_template")
-    return make(listed, name=f"the chat template in {folder / TOKENIZER_CONFIG}")
+        return ChatTemplate(source, variables, f"the chat template {file}")
+    entry = settings.get("chat_template")
+    if isinstance(entry, list):
+        by_name = {named.get("name"): named.get("template") for named in entry if isinstance(named, Mapping)}
+        entry = by_name.get("default")
+    if not isinstance(entry, str):
+        raise ValueError(f"the tokenizer in {folder} has no chat template: no {TEMPLATE_FILE}, and no chat_template in "
+                         f"{TOKENIZER_CONFIG}; use the tokenizer of a model that was trained to chat, or give a "
+                         "template with --chat-template or data.chat_template")
+    return ChatTemplate(entry, variables, f"the chat template in {folder / TOKENIZER_CONFIG}")
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -176,12 +174,12 @@ def _read_object(file: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {file}: {error}") from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file} holds no object but {type(values).__name__}")
+        raise ValueError(f"{file} holds a {type(values).__name__}; it must hold a JSON object")
     return values
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a tokenizer's settings name, such as bos_token."""
+    """Return the special tokens in a tokenizer's settings, by name, such as bos_token."""
     tokens = {}
     for name, value in settings.items():
         content = value.get("content") if isinstance(value, Mapping) else value

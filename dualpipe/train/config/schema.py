@@ -91,11 +91,11 @@ class DataSource:
     path: str = ""
     """as data.path"""
     weight: float = 1.0
-    """share of the tokens, in any unit: it is divided by the sum of all weights"""
+    """share of the tokens, in any unit: the share is weight divided by the sum of all weights"""
 
     def __post_init__(self) -> None:
         _require(self.path, "data.sources: path", self.path, "give a packed directory or a folder of text")
-        _require(0 < self.weight < math.inf, "data.sources", str(self), "the weight must be positive and finite")
+        _require(0 < self.weight < math.inf, "data.sources", str(self), "give a positive, finite weight")
 
     def __str__(self) -> str:
         """Return the text that `parse` takes."""
@@ -125,8 +125,8 @@ class DataConfig:
     """key of the text in a record, for files of records; with `chat`, key of the messages, by default "messages" or
     "conversations" """
     chat: bool = False
-    """records are conversations, in OpenAI's or ShareGPT's form: they are rendered by the tokenizer's chat template,
-    and only the assistant's tokens count for the loss; ignored if path is packed already"""
+    """pack conversations, in OpenAI's or ShareGPT's form, through the tokenizer's chat template; only the assistant's
+    tokens count for the loss; ignored if path is packed already"""
     chat_template: str = ""
     """file with a chat template (jinja2); default: chat_template.jinja beside the tokenizer, or chat_template in
     tokenizer_config.json"""
@@ -136,14 +136,14 @@ class DataConfig:
     validation_path: str | None = None
     """separate validation data; then `path` is used for training only"""
     sources: tuple[DataSource, ...] = ()
-    """several texts instead of path, as [[data.sources]] in the TOML; on the command line PATH,weight=W for each;
-    their weights may change when a run resumes"""
+    """several texts with weights, instead of path: tables [[data.sources]], or on the command line PATH,weight=W for
+    each; the weights may change when a run resumes"""
     separate_documents: bool = False
     """mask attention between documents packed into one sequence, and restart positions at each document"""
 
     def __post_init__(self) -> None:
         _require(not self.sources or self.path == STDLIB, "data.path", self.path,
-                 "leave it out, as data.sources names the texts")
+                 "leave it out, because data.sources names the texts")
 
 
 @dataclass(frozen=True)

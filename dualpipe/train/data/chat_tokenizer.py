@@ -1,4 +1,4 @@
-"""Tokens of conversations, with a mask of those that count for the loss: the assistant's."""
+"""Tokenize conversations, with a loss mask that selects the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class MaskedTokens(NamedTuple):
     """Tokens of a document.
 
     tokens: (N,) uint32.
-    counts: (N,) bool, True for the tokens whose prediction counts for the loss. Never the first: nothing predicts it.
+    loss_mask: (N,) bool, True for tokens that count for the loss. Never the first one: nothing predicts it.
     """
 
     tokens: np.ndarray
-    counts: np.ndarray
+    loss_mask: np.ndarray
 
 
 class ChatTokenizer:
-    """A `tokenizers` JSON file with a chat template. A document has the tokens that transformers renders, and no other.
+    """A `tokenizers` JSON file with a chat template. A document is the tokens that transformers renders, without an end.
 
     Attributes:
         vocab_size: of the tokenizer.
@@ -35,7 +35,7 @@ class ChatTokenizer:
 
     Args:
         name: path of a tokenizer.json, or of a directory with one.
-        template: path of a file with a chat template. "": that of the tokenizer, in the same directory.
+        template: path of a file with a chat template. "": the template in the directory of the tokenizer.
 
     Raises:
         ValueError: a file cannot be read, or there is no chat template.
@@ -54,12 +54,12 @@ class ChatTokenizer:
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:chat-{template_hash}"
 
     def encode(self, conversation: Conversation) -> MaskedTokens:
-        """Return the tokens of a conversation. Raises ValueError if the template cannot render it."""
+        """Return the tokens of a conversation with their loss mask. Raises ValueError as `find_spans` does."""
         text, spans = find_spans(self._template, conversation, self._special)
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
-        counts = np.zeros(len(begins), dtype=bool)
+        loss_mask = np.zeros(len(begins), dtype=bool)
         for begin, end in spans:  # a token counts if any of its characters is the assistant's
-            counts |= (begins < end) & (ends > begin) & (begins < ends)
-        counts[:1] = False
-        return MaskedTokens(np.asarray(encoding.ids, dtype=np.uint32), counts)
+            loss_mask |= (begins < end) & (ends > begin) & (begins < ends)
+        loss_mask[:1] = False
+        return MaskedTokens(np.asarray(encoding.ids, dtype=np.uint32), loss_mask)

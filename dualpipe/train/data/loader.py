@@ -18,23 +18,24 @@ from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
 from dualpipe.train.data.windows import Windows, find_windows
 
-CONVERSATIONS = "whole conversations 1"  # name of the windows in checkpoints; those of text have none
+CONVERSATIONS = "whole conversations 1"  # names windows of conversations in a checkpoint; those of text have no name
 
 
 class Loader:
-    """Loader of the windows of a stream, in a new random order each epoch; see `train.data.windows`.
+    """Loader of the windows of a stream or of a mixture of streams, in a new random order each epoch.
 
-    The batch of a step is a pure function of the
-    stream, the sizes and the seed: neither the number of ranks nor resuming changes it.
+    The batch of a step is a pure function of the streams, their weights, the sizes and the seed: neither the number of
+    ranks nor resuming changes it.
 
     Attributes:
         step: number of batches that were taken.
         skipped_batches: number of batches that the following steps skip, beyond their own number.
-        num_windows: windows in the stream.
-        num_left_out: windows that are not read, as no target in them counts for the loss.
+        mixture: chooses the sources of sequences. None: there is one stream.
+        num_windows: windows in all streams.
+        num_left_out: windows that are not read, because no target in them counts for the loss.
 
     Args:
-        streams: the training text; or the sources of a mixture.
+        streams: the training text, or the sources of a mixture.
         sequence_length: T.
         batch_size: sequences of the global batch.
         seed: selects the random orders.
@@ -42,10 +43,10 @@ class Loader:
         columns: as in `TokenStream.read_windows`.
         depth: as in `TokenStream.read_windows`.
         separate_documents: as in `TokenStream.read_windows`.
-        weights: of the sources of a mixture. (): there is one text.
+        weights: weights of the sources of a mixture. (): there is one stream.
 
     Raises:
-        ValueError: the stream is shorter than one window, or no target in it counts for the loss.
+        ValueError: a stream is shorter than one window, or no target in it counts for the loss.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Loader:
         self.skipped_batches = 0
 
     def windows(self, step: int) -> np.ndarray:
-        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,), in one text."""
+        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,), of one stream."""
         return self._order(0, self._numbers(step))
 
     def batch(self, step: int) -> TokenBatch:
@@ -81,11 +82,11 @@ class Loader:
         return self._read(join_spans(sources, spans, self._window))
 
     def _numbers(self, step: int) -> np.ndarray:
-        """Return the numbers of this rank's sequences in the batch of `step`, counted through the run, int64 (B,)."""
+        """Return the numbers, through the run, of this rank's sequences in the batch of `step`, int64 (B,)."""
         return step * self._batch_size + np.array(self._rows, np.int64)
 
     def _order(self, source: int, draws: np.ndarray) -> np.ndarray:
-        """Return the windows of a source that its sequences with the numbers `draws` read, int64, in the same shape."""
+        """Return the windows that sequences of a source read, by their `draws` (see `Draws`), int64 in that shape."""
         size = self._windows[source].num_windows
         epochs, places = np.divmod(draws, size)
         windows = np.empty_like(places)
@@ -93,10 +94,10 @@ class Loader:
             windows[epochs == epoch] = shuffle(places[epochs == epoch], size, self._seed + source, epoch)
         return windows
 
-    def drawn(self, step: int) -> list[int]:
+    def num_drawn(self, step: int) -> list[int]:
         """Return the number of sequences of each source in the batches before that of `step`, with skipped ones."""
         number = (step + self.skipped_batches) * self._batch_size
-        return [number] if self.mixture is None else self.mixture.drawn(number)
+        return [number] if self.mixture is None else self.mixture.num_drawn(number)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[TokenBatch]]:
@@ -156,23 +157,28 @@ class Loader:
                 "some not at all")
 
     def _resume_mixture(self, state: dict[str, Any]) -> str:
-        """Go on with a saved mixture; return a note to print if the weights have changed, else ""."""
-        assert self.mixture is not None, "there are several sources"
+        """Continue from a saved mixture; return a note to print if the weights have changed, else ""."""
+        assert self.mixture is not None, "a loader of one stream has no mixture"
         number = (self.step + self.skipped_batches) * self._batch_size
         weights = self.mixture.weights
-        self.mixture = self.mixture.resumed(state, number)
+        self.mixture = self.mixture.continue_from(state, number)
         if list(weights) == list(state["weights"]):
             return ""
-        before, now = (", ".join(f"{weight:g}" for weight in each) for each in (state["weights"], weights))
-        return f"the sources have other weights from step {self.step + 1} on: {now}, until then {before}"
+        return (f"data.sources have the weights {_list_weights(weights)} from step {self.step + 1} on, "
+                f"{_list_weights(state['weights'])} before")
+
+
+def _list_weights(weights: Sequence[float]) -> str:
+    """Return weights as text."""
+    return ", ".join(f"{weight:g}" for weight in weights)
 
 
 def _find_windows(stream: TokenStream, size: int) -> Windows:
-    """Return the windows of a stream, of which there is at least one. Raises ValueError."""
+    """Return the windows of a stream. Raises ValueError if there is none."""
     windows = find_windows(stream, size)
     if not windows.num_windows and windows.num_left_out:
         raise ValueError(f"no token of the {stream.num_documents} conversations in {stream.packed.path} counts for the "
-                         "loss where they are cut; raise train.sequence_length, or give other conversations")
+                         "loss after they are cut; raise train.sequence_length, or give other conversations")
     if not windows.num_windows:
         raise ValueError(
             f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = {size}; lower "
@@ -182,7 +188,7 @@ def _find_windows(stream: TokenStream, size: int) -> Windows:
 
 
 def state_has_loss_mask(state: Mapping[str, Any]) -> bool:
-    """Return True if the loader with this state reads data in which some tokens do not count for the loss."""
+    """Return True if a loader with this state reads data with a loss mask."""
     return "windows" in state
 
 

@@ -2,12 +2,12 @@
 
 A packed directory holds
 
-    index.json          format, tokenizer, token type, largest token, and every file with its size and SHA-256
-    tokens-00000.bin    token ids, uint16 or uint32: the documents, each followed by the end-of-document id
-    counts-00000.bin    only of conversations: a byte per token of the shard, 1 if it counts for the loss, else 0
-    documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
+    index.json           format, tokenizer, token type, largest token, and every file with its size and SHA-256
+    tokens-00000.bin     token ids, uint16 or uint32: the documents, each followed by the end-of-document id
+    loss-mask-00000.bin  only for conversations: one byte per token of the shard, 1 if it counts for the loss, else 0
+    documents.npy        one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
-A conversation is a document of the tokens that its chat template renders, without an end-of-document id. A document
+The document of a conversation is the tokens that the chat template renders, without an end-of-document id. A document
 lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a
 directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
 """
@@ -46,7 +46,7 @@ from dualpipe.train.data.sources import (
 from dualpipe.train.data.tokenizer import Tokenizer
 
 FORMAT = "dualpipe tokens 1"
-MASKED_FORMAT = "dualpipe tokens with a loss mask 1"  # a name of its own: a reader of FORMAT would ignore the mask
+MASKED_FORMAT = "dualpipe tokens with a loss mask 1"  # a separate name: a reader of FORMAT would ignore the mask
 INDEX = "index.json"
 DOCUMENT_TYPE = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("hash", "<u8")])
 DOCUMENT_STRUCT = struct.Struct("<IQQQ")  # the same layout as DOCUMENT_TYPE
@@ -65,10 +65,10 @@ def pack(
 
     Args:
         sources: from `find_sources`.
-        tokenizer: from `load_tokenizer`; or a `ChatTokenizer`, for records with conversations.
+        tokenizer: from `load_tokenizer`, or a `ChatTokenizer` for records with conversations.
         out: the directory to create, with its parents.
-        text_key: key of the text in a record, for files of records; the default for conversations: as in
-            `read_conversations`.
+        text_key: key of the text in a record, for files of records. Conversations: key of the messages, or the default
+            to find it as `read_conversations` does.
         shard_tokens: number of tokens after which a shard is closed.
         overwrite: replace an existing packed directory once the new one is complete. If anything fails before, the old
             one stays.
@@ -120,8 +120,8 @@ def _check_sources(sources: Sequence[Source], *, needs_records: bool) -> tuple[l
     Looks at the beginning of all files before any is tokenized, so that hours of packing do not end at the last file.
 
     Raises:
-        ValueError: a file that must be text is not, or cannot be read; or a file that the caller named has no records
-            although they are needed.
+        ValueError: a file that must be text is not, or cannot be read; or `needs_records` and a file that the caller
+            named has none.
     """
     text_sources = []
     skipped: dict[str, str] = {}
@@ -169,13 +169,13 @@ def _write_files(
     """
     is_chat = isinstance(tokenizer, ChatTokenizer)
     # Closing the temporary files may write, and fail.
-    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as counts:
-        writer = _Writer(out, tokenizer, records, counts, shard_tokens)
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as masks:
+        writer = _Writer(out, tokenizer, records, masks, shard_tokens)
         shards = writer.write_shards(_read_all(sources, text_key, skipped, is_chat=is_chat))
         if not writer.num_documents:
             not_text = f"; not text are {_list_skipped(skipped)}" if skipped else ""
             raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty"
-                             f"{writer.describe_silent(', or ')}{not_text}")
+                             f"{writer.describe_left_out(', or ')}{not_text}")
         index: dict[str, Any] = {
             "format": MASKED_FORMAT if is_chat else FORMAT, "tokenizer": tokenizer.identity,
             "vocab_size": tokenizer.vocab_size, "dtype": writer.dtype.name,
@@ -185,11 +185,11 @@ def _write_files(
         index |= {"largest": writer.largest, "documents": writer.num_documents, "tokens": writer.num_tokens}
         if is_chat:
             index["counted"] = writer.num_counted
-            index["masks"] = writer.write_counts()
+            index["masks"] = writer.write_masks()
         index |= {"document_index": writer.write_documents(), "shards": shards}
         writer.write_file(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
     if writer.num_left_out:
-        warnings.warn(f"conversations are left out{writer.describe_silent(': ')}", stacklevel=1)
+        warnings.warn(f"conversations are left out{writer.describe_left_out(': ')}", stacklevel=1)
     return index
 
 
@@ -218,19 +218,19 @@ class _Writer:
         num_documents: documents so far.
         num_tokens: tokens so far, with the ends of documents.
         num_counted: tokens of conversations so far that count for the loss.
-        num_left_out: conversations so far that are left out, as no token counts.
+        num_left_out: conversations so far that are left out, because no token counts.
 
     Args:
         out: the directory.
         tokenizer: encodes the documents.
         records: an empty file for the document records until their number is known. They take 28 bytes each, too much
             memory for billions of documents.
-        counts: an empty file for the loss mask of all shards, one after the other.
+        masks: an empty file for the loss masks of all shards, one after the other.
         shard_tokens: number of tokens after which a shard is closed.
     """
 
     def __init__(
-        self, out: Path, tokenizer: Tokenizer | ChatTokenizer, records: IO[bytes], counts: IO[bytes],
+        self, out: Path, tokenizer: Tokenizer | ChatTokenizer, records: IO[bytes], masks: IO[bytes],
         shard_tokens: int,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -239,12 +239,12 @@ class _Writer:
         self.num_tokens = 0
         self.num_counted = 0
         self.num_left_out = 0
-        self._first_silent = ""
+        self._first_left_out = ""
         self._shard_sizes: list[int] = []  # tokens
         self._out = out
         self._tokenizer = tokenizer
         self._records = records
-        self._counts = counts
+        self._masks = masks
         self._shard_tokens = shard_tokens
 
     def write_shards(self, documents: Iterable[tuple[bytes | Conversation, str]]) -> list[dict[str, object]]:
@@ -261,7 +261,7 @@ class _Writer:
                 raise ValueError(f"cannot tokenize {place}: {error}") from error
             if counts is not None and not counts.any():
                 self.num_left_out += 1
-                self._first_silent = self._first_silent or place
+                self._first_left_out = self._first_left_out or place
                 continue
             if not self._shard_sizes or self._shard_sizes[-1] >= self._shard_tokens:
                 self._shard_sizes.append(0)
@@ -272,7 +272,7 @@ class _Writer:
                 self._records.write(
                     DOCUMENT_STRUCT.pack(shard, self._shard_sizes[shard], len(tokens), content_hash))
                 if counts is not None:
-                    self._counts.write(counts.tobytes())
+                    self._masks.write(counts.tobytes())
                     self.num_counted += int(counts.sum())
             self.largest = max(self.largest, int(tokens.max()))
             self.num_documents += 1
@@ -283,30 +283,30 @@ class _Writer:
     def _tokens_of(self, document: bytes | Conversation) -> tuple[np.ndarray, np.ndarray | None]:
         """Return the tokens of a document as they are stored, and its loss mask if it is a conversation."""
         if isinstance(document, Conversation):
-            assert isinstance(self._tokenizer, ChatTokenizer), "conversations are read for a chat tokenizer alone"
+            assert isinstance(self._tokenizer, ChatTokenizer), "conversations need a chat tokenizer"
             tokens, counts = self._tokenizer.encode(document)
             return tokens.astype(self.dtype), counts
-        assert not isinstance(self._tokenizer, ChatTokenizer), "text is read for the other tokenizers alone"
+        assert not isinstance(self._tokenizer, ChatTokenizer), "text needs another tokenizer than a chat tokenizer"
         end = self.dtype.type(self._tokenizer.end_of_document)
         return np.append(self._tokenizer.encode(document).astype(self.dtype), end), None
 
-    def describe_silent(self, before: str) -> str:
-        """Return how many conversations are left out, and the first of them, in words; "" if there are none."""
+    def describe_left_out(self, before: str) -> str:
+        """Return the number of conversations that are left out, and the first of them, as text; "" if there is none."""
         if not self.num_left_out:
             return ""
         return (f"{before}no token counts for the loss in {self.num_left_out} of the conversations, the first is "
-                f"{self._first_silent}: the assistant says nothing")
+                f"{self._first_left_out}: the assistant says nothing")
 
-    def write_counts(self) -> list[dict[str, object]]:
-        """Write the loss mask of every shard, and return the entries of the files in the index."""
-        self._counts.seek(0)
-        return [self.write_file(f"counts-{shard:05d}.bin", self._read_counts(size))
+    def write_masks(self) -> list[dict[str, object]]:
+        """Write the loss mask of every shard, and return their entries in the index."""
+        self._masks.seek(0)
+        return [self.write_file(f"loss-mask-{shard:05d}.bin", self._read_mask(size))
                 for shard, size in enumerate(self._shard_sizes)]
 
-    def _read_counts(self, size: int) -> Iterator[bytes]:
+    def _read_mask(self, size: int) -> Iterator[bytes]:
         """Yield the next `size` bytes of the loss mask."""
         for start in range(0, size, COPY_SIZE):
-            yield self._counts.read(min(COPY_SIZE, size - start))
+            yield self._masks.read(min(COPY_SIZE, size - start))
 
     def write_documents(self) -> dict[str, object]:
         """Write the records of all documents as an .npy file, and return its entry in the index."""

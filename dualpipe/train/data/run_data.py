@@ -27,7 +27,7 @@ class RunData:
     """Training and validation text of a run. Collective.
 
     Attributes:
-        sources: training and validation text of each source; one, unless it is a mixture.
+        sources: training and validation text of each source; one, except in a mixture.
         evaluated: the sources whose validation text is read: only the first if data.validation_path is set, because all
             sources share that text.
         batch_size: sequences of a global batch.
@@ -46,7 +46,7 @@ class RunData:
 
     Raises:
         ValueError: on all ranks, if text cannot be read, is too short, has tokens beyond `vocab_size`, or has a loss
-            mask although `mtp_depth` is not 0.
+            mask with a model with multi-token prediction.
     """
 
     def __init__(
@@ -89,13 +89,8 @@ class RunData:
         )
 
     @property
-    def splits(self) -> Splits:
-        """The training and validation text, of a mixture those of its first source."""
-        return self.sources[0]
-
-    @property
     def has_loss_mask(self) -> bool:
-        """Return True if some tokens do not count for the loss, so that batches have different numbers of targets."""
+        """True if some tokens do not count for the loss, so that batches have different numbers of targets."""
         return any(splits.train.has_loss_mask for splits in self.sources)
 
     @property
@@ -110,17 +105,18 @@ class RunData:
             return []
         if len(self.evaluated) == 1:
             return self._choose_windows_of(self.evaluated[0], config, self.batch_size, num_batches, rows)
-        # Of a mixture, each batch has sequences of all sources, by their weights, from evenly over their text.
+        # Batches of a mixture have sequences of all sources by weight, spread evenly over the text of each.
         numbers = np.arange(self.batch_size * num_batches)
         sources, _ = Mixture([source.weight for source in config.data.sources], config.train.seed).draws(numbers)
         spans = []
         for number, splits in enumerate(self.evaluated):
             count = int((sources == number).sum())
-            chosen = self._choose_windows_of(splits, config, max(1, count), 1, range(max(1, count)))
-            spans.append(chosen[0].take(slice(count)))
-        joined = join_spans(sources, spans, config.train.sequence_length + 1)
-        own = np.array(rows, dtype=np.int64)
-        return [joined.take(batch * self.batch_size + own) for batch in range(num_batches)]
+            at_least_one = max(1, count)  # there is no batch without sequences
+            (span,) = self._choose_windows_of(splits, config, at_least_one, 1, range(at_least_one))
+            spans.append(span.take(slice(count)))
+        batches = join_spans(sources, spans, config.train.sequence_length + 1)
+        batch_rows = np.array(rows, dtype=np.int64)
+        return [batches.take(batch * self.batch_size + batch_rows) for batch in range(num_batches)]
 
     def _choose_windows_of(
         self, splits: Splits, config: Config, batch_size: int, limit: int, rows: range
@@ -138,9 +134,11 @@ class RunData:
         return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
 
     def source_shares(self, step: int) -> list[float] | None:
-        """Return the share of the tokens of each source in the steps up to `step`, from 1; None of one text."""
-        drawn = self.loader.drawn(step)
-        return [count / sum(drawn) for count in drawn] if len(drawn) > 1 else None
+        """Return the share of the tokens of each source in the first `step` steps; None if there is one source."""
+        num_drawn = self.loader.num_drawn(step)
+        if len(num_drawn) == 1:
+            return None
+        return [count / sum(num_drawn) for count in num_drawn]
 
     def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
         """Return a context with an iterator over the batches of the remaining steps up to `stop`, read one ahead."""
@@ -152,7 +150,7 @@ class RunData:
 
 
 def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
-    """Pack and scan the text on rank 0; return the packed directories of training and validation text by source."""
+    """Pack and scan the text on rank 0; return the packed directories of training and validation text, by source."""
     data = config.data
     cache = Path(config.output.dir)
     pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
@@ -166,9 +164,9 @@ def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
 
 
 def _check_tokenizers(sources: Sequence[Splits]) -> None:
-    """Raise ValueError unless all sources have the same tokenizer. Conversations may have any template."""
+    """Raise ValueError unless all sources have the same tokenizer. Chat templates and ends of documents may differ."""
     first, *others = [splits.train.packed for splits in sources]
     for packed in others:
-        if packed.tokenizer != first.tokenizer and packed.tokenizer.split(":")[:2] != first.tokenizer.split(":")[:2]:
+        if packed.tokenizer.split(":")[:2] != first.tokenizer.split(":")[:2]:
             raise ValueError(f"data.sources: {first.path} was packed with the tokenizer {first.tokenizer!r}, "
                              f"{packed.path} with {packed.tokenizer!r}; pack all with the same")

@@ -145,11 +145,13 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
 
 
 def read_conversations(path: Path, key: str = "") -> Iterator[tuple[Conversation, str]]:
-    """Yield the conversations of a file of records, each with its place for messages, as `read_documents` does.
+    """Yield the conversations of a file of records, each with its place for messages.
+
+    Skips empty records with a warning, as `read_documents` does.
 
     Args:
         path: the file.
-        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` that it has.
+        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` that the record has.
 
     Raises:
         ValueError: as `read_documents` does.
@@ -157,11 +159,11 @@ def read_conversations(path: Path, key: str = "") -> Iterator[tuple[Conversation
     names = (key,) if key else MESSAGE_KEYS
 
     def choose_keys(keys: Collection[str]) -> list[str]:
-        chosen = [name for name in names if name in keys]
-        if not chosen:
+        present = [name for name in names if name in keys]
+        if not present:
             raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {', '.join(map(repr, keys)) or 'nothing'}"
                              "; name the key of the messages with --text-key or data.text_key")
-        return [chosen[0], *(name for name in (TOOLS_KEY,) if name in keys)]
+        return [present[0], TOOLS_KEY] if TOOLS_KEY in keys else present[:1]
 
     def read(record: dict[str, Any]) -> Conversation | None:
         return read_conversation(record, next(iter(record)))
@@ -173,12 +175,12 @@ def _convert_records(
     path: Path, kind: str, choose_keys: Callable[[Collection[str]], list[str]],
     convert: Callable[[dict[str, Any]], _Converted | None],
 ) -> Iterator[tuple[_Converted, str]]:
-    """Yield what `convert` makes of every record, with the record's place. Skips records of which it makes None.
+    """Yield the result of `convert` for every record, with the record's place. Skips records that convert to None.
 
     Args:
         path: the file.
         kind: one of `RECORD_KINDS`.
-        choose_keys: returns the keys to read of a record that has certain keys, or raises ValueError.
+        choose_keys: takes the keys of a record and returns those to read, or raises ValueError.
         convert: takes the values of a record by key, in the order of `choose_keys`; may raise ValueError.
     """
     number = 1

@@ -35,7 +35,7 @@ class Splits(NamedTuple):
     def unigram_loss(self, vocab_size: int, max_tokens: int = 1 << 26) -> float:
         """Return the validation loss, in nats per token, of the token frequencies of `train` with add-one smoothing.
 
-        Only tokens that count for the loss are counted.
+        Counts only tokens that count for the loss.
 
         Args:
             vocab_size: of the model.

@@ -56,7 +56,7 @@ class PackedTokens:
             self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[:num_shards]]
             self.masks = [np.memmap(file, dtype=np.uint8, mode="r") for file in files[num_shards:]]
             if masks and list(map(len, self.masks)) != list(map(len, self.shards)):
-                raise ValueError("the loss masks do not have a byte for every token")
+                raise ValueError("the loss masks do not have one byte per token")
             self.documents = np.load(documents_file, mmap_mode="r", allow_pickle=False)
             if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
                 raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
@@ -94,7 +94,7 @@ class PackedTokens:
         return files
 
     def is_of_tokenizer(self, content: bytes) -> bool:
-        """Return True if the text was packed with the tokenizer.json that has this content."""
+        """Return True if the text was packed with the tokenizer.json with this content."""
         return self.tokenizer.startswith(f"sha256:{hashlib.sha256(content).hexdigest()}:")
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -142,7 +142,7 @@ class TokenStream:
 
     @property
     def has_loss_mask(self) -> bool:
-        """Return True if some tokens do not count for the loss, as in conversations."""
+        """True if some tokens do not count for the loss, as in conversations."""
         return bool(self.packed.masks)
 
     def read(self, start: int, stop: int) -> np.ndarray:
@@ -150,7 +150,7 @@ class TokenStream:
         return self._read(self.packed.shards, start, stop, np.dtype(np.int64))
 
     def read_mask(self, start: int, stop: int) -> np.ndarray:
-        """Return True for the tokens in [start, stop) that count for the loss."""
+        """Return the loss mask of tokens [start, stop): True for tokens that count for the loss."""
         if not self.has_loss_mask:
             return np.ones(stop - start, dtype=bool)
         return self._read(self.packed.masks, start, stop, np.dtype(bool))
@@ -193,7 +193,7 @@ class TokenStream:
             columns: (C,) the tokens of each sequence to read. None: all. Positions are always of all tokens.
             depth: of `shift_targets`.
             separate_documents: targets at a depth must be in the same document.
-            stops: (B,) ends of the windows: tokens from there on only fill the sequence, they are no targets. None:
+            stops: (B,) ends of the windows. Tokens from there on only fill the sequence and are not targets. None:
                 windows are full.
         """
         rows = np.empty((len(starts), window), dtype=np.int64)

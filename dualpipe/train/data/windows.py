@@ -1,14 +1,14 @@
-"""Windows: the parts of a stream that sequences are read from.
+"""Cut a stream into windows, the ranges of tokens that sequences are read from.
 
-Text is cut into windows of T + 1 tokens, one behind the other. Conversations must not be cut, so that what the
-assistant says is seen with what it answers: a window begins where a conversation does, and has as many whole ones as
-fit. A conversation longer than a window has several, the next of which begins with the last token of the one before:
+Text is cut into consecutive windows of T + 1 tokens. Conversations stay whole, so that an answer is read with its
+question: a window starts at the start of a conversation and holds as many whole ones as fit. A conversation longer than
+a window takes several, each of which starts with the last token of the window before:
 
     T + 1 = 8        conversations of 3, 4, 6 and 10 tokens
-    window 0         0-6    two conversations; token 7 fills it and is no target
-    window 1         7-12   one
-    window 2         13-20  of the last conversation, tokens 0 to 7
-    window 3         20-22  the rest of it, with tokens 7 to 9; the targets are 8 and 9
+    window 0         0-6    two conversations; token 7 fills the sequence and is not a target
+    window 1         7-12   one conversation
+    window 2         13-20  tokens 0 to 7 of the last conversation
+    window 3         20-22  tokens 7 to 9 of it; the targets are 8 and 9
 
 Dimension letters: B sequences, N windows, D documents.
 """
@@ -28,9 +28,9 @@ _BLOCK = 1 << 22  # tokens of a loss mask to read at a time
 class Span(NamedTuple):
     """Bounds of windows in a stream.
 
-    starts: (B,) first tokens.
-    stops: (B,) ends. None: all windows are full.
-    sources: (B,) numbers of the streams. None: there is one.
+    starts: (B,) first token of each window.
+    stops: (B,) end of each window. None: all windows are full.
+    sources: (B,) index of each window's stream. None: there is one stream.
     """
 
     starts: np.ndarray
@@ -38,7 +38,7 @@ class Span(NamedTuple):
     sources: np.ndarray | None = None
 
     def take(self, rows: np.ndarray | slice) -> Span:
-        """Return the bounds of some of the windows."""
+        """Return the bounds of the windows in `rows`."""
         stops = None if self.stops is None else self.stops[rows]
         sources = None if self.sources is None else self.sources[rows]
         return Span(self.starts[rows], stops, sources)
@@ -46,11 +46,11 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Full windows of a text, one behind the other. The rest at its end is not used.
+    """Consecutive full windows of a text. The rest at its end is not used.
 
     size: T + 1 tokens of a window.
     num_windows: N.
-    num_left_out: 0: in all of them targets count for the loss.
+    num_left_out: always 0, because every window has targets.
     """
 
     size: int
@@ -64,10 +64,10 @@ class TextWindows:
 
 @dataclass(frozen=True)
 class ConversationWindows:
-    """Windows of whole conversations in which a target counts for the loss.
+    """Windows of whole conversations with at least one target that counts for the loss.
 
     starts, stops: (N,) bounds of the windows.
-    num_left_out: number of windows that are left out, as no target counts.
+    num_left_out: number of windows without such a target, which are not read.
     """
 
     starts: np.ndarray
@@ -80,7 +80,7 @@ class ConversationWindows:
         return len(self.starts)
 
     def span(self, numbers: np.ndarray) -> Span:
-        """Return the bounds of windows, by their numbers (B,). A negative number is a window without targets."""
+        """Return the bounds of windows, by their numbers (B,). A negative number gives a window without targets."""
         stops = np.where(numbers < 0, self.starts[numbers], self.stops[numbers])
         return Span(self.starts[numbers], stops)
 
@@ -105,10 +105,10 @@ def find_windows(stream: TokenStream, size: int) -> Windows:
 def choose_conversations(stream: TokenStream, size: int, batch_size: int, limit: int, rows: range) -> list[Span]:
     """Return the bounds of the windows of every evaluation batch, spread evenly over conversations.
 
-    With fewer windows than a batch, the other sequences of the only batch have no targets.
+    If there are fewer windows than a batch has sequences, the other sequences of the only batch have no targets.
 
     Args:
-        stream: the conversations, with at least as many tokens as a window.
+        stream: the conversations; at least as many tokens as a window.
         size: T + 1 tokens of a window.
         batch_size: sequences of the global batch.
         limit: maximum number of batches.
@@ -120,8 +120,8 @@ def choose_conversations(stream: TokenStream, size: int, batch_size: int, limit:
     windows = find_windows(stream, size)
     total = windows.num_windows
     if not total:
-        raise ValueError(f"no token of the {stream.num_documents} conversations for validation counts for the loss; "
-                         "give others in data.validation_path, or set train.eval_batches = 0")
+        raise ValueError(f"no token of the {stream.num_documents} validation conversations counts for the loss; give "
+                         "other conversations in data.validation_path, or set train.eval_batches = 0")
     numbers = np.arange(batch_size)
     numbers[total:] = -1
     if total >= batch_size:
@@ -134,7 +134,7 @@ def cut_documents(bounds: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray
 
     Args:
         bounds: (D + 1,) start of every document, and the end of the last one.
-        size: T + 1, the most tokens of a window.
+        size: T + 1, the maximum number of tokens in a window.
     """
     starts = []
     stops = []
@@ -142,17 +142,20 @@ def cut_documents(bounds: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray
     end = int(bounds[-1])
     while start < end:
         limit = min(start + size, end)
-        border = int(bounds[np.searchsorted(bounds, limit, side="right") - 1])  # the last one that a window reaches
-        is_cut = border <= start
-        stop = limit if is_cut else border
+        last_bound = int(bounds[np.searchsorted(bounds, limit, side="right") - 1])  # within reach of the window
+        cuts_document = last_bound <= start
+        stop = limit if cuts_document else last_bound
         starts.append(start)
         stops.append(stop)
-        start = stop - 1 if is_cut else stop
+        start = stop - 1 if cuts_document else stop
     return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
 
 
 def _count_targets(stream: TokenStream, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return the number of targets that count in each window, int64 (N,). The first token of a window is no target."""
+    """Return the number of targets in each window that count for the loss, int64 (N,).
+
+    The first token of a window is not a target.
+    """
     counts = np.zeros(len(starts), dtype=np.int64)
     for begin in range(0, stream.num_tokens, _BLOCK):
         counted = begin + np.flatnonzero(stream.read_mask(begin, min(begin + _BLOCK, stream.num_tokens)))

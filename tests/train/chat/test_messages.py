@@ -41,7 +41,7 @@ def test_messages_with_the_weight_0():
     ([{"role": "user"}], "message 1 of its 'messages' of the role 'user' has no 'content'"),
     ([{"role": "user", "content": None}], "of the role 'user' has no 'content'"),
     ([{"role": "user", "content": 3}], "neither a string nor a list, but of type int"),
-    ([{"role": "user", "content": [{"type": "image"}]}], "has a part of type 'image' in its 'content'; text alone"),
+    ([{"role": "user", "content": [{"type": "image"}]}], "has a part of type 'image' in its 'content'; only text"),
     ([{"from": "alien", "value": "Hi"}], "is from 'alien'; give one of human, user, gpt"),
     ([{"from": "gpt"}], "from 'gpt' has no 'value' that is a string"),
     ([ROUND[1] | {"weight": 0.5}], "has the weight 0.5; give 0 or 1"),

@@ -41,19 +41,19 @@ def test_templates_whose_prefixes_do_not_agree_are_refused():
     with pytest.raises(ValueError) as raised:
         says(FORGETFUL, Conversation(turns("a", "b", "c", "d")))
     assert str(raised.value) == (
-        "it does not tell which text is the assistant's: message 2 is rendered in another way once other messages "
+        "it does not show which text is the assistant's: message 2 is rendered differently once other messages "
         "follow ('<think></think>b<|im_end|>\\n' against 'b<|im_end|>\\n<|im_start|>user\\nc<|im_end|>'); give a "
-        "template with {% generation %} around what the assistant says, by --chat-template or data.chat_template")
+        "template with {% generation %} blocks around the assistant's text, with --chat-template or data.chat_template")
     assert says(FORGETFUL, Conversation(turns("a", "b"))) == ["<think></think>b<|im_end|>"]
     prompted = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
-    with pytest.raises(ValueError, match="the prompt for message 2 is not how that message begins"):
+    with pytest.raises(ValueError, match="message 2 does not start with the generation prompt"):
         says(prompted, Conversation(turns("a", "b")))
-    with pytest.raises(ValueError, match="of which only the first 0 of 1 messages were rendered, to find"):
+    with pytest.raises(ValueError, match=r"\(the first 0 of 1 messages alone, rendered to find the assistant\'s turn"):
         says(FIRST_ROLE, Conversation(turns("a", role="assistant")))
 
 
 def test_weights_need_a_block_for_each_turn():
     twice = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
-    with pytest.raises(ValueError, match="has 4 generation blocks for 2 turns of the assistant"):
+    with pytest.raises(ValueError, match="has 4 generation blocks for 2 assistant turns, so the block of"):
         says(twice, Conversation(turns("a", "b", "c", "d"), uncounted=frozenset({1})))
     assert says(twice, Conversation(turns("a", "b"))) == ["", "b<|im_end|>"]

@@ -59,10 +59,10 @@ def test_where_a_template_is_found(tmp_path):
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot read the chat template none: "):
         find_template(tmp_path, "none")
-    with pytest.raises(ValueError, match=r"has no chat template: there is no chat_template.jinja, and no chat_"):
+    with pytest.raises(ValueError, match=r"has no chat template: no chat_template.jinja, and no chat_"):
         find_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json holds no object but list"):
+    with pytest.raises(ValueError, match=r"tokenizer_config.json holds a list; it must hold a JSON object"):
         find_template(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(ValueError, match=r"cannot read .*tokenizer_config.json: "):

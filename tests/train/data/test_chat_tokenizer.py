@@ -27,15 +27,15 @@ def test_a_character_of_several_tokens_and_an_answer_of_one(tmp_path):
     tokens, counts = tokenizer.encode(Conversation(turns("a", "\U0001f600")))
     assert counts.sum() == 5, "four bytes and the end of the turn"
     assert np.flatnonzero(counts).tolist() == list(range(len(tokens) - 6, len(tokens) - 1))
-    assert tokenizer.encode(Conversation(turns("a", ""))).counts.sum() == 1
+    assert tokenizer.encode(Conversation(turns("a", ""))).loss_mask.sum() == 1
 
 
 def test_the_first_token_never_counts(tmp_path):
     """Nothing predicts it."""
     bare = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path, bare)))
-    assert tokenizer.encode(Conversation(turns("xyz", role="assistant"))).counts.tolist() == [False, True, True]
-    assert tokenizer.encode(Conversation(turns("x", role="assistant"))).counts.tolist() == [False]
+    assert tokenizer.encode(Conversation(turns("xyz", role="assistant"))).loss_mask.tolist() == [False, True, True]
+    assert tokenizer.encode(Conversation(turns("x", role="assistant"))).loss_mask.tolist() == [False]
     assert len(tokenizer.encode(Conversation(turns("", role="assistant"))).tokens) == 0
 
 
@@ -44,5 +44,5 @@ def test_what_is_refused(tmp_path):
         ChatTokenizer("bytes")
     with pytest.raises(ValueError, match=r"cannot read the tokenizer .*tokenizer.json: No such file"):
         ChatTokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"has no chat template: there is no chat_template.jinja"):
+    with pytest.raises(ValueError, match=r"has no chat template: no chat_template.jinja"):
         ChatTokenizer(str(save_chat_tokenizer(tmp_path, None)))

@@ -13,7 +13,7 @@ def test_tokens_that_count_are_in_brackets(tmp_path, capsys):
     chats = write_chats(tmp_path / "chats.jsonl", [turns("hi", "hello [x]"), turns("a", "b")])
     pack = ["data", "pack", str(chats), "--chat", "--tokenizer", tokenizer, "--out", packed]
     assert cli.main(pack) == 0
-    assert capsys.readouterr().out == f"{packed}: 49 tokens in 2 documents, of which 8 count for the loss\n"
+    assert capsys.readouterr().out == f"{packed}: 49 tokens in 2 documents, 8 of them count for the loss\n"
     assert cli.main(["data", "show", packed, "--tokenizer", tokenizer, "--document", "0", "--count", "5"]) == 0
     assert capsys.readouterr().out == (
         "document 0: 27 tokens, 6 count for the loss\n"

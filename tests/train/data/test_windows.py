@@ -48,7 +48,7 @@ def test_every_token_that_counts_is_a_target_once_with_its_conversation_from_its
             if target != NO_TARGET:
                 found.append((tuple(tokens[place - positions[place] : place + 1]), target))
     expected = []
-    for tokens, counts in ((each.tokens.tolist(), each.counts) for each in encoded):
+    for tokens, counts in ((each.tokens.tolist(), each.loss_mask) for each in encoded):
         for place in np.flatnonzero(counts).tolist():
             start = (place - 1) // 150 * 150  # of what is in one window of a conversation that is longer
             expected.append((tuple(tokens[start:place]), tokens[place]))
@@ -92,7 +92,7 @@ def test_evaluation_reads_each_conversation_once_or_spreads_over_them(packed):
     targets = stream.read_windows(span.starts, 201, stops=span.stops).targets
     counts = (targets != NO_TARGET).sum(1)
     assert counts[-3:].tolist() == [0, 0, 0] and counts[:-3].min() > 0
-    assert counts.sum() == sum(each.counts.sum() for each in encoded)
+    assert counts.sum() == sum(each.loss_mask.sum() for each in encoded)
     batches = choose_conversations(stream, 201, 3, 2, range(1, 3))
     assert [len(batch.starts) for batch in batches] == [2, 2]
     assert batches[-1].starts[-1] == windows.starts[-1]
@@ -102,7 +102,7 @@ def test_a_split_within_conversations(packed):
     stream, encoded = packed(random_chats(5))
     splits = split_documents(stream.packed, 1e-9, at_least=100)
     assert splits.validation.num_tokens == 100 and splits.validation.document_bounds()[0] == 0
-    whole = np.concatenate([each.counts for each in encoded])
+    whole = np.concatenate([each.loss_mask for each in encoded])
     assert (splits.validation.read_mask(0, 100) == whole[-100:]).all()
     assert (splits.train.read_mask(0, splits.train.num_tokens) == whole[:-100]).all()
     assert splits.unigram_loss(266) > 0
