@@ -2,9 +2,9 @@
 
     python examples/fine_tune.py [DIRECTORY]
 
-It needs the extra "hf" and no network: the model is a Qwen3-MoE with random weights and a byte tokenizer, written in the
-form of a downloaded checkpoint. For a real model, leave out `make_checkpoint` and set `init.from_hf` to its directory.
-The rest stays the same: a file of conversations, and the settings in `RUN`.
+It needs the extra "hf" and no network: the model is a Qwen3-MoE with random weights and a byte tokenizer, written in
+the form of a downloaded checkpoint. For a real model, leave out `make_checkpoint` and set `init.from_hf` to its
+directory. The rest stays the same: a file of conversations, and the settings in `RUN`.
 """
 
 from __future__ import annotations

@@ -79,12 +79,12 @@ def test_weights_that_change(folder, capsys):
     changed = ["--data.sources", "text,weight=1", "more,weight=1e6"]
     assert cli.main([*run, "--train.steps", "12", *changed]) == 0
     said = capsys.readouterr().out
-    assert "WARNING: data.sources have the weights 1, 1e+06 from step 3 on, 3, 1 before\n" in said
+    assert "WARNING: data.sources has new weights from step 3 on: 1, 1e+06 (before: 3, 1)\n" in said
     rows = rows_of(folder)
     drawn = [[round(share * 8 * row["step"]) for share in row["source_shares"]] for row in rows]
     assert drawn[-1][0] - drawn[1][0] <= 1, "nearly all that was read since is of the second"
     assert cli.main([*run, "--train.steps", "13", *changed]) == 0
-    assert "have the weights" not in capsys.readouterr().out
+    assert "new weights" not in capsys.readouterr().out
     assert cli.main([*run, "--train.steps", "14", "--data.sources", "more", "text"]) == 2
     assert "the loader's state is of another run: data [" in capsys.readouterr().err
 

@@ -13,7 +13,6 @@ differently once later ones follow (for example, one that drops their reasoning)
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 
 from dualpipe.train.chat.messages import ASSISTANT, Conversation
@@ -66,11 +65,17 @@ def _find_turn(template: ChatTemplate, conversation: Conversation, turn: int, wh
         (after, whole, f"message {turn + 1} is rendered differently once other messages follow"),
     ):
         if not longer.startswith(shorter):
-            place = len(os.path.commonprefix([shorter, longer]))
+            place = _first_difference(shorter, longer)
             raise ValueError(
                 f"{template.name} does not show which text is the assistant's: {problem} "
                 f"({shorter[place : place + _SHOWN]!r} against {longer[place : place + _SHOWN]!r}); {_REMEDY}")
     return len(before), len(after)
+
+
+def _first_difference(text: str, other: str) -> int:
+    """Return the index of the first character in which two texts differ."""
+    length = min(len(text), len(other))
+    return next((index for index in range(length) if text[index] != other[index]), length)
 
 
 def _trim(text: str, begin: int, end: int, ends: Collection[str]) -> int:

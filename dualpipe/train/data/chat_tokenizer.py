@@ -27,7 +27,7 @@ class MaskedTokens(NamedTuple):
 
 
 class ChatTokenizer:
-    """A `tokenizers` JSON file with a chat template. A document is the tokens that transformers renders, without an end.
+    """A `tokenizers` JSON file with a chat template. Conversations have no end-of-document token.
 
     Attributes:
         vocab_size: of the tokenizer.

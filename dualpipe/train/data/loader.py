@@ -164,8 +164,8 @@ class Loader:
         self.mixture = self.mixture.continue_from(state, number)
         if list(weights) == list(state["weights"]):
             return ""
-        return (f"data.sources have the weights {_list_weights(weights)} from step {self.step + 1} on, "
-                f"{_list_weights(state['weights'])} before")
+        return (f"data.sources has new weights from step {self.step + 1} on: {_list_weights(weights)} (before: "
+                f"{_list_weights(state['weights'])})")
 
 
 def _list_weights(weights: Sequence[float]) -> str:

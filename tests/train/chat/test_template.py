@@ -73,5 +73,5 @@ def test_what_is_refused(tmp_path):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "it").render(turns("a"))
     with pytest.raises(ValueError, match=r"it refuses the conversation: .*unsafe"):
         ChatTemplate("{{ messages.__class__.__mro__ }}", {}, "it").render(turns("a"))
-    with pytest.raises(ValueError, match=r"holds U\+FDD0"):
+    with pytest.raises(ValueError, match=r"contains U\+FDD0"):
         ChatTemplate(MARKED, {}, "it").render(turns("a", "b\ufdd0"))

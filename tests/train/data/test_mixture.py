@@ -59,7 +59,7 @@ def test_shares_draws_and_counts_agree():
         assert draws[sources == source].tolist() == list(range((sources == source).sum()))
         assert (sources == source).mean() == pytest.approx(share, abs=0.005)
     for number in (0, 1, 17, BLOCK, BLOCK + 1, 9999):
-        assert mixture.drawn(number) == np.bincount(sources[:number], minlength=3).tolist()
+        assert mixture.num_drawn(number) == np.bincount(sources[:number], minlength=3).tolist()
     shuffled = np.random.default_rng(0).permutation(numbers)
     again, draws_again = Mixture([0.7, 0.2, 0.1], seed=1).draws(shuffled)
     assert (again == sources[shuffled]).all() and (draws_again == draws[shuffled]).all()
@@ -69,15 +69,15 @@ def test_shares_draws_and_counts_agree():
 def test_other_weights_from_a_sequence_on():
     saved = Mixture([1, 1], seed=0)
     state = json.loads(json.dumps(saved.state_dict()))
-    assert Mixture([1, 1], seed=0).resumed(state, 100).state_dict() == state
-    changed = Mixture([9, 1], seed=0).resumed(state, 100)
-    drawn = saved.drawn(100)
-    assert sum(drawn) == 100 and changed.drawn(100) == drawn
+    assert Mixture([1, 1], seed=0).continue_from(state, 100).state_dict() == state
+    changed = Mixture([9, 1], seed=0).continue_from(state, 100)
+    drawn = saved.num_drawn(100)
+    assert sum(drawn) == 100 and changed.num_drawn(100) == drawn
     sources, draws = changed.draws(np.arange(100, 5000))
     assert [draws[sources == source][0] for source in range(2)] == drawn
     assert (sources == 0).mean() == pytest.approx(0.9, abs=0.02)
-    third = Mixture([1, 3], seed=0).resumed(json.loads(json.dumps(changed.state_dict())), 5000)
-    assert third.drawn(5000) == changed.drawn(5000)
+    third = Mixture([1, 3], seed=0).continue_from(json.loads(json.dumps(changed.state_dict())), 5000)
+    assert third.num_drawn(5000) == changed.num_drawn(5000)
 
 
 def letters(batch):
@@ -89,7 +89,7 @@ def test_batches_take_each_source_by_its_weight_and_each_window_once_an_epoch(st
     assert loader.num_windows == 30 + 50
     rows = [letter for step in range(300) for letter in letters(loader.batch(step))]
     assert rows.count("a") / len(rows) == pytest.approx(0.75, abs=0.02)
-    assert loader.drawn(300) == [rows.count("a"), rows.count("b")]
+    assert loader.num_drawn(300) == [rows.count("a"), rows.count("b")]
     part = make_loader(streams, rows=range(2, 5)).batch(7)
     whole = loader.batch(7)
     for own, every in zip(part, whole):
@@ -105,8 +105,8 @@ def test_resuming_and_other_weights(streams):
     assert all(torch.equal(same.batch(step).tokens, straight.batch(step).tokens) for step in (20, 21))
     other = make_loader(streams, weights=(1.0, 3.0))
     assert other.load_state_dict(state) == (
-        "the sources have other weights from step 21 on: 1, 3, until then 3, 1")
-    assert other.drawn(20) == straight.drawn(20)
+        "data.sources has new weights from step 21 on: 1, 3 (before: 3, 1)")
+    assert other.num_drawn(20) == straight.num_drawn(20)
     rows = [letter for step in range(20, 320) for letter in letters(other.batch(step))]
     assert rows.count("b") / len(rows) == pytest.approx(0.75, abs=0.02)
     later = make_loader(streams, weights=(1.0, 3.0))

@@ -22,13 +22,13 @@ def test_tokens_that_count_are_in_brackets(tmp_path, capsys):
         "<|im_start|>|u|s|e|r|\n|a|<|im_end|>|\n|<|im_start|>|a|s|s|i|s|t|an|t|\n|[[b|<|im_end|>]]|\n\n"
     )
     for options, text in (
-        (["--document", "2"], "error: --document 2: "), (["--document", "-1"], "has the documents 0 to 1"),
-        (["--count", "0"], "--count 0: must be at least 1"),
+        (["--document", "2"], "error: --document 2: "), (["--document", "-1"], "has documents 0 to 1; give"),
+        (["--count", "0"], "--count 0: give at least 1"),
     ):
         assert cli.main(["data", "show", packed, "--tokenizer", tokenizer, *options]) == 2
         assert text in capsys.readouterr().err
     assert cli.main(["data", "show", packed]) == 2
-    assert "not with 'bytes'; give that one with --tokenizer" in capsys.readouterr().err
+    assert "--tokenizer bytes: " in capsys.readouterr().err
 
 
 def test_in_colour_on_a_terminal(tmp_path, capsys, monkeypatch):
