@@ -17,7 +17,7 @@ from dualpipe.schedule.by_name import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
-    from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +170,7 @@ def _pack(args: argparse.Namespace) -> None:
     """Tokenise text into a packed directory."""
     from dualpipe.train.data.pack import pack
     from dualpipe.train.data.sources import find_sources
-    from dualpipe.train.data.tokenizer import load_tokenizer
+    from dualpipe.train.tokenization.tokenizer import load_tokenizer
 
     sources = find_sources(args.paths)
     if args.chat_template and not args.chat:
@@ -184,7 +184,7 @@ def _pack(args: argparse.Namespace) -> None:
 
 def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
     """Return the tokenizer of `data pack --chat`."""
-    from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
 
     if args.end_of_document is not None:
         raise ValueError(f"--end-of-document {args.end_of_document!r}: with --chat, the chat template ends a "

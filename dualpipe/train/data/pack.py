@@ -32,7 +32,7 @@ import numpy as np
 from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import TEXT_KEY
-from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+from dualpipe.train.data.pack_progress import PackProgress
 from dualpipe.train.data.sources import (
     DOCUMENTS,
     RECORD_KINDS,
@@ -43,7 +43,9 @@ from dualpipe.train.data.sources import (
     read_conversations,
     read_documents,
 )
-from dualpipe.train.data.tokenizer import Tokenizer
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.encode_documents import EncodedDocument, encode_documents
+from dualpipe.train.tokenization.tokenizer import Document, Tokenizer
 
 FORMAT = "dualpipe tokens 1"
 MASKED_FORMAT = "dualpipe tokens with a loss mask 1"  # a separate name: a reader of FORMAT would ignore the mask
@@ -60,8 +62,9 @@ def pack(
 ) -> dict[str, Any]:
     """Tokenize the documents of `sources` into the packed directory `out`, and return its index.
 
-    Skips empty documents, and conversations in which no token counts for the loss. Skips files in a folder that are not
-    text, with a warning that names them, unless their names announce records.
+    Documents are encoded on all cores; a terminal shows a progress bar. Skips empty documents, and conversations in
+    which no token counts for the loss. Skips files in a folder that are not text, with a warning that names them,
+    unless their names announce records.
 
     Args:
         sources: from `find_sources`.
@@ -171,7 +174,9 @@ def _write_files(
     # Closing the temporary files may write, and fail.
     with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as masks:
         writer = _Writer(out, tokenizer, records, masks, shard_tokens)
-        shards = writer.write_shards(_read_all(sources, text_key, skipped, is_chat=is_chat))
+        with PackProgress([source.path for source in sources]) as progress:
+            documents = _read_all(sources, text_key, skipped, progress, is_chat=is_chat)
+            shards = writer.write_shards(progress.count_tokens(encode_documents(documents, tokenizer)))
         if not writer.num_documents:
             not_text = f"; not text are {_list_skipped(skipped)}" if skipped else ""
             raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty"
@@ -194,19 +199,21 @@ def _write_files(
 
 
 def _read_all(
-    sources: Sequence[Source], text_key: str, skipped: dict[str, str], *, is_chat: bool
-) -> Iterator[tuple[bytes | Conversation, str]]:
+    sources: Sequence[Source], text_key: str, skipped: dict[str, str], progress: PackProgress, *, is_chat: bool
+) -> Iterator[tuple[Document, str]]:
     """Yield the documents of all files as `read_documents` does. Adds files that are not text to `skipped`."""
     for source in sources:
         try:
             if is_chat:
-                yield from read_conversations(source.path, "" if text_key == TEXT_KEY else text_key)
+                key = "" if text_key == TEXT_KEY else text_key
+                yield from read_conversations(source.path, key, progress.set_position)
             else:
-                yield from read_documents(source.path, text_key)
+                yield from read_documents(source.path, text_key, progress.set_position)
         except NotText as error:
             if source.is_explicit:
                 raise
             skipped[source.name] = error.reason
+        progress.finish_file(source.path)
 
 
 class _Writer:
@@ -222,7 +229,7 @@ class _Writer:
 
     Args:
         out: the directory.
-        tokenizer: encodes the documents.
+        tokenizer: the tokenizer of the documents.
         records: an empty file for the document records until their number is known. They take 28 bytes each, too much
             memory for billions of documents.
         masks: an empty file for the loss masks of all shards, one after the other.
@@ -234,7 +241,9 @@ class _Writer:
         shard_tokens: int,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.largest = 0 if isinstance(tokenizer, ChatTokenizer) else tokenizer.end_of_document
+        ends = [] if isinstance(tokenizer, ChatTokenizer) else [tokenizer.end_of_document]
+        self._end = np.array(ends, dtype=self.dtype)  # tokens after every document
+        self.largest = 0
         self.num_documents = 0
         self.num_tokens = 0
         self.num_counted = 0
@@ -242,53 +251,39 @@ class _Writer:
         self._first_left_out = ""
         self._shard_sizes: list[int] = []  # tokens
         self._out = out
-        self._tokenizer = tokenizer
         self._records = records
         self._masks = masks
         self._shard_tokens = shard_tokens
 
-    def write_shards(self, documents: Iterable[tuple[bytes | Conversation, str]]) -> list[dict[str, object]]:
+    def write_shards(self, documents: Iterable[EncodedDocument]) -> list[dict[str, object]]:
         """Write the tokens of all documents, and return the entries of the shards in the index."""
-        by_shard = groupby(self._encode(documents), key=itemgetter(0))
+        by_shard = groupby(self._place(documents), key=itemgetter(0))
         return [self.write_file(f"tokens-{shard:05d}.bin", map(itemgetter(1), pieces)) for shard, pieces in by_shard]
 
-    def _encode(self, documents: Iterable[tuple[bytes | Conversation, str]]) -> Iterator[tuple[int, bytes]]:
+    def _place(self, documents: Iterable[EncodedDocument]) -> Iterator[tuple[int, bytes]]:
         """Yield the shard and the tokens of every document, and write its record and its loss mask."""
-        for document, place in documents:
-            try:
-                tokens, counts = self._tokens_of(document)
-            except ValueError as error:
-                raise ValueError(f"cannot tokenize {place}: {error}") from error
-            if counts is not None and not counts.any():
+        for document, place, ids, loss_mask in documents:
+            if loss_mask is not None and not loss_mask.any():
                 self.num_left_out += 1
                 self._first_left_out = self._first_left_out or place
                 continue
             if not self._shard_sizes or self._shard_sizes[-1] >= self._shard_tokens:
                 self._shard_sizes.append(0)
             shard = len(self._shard_sizes) - 1
+            tokens = np.concatenate([ids.astype(self.dtype), self._end])
             content = document.content() if isinstance(document, Conversation) else document
             content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
             with name_file_in_errors(self._out / DOCUMENTS):
                 self._records.write(
                     DOCUMENT_STRUCT.pack(shard, self._shard_sizes[shard], len(tokens), content_hash))
-                if counts is not None:
-                    self._masks.write(counts.tobytes())
-                    self.num_counted += int(counts.sum())
+                if loss_mask is not None:
+                    self._masks.write(loss_mask.tobytes())
+                    self.num_counted += int(loss_mask.sum())
             self.largest = max(self.largest, int(tokens.max()))
             self.num_documents += 1
             self.num_tokens += len(tokens)
             self._shard_sizes[shard] += len(tokens)
             yield shard, tokens.tobytes()
-
-    def _tokens_of(self, document: bytes | Conversation) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the tokens of a document as they are stored, and its loss mask if it is a conversation."""
-        if isinstance(document, Conversation):
-            assert isinstance(self._tokenizer, ChatTokenizer), "conversations need a chat tokenizer"
-            tokens, counts = self._tokenizer.encode(document)
-            return tokens.astype(self.dtype), counts
-        assert not isinstance(self._tokenizer, ChatTokenizer), "text needs another tokenizer than a chat tokenizer"
-        end = self.dtype.type(self._tokenizer.end_of_document)
-        return np.append(self._tokenizer.encode(document).astype(self.dtype), end), None
 
     def describe_left_out(self, before: str) -> str:
         """Return the number of conversations that are left out, and the first of them, as text; "" if there is none."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dualpipe.train.config.schema import BYTES, TOKENIZER
 from dualpipe.train.data.token_stream import PackedTokens
-from dualpipe.train.data.tokenizer import ByteTokenizer, read_tokenizer_file
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer_file
 
 COUNTED = "bold green"
 UNCOUNTED = "dim"

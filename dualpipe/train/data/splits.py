@@ -16,12 +16,12 @@ import numpy as np
 
 from dualpipe.runtime.files import checksum_of
 from dualpipe.train.config.schema import BYTES, TEXT_KEY, TOKENIZER
-from dualpipe.train.data.chat_tokenizer import ChatTokenizer
 from dualpipe.train.data.document_index import TextPart, is_cached
 from dualpipe.train.data.pack import FORMAT, INDEX, pack
 from dualpipe.train.data.sources import DOCUMENTS, find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import Tokenizer, load_tokenizer
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 _UNIGRAM_BLOCK = 1 << 22  # tokens to count at a time
 

@@ -8,13 +8,13 @@ import torch
 
 from chats import random_chats, save_chat_tokenizer, write_chats
 from dualpipe.train.data import mixture as mixture_module
-from dualpipe.train.data.chat_tokenizer import ChatTokenizer
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.mixture import BLOCK, Mixture, share_places
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import ByteTokenizer
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,18 +13,16 @@ from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.chat.spans import find_spans
 from dualpipe.train.chat.template import find_template
 from dualpipe.train.config.schema import BYTES, TOKENIZER
-from dualpipe.train.data.tokenizer import read_tokenizer_file
+from dualpipe.train.tokenization.tokenizer import (
+    Document,
+    MaskedTokens,
+    PreparedText,
+    read_tokenizer_file,
+    token_ids,
+)
 
-
-class MaskedTokens(NamedTuple):
-    """Tokens of a document.
-
-    tokens: (N,) uint32.
-    loss_mask: (N,) bool, True for tokens that count for the loss. Never the first one: nothing predicts it.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray
+if TYPE_CHECKING:
+    from tokenizers import Encoding
 
 
 class ChatTokenizer:
@@ -53,13 +52,27 @@ class ChatTokenizer:
         template_hash = hashlib.sha256(self._template.content).hexdigest()[:16]
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:chat-{template_hash}"
 
-    def encode(self, conversation: Conversation) -> MaskedTokens:
-        """Return the tokens of a conversation with their loss mask. Raises ValueError as `find_spans` does."""
-        text, spans = find_spans(self._template, conversation, self._special)
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+    def prepare(self, document: Document) -> PreparedText:
+        """Return a conversation as text, with the assistant's turns. Raises ValueError as `find_spans` does."""
+        assert isinstance(document, Conversation), "text needs another tokenizer than a chat tokenizer"
+        text, spans = find_spans(self._template, document, self._special)
+        return PreparedText(text, spans)
+
+    def encode_texts(self, texts: Sequence[PreparedText]) -> list[Encoding]:
+        """Return the encodings of texts, with offsets, in parallel."""
+        return self._tokenizer.encode_batch([text.text for text in texts], add_special_tokens=False)
+
+    def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
+        """Return the tokens in an encoding with their loss mask, which never has the first: nothing predicts it."""
+        assert text.spans is not None, "`prepare` finds the spans"
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         loss_mask = np.zeros(len(begins), dtype=bool)
-        for begin, end in spans:  # a token counts if any of its characters is the assistant's
+        for begin, end in text.spans:  # a token counts if any of its characters is the assistant's
             loss_mask |= (begins < end) & (ends > begin) & (begins < ends)
         loss_mask[:1] = False
-        return MaskedTokens(np.asarray(encoding.ids, dtype=np.uint32), loss_mask)
+        return MaskedTokens(token_ids(encoding), loss_mask)
+
+    def encode(self, conversation: Conversation) -> MaskedTokens:
+        """Return the tokens of one conversation with their loss mask. Raises ValueError as `find_spans` does."""
+        text = self.prepare(conversation)
+        return self.convert(text, self.encode_texts([text])[0])

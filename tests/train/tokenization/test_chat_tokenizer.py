@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 
 from chats import CHATML, MARKED, random_chats, save_chat_tokenizer, turns
 from dualpipe.train.chat.messages import Conversation
-from dualpipe.train.data.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
 
 
 def test_tokens_and_masks_are_those_of_transformers(tmp_path):
