@@ -27,6 +27,8 @@ ON_CPU = {
                            r"\n +1 +\d.*\n +2 +\d.*\ngoal: host|: needs torch 2.12 or newer, "),
     "bench_checkpoint.py": ("--mb 4 --rounds 1", r"2 ranks with \d MB each\n.*\n +process +[\d.]+ s blocked .* goal "),
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
+    "bench_packing.py": ("--mb 0.1 --rounds 1 --vocab 500",
+                         r"tokens, \d+ cores, tokenizers .*\npack +[\d,]+ tokens/s .*\ngoal: pack at least 0.8 of "),
     "bench_host.py": ("--rounds 1 --calls 10", r"\nadd +\d.*\ngrouped wgrad .* goal: at most 25 us.*\nlayer .* goal: "),
     "bench_overlap.py": ("--device cpu --repeats 1 --tokens 32 --costs .",
                          r"wrote overlap_tiny_32.json\n.*\ngoal: F&B at most 0.75 of F \+ B"),

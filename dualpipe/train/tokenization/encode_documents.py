@@ -5,8 +5,8 @@
 
 `tokenizers` encodes a batch without Python's interpreter lock. The calling thread has the Python work: it reads and
 decodes or renders documents, converts the encodings of an earlier batch to arrays, and writes them. The order of
-documents is kept, and a document has the same tokens in every batch. Threads beat worker processes here: on two cores
-they need 5% more CPU time than `tokenizers` alone, and processes 20% (`benchmarks/bench_packing.py`).
+documents is kept, and a document has the same tokens in every batch. On two cores, threads need 5% more CPU time than
+`tokenizers` alone and worker processes 14% (docs/results/cpu.md), and a thread cannot be lost as a process can.
 """
 
 from __future__ import annotations
