@@ -78,9 +78,20 @@ PACK: Arguments = {
                   '"stdlib" (Python\'s own source)'),
     "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR", help="default: bytes"),
     "--end-of-document": dict(metavar="TOKEN", help="token that ends a document"),
-    "--text-key": dict(default="text", metavar="KEY", help="key of the text in a record; default: text"),
+    "--text-key": dict(default="text", metavar="KEY", help="key of the text in a record; default: text, and with "
+                       "--chat, messages or conversations"),
+    "--chat": dict(action="store_true", help="pack conversations, in OpenAI's or ShareGPT's form, through the "
+                   "tokenizer's chat template; only the assistant's tokens count for the loss"),
+    "--chat-template": dict(default="", metavar="FILE", help="chat template to use instead of the tokenizer's"),
     "--out": dict(required=True, metavar="DIR", help="the packed directory to write"),
     "--overwrite": dict(action="store_true", help="replace an existing packed directory once the new one is done"),
+}
+SHOW: Arguments = {
+    "path": dict(metavar="DIR", help="a packed directory"),
+    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR",
+                        help="tokenizer that the directory was packed with; default: bytes"),
+    "--document": dict(type=int, default=0, metavar="N", help="first document to print, from 0 (default: 0)"),
+    "--count": dict(type=int, default=1, metavar="N", help="number of documents to print (default: 1)"),
 }
 CHECKPOINT: Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of checkpoints")}
 HUB = "a directory with config.json and safetensors"

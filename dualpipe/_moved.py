@@ -58,6 +58,7 @@ MOVED = {
     "dualpipe.train.anomaly.replay": "dualpipe.train.replay",
     "dualpipe.train.build": "dualpipe.train.step.stages",
     "dualpipe.train.control": "dualpipe.train.health.peer_store",
+    "dualpipe.train.data.tokenizer": "dualpipe.train.tokenization.tokenizer",
     "dualpipe.train.document_index": "dualpipe.train.data.document_index",
     "dualpipe.train.elastic": "dualpipe.train.config.resolve",
     "dualpipe.train.garbage": "dualpipe.train.garbage_collection",

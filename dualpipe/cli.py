@@ -17,6 +17,7 @@ from dualpipe.schedule.by_name import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
+    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,12 +170,33 @@ def _pack(args: argparse.Namespace) -> None:
     """Tokenise text into a packed directory."""
     from dualpipe.train.data.pack import pack
     from dualpipe.train.data.sources import find_sources
-    from dualpipe.train.data.tokenizer import load_tokenizer
+    from dualpipe.train.tokenization.tokenizer import load_tokenizer
 
     sources = find_sources(args.paths)
-    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document)
-    counts = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
-    print(f"{Path(args.out)}: {counts['tokens']:,} tokens in {counts['documents']:,} documents")
+    if args.chat_template and not args.chat:
+        raise ValueError(f"--chat-template {args.chat_template}: plain text has no template; add --chat to pack "
+                         "conversations, or leave it out")
+    tokenizer = _chat_tokenizer(args) if args.chat else load_tokenizer(args.tokenizer, args.end_of_document)
+    index = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
+    counted = f", {index['counted']:,} of them count for the loss" if args.chat else ""
+    print(f"{Path(args.out)}: {index['tokens']:,} tokens in {index['documents']:,} documents{counted}")
+
+
+def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
+    """Return the tokenizer of `data pack --chat`."""
+    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+
+    if args.end_of_document is not None:
+        raise ValueError(f"--end-of-document {args.end_of_document!r}: with --chat, the chat template ends a "
+                         "conversation; leave it out")
+    return ChatTokenizer(args.tokenizer, args.chat_template)
+
+
+def _show_data(args: argparse.Namespace) -> None:
+    """Print documents of a packed directory token by token."""
+    from dualpipe.train.data.show import show
+
+    show(args.path, tokenizer=args.tokenizer, first=args.document, count=args.count)
 
 
 def _dtypes(args: argparse.Namespace) -> None:
@@ -342,6 +364,9 @@ _COMMANDS = {
         _train, "train a model; starts the ranks of this machine unless torchrun or SLURM did",
         {**tables.TRAIN, **tables.CONFIG}),
     "data pack": _Command(_pack, "tokenise text into memory-mapped shards", tables.PACK),
+    "data show": _Command(
+        _show_data, "print documents of a packed directory token by token, with the tokens that count for the loss in "
+        "colour, or in brackets if stdout is not a terminal", tables.SHOW),
     "parity": _Command(
         _parity, "compare loss and gradients of the pipelined model with the unpipelined one",
         {**tables.PARITY, **tables.CONFIG_OR_MODEL}),

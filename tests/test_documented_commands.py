@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.run import get_args_parser
 
+from chats import random_chats, save_chat_tokenizer, write_chats
 from command import Command
 from dualpipe import cli
 from dualpipe.train.config.load import load_config
@@ -87,6 +88,9 @@ IN_PROCESS = {  # what is replaced, by what
         {"out/mine/checkpoints out/mine/exported": "out/checkpoints exported-mine"},
     "dualpipe hf export CHECKPOINT OUT --dtype bf16": {"OUT": "dequantized"},
     "dualpipe data pack PATH... --tokenizer tokenizer.json --text-key text --out data": {"PATH...": "records.jsonl"},
+    "dualpipe data pack PATH... --chat --tokenizer CHECKPOINT --out chats": {"PATH...": "chats.jsonl",
+                                                                             "CHECKPOINT": "CHAT"},
+    "dualpipe data show chats --tokenizer CHECKPOINT --document 3": {"CHECKPOINT": "CHAT"},
     'dualpipe dtypes examples/tiny-cpu.toml --parallel.ep 2 --train.dtype bf16 --dtypes.rules "*.mlp.gate,'
     'compute=fp32" "lm_head,save=fp32" "*.experts,gather=mxfp8"': {},
     "dualpipe trace summary out/tiny-cpu/trace-9-11.json --svg trace.svg --html trace.html": {},
@@ -151,6 +155,11 @@ def torchrun_takes_it(command):
         assert args.training_script in ("loop.py", "finetune.py", "own_model.py") or Path(args.training_script).exists()
 
 
+def fine_tuning_exists(command):
+    """Run by tests/test_examples.py."""
+    assert Path(shlex.split(command)[1]).exists()
+
+
 def make_would_run_it(command):
     shown = [*shlex.split(command), "--dry-run", "--always-make"]
     done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
@@ -196,6 +205,7 @@ CHECKED = {  # what is checked of a command in place of running it
     "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
     "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=3 -m dualpipe train CONFIG --checkpoint.interval 100":
         torchrun_takes_it,
+    "python examples/fine_tune.py": fine_tuning_exists,
     "make train": make_would_run_it,
     "make test": make_would_run_it,
     "make test-slow": make_would_run_it,
@@ -284,6 +294,8 @@ def folder(tmp_path_factory):
     (folder / "records.jsonl").write_text(json.dumps({"text": "the cat"}) + "\n")
     small_tokenizer(folder / "tokenizer.json")
     save_qwen(folder / "CHECKPOINT", vocab_size=257)
+    save_chat_tokenizer(folder / "CHAT")
+    write_chats(folder / "chats.jsonl", random_chats(4))
     tiny_model("olmoe", torch.float32, vocab_size=257).save_pretrained(folder / "tiny-olmoe")
     return folder
 

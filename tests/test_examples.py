@@ -6,15 +6,18 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from command import Command
 from ranks import run_ranks
 from scripts import fork_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 MODEL, MOE = EXAMPLES / "wrap_your_model.py", EXAMPLES / "wrap_your_moe.py"
+FINE_TUNE = EXAMPLES / "fine_tune.py"
 
 
 def errors_by_torchrun(example, ranks, folder):
@@ -50,3 +53,29 @@ def test_without_torchrun_it_says_how_to_run_it(example, tmp_path, monkeypatch):
     done = fork_script(example, folder=tmp_path)
     assert done.returncode != 0 and "run me with: torchrun" in done.stderr
     assert example.name in done.stderr
+
+
+def learned(out):
+    return "What colour is snow? white\nWhat colour is the sky? blue\n" in out
+
+
+def test_fine_tunes_a_model_and_exports_it(tmp_path, capsys):
+    """With forked ranks; the answers come from transformers."""
+
+    def run(command, check):
+        assert command[:4] == [sys.executable, "-P", "-m", "dualpipe"] and check
+        process = Command(tmp_path, command[4:], os.environ)
+        _, err = process.communicate(250)
+        assert process.returncode == 0, err
+
+    main = runpy.run_path(str(FINE_TUNE))["main"]
+    main.__globals__["subprocess"] = SimpleNamespace(run=run)
+    main(tmp_path)
+    assert learned(capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_fine_tunes_by_itself(tmp_path):
+    done = subprocess.run([sys.executable, FINE_TUNE, "here"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and learned(done.stdout), done.stderr
+    assert (tmp_path / "here/out/hf/chat_template.jinja").is_file()

@@ -27,6 +27,8 @@ ON_CPU = {
                            r"\n +1 +\d.*\n +2 +\d.*\ngoal: host|: needs torch 2.12 or newer, "),
     "bench_checkpoint.py": ("--mb 4 --rounds 1", r"2 ranks with \d MB each\n.*\n +process +[\d.]+ s blocked .* goal "),
     "bench_optimizer.py": ("--rounds 1 --config config.json", r"parameters on 2 ranks: AdamW .* ms, Muon .* ms"),
+    "bench_packing.py": ("--mb 0.1 --rounds 1 --vocab 500",
+                         r"tokens, \d+ cores, tokenizers .*\npack +[\d,]+ tokens/s .*\ngoal: pack at least 0.8 of "),
     "bench_host.py": ("--rounds 1 --calls 10", r"\nadd +\d.*\ngrouped wgrad .* goal: at most 25 us.*\nlayer .* goal: "),
     "bench_overlap.py": ("--device cpu --repeats 1 --tokens 32 --costs .",
                          r"wrote overlap_tiny_32.json\n.*\ngoal: F&B at most 0.75 of F \+ B"),
@@ -48,6 +50,7 @@ ELSEWHERE = {  # the tests that run the others
     "compile_kernels.py": "benchmarks/test_compile_kernels.py::test_main_configurations_compile",
     "wrap_your_model.py": "test_examples.py::test_finds_its_gradients_right",
     "wrap_your_moe.py": "test_examples.py::test_finds_its_gradients_right",
+    "fine_tune.py": "test_examples.py::test_fine_tunes_a_model_and_exports_it",
     "slurm.sbatch": "train/launch/test_environment.py::test_the_batch_script_sets_what_the_ranks_read",
 }
 

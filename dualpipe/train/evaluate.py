@@ -20,22 +20,29 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     The result is empty on ranks without the last stage. step: number of completed steps.
     """
     losses = []
+    weights = []
     drafts = []
     for stage in model.model.stages:
         stage.eval()
     with data.validation_batches() as batches:
         for batch in batches:
-            criterion = model.criterion(step)
+            criterion = model.criterion(step, batch)
             loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)
             if loss is not None:
                 losses.append(loss)
+                if model.num_targets is not None:
+                    weights.append(model.num_targets)
             if criterion.greedy:
                 drafts.append(_count_accepted(model, criterion))
     for stage in model.model.stages:
         stage.train()
     if not losses:
         return {}
-    mean = torch.stack(losses).mean(0)
+    if model.has_loss_mask:
+        shares = torch.stack(weights) / torch.stack(weights).sum()
+        mean = (torch.stack(losses) * shares.unsqueeze(-1)).sum(0)
+    else:
+        mean = torch.stack(losses).mean(0)
     metrics: dict[str, Any] = {"eval_loss": mean[0].item()}
     if drafts:
         counts = torch.stack(drafts).sum(0)

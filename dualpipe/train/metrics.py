@@ -44,7 +44,7 @@ class StepMetrics:
     """A line of `metrics.jsonl`. Fields that are None are left out of the line."""
 
     step: int  # completed optimizer steps, from 1
-    loss: float  # mean over the tokens of the global batch, in nats
+    loss: float  # mean over the tokens of the global batch that count for the loss, in nats
     grad_norm: float  # of the whole model's gradient, before clipping
     lr: float  # of this step
     tokens_per_second: float  # of the whole job
@@ -53,6 +53,9 @@ class StepMetrics:
     tflops_per_rank: float
     memory_bytes: int  # of this rank: the peak on its CUDA device, or the resident memory of the process on CPU
     mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes or if unknown
+    # Shares of the tokens that came from each of data.sources, in all steps up to this one; None with a single source.
+    source_shares: list[float] | None = None
+    counted_tokens: int | None = None  # tokens of the global batch that count for the loss; None if all do
     eval_loss: float | None = None  # on validation data after this step; None without an evaluation
     # Multi-token prediction, None without it: loss and eval_loss of each depth, and the mean number of tokens per
     # greedy verification of the drafts, from 1 to 1 + depths (see `train.step.loss.count_accepted`).

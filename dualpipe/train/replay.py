@@ -27,6 +27,7 @@ from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
+from dualpipe.train.data.loader import state_has_loss_mask
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.step.step_runner import StepRunner
@@ -68,6 +69,7 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         job, resolved = resources.enter_context(join(config, info))
         saver = resources.enter_context(Saver(config, job))
         runner = StepRunner(resolved, job, saver.source_dtypes)
+        runner.has_loss_mask = state_has_loss_mask(manifest.extra["loader"])
         recorder.step = manifest.step
         batch = _load_state(runner, config.checkpoint.resume)
         rerun = rerun_step(runner, batch, manifest.step)

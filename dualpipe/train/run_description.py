@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.splits import check_tokenizer
+from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.step.stages import slow_fp8_weights
 from dualpipe.train.step.step_runner import StepRunner
 
@@ -38,7 +41,7 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
     model = runner.model.config
     is_library_model = isinstance(model, HubConfig)
     family = model.model_type if is_library_model else f"{model.model_type} (transformers' implementation)"
-    text, validation = data.splits
+    text, validation = _text_sizes(data)
     yield (
         f"{family}: {parameters:,} parameters in {runner.schedule.num_stages} stages on "
         f"{_ranks(runner)}, schedule {runner.schedule.name}, {runner.config.train.dtype}\n"
@@ -50,10 +53,54 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
                f"{model.num_experts / model.num_experts_per_tok:g} (experts / top_k) if one gets every token")
     elif model.num_experts:
         yield "the loss is the cross-entropy alone: the balance loss of transformers is not added"
+    if data.loader.mixture is not None:
+        yield _describe_sources(runner.config, data)
+    if data.has_loss_mask:
+        yield _describe_conversations(data)
     yield from _validation_notes(runner, data)
     if unigram is not None:
         yield f"a unigram model of the same text has a validation loss of {unigram:.4f} nats per token"
     yield from _warnings(runner, data)
+
+
+class _TextSize(NamedTuple):
+    """Size of a text."""
+
+    num_tokens: int
+    num_documents: int
+
+
+def _text_sizes(data: RunData) -> tuple[_TextSize, _TextSize]:
+    """Return the sizes of the training and the validation text of all sources."""
+    train = [splits.train for splits in data.sources]
+    validation = [splits.validation for splits in data.evaluated]
+    return _total_size(train), _total_size(validation)
+
+
+def _total_size(streams: Sequence[TokenStream]) -> _TextSize:
+    """Return the size of several texts together."""
+    return _TextSize(
+        sum(stream.num_tokens for stream in streams), sum(stream.num_documents for stream in streams))
+
+
+def _describe_sources(config: Config, data: RunData) -> str:
+    """Return the share and the size of every source of a mixture as text."""
+    mixture = data.loader.mixture
+    assert mixture is not None, "a run with one source has no mixture"
+    shares = (mixture.places / mixture.places.sum()).tolist()
+    lines = ["sources, by their share of the tokens:"]
+    for source, splits, share in zip(config.data.sources, data.sources, shares):
+        lines.append(f"  {share:7.2%}  {source.path}: {splits.train.num_tokens:,} tokens")
+    return "\n".join(lines)
+
+
+def _describe_conversations(data: RunData) -> str:
+    """Return the number of sequences of conversations as text."""
+    loader = data.loader
+    text = f"conversations: packed whole into {loader.num_windows:,} sequences, except those that are longer than one"
+    if loader.num_left_out:
+        text += f"; {loader.num_left_out:,} more sequences are left out because no token in them counts for the loss"
+    return text
 
 
 def _validation_notes(runner: StepRunner, data: RunData) -> Iterator[str]:
@@ -61,15 +108,17 @@ def _validation_notes(runner: StepRunner, data: RunData) -> Iterator[str]:
     config = runner.config
     length = config.train.sequence_length
     fraction = config.data.validation_fraction
-    text, validation = data.splits
+    text, validation = _text_sizes(data)
     total = text.num_tokens + validation.num_tokens
+    is_split = not config.data.validation_path and data.loader.mixture is None
     is_one_sequence = validation.num_tokens == length + 1
-    was_extended = is_one_sequence and validation.num_tokens > fraction * total and not config.data.validation_path
-    if was_extended:
+    if is_split and is_one_sequence and validation.num_tokens > fraction * total:
         yield (
             f"{validation.num_tokens} of {total} tokens are for validation, enough for one sequence: "
             f"data.validation_fraction = {fraction:g} would be {int(fraction * total)}"
         )
+    if data.has_loss_mask:  # batches of conversations do not overlap: one is left incomplete instead
+        return
     if data.validation_windows and validation.num_tokens < data.batch_size * (length + 1):
         yield "evaluations read sequences that overlap: the validation text has fewer tokens than a batch"
 
@@ -94,11 +143,13 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     config = runner.config
     train = config.train
     tokens = train.micro_batch_size * train.sequence_length * config.parallel.ep // config.parallel.cp
+    if data.has_loss_mask and not config.data.separate_documents:
+        yield "WARNING: conversations in one sequence see each other; set data.separate_documents = true"
     for slow in slow_fp8_weights(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
     positions = check_positions(runner.resolved)
-    tokenizer = check_tokenizer(data.splits.train.packed, config.init.from_hf)
-    for warning in (positions, tokenizer):
+    tokenizers = [check_tokenizer(splits.train.packed, config.init.from_hf) for splits in data.sources]
+    for warning in (positions, *tokenizers):
         if warning:
             yield f"WARNING: {warning}"
 

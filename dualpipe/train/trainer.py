@@ -177,6 +177,7 @@ class Trainer:
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
             vocab_size=model.config.vocab_size, mtp_depth=model.config.mtp_depth, device=job.device,
         )
+        runner.has_loss_mask = self.data.has_loss_mask
         self.saver = saver
         self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state), saver, self.state)
@@ -271,8 +272,8 @@ class Trainer:
             settings=describe(config, runner.model),
         )
         record_start(Path(config.output.dir), Start.now(self.progress.done, describe(config, runner.model)))
-        if self.data.splits.validation.num_tokens:
-            self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
+        if self.data.num_validation_tokens and len(self.data.sources) == 1:
+            self.report.unigram = self.data.sources[0].unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
         if self.expert_gemm:
@@ -400,6 +401,8 @@ class Trainer:
         if losses is not None:
             values |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(losses) if depth}
             values |= self.runner.routers.metrics()
+            if self.runner.num_targets is not None:
+                values["counted_tokens"] = self.runner.num_targets
         return values
 
     def _gather_reports(self, data_wait: float) -> Tensor:
@@ -434,6 +437,8 @@ class Trainer:
             raise
         finally:
             self.report.remark(start_up_times)
+        if "counted_tokens" in values:
+            values["counted_tokens"] = int(values["counted_tokens"])
         seconds = _duration(queued)
         if self.runner.reports:
             data_waits = [float(report.data_wait) for report in reports]
@@ -445,7 +450,8 @@ class Trainer:
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         return {
             **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None,
-            "step": queued.step, "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
+            "source_shares": self.data.source_shares(queued.step), "step": queued.step, "lr": queued.lr,
+            "memory_bytes": memory_bytes(self.job.device),
         }
 
 

@@ -88,7 +88,7 @@ def test_tokens_ahead_are_those_that_something_is_predicted_from():
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_loader_gives_the_same_windows_and_ranks_that_share_them_have_targets_across_the_cut(toml, separate):
     with made(toml, "--data.separate_documents", f"{separate}") as run:
-        packed = PackedTokens(run.data.splits.train.packed.path)
+        packed = PackedTokens(run.data.sources[0].train.packed.path)
     sizes = {"sequence_length": 16, "batch_size": 16, "seed": 0}
     plain, whole = (Loader(TokenStream(packed), **sizes, **how).batch(1)
                     for how in ({}, {"depth": 2, "separate_documents": separate}))
@@ -327,7 +327,7 @@ def trained(tmp_path_factory):
 def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     (stage,) = trained.runner.model.stages
     stage.eval()
-    prompt, length = trained.data.splits.validation.read(0, 4).tolist(), 24
+    prompt, length = trained.data.sources[0].validation.read(0, 4).tolist(), 24
     text, drafts = decode(stage, prompt, length + 1)
     rows, plain = np.array([text[: length + 1]]), list(prompt)
     while len(plain) <= length:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.config import schema
-from dualpipe.train.config.schema import REMOVED_FIELDS, Config, DTypeRule, OptimizerGroup
+from dualpipe.train.config.schema import REMOVED_FIELDS, Config, DataSource, DTypeRule, OptimizerGroup
 
 # Field names of other trainers whose spelling is not close to the name of the field here.
 FIELDS_BY_FOREIGN_NAME = {
@@ -93,7 +93,7 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
         table, field = path.split(".")
         element_type = next(iter(get_args(annotations[f"--{path}"])), None)
         # Not parsed by argparse, which would name the field a second time in their errors.
-        if element_type in (DTypeRule, OptimizerGroup):
+        if element_type in (DTypeRule, OptimizerGroup, DataSource):
             value = tuple(element_type.parse(text) for text in value)
         changes.setdefault(table, {})[field] = value
     tables = {table: replace(getattr(config, table), **values) for table, values in changes.items()}
@@ -179,6 +179,8 @@ def _make_reader(annotation: Any) -> _Reader:
         return reader._replace(read=lambda text: None if text == "None" else reader.read(text))
     if annotation in (DTypeRule, OptimizerGroup):
         return _Reader(str, None, "PATTERN,FIELD=VALUE,...")
+    if annotation is DataSource:
+        return _Reader(str, None, "PATH,weight=W")
     if get_origin(annotation) is Literal:
         return _Reader(_for_argparse(lambda text: _read_choice(text, annotation)), None, "|".join(map(str, arguments)))
     metavar = {int: "INT", float: "FLOAT", bool: "True|False"}.get(annotation, "TEXT")

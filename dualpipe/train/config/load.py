@@ -9,7 +9,7 @@ floats.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
@@ -30,7 +30,7 @@ from dualpipe.train.config.schema import (
 # Fields with the path of an input of the run, by table, and their values that are not paths.
 INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"config": ()}, "init": {"from_hf": ()},
-    "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": ()},
+    "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": (), "chat_template": ()},
 }
 
 
@@ -66,6 +66,9 @@ def _resolve_input_paths(config: Config, folder: Path) -> Config:
             value = getattr(getattr(config, table), name)
             if value and value not in words:
                 config = replace_field(config, table, name, str(folder / value))
+    sources = [source if source.path == STDLIB else replace(source, path=str(folder / source.path))
+               for source in config.data.sources]
+    config = replace_field(config, "data", "sources", tuple(sources))
     costs = config.parallel.schedule_costs
     if costs.endswith(".json"):
         config = replace_field(config, "parallel", "schedule_costs", str(folder / costs))

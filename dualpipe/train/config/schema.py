@@ -85,6 +85,33 @@ class ExportConfig:
 
 
 @dataclass(frozen=True)
+class DataSource:
+    """An element of data.sources: one of several texts to train on."""
+
+    path: str = ""
+    """as data.path"""
+    weight: float = 1.0
+    """share of the tokens, in any unit: the share is weight divided by the sum of all weights"""
+
+    def __post_init__(self) -> None:
+        _require(self.path, "data.sources: path", self.path, "give a packed directory or a folder of text")
+        _require(0 < self.weight < math.inf, "data.sources", str(self), "give a positive, finite weight")
+
+    def __str__(self) -> str:
+        """Return the text that `parse` takes."""
+        return f"{self.path},weight={self.weight:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> DataSource:
+        """Parse the source "PATH,weight=W" of a command line. Raises ValueError for any other text."""
+        path, comma, weight = text.rpartition(",weight=")
+        try:
+            return cls(path, float(weight)) if comma else cls(text)
+        except ValueError as error:
+            raise ValueError(f"data.sources = {text!r}: {error}; give PATH,weight=W") from None
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """[data]: the source of the tokens."""
 
@@ -95,14 +122,28 @@ class DataConfig:
     """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": the one in
     init.from_hf if there is one, else "bytes"; ignored if path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
-    """key of the text in a record, for files of records"""
+    """key of the text in a record, for files of records; with `chat`, key of the messages, by default "messages" or
+    "conversations" """
+    chat: bool = False
+    """pack conversations, in OpenAI's or ShareGPT's form, through the tokenizer's chat template; only the assistant's
+    tokens count for the loss; ignored if path is packed already"""
+    chat_template: str = ""
+    """file with a chat template (jinja2); default: chat_template.jinja beside the tokenizer, or chat_template in
+    tokenizer_config.json"""
     validation_fraction: float = _below_1(0.02)
     """fraction of the documents reserved for validation, selected by a hash of their content; if that selects none or
     all of them (such as the only file): the last tokens, this fraction of all tokens"""
     validation_path: str | None = None
     """separate validation data; then `path` is used for training only"""
+    sources: tuple[DataSource, ...] = ()
+    """several texts with weights, instead of path: tables [[data.sources]], or on the command line PATH,weight=W for
+    each; the weights may change when a run resumes"""
     separate_documents: bool = False
     """mask attention between documents packed into one sequence, and restart positions at each document"""
+
+    def __post_init__(self) -> None:
+        _require(not self.sources or self.path == STDLIB, "data.path", self.path,
+                 "leave it out, because data.sources names the texts")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """Training data: pack text into tokens, index the documents, and load batches as a pure function of the step.
 
-Imports `train.config`, `parallel.mesh`, `nn.attention.sequence_split` and `runtime`.
+Imports `train.tokenization`, `train.chat`, `train.config`, `parallel.mesh`, `nn.attention.sequence_split` and
+`runtime`.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,23 +13,29 @@ import numpy as np
 import torch
 
 from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
+from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
+from dualpipe.train.data.windows import Windows, find_windows
+
+CONVERSATIONS = "whole conversations 1"  # names windows of conversations in a checkpoint; those of text have no name
 
 
 class Loader:
-    """Loader of windows of T + 1 tokens of a stream, in a new random order each epoch.
+    """Loader of the windows of a stream or of a mixture of streams, in a new random order each epoch.
 
-    Windows do not overlap; the rest at the end of the stream is not used. The batch of a step is a pure function of the
-    stream, the sizes and the seed: neither the number of ranks nor resuming changes it.
+    The batch of a step is a pure function of the streams, their weights, the sizes and the seed: neither the number of
+    ranks nor resuming changes it.
 
     Attributes:
         step: number of batches that were taken.
         skipped_batches: number of batches that the following steps skip, beyond their own number.
-        num_windows: windows in the stream.
+        mixture: chooses the sources of sequences. None: there is one stream.
+        num_windows: windows in all streams.
+        num_left_out: windows that are not read, because no target in them counts for the loss.
 
     Args:
-        stream: the training text.
+        streams: the training text, or the sources of a mixture.
         sequence_length: T.
         batch_size: sequences of the global batch.
         seed: selects the random orders.
@@ -37,43 +43,61 @@ class Loader:
         columns: as in `TokenStream.read_windows`.
         depth: as in `TokenStream.read_windows`.
         separate_documents: as in `TokenStream.read_windows`.
+        weights: weights of the sources of a mixture. (): there is one stream.
 
     Raises:
-        ValueError: the stream is shorter than one window.
+        ValueError: a stream is shorter than one window, or no target in it counts for the loss.
     """
 
     def __init__(
-        self, stream: TokenStream, *, sequence_length: int, batch_size: int, seed: int, rows: range | None = None,
-        columns: torch.Tensor | None = None, depth: int = 0, separate_documents: bool = False,
+        self, streams: TokenStream | Sequence[TokenStream], *, sequence_length: int, batch_size: int, seed: int,
+        rows: range | None = None, columns: torch.Tensor | None = None, depth: int = 0,
+        separate_documents: bool = False, weights: Sequence[float] = (),
     ) -> None:
-        self._stream = stream
+        self._streams = [streams] if isinstance(streams, TokenStream) else list(streams)
         self._window = sequence_length + 1
+        self._windows = [_find_windows(stream, self._window) for stream in self._streams]
+        self.mixture = Mixture(weights, seed) if weights else None
         self._batch_size = batch_size
         self._seed = seed
         self._rows = range(batch_size) if rows is None else rows
-        self._read = partial(stream.read_windows, window=self._window, columns=columns, depth=depth,
+        self._read = partial(read_spans, self._streams, window=self._window, columns=columns, depth=depth,
                              separate_documents=separate_documents)
-        self.num_windows = stream.num_tokens // self._window
-        if not self.num_windows:
-            raise ValueError(
-                f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = "
-                f"{self._window}; lower train.sequence_length or give more text"
-            )
+        self.num_windows = sum(windows.num_windows for windows in self._windows)
+        self.num_left_out = sum(windows.num_left_out for windows in self._windows)
         self.step = 0
         self.skipped_batches = 0
 
     def windows(self, step: int) -> np.ndarray:
-        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,)."""
-        rows = np.array(self._rows, np.int64)
-        epochs, places = np.divmod(step * self._batch_size + rows, self.num_windows)
-        windows = np.empty_like(places)
-        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends within the batch
-            windows[epochs == epoch] = shuffle(places[epochs == epoch], self.num_windows, self._seed, epoch)
-        return windows
+        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,), of one stream."""
+        return self._order(0, self._numbers(step))
 
     def batch(self, step: int) -> TokenBatch:
         """Return this rank's part of the batch of `step`, counted from 0, in a run that skips no batches."""
-        return self._read(self.windows(step) * self._window)
+        if self.mixture is None:
+            return self._read(self._windows[0].span(self.windows(step)))
+        sources, draws = self.mixture.draws(self._numbers(step))
+        spans = [windows.span(self._order(source, draws[sources == source]))
+                 for source, windows in enumerate(self._windows)]
+        return self._read(join_spans(sources, spans, self._window))
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """Return the numbers, through the run, of this rank's sequences in the batch of `step`, int64 (B,)."""
+        return step * self._batch_size + np.array(self._rows, np.int64)
+
+    def _order(self, source: int, draws: np.ndarray) -> np.ndarray:
+        """Return the windows that sequences of a source read, by their `draws` (see `Draws`), int64 in that shape."""
+        size = self._windows[source].num_windows
+        epochs, places = np.divmod(draws, size)
+        windows = np.empty_like(places)
+        for epoch in np.unique(epochs).tolist():  # more than one if an epoch ends within the batch
+            windows[epochs == epoch] = shuffle(places[epochs == epoch], size, self._seed + source, epoch)
+        return windows
+
+    def num_drawn(self, step: int) -> list[int]:
+        """Return the number of sequences of each source in the batches before that of `step`, with skipped ones."""
+        number = (step + self.skipped_batches) * self._batch_size
+        return [number] if self.mixture is None else self.mixture.num_drawn(number)
 
     @contextmanager
     def batches(self, stop: int, stream: Stream | None = None) -> Iterator[Iterator[TokenBatch]]:
@@ -95,11 +119,18 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of steps and all that the order depends on, as JSON."""
-        return {
-            "step": self.step, "data": self._stream.fingerprint, "num_windows": self.num_windows,
-            "window": self._window, "batch_size": self._batch_size, "seed": self._seed,
-            "passed_over": self.skipped_batches, "order": ORDER,
+        fingerprints = [stream.fingerprint for stream in self._streams]
+        sizes = [windows.num_windows for windows in self._windows]
+        state: dict[str, Any] = {
+            "step": self.step, "data": fingerprints if self.mixture else fingerprints[0],
+            "num_windows": sizes if self.mixture else sizes[0], "window": self._window,
+            "batch_size": self._batch_size, "seed": self._seed, "passed_over": self.skipped_batches, "order": ORDER,
         }
+        if any(stream.has_loss_mask for stream in self._streams):
+            state["windows"] = CONVERSATIONS
+        if self.mixture is not None:
+            state["mixture"] = self.mixture.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Continue from a state; return a note to print, or "".
@@ -111,17 +142,54 @@ class Loader:
         """
         saved = {"order": ORDER} | state
         differences = [f"{key} {saved.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
-                       if key not in ("step", "passed_over") and saved.get(key) != value]
+                       if key not in ("step", "passed_over", "mixture") and saved.get(key) != value]
         if differences:
             raise ValueError(f"the loader's state is of another run: {', '.join(differences)}; use the same data, "
                              "sizes and seed")
         self.step = int(state["step"])
         self.skipped_batches = int(state.get("passed_over", 0))
+        if self.mixture is not None:
+            return self._resume_mixture(state["mixture"])
         if "order" in state:
             return ""
         return ("the checkpoint is from a version that ordered the data in another way: from here on, batches differ "
                 "from those that version would have read, and in the current epoch some sequences are read twice and "
                 "some not at all")
+
+    def _resume_mixture(self, state: dict[str, Any]) -> str:
+        """Continue from a saved mixture; return a note to print if the weights have changed, else ""."""
+        assert self.mixture is not None, "a loader of one stream has no mixture"
+        number = (self.step + self.skipped_batches) * self._batch_size
+        weights = self.mixture.weights
+        self.mixture = self.mixture.continue_from(state, number)
+        if list(weights) == list(state["weights"]):
+            return ""
+        return (f"data.sources has new weights from step {self.step + 1} on: {_list_weights(weights)} (before: "
+                f"{_list_weights(state['weights'])})")
+
+
+def _list_weights(weights: Sequence[float]) -> str:
+    """Return weights as text."""
+    return ", ".join(f"{weight:g}" for weight in weights)
+
+
+def _find_windows(stream: TokenStream, size: int) -> Windows:
+    """Return the windows of a stream. Raises ValueError if there is none."""
+    windows = find_windows(stream, size)
+    if not windows.num_windows and windows.num_left_out:
+        raise ValueError(f"no token of the {stream.num_documents} conversations in {stream.packed.path} counts for the "
+                         "loss after they are cut; raise train.sequence_length, or give other conversations")
+    if not windows.num_windows:
+        raise ValueError(
+            f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = {size}; lower "
+            "train.sequence_length or give more text"
+        )
+    return windows
+
+
+def state_has_loss_mask(state: Mapping[str, Any]) -> bool:
+    """Return True if a loader with this state reads data with a loss mask."""
+    return "windows" in state
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 A packed directory holds
 
-    index.json          format, tokenizer, token type, largest token, and every file with its size and SHA-256
-    tokens-00000.bin    token ids, uint16 or uint32: the documents, each followed by the end-of-document id
-    documents.npy       one record per document: shard, offset and length in tokens, 64-bit hash of the content
+    index.json           format, tokenizer, token type, largest token, and every file with its size and SHA-256
+    tokens-00000.bin     token ids, uint16 or uint32: the documents, each followed by the end-of-document id
+    loss-mask-00000.bin  only for conversations: one byte per token of the shard, 1 if it counts for the loss, else 0
+    documents.npy        one record per document: shard, offset and length in tokens, 64-bit hash of the content
 
-A document lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so
-a directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
+The document of a conversation is the tokens that the chat template renders, without an end-of-document id. A document
+lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a
+directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
 """
 
 from __future__ import annotations
@@ -28,11 +30,25 @@ from typing import IO, Any
 import numpy as np
 
 from dualpipe.runtime.files import name_file_in_errors, write_file
+from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import TEXT_KEY
-from dualpipe.train.data.sources import DOCUMENTS, NotText, Source, file_kind, read_checked, read_documents
-from dualpipe.train.data.tokenizer import Tokenizer
+from dualpipe.train.data.pack_progress import PackProgress
+from dualpipe.train.data.sources import (
+    DOCUMENTS,
+    RECORD_KINDS,
+    NotText,
+    Source,
+    file_kind,
+    read_checked,
+    read_conversations,
+    read_documents,
+)
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.encode_documents import EncodedDocument, encode_documents
+from dualpipe.train.tokenization.tokenizer import Document, Tokenizer
 
 FORMAT = "dualpipe tokens 1"
+MASKED_FORMAT = "dualpipe tokens with a loss mask 1"  # a separate name: a reader of FORMAT would ignore the mask
 INDEX = "index.json"
 DOCUMENT_TYPE = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u8"), ("hash", "<u8")])
 DOCUMENT_STRUCT = struct.Struct("<IQQQ")  # the same layout as DOCUMENT_TYPE
@@ -41,19 +57,21 @@ COPY_SIZE = 1 << 16  # bytes of document records to copy at a time
 
 
 def pack(
-    sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
+    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
     shard_tokens: int = SHARD_TOKENS, overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenize the documents of `sources` into the packed directory `out`, and return its index.
 
-    Skips empty documents. Skips files in a folder that are not text, with a warning that names them, unless their names
-    announce records.
+    Documents are encoded on all cores; a terminal shows a progress bar. Skips empty documents, and conversations in
+    which no token counts for the loss. Skips files in a folder that are not text, with a warning that names them,
+    unless their names announce records.
 
     Args:
         sources: from `find_sources`.
-        tokenizer: from `load_tokenizer`.
+        tokenizer: from `load_tokenizer`, or a `ChatTokenizer` for records with conversations.
         out: the directory to create, with its parents.
-        text_key: key of the text in a record, for files of records.
+        text_key: key of the text in a record, for files of records. Conversations: key of the messages, or the default
+            to find it as `read_conversations` does.
         shard_tokens: number of tokens after which a shard is closed.
         overwrite: replace an existing packed directory once the new one is complete. If anything fails before, the old
             one stays.
@@ -64,7 +82,7 @@ def pack(
     """
     out = Path(out)
     _check_target(out, overwrite=overwrite)
-    text_sources, skipped = _check_sources(sources)
+    text_sources, skipped = _check_sources(sources, needs_records=isinstance(tokenizer, ChatTokenizer))
     new = out
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -99,18 +117,22 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     raise ValueError(f"{out} is a packed directory already{content}; give another --out, or --overwrite to replace it")
 
 
-def _check_sources(sources: Sequence[Source]) -> tuple[list[Source], dict[str, str]]:
+def _check_sources(sources: Sequence[Source], *, needs_records: bool) -> tuple[list[Source], dict[str, str]]:
     """Return the sources that are text, and the reasons by name of those to skip.
 
     Looks at the beginning of all files before any is tokenized, so that hours of packing do not end at the last file.
 
     Raises:
-        ValueError: a file that must be text is not, or cannot be read.
+        ValueError: a file that must be text is not, or cannot be read; or `needs_records` and a file that the caller
+            named has none.
     """
     text_sources = []
     skipped: dict[str, str] = {}
     for source in sources:
         try:
+            if needs_records and file_kind(source.path) == "text":
+                raise NotText(f"{source.path} holds no conversations: give records in files named "
+                              f"{', '.join(f'*{kind}' for kind in RECORD_KINDS)}", "no records")
             read_checked(source.path, 1 << 16)
             text_sources.append(source)
         except NotText as error:
@@ -139,7 +161,7 @@ def _replace_directory(target: Path, new: Path, backup: Path) -> None:
 
 
 def _write_files(
-    sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, text_key: str,
+    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: Path, shard_tokens: int, text_key: str,
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     """Write all files of a packed directory, and return its index.
@@ -148,31 +170,50 @@ def _write_files(
         out: an empty directory.
         skipped: files are added that turn out not to be text, with the reasons.
     """
-    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records:  # its close may write, and fail
-        writer = _Writer(out, tokenizer, records, shard_tokens)
-        shards = writer.write_shards(_read_all(sources, text_key, skipped))
+    is_chat = isinstance(tokenizer, ChatTokenizer)
+    # Closing the temporary files may write, and fail.
+    with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as masks:
+        writer = _Writer(out, tokenizer, records, masks, shard_tokens)
+        with PackProgress([source.path for source in sources]) as progress:
+            documents = _read_all(sources, text_key, skipped, progress, is_chat=is_chat)
+            shards = writer.write_shards(progress.count_tokens(encode_documents(documents, tokenizer)))
         if not writer.num_documents:
             not_text = f"; not text are {_list_skipped(skipped)}" if skipped else ""
-            raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty{not_text}")
-        index = {
-            "format": FORMAT, "tokenizer": tokenizer.identity, "vocab_size": tokenizer.vocab_size,
-            "dtype": writer.dtype.name, "end_of_document": tokenizer.end_of_document, "largest": writer.largest,
-            "documents": writer.num_documents, "tokens": writer.num_tokens, "document_index": writer.write_documents(),
-            "shards": shards,
+            raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty"
+                             f"{writer.describe_left_out(', or ')}{not_text}")
+        index: dict[str, Any] = {
+            "format": MASKED_FORMAT if is_chat else FORMAT, "tokenizer": tokenizer.identity,
+            "vocab_size": tokenizer.vocab_size, "dtype": writer.dtype.name,
         }
+        if not isinstance(tokenizer, ChatTokenizer):
+            index["end_of_document"] = tokenizer.end_of_document
+        index |= {"largest": writer.largest, "documents": writer.num_documents, "tokens": writer.num_tokens}
+        if is_chat:
+            index["counted"] = writer.num_counted
+            index["masks"] = writer.write_masks()
+        index |= {"document_index": writer.write_documents(), "shards": shards}
         writer.write_file(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
+    if writer.num_left_out:
+        warnings.warn(f"conversations are left out{writer.describe_left_out(': ')}", stacklevel=1)
     return index
 
 
-def _read_all(sources: Sequence[Source], text_key: str, skipped: dict[str, str]) -> Iterator[tuple[bytes, str]]:
+def _read_all(
+    sources: Sequence[Source], text_key: str, skipped: dict[str, str], progress: PackProgress, *, is_chat: bool
+) -> Iterator[tuple[Document, str]]:
     """Yield the documents of all files as `read_documents` does. Adds files that are not text to `skipped`."""
     for source in sources:
         try:
-            yield from read_documents(source.path, text_key)
+            if is_chat:
+                key = "" if text_key == TEXT_KEY else text_key
+                yield from read_conversations(source.path, key, progress.set_position)
+            else:
+                yield from read_documents(source.path, text_key, progress.set_position)
         except NotText as error:
             if source.is_explicit:
                 raise
             skipped[source.name] = error.reason
+        progress.finish_file(source.path)
 
 
 class _Writer:
@@ -183,52 +224,84 @@ class _Writer:
         largest: largest token so far.
         num_documents: documents so far.
         num_tokens: tokens so far, with the ends of documents.
+        num_counted: tokens of conversations so far that count for the loss.
+        num_left_out: conversations so far that are left out, because no token counts.
 
     Args:
         out: the directory.
-        tokenizer: encodes the documents.
+        tokenizer: the tokenizer of the documents.
         records: an empty file for the document records until their number is known. They take 28 bytes each, too much
             memory for billions of documents.
+        masks: an empty file for the loss masks of all shards, one after the other.
         shard_tokens: number of tokens after which a shard is closed.
     """
 
-    def __init__(self, out: Path, tokenizer: Tokenizer, records: IO[bytes], shard_tokens: int) -> None:
+    def __init__(
+        self, out: Path, tokenizer: Tokenizer | ChatTokenizer, records: IO[bytes], masks: IO[bytes],
+        shard_tokens: int,
+    ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
-        self.largest = tokenizer.end_of_document
+        ends = [] if isinstance(tokenizer, ChatTokenizer) else [tokenizer.end_of_document]
+        self._end = np.array(ends, dtype=self.dtype)  # tokens after every document
+        self.largest = 0
         self.num_documents = 0
         self.num_tokens = 0
+        self.num_counted = 0
+        self.num_left_out = 0
+        self._first_left_out = ""
+        self._shard_sizes: list[int] = []  # tokens
         self._out = out
-        self._tokenizer = tokenizer
         self._records = records
+        self._masks = masks
         self._shard_tokens = shard_tokens
 
-    def write_shards(self, documents: Iterable[tuple[bytes, str]]) -> list[dict[str, object]]:
+    def write_shards(self, documents: Iterable[EncodedDocument]) -> list[dict[str, object]]:
         """Write the tokens of all documents, and return the entries of the shards in the index."""
-        by_shard = groupby(self._encode(documents), key=itemgetter(0))
+        by_shard = groupby(self._place(documents), key=itemgetter(0))
         return [self.write_file(f"tokens-{shard:05d}.bin", map(itemgetter(1), pieces)) for shard, pieces in by_shard]
 
-    def _encode(self, documents: Iterable[tuple[bytes, str]]) -> Iterator[tuple[int, bytes]]:
-        """Yield the shard and the tokens of every document, and write its record."""
-        end = self.dtype.type(self._tokenizer.end_of_document)
-        shard = 0
-        filled = 0
-        for text, place in documents:
-            try:
-                tokens = self._tokenizer.encode(text)
-            except ValueError as error:
-                raise ValueError(f"cannot tokenize {place}: {error}") from error
-            if filled >= self._shard_tokens:
-                shard += 1
-                filled = 0
-            content_hash = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-            length = len(tokens) + 1
+    def _place(self, documents: Iterable[EncodedDocument]) -> Iterator[tuple[int, bytes]]:
+        """Yield the shard and the tokens of every document, and write its record and its loss mask."""
+        for document, place, ids, loss_mask in documents:
+            if loss_mask is not None and not loss_mask.any():
+                self.num_left_out += 1
+                self._first_left_out = self._first_left_out or place
+                continue
+            if not self._shard_sizes or self._shard_sizes[-1] >= self._shard_tokens:
+                self._shard_sizes.append(0)
+            shard = len(self._shard_sizes) - 1
+            tokens = np.concatenate([ids.astype(self.dtype), self._end])
+            content = document.content() if isinstance(document, Conversation) else document
+            content_hash = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
             with name_file_in_errors(self._out / DOCUMENTS):
-                self._records.write(DOCUMENT_STRUCT.pack(shard, filled, length, content_hash))
-            self.largest = max(self.largest, int(tokens.max(initial=0)))
+                self._records.write(
+                    DOCUMENT_STRUCT.pack(shard, self._shard_sizes[shard], len(tokens), content_hash))
+                if loss_mask is not None:
+                    self._masks.write(loss_mask.tobytes())
+                    self.num_counted += int(loss_mask.sum())
+            self.largest = max(self.largest, int(tokens.max()))
             self.num_documents += 1
-            self.num_tokens += length
-            filled += length
-            yield shard, np.append(tokens.astype(self.dtype), end).tobytes()
+            self.num_tokens += len(tokens)
+            self._shard_sizes[shard] += len(tokens)
+            yield shard, tokens.tobytes()
+
+    def describe_left_out(self, before: str) -> str:
+        """Return the number of conversations that are left out, and the first of them, as text; "" if there is none."""
+        if not self.num_left_out:
+            return ""
+        return (f"{before}no token counts for the loss in {self.num_left_out} of the conversations, the first is "
+                f"{self._first_left_out}: the assistant says nothing")
+
+    def write_masks(self) -> list[dict[str, object]]:
+        """Write the loss mask of every shard, and return their entries in the index."""
+        self._masks.seek(0)
+        return [self.write_file(f"loss-mask-{shard:05d}.bin", self._read_mask(size))
+                for shard, size in enumerate(self._shard_sizes)]
+
+    def _read_mask(self, size: int) -> Iterator[bytes]:
+        """Yield the next `size` bytes of the loss mask."""
+        for start in range(0, size, COPY_SIZE):
+            yield self._masks.read(min(COPY_SIZE, size - start))
 
     def write_documents(self) -> dict[str, object]:
         """Write the records of all documents as an .npy file, and return its entry in the index."""

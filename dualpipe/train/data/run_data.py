@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dualpipe.nn.attention.sequence_split import SequenceSplit
@@ -15,18 +17,22 @@ from dualpipe.runtime.device import new_stream
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader, read_ahead
-from dualpipe.train.data.splits import choose_evaluation_windows, ensure_packed, open_splits, scan_splits
+from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
+from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, scan_splits
 from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.data.windows import Span, choose_conversations
 
 
 class RunData:
     """Training and validation text of a run. Collective.
 
     Attributes:
-        splits: training and validation text.
+        sources: training and validation text of each source; one, except in a mixture.
+        evaluated: the sources whose validation text is read: only the first if data.validation_path is set, because all
+            sources share that text.
         batch_size: sequences of a global batch.
         loader: loader of training batches.
-        validation_windows: starts of the windows of every validation batch.
+        validation_windows: bounds of the windows of every validation batch.
 
     Args:
         config: configuration of the run.
@@ -39,7 +45,8 @@ class RunData:
         device: device of the batches.
 
     Raises:
-        ValueError: on all ranks, if text cannot be read, is too short, or has tokens beyond `vocab_size`.
+        ValueError: on all ranks, if text cannot be read, is too short, has tokens beyond `vocab_size`, or has a loss
+            mask with a model with multi-token prediction.
     """
 
     def __init__(
@@ -50,11 +57,19 @@ class RunData:
         self._copy_stream = new_stream(device)  # side stream for copies of batches to the device; None on CPU
         min_validation_tokens = train.sequence_length + 1 if train.eval_batches else 0
         cache = Path(config.output.dir)
-        train_path, validation_path = ranks.first(partial(_prepare, config))
-        self.splits = open_splits(train_path, validation_path, config.data.validation_fraction,
-                                  at_least=min_validation_tokens, cache=cache)
-        for stream in self.splits:
+        paths = ranks.first(partial(_prepare, config))
+        self.sources = [
+            open_splits(train_path, validation_path, config.data.validation_fraction, at_least=min_validation_tokens,
+                        cache=cache)
+            for train_path, validation_path in paths
+        ]
+        self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
+        _check_tokenizers(self.sources)
+        for stream in chain.from_iterable(self.sources):
             stream.packed.check_vocabulary(vocab_size)
+        if self.has_loss_mask and mtp_depth:
+            raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
+                             "prediction trains on text alone; set mtp.weight = 0")
 
         num_rows = train.micro_batch_size * train.num_chunks if reads else 0
         rows = range(num_rows * place.batch_shard, num_rows * (place.batch_shard + 1))
@@ -62,25 +77,68 @@ class RunData:
         separate_documents = config.data.separate_documents
         self.batch_size = train.micro_batch_size * train.num_chunks * config.parallel.batch_shards
         self.loader = Loader(
-            self.splits.train, sequence_length=train.sequence_length, batch_size=self.batch_size, seed=train.seed,
-            rows=rows, columns=columns, depth=mtp_depth, separate_documents=separate_documents,
+            [splits.train for splits in self.sources], sequence_length=train.sequence_length,
+            batch_size=self.batch_size, seed=train.seed, rows=rows, columns=columns, depth=mtp_depth,
+            separate_documents=separate_documents,
+            weights=[source.weight for source in config.data.sources] if len(self.sources) > 1 else (),
         )
         self.validation_windows = self._choose_validation_windows(config, rows)
         self._read_validation = partial(
-            self.splits.validation.read_windows, window=train.sequence_length + 1, columns=columns, depth=mtp_depth,
-            separate_documents=separate_documents,
+            read_spans, [splits.validation for splits in self.evaluated], window=train.sequence_length + 1,
+            columns=columns, depth=mtp_depth, separate_documents=separate_documents,
         )
 
-    def _choose_validation_windows(self, config: Config, rows: range) -> list[list[int]]:
-        """Return the starts of the windows of every validation batch, for the rows of this rank."""
-        text, validation = self.splits
-        if not validation.num_documents:
+    @property
+    def has_loss_mask(self) -> bool:
+        """True if some tokens do not count for the loss, so that batches have different numbers of targets."""
+        return any(splits.train.has_loss_mask for splits in self.sources)
+
+    @property
+    def num_validation_tokens(self) -> int:
+        """The number of tokens of the validation text."""
+        return sum(splits.validation.num_tokens for splits in self.evaluated)
+
+    def _choose_validation_windows(self, config: Config, rows: range) -> list[Span]:
+        """Return the bounds of the windows of every validation batch, for the rows of this rank."""
+        num_batches = config.train.eval_batches
+        if not num_batches or not any(splits.validation.num_documents for splits in self.evaluated):
             return []
+        if len(self.evaluated) == 1:
+            return self._choose_windows_of(self.evaluated[0], config, self.batch_size, num_batches, rows)
+        # Batches of a mixture have sequences of all sources by weight, spread evenly over the text of each.
+        numbers = np.arange(self.batch_size * num_batches)
+        sources, _ = Mixture([source.weight for source in config.data.sources], config.train.seed).draws(numbers)
+        spans = []
+        for number, splits in enumerate(self.evaluated):
+            count = int((sources == number).sum())
+            at_least_one = max(1, count)  # there is no batch without sequences
+            (span,) = self._choose_windows_of(splits, config, at_least_one, 1, range(at_least_one))
+            spans.append(span.take(slice(count)))
+        batches = join_spans(sources, spans, config.train.sequence_length + 1)
+        batch_rows = np.array(rows, dtype=np.int64)
+        return [batches.take(batch * self.batch_size + batch_rows) for batch in range(num_batches)]
+
+    def _choose_windows_of(
+        self, splits: Splits, config: Config, batch_size: int, limit: int, rows: range
+    ) -> list[Span]:
+        """Return the bounds of the windows of every validation batch in one source."""
+        text, validation = splits
+        sequence_length = config.train.sequence_length
         fraction_of = 0 if config.data.validation_path else text.num_tokens + validation.num_tokens
-        return choose_evaluation_windows(
-            validation, sequence_length=config.train.sequence_length, batch_size=self.batch_size,
-            limit=config.train.eval_batches, rows=rows, fraction_of=fraction_of,
+        batches = choose_evaluation_windows(
+            validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows,
+            fraction_of=fraction_of,
         )
+        if validation.has_loss_mask and batches:
+            return choose_conversations(validation, sequence_length + 1, batch_size, limit, rows)
+        return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
+
+    def source_shares(self, step: int) -> list[float] | None:
+        """Return the share of the tokens of each source in the first `step` steps; None if there is one source."""
+        num_drawn = self.loader.num_drawn(step)
+        if len(num_drawn) == 1:
+            return None
+        return [count / sum(num_drawn) for count in num_drawn]
 
     def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
         """Return a context with an iterator over the batches of the remaining steps up to `stop`, read one ahead."""
@@ -91,14 +149,24 @@ class RunData:
         return read_ahead(self._read_validation, self.validation_windows, self._copy_stream)
 
 
-def _prepare(config: Config) -> tuple[Path, Path | None]:
-    """Pack and scan the text on rank 0; return the packed directories of training and validation text."""
+def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
+    """Pack and scan the text on rank 0; return the packed directories of training and validation text, by source."""
     data = config.data
     cache = Path(config.output.dir)
-    train_path = ensure_packed(data.path, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key)
-    validation_path = None
-    if data.validation_path:
-        validation_path = ensure_packed(data.validation_path, tokenizer=data.tokenizer, cache=cache,
-                                        text_key=data.text_key)
-    scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
-    return train_path, validation_path
+    pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
+                        chat_template=data.chat_template)
+    paths = [source.path for source in data.sources] or [data.path]
+    train_paths = [pack_text(path) for path in paths]
+    validation_path = pack_text(data.validation_path) if data.validation_path else None
+    for train_path in train_paths:
+        scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
+    return [(train_path, validation_path) for train_path in train_paths]
+
+
+def _check_tokenizers(sources: Sequence[Splits]) -> None:
+    """Raise ValueError unless all sources have the same tokenizer. Chat templates and ends of documents may differ."""
+    first, *others = [splits.train.packed for splits in sources]
+    for packed in others:
+        if packed.tokenizer.split(":")[:2] != first.tokenizer.split(":")[:2]:
+            raise ValueError(f"data.sources: {first.path} was packed with the tokenizer {first.tokenizer!r}, "
+                             f"{packed.path} with {packed.tokenizer!r}; pack all with the same")

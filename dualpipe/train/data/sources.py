@@ -13,14 +13,16 @@ import os
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from io import BufferedIOBase
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+from dualpipe.train.chat.messages import MESSAGE_KEYS, TOOLS_KEY, Conversation, read_conversation
 from dualpipe.train.config.schema import STDLIB
 
+_Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 # Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
@@ -107,7 +109,9 @@ def _walk(directory: Path, skipped: Iterable[str] = (), suffix: str = "") -> lis
     return sorted(sources, key=lambda source: source.name)
 
 
-def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
+def read_documents(
+    path: Path, text_key: str, on_position: Callable[[int], None] | None = None
+) -> Iterator[tuple[bytes, str]]:
     """Yield the documents of a file, each with its place for messages. Holds one piece of the file in memory.
 
     Skips empty documents. Warns about the number of empty records.
@@ -115,6 +119,7 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
     Args:
         path: the file.
         text_key: key of the text in a record.
+        on_position: called after every record with the number of bytes of the file that are read.
 
     Raises:
         ValueError: the file cannot be read or is binary, or a record is not an object with a string under `text_key`.
@@ -126,20 +131,78 @@ def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
         if text:
             yield text, str(path)
         return
+
+    def choose_keys(keys: Collection[str]) -> list[str]:
+        if text_key not in keys:
+            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
+                             "the text with --text-key or data.text_key")
+        return [text_key]
+
+    def read_text(record: dict[str, Any]) -> bytes | None:
+        value = record[text_key]
+        if not isinstance(value, str):
+            raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
+        return value.encode() or None
+
+    yield from _convert_records(path, choose_keys, read_text, on_position)
+
+
+def read_conversations(
+    path: Path, key: str = "", on_position: Callable[[int], None] | None = None
+) -> Iterator[tuple[Conversation, str]]:
+    """Yield the conversations of a file of records, each with its place for messages.
+
+    Skips empty records with a warning, as `read_documents` does.
+
+    Args:
+        path: the file.
+        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` that the record has.
+        on_position: as in `read_documents`.
+
+    Raises:
+        ValueError: as `read_documents` does.
+    """
+    names = (key,) if key else MESSAGE_KEYS
+
+    def choose_keys(keys: Collection[str]) -> list[str]:
+        present = [name for name in names if name in keys]
+        if not present:
+            raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {', '.join(map(repr, keys)) or 'nothing'}"
+                             "; name the key of the messages with --text-key or data.text_key")
+        return [present[0], TOOLS_KEY] if TOOLS_KEY in keys else present[:1]
+
+    def read(record: dict[str, Any]) -> Conversation | None:
+        return read_conversation(record, next(iter(record)))
+
+    yield from _convert_records(path, choose_keys, read, on_position)
+
+
+def _convert_records(
+    path: Path, choose_keys: Callable[[Collection[str]], list[str]],
+    convert: Callable[[dict[str, Any]], _Converted | None], on_position: Callable[[int], None] | None,
+) -> Iterator[tuple[_Converted, str]]:
+    """Yield the result of `convert` for every record, with the record's place. Skips records that convert to None.
+
+    Args:
+        path: the file, of one of `RECORD_KINDS`.
+        choose_keys: takes the keys of a record and returns those to read, or raises ValueError.
+        convert: takes the values of a record by key, in the order of `choose_keys`; may raise ValueError.
+        on_position: as in `read_documents`.
+    """
     number = 1
     num_empty = 0
     first_empty = 0
     try:
-        for value in _read_values(path, kind, text_key):
-            if not isinstance(value, str):
-                raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
-            text = value.encode()
-            if text:
-                yield text, f"record {number} of {path}"
+        for record, position in _read_records(path, choose_keys):
+            converted = convert(record) if record else None
+            if converted is not None:
+                yield converted, f"record {number} of {path}"
             else:
                 num_empty += 1
                 first_empty = first_empty or number
             number += 1
+            if on_position is not None:
+                on_position(position)
     except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # raised for damaged files
         raise ValueError(f"cannot read record {number} of {path}: {error}") from error
     if num_empty:
@@ -191,36 +254,48 @@ def _check_text(path: Path, content: bytes) -> None:
         raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
 
 
-def _read_values(path: Path, kind: str, text_key: str) -> Iterator[Any]:
-    """Yield the value under `text_key` of every record, and "" for an empty line. Raises ValueError for bad records."""
+def _read_records(
+    path: Path, choose_keys: Callable[[Collection[str]], list[str]]
+) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield the chosen values of every record, {} for an empty line, with the bytes of the file that are read.
 
-    def check_keys(keys: Iterable[str]) -> None:
-        if text_key not in keys:
-            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
-                             "the text with --text-key or data.text_key")
-
+    Raises ValueError for bad records.
+    """
+    kind = file_kind(path)
     if kind == ".parquet":
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # pre_buffer keeps the whole file
-            check_keys(file.schema_arrow.names)
-            for batch in file.iter_batches(PARQUET_ROWS, columns=[text_key], use_threads=False):
-                for value in batch.column(0):
-                    yield value.as_py()
+            keys = choose_keys(file.schema_arrow.names)
+            bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=keys, use_threads=False):
+                for row in zip(*(batch.column(key) for key in keys)):
+                    number += 1
+                    yield {key: value.as_py() for key, value in zip(keys, row)}, int(number * bytes_per_row)
         return
-    with gzip.open(path, "rb") if kind == ".jsonl.gz" else path.open("rb") as file:
-        for line in _zstd_lines(file) if kind == ".jsonl.zst" else file:
+    with path.open("rb") as file:
+        for line in _lines(file, kind):
+            if not line.strip():
+                yield {}, file.tell()
+                continue
             try:
-                record = json.loads(line) if line.strip() else {text_key: ""}
+                record = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"it is not valid JSON ({error})") from error
             if not isinstance(record, dict):
                 raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
-            check_keys(record)
-            yield record[text_key]
+            yield {key: record[key] for key in choose_keys(record)}, file.tell()
 
 
-def _zstd_lines(file: BufferedIOBase) -> Iterator[bytes]:
+def _lines(file: BufferedReader, kind: str) -> Iterable[bytes]:
+    """Return the lines of a file of JSON lines, decompressed."""
+    if kind == ".jsonl.gz":
+        return gzip.GzipFile(fileobj=file)
+    return _zstd_lines(file) if kind == ".jsonl.zst" else file
+
+
+def _zstd_lines(file: BufferedReader) -> Iterator[bytes]:
     """Yield the lines of a zstd file, without their ends.
 
     Decompresses frame by frame, because the readers of the package `zstandard` take a truncated file for a complete

@@ -20,7 +20,8 @@ from dualpipe.train.data.document_index import TextPart, is_cached
 from dualpipe.train.data.pack import FORMAT, INDEX, pack
 from dualpipe.train.data.sources import DOCUMENTS, find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import load_tokenizer
+from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.tokenization.tokenizer import Tokenizer, load_tokenizer
 
 _UNIGRAM_BLOCK = 1 << 22  # tokens to count at a time
 
@@ -34,6 +35,8 @@ class Splits(NamedTuple):
     def unigram_loss(self, vocab_size: int, max_tokens: int = 1 << 26) -> float:
         """Return the validation loss, in nats per token, of the token frequencies of `train` with add-one smoothing.
 
+        Counts only tokens that count for the loss.
+
         Args:
             vocab_size: of the model.
             max_tokens: tokens to count, from the beginning of each text.
@@ -42,11 +45,14 @@ class Splits(NamedTuple):
         for stream, stream_counts in zip(self, counts):
             end = min(stream.num_tokens, max_tokens)
             for start in range(0, end, _UNIGRAM_BLOCK):
-                tokens = stream.read(start, min(end, start + _UNIGRAM_BLOCK))
+                stop = min(end, start + _UNIGRAM_BLOCK)
+                tokens = stream.read(start, stop)
+                if stream.has_loss_mask:
+                    tokens = tokens[stream.read_mask(start, stop)]
                 stream_counts += np.bincount(tokens, minlength=vocab_size)
         train_counts, validation_counts = counts
         log_p = np.log(train_counts + 1.0) - np.log(train_counts.sum() + vocab_size)
-        return float(-(validation_counts * log_p).sum() / validation_counts.sum())
+        return float(-(validation_counts * log_p).sum() / max(1, validation_counts.sum()))
 
 
 def split_documents(
@@ -111,25 +117,36 @@ def sufficient_fraction(total: int, tokens: int) -> float:
     return numerator / unit
 
 
-def ensure_packed(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
+def ensure_packed(
+    path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY, chat: bool = False, chat_template: str = ""
+) -> Path:
     """Return the packed directory of a `[data]` path. Packs text into a directory below `cache`, on first use.
 
     Args:
         path: a packed directory, a file or folder of text or records, or "stdlib".
-        tokenizer: as in `load_tokenizer`.
+        tokenizer: as in `load_tokenizer`, or with `chat` in `ChatTokenizer`.
         cache: parent of directories that are packed here.
         text_key: as in `pack`.
+        chat: pack conversations.
+        chat_template: as in `ChatTokenizer`.
 
     Raises:
         ValueError: there is no text, or as `pack` does.
     """
     folder = Path(path)
     if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
+        if chat and (folder / INDEX).is_file() and not PackedTokens(folder).masks:
+            raise ValueError(f"data.chat = true, but {folder} was packed as text; pack the conversations again with "
+                             "`dualpipe data pack --chat`")
         return folder
     sources = find_sources([path])
     if not sources:
         raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
-    loaded = load_tokenizer(tokenizer)
+    loaded: Tokenizer | ChatTokenizer
+    if chat:
+        loaded = ChatTokenizer(tokenizer, chat_template)
+    else:
+        loaded = load_tokenizer(tokenizer)
     digest = hashlib.sha256(f"{FORMAT}\n{loaded.identity}\n{text_key}\n".encode())
     for source in sources:  # files of the same name, size and time are taken for unchanged, without reading them
         stat = source.path.stat()

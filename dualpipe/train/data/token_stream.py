@@ -18,7 +18,7 @@ import torch
 
 from dualpipe.runtime.files import checksum_of
 from dualpipe.train.data.document_index import TextPart, open_index
-from dualpipe.train.data.pack import DOCUMENT_TYPE, FORMAT, INDEX
+from dualpipe.train.data.pack import DOCUMENT_TYPE, FORMAT, INDEX, MASKED_FORMAT
 from dualpipe.train.data.sources import DOCUMENTS
 
 NO_TARGET = -100  # ignored by `cross_entropy_loss`
@@ -35,6 +35,7 @@ class PackedTokens:
         largest: largest token in the text.
         tokenizer: identity of the tokenizer.
         shards: memory-mapped tokens of every shard.
+        masks: memory-mapped loss mask of every shard, uint8. Empty: all tokens count.
         documents: memory-mapped records of type `DOCUMENT_TYPE`.
 
     Raises:
@@ -49,8 +50,13 @@ class PackedTokens:
             self.largest = int(index["largest"])
             self.tokenizer = str(index["tokenizer"])
             dtype = np.dtype(index["dtype"]).newbyteorder("<")
-            documents_file, *shard_files = self._check_files([index["document_index"], *index["shards"]])
-            self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in shard_files]
+            masks = index["masks"] if index["format"] == MASKED_FORMAT else []
+            num_shards = len(index["shards"])
+            documents_file, *files = self._check_files([index["document_index"], *index["shards"], *masks])
+            self.shards = [np.memmap(file, dtype=dtype, mode="r") for file in files[:num_shards]]
+            self.masks = [np.memmap(file, dtype=np.uint8, mode="r") for file in files[num_shards:]]
+            if masks and list(map(len, self.masks)) != list(map(len, self.shards)):
+                raise ValueError("the loss masks do not have one byte per token")
             self.documents = np.load(documents_file, mmap_mode="r", allow_pickle=False)
             if self.documents.dtype != DOCUMENT_TYPE or len(self.documents) != index["documents"]:
                 raise ValueError(f"{DOCUMENTS} does not hold the {index['documents']} documents of the index")
@@ -69,8 +75,8 @@ class PackedTokens:
             index = json.loads(content.decode("utf-8"))
         except ValueError as error:
             raise ValueError(f"{INDEX} is not valid JSON ({error})") from error
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
-            raise ValueError(f"{INDEX} is not of the format {FORMAT!r}")
+        if not isinstance(index, dict) or index.get("format") not in (FORMAT, MASKED_FORMAT):
+            raise ValueError(f"{INDEX} is not of the format {FORMAT!r} or {MASKED_FORMAT!r}")
         return index
 
     def _check_files(self, records: Sequence[dict[str, Any]]) -> list[Path]:
@@ -86,6 +92,10 @@ class PackedTokens:
             if total <= CHECKSUM_LIMIT and checksum_of(file, "sha256") != record["sha256"]:
                 raise ValueError(f"the checksum of {file.name} is wrong")
         return files
+
+    def is_of_tokenizer(self, content: bytes) -> bool:
+        """Return True if the text was packed with the tokenizer.json with this content."""
+        return self.tokenizer.startswith(f"sha256:{hashlib.sha256(content).hexdigest()}:")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if the text has tokens that a model with `vocab_size` entries cannot embed."""
@@ -130,18 +140,38 @@ class TokenStream:
         """A hash of the tokenizer, the content and order of the documents, and the cuts."""
         return self.index.fingerprint
 
+    @property
+    def has_loss_mask(self) -> bool:
+        """True if some tokens do not count for the loss, as in conversations."""
+        return bool(self.packed.masks)
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Return tokens [start, stop) of the stream, int64."""
+        return self._read(self.packed.shards, start, stop, np.dtype(np.int64))
+
+    def read_mask(self, start: int, stop: int) -> np.ndarray:
+        """Return the loss mask of tokens [start, stop): True for tokens that count for the loss."""
+        if not self.has_loss_mask:
+            return np.ones(stop - start, dtype=bool)
+        return self._read(self.packed.masks, start, stop, np.dtype(bool))
+
+    def _read(self, shards: Sequence[np.ndarray], start: int, stop: int, dtype: np.dtype) -> np.ndarray:
+        """Return the part of `shards` that belongs to tokens [start, stop) of the stream."""
         skip = self.part.skip
         records, bounds = self.index.span(start + skip, stop + skip)
-        tokens = np.empty(stop - start, dtype=np.int64)
+        values = np.empty(stop - start, dtype=dtype)
         for record, (begin, end) in zip(records, pairwise((bounds - skip).tolist())):
             first = max(start, begin)
             last = min(stop, end)
             to_shard = int(record["offset"]) - begin  # from a place in the stream to a place in the shard
-            shard = self.packed.shards[record["shard"]]
-            tokens[first - start : last - start] = shard[first + to_shard : last + to_shard]
-        return tokens
+            shard = shards[record["shard"]]
+            values[first - start : last - start] = shard[first + to_shard : last + to_shard]
+        return values
+
+    def document_bounds(self) -> np.ndarray:
+        """Return the start of every document in the stream, and the end of the last one, int64 (D + 1,)."""
+        _, bounds = self.index.span(self.part.skip, self.part.skip + self.num_tokens)
+        return np.clip(bounds - self.part.skip, 0, self.num_tokens)
 
     def positions(self, start: int, stop: int) -> np.ndarray:
         """Return the positions of tokens [start, stop) in their documents, int64. `start` is position 0."""
@@ -153,9 +183,9 @@ class TokenStream:
 
     def read_windows(
         self, starts: Sequence[int] | np.ndarray, window: int, columns: torch.Tensor | None = None, *, depth: int = 0,
-        separate_documents: bool = False,
+        separate_documents: bool = False, stops: np.ndarray | None = None,
     ) -> TokenBatch:
-        """Read a batch of windows.
+        """Read a batch of windows. A window that ends beyond the stream goes on at its beginning.
 
         Args:
             starts: (B,) first token of every window.
@@ -163,14 +193,27 @@ class TokenStream:
             columns: (C,) the tokens of each sequence to read. None: all. Positions are always of all tokens.
             depth: of `shift_targets`.
             separate_documents: targets at a depth must be in the same document.
+            stops: (B,) ends of the windows. Tokens from there on only fill the sequence and are not targets. None:
+                windows are full.
         """
         rows = np.empty((len(starts), window), dtype=np.int64)
         positions = np.empty((len(starts), window), dtype=np.int64)
-        for row, start in enumerate(starts):
-            rows[row] = self.read(int(start), int(start) + window)
-            positions[row] = self.positions(int(start), int(start) + window)
+        labels = rows
+        if self.has_loss_mask or stops is not None:
+            labels = np.full_like(rows, NO_TARGET)
+        for row, start in enumerate(map(int, starts)):
+            size = min(window, self.num_tokens - start)
+            for piece, first in ((slice(0, size), start), (slice(size, window), 0)):
+                length = piece.stop - piece.start
+                if length:
+                    rows[row, piece] = self.read(first, first + length)
+                    positions[row, piece] = self.positions(first, first + length)
+            if labels is not rows:
+                size = window if stops is None else int(stops[row]) - start
+                counts = self.read_mask(start, start + size)
+                labels[row, :size] = np.where(counts, rows[row, :size], NO_TARGET)
         positions = positions[:, :-1]
-        targets = shift_targets(rows, depth, positions if separate_documents else None)
+        targets = shift_targets(labels, depth, positions if separate_documents else None)
         selected: Any = slice(None) if columns is None else columns.numpy()
         arrays = rows[:, :-1][:, selected], targets[:, selected], positions
         return TokenBatch(*(torch.from_numpy(array.copy()) for array in arrays))

@@ -26,6 +26,8 @@ class MicroBatchLoss:
     Args:
         num_microbatches: micro-batches in the step; context-parallel ranks divide it by their `token_weight`.
         mtp_weight: `weight` in the formula above.
+        denominator: divisor of the sum over the tokens of every micro-batch, a tensor with one element. It replaces the
+            number of tokens times `num_microbatches` if micro-batches have different numbers of targets.
 
     Attributes:
         depth_losses: for each micro-batch, the detached losses by depth (1 + D,); their sum over the step is the mean.
@@ -34,8 +36,11 @@ class MicroBatchLoss:
             (B, C, 1 + D). Empty for a model without MTP.
     """
 
-    def __init__(self, num_microbatches: float, mtp_weight: float = 0.0) -> None:
+    def __init__(
+        self, num_microbatches: float, mtp_weight: float = 0.0, *, denominator: Tensor | None = None
+    ) -> None:
         self._num_microbatches = num_microbatches
+        self._denominator = denominator
         self._mtp_weight = mtp_weight
         self.depth_losses: list[Tensor] = []
         self.greedy: list[tuple[Tensor, Tensor]] = []
@@ -46,6 +51,9 @@ class MicroBatchLoss:
         tensors: logits (B, C, V) and targets (B, C); with MTP the logits of each depth and targets (B, C, 1 + D).
         """
         *logits, targets = tensors
+        if self._denominator is not None:
+            assert len(logits) == 1, "multi-token prediction has a denominator of its own"
+            return cross_entropy_loss(logits[0], targets, ignore_index=NO_TARGET, denominator=self._denominator)
         if len(logits) == 1:
             return cross_entropy_loss(logits[0], targets) / self._num_microbatches
         # Divided by the number of all tokens, also those without a target: otherwise tokens of micro-batches with many

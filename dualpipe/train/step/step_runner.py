@@ -21,7 +21,7 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
@@ -53,6 +53,8 @@ class PipelinedModel:
         self.schedule = build_schedule(config.parallel, config.train.num_chunks, job.ranks)
         context = ContextParallel(job.place.part("cp"), method=config.parallel.cp_method)
         self.split = context.split
+        self.has_loss_mask = False  # of the data: True if batches have different numbers of targets
+        self.num_targets: Tensor | None = None  # in the last global batch, on the last stage of data with a loss mask
         self.model = build_model(
             resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
             options=StageOptions.of(config, from_hf), mesh=job.mesh, context=context,
@@ -68,11 +70,28 @@ class PipelinedModel:
         """True on the one rank that writes the metrics: the rank of pipeline 0 with the last stage, and so the loss."""
         return self.model.has_last and not self.job.place.replica
 
-    def criterion(self, step: int) -> MicroBatchLoss:
-        """Return the criterion of a step, counted from 1. A call may run fewer micro-batches than the step has."""
+    def criterion(self, step: int, batch: TokenBatch | None = None) -> MicroBatchLoss:
+        """Return the criterion of a step, counted from 1. A call may run fewer micro-batches than the step has.
+
+        Args:
+            batch: of the whole step. If the data has a loss mask, its targets are counted over all pipelines, which is
+                collective, and the loss is the mean over them. None: the loss is the mean over all tokens.
+        """
         train = self.config.train
+        if self.has_loss_mask and batch is not None and self.model.has_last:
+            self.num_targets = self._count_targets(batch)
+            # Gradients are averaged over the replicas: dividing by the number of targets per replica gives the gradient
+            # of the mean over the global batch.
+            denominator = self.num_targets.clamp(min=1) / self.config.parallel.replicas
+            return MicroBatchLoss(train.num_chunks, denominator=denominator)
         num_microbatches = train.num_chunks / token_weight(self.split, train.sequence_length)
         return MicroBatchLoss(num_microbatches, self.config.mtp.weight_of(step, train.steps))
+
+    def _count_targets(self, batch: TokenBatch) -> Tensor:
+        """Count the targets of the global batch, a float32 scalar. Collective over the ranks of the last stage."""
+        count = (batch.targets != NO_TARGET).sum()
+        self.all_reduce("targets", "the number of targets", count, self.job.place.group(*DENSE))
+        return count.float()
 
     def forward_backward(
         self, batch: TokenBatch, criterion: MicroBatchLoss, num_microbatches: int | None = None
@@ -163,7 +182,7 @@ class StepRunner(PipelinedModel):
         Returns the `mean_losses`. If the loss is not finite, a gradient becomes NaN, so that every rank learns of it
         from the gradient norm.
         """
-        criterion = self.criterion(step)
+        criterion = self.criterion(step, batch)
         with self.routers.step():
             losses = self.mean_losses(self.forward_backward(batch, criterion), criterion)
         if losses is not None:

@@ -13,7 +13,7 @@ from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import choose_evaluation_windows
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import ByteTokenizer
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer
 
 
 def make_loader(path, seed=0, batch_size=6, sequence_length=10):
@@ -133,10 +133,10 @@ def test_an_error_in_the_thread_is_raised_when_its_batch_is_taken(many):
         if reads.count(None) == 12:
             raise OSError(5, "Input/output error")
         reads.append(None)
-        return TokenStream.read(loader._stream, start, stop)
+        return TokenStream.read(loader._streams[0], start, stop)
 
     loader, reads = make_loader(many), []
-    loader._stream.read = broken
+    loader._streams[0].read = broken
     with pytest.raises(OSError, match="Input/output error"), loader.batches(9) as batches:
         for taken, _ in enumerate(batches, 1):
             assert loader.step == taken <= 2, "12 rows are two batches"

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from chats import save_chat_tokenizer
 from dualpipe import cli
 from dualpipe.train.data import pack as train_pack
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import ByteTokenizer
+from dualpipe.train.tokenization import encode_documents
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer, FileTokenizer
 
 END = ByteTokenizer.end_of_document
 
@@ -53,17 +55,28 @@ def test_repacking_gives_the_same_files_and_replaces_the_old(texts, tmp_path):
 
 
 def test_a_failed_repack_leaves_the_old(texts, tmp_path):
-    class Broken(ByteTokenizer):
-        def encode(self, text):
-            if text == b"sea":
-                raise ValueError("boom")
-            return super().encode(text)
-
+    tokenizer = FileTokenizer(save_chat_tokenizer(tmp_path / "tokenizer") / "tokenizer.json")
+    (texts / "a.txt").write_bytes(b"abc")
+    (texts / "sub/c.txt").write_bytes(b"se\xff")
     pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
-    with pytest.raises(ValueError, match=r"cannot tokenize .*c.txt: boom"):
-        pack(find_sources([texts]), Broken(), tmp_path / "out", overwrite=True)
+    with pytest.raises(ValueError, match=r"cannot tokenize .*c.txt: not UTF-8"):
+        pack(find_sources([texts]), tokenizer, tmp_path / "out", overwrite=True)
     assert len(stream_of(tmp_path / "out")) == 12
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts", "tokenizer"]
+
+
+def test_batches_of_any_size_give_the_same_files(tmp_path, text, monkeypatch):
+    """Also where a batch ends within a shard, and a shard within a batch."""
+    tokenizer = FileTokenizer(save_chat_tokenizer(tmp_path / "tokenizer") / "tokenizer.json")
+    lines = [json.dumps({"text": "hello the " * (number % 7 + 1)}) + "\n" for number in range(100)]
+    (text / "lines.jsonl").write_text("".join(lines))
+    contents = []
+    for size in (1, 100, 1 << 20):
+        monkeypatch.setattr(encode_documents, "BATCH_CHARACTERS", size)
+        out = tmp_path / f"out-{size}"
+        pack(find_sources([text]), tokenizer, out, shard_tokens=150)
+        contents.append({file.name: file.read_bytes() for file in out.iterdir()})
+    assert contents[0] == contents[1] == contents[2] and len(contents[0]) > 4
 
 
 def test_pack_refuses_bad_sources_and_targets(texts, tmp_path):

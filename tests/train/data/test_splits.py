@@ -17,7 +17,7 @@ from dualpipe.train.data.splits import (
     sufficient_fraction,
 )
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import ByteTokenizer
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document

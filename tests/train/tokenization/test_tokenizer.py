@@ -8,7 +8,7 @@ from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import FileTokenizer, load_tokenizer
+from dualpipe.train.tokenization.tokenizer import FileTokenizer, load_tokenizer
 
 
 def stream_of(path):

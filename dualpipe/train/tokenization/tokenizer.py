@@ -6,17 +6,47 @@ The `identity` of a tokenizer is recorded in packed data, so that data of one to
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import BYTES, TOKENIZER
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as HubTokenizer
+
+Document: TypeAlias = bytes | Conversation
 
 # End-of-document tokens of common vocabularies: the first of them that a vocabulary has is used.
 END_OF_DOCUMENT_NAMES = (
     "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]",
 )
+
+
+class PreparedText(NamedTuple):
+    """Text of a document, ready to encode.
+
+    text: the text.
+    spans: bounds, in characters, of the parts that count for the loss. None: all of it counts.
+    """
+
+    text: str
+    spans: list[tuple[int, int]] | None = None
+
+
+class MaskedTokens(NamedTuple):
+    """Tokens of a document.
+
+    tokens: (N,) uint32.
+    loss_mask: (N,) bool, True for tokens that count for the loss. None: all do.
+    """
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray | None
 
 
 class ByteTokenizer:
@@ -26,9 +56,10 @@ class ByteTokenizer:
     end_of_document = 256
     identity = "bytes"
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of a document without its end, uint8 (len(text),)."""
-        return np.frombuffer(text, dtype=np.uint8)
+    def encode(self, document: Document) -> np.ndarray:
+        """Return the ids of a document without its end, uint8 (len(document),)."""
+        assert isinstance(document, bytes), "conversations need a chat tokenizer"
+        return np.frombuffer(document, dtype=np.uint8)
 
 
 class FileTokenizer:
@@ -44,16 +75,7 @@ class FileTokenizer:
     """
 
     def __init__(self, path: str | Path, end_of_document: str | None = None) -> None:
-        from tokenizers import Tokenizer as HubTokenizer
-
-        try:
-            content = Path(path).read_bytes()
-            self._tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
-        except OSError as error:
-            raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
-                             "tokenizer.json, or of a directory with one") from error
-        except Exception as error:  # `tokenizers` raises nothing narrower
-            raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+        self._tokenizer, content = read_tokenizer_file(path)
         names = [end_of_document] if end_of_document else END_OF_DOCUMENT_NAMES
         end_ids = [self._tokenizer.token_to_id(name) for name in names]
         end_id = next((token_id for token_id in end_ids if token_id is not None), None)
@@ -65,13 +87,43 @@ class FileTokenizer:
         self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:{end_id}"
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Return the ids of a document without its end, uint32 (num_tokens,). Raises ValueError unless it is UTF-8."""
+    def prepare(self, document: Document) -> PreparedText:
+        """Return the text of a document. Raises ValueError unless it is UTF-8."""
+        assert isinstance(document, bytes), "conversations need a chat tokenizer"
         try:
-            decoded = text.decode("utf-8")
+            return PreparedText(document.decode("utf-8"))
         except UnicodeDecodeError as error:
             raise ValueError(f"not UTF-8 ({error}); convert it, or use the tokenizer 'bytes'") from error
-        return np.asarray(self._tokenizer.encode(decoded, add_special_tokens=False).ids, dtype=np.uint32)
+
+    def encode_texts(self, texts: Sequence[PreparedText]) -> list[Encoding]:
+        """Return the encodings of texts, without the ends of documents, in parallel."""
+        return self._tokenizer.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
+
+    def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
+        """Return the tokens in an encoding."""
+        return MaskedTokens(token_ids(encoding), None)
+
+
+def read_tokenizer_file(path: str | Path) -> tuple[HubTokenizer, bytes]:
+    """Return the tokenizer in a `tokenizers` JSON file, and the content of the file. Raises ValueError."""
+    from tokenizers import Tokenizer as HubTokenizer
+
+    try:
+        content = Path(path).read_bytes()
+        tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
+                         "tokenizer.json, or of a directory with one") from error
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+    tokenizer.no_truncation()  # a file may hold the settings of whoever saved it
+    tokenizer.no_padding()
+    return tokenizer, content
+
+
+def token_ids(encoding: Encoding) -> np.ndarray:
+    """Return the ids in an encoding, uint32 (N,)."""
+    return np.fromiter(encoding.ids, np.uint32, len(encoding))
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer

@@ -1,0 +1,132 @@
+"""Read conversations from records in OpenAI's or ShareGPT's form.
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
+
+A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content may be a
+list of text parts. An assistant message with weight 0 does not count for the loss.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
+TOOLS_KEY = "tools"
+ASSISTANT = "assistant"
+SHAREGPT_ROLES = {
+    "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
+    "model": ASSISTANT, "system": "system", "tool": "tool", "observation": "tool",
+}
+
+
+class Conversation(NamedTuple):
+    """A conversation in OpenAI's form.
+
+    messages: each has a role and any keys that the template reads.
+    tools: schemas of functions. None: the template gets no tools.
+    uncounted: indices of the assistant messages that do not count for the loss.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Any] | None = None
+    uncounted: frozenset[int] = frozenset()
+
+    def content(self) -> bytes:
+        """Return the conversation as canonical bytes to hash: equal conversations give equal bytes."""
+        values = {"messages": self.messages, "tools": self.tools, "uncounted": sorted(self.uncounted)}
+        return json.dumps(values, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
+
+
+def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | None:
+    """Return the conversation of a record, or None if it has no messages.
+
+    Args:
+        record: an object with the messages under `key`, and optional tools.
+        key: key of the messages.
+
+    Raises:
+        ValueError: a message has neither form. Names the message, counted from 1.
+    """
+    values = record.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list):
+        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}")
+    messages = []
+    uncounted = set()
+    for index, value in enumerate(values):
+        try:
+            message = _read_message(value)
+            if not _pop_weight(message):
+                uncounted.add(index)
+        except ValueError as error:
+            raise ValueError(f"message {index + 1} of its {key!r} {error}") from error
+        messages.append(message)
+    if not messages:
+        return None
+    tools = record.get(TOOLS_KEY) or None
+    if isinstance(tools, str):  # some Parquet files hold tools as JSON text
+        tools = json.loads(tools) or None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
+    return Conversation(messages, tools, frozenset(uncounted))
+
+
+def _read_message(value: Any) -> dict[str, Any]:
+    """Return a message in OpenAI's form. Raises ValueError with a text that continues "message N"."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"is not an object but of type {type(value).__name__}")
+    message = {key: part for key, part in value.items() if part is not None}  # Parquet fills absent keys with None
+    if "role" not in message and "from" in message:
+        return _from_sharegpt(message)
+    role = message.get("role")
+    if not isinstance(role, str):
+        keys = ", ".join(map(repr, message)) or "no keys"
+        raise ValueError(f"has no 'role' or 'from' that is a string, but {keys}; give OpenAI's or ShareGPT's form")
+    if "content" in message:
+        message["content"] = _read_content(message["content"])
+    elif "content" in value:
+        message["content"] = None  # OpenAI's form has null content beside tool calls
+    if message.get("content") is None and len(message.keys() - {"content", "name", "weight"}) == 1:
+        raise ValueError(f"of the role {role!r} has no 'content'")
+    return message
+
+
+def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a message from ShareGPT's form to OpenAI's."""
+    sender = message["from"]
+    text = message.get("value")
+    if sender not in SHAREGPT_ROLES:
+        raise ValueError(f"is from {sender!r}; give one of {', '.join(SHAREGPT_ROLES)}")
+    if not isinstance(text, str):
+        raise ValueError(f"from {sender!r} has no 'value' that is a string")
+    converted = {"role": SHAREGPT_ROLES[sender], "content": text}
+    if "weight" in message:
+        converted["weight"] = message["weight"]
+    return converted
+
+
+def _read_content(content: Any) -> str:
+    """Return the text of a message's content, a string or a list of parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ValueError(f"has a 'content' that is neither a string nor a list, but of type {type(content).__name__}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has a part of type {kind!r} in its 'content'; only text parts are supported")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _pop_weight(message: dict[str, Any]) -> bool:
+    """Remove the weight of a message and return it. Raises ValueError unless it is 0 or 1."""
+    weight = message.pop("weight", 1)
+    if weight not in (0, 1):
+        raise ValueError(f"has the weight {weight!r}; give 0 or 1")
+    return bool(weight)

@@ -1,0 +1,84 @@
+"""Find the assistant's turns in a rendered conversation: only their tokens count for the loss.
+
+A template with generation blocks marks them. For any other template, each assistant turn is found by rendering the
+conversation up to the turn, with the generation prompt, and up to its end:
+
+    messages before the turn, with the prompt    <user>Hi<end><assistant>
+    messages with the turn                       <user>Hi<end><assistant>Hello<end>
+    the turn                                                            Hello<end>
+
+Each text must be a prefix of the next one and of the whole conversation. A template that renders earlier turns
+differently once later ones follow (for example, one that drops their reasoning) is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from dualpipe.train.chat.messages import ASSISTANT, Conversation
+from dualpipe.train.chat.template import ChatTemplate, Rendered
+
+_SHOWN = 40  # characters of texts that differ
+_REMEDY = ("give a template with {% generation %} blocks around the assistant's text, with --chat-template or "
+           "data.chat_template")
+
+
+def find_spans(template: ChatTemplate, conversation: Conversation, ends: Collection[str] = ()) -> Rendered:
+    """Render a conversation, and return it with the bounds of the assistant turns that count for the loss.
+
+    Args:
+        template: the chat template.
+        conversation: has any number of assistant turns.
+        ends: special tokens of the tokenizer. White space after one of them at the end of a turn is the template's and
+            does not count: a model never has to generate it.
+
+    Raises:
+        ValueError: the template refuses the conversation, or does not show which text is the assistant's.
+    """
+    whole = template.render(conversation.messages, conversation.tools)
+    turns = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
+    if template.marks_generation:
+        spans = whole.generated
+    else:
+        spans = [_find_turn(template, conversation, turn, whole.text) for turn in turns]
+        spans = [(begin, _trim(whole.text, begin, end, ends)) for begin, end in spans]
+    if not conversation.uncounted:
+        return Rendered(whole.text, spans)
+    if len(spans) != len(turns):
+        raise ValueError(f"{template.name} has {len(spans)} generation blocks for {len(turns)} assistant turns, so the "
+                         "block of the turn with weight 0 is unknown; leave out the weights")
+    counted = [span for turn, span in zip(turns, spans) if turn not in conversation.uncounted]
+    return Rendered(whole.text, counted)
+
+
+def _find_turn(template: ChatTemplate, conversation: Conversation, turn: int, whole: str) -> tuple[int, int]:
+    """Return the bounds, in the rendered conversation `whole`, of the assistant's message with the index `turn`."""
+    messages, tools, _ = conversation
+    try:
+        before = template.render(messages[:turn], tools, prompts=True).text
+        after = template.render(messages[: turn + 1], tools).text
+    except ValueError as error:
+        raise ValueError(f"{error} (the first {turn} of {len(messages)} messages alone, rendered to find the "
+                         f"assistant's turn after them); {_REMEDY}") from error
+    for shorter, longer, problem in (
+        (before, after, f"message {turn + 1} does not start with the generation prompt"),
+        (after, whole, f"message {turn + 1} is rendered differently once other messages follow"),
+    ):
+        if not longer.startswith(shorter):
+            place = _first_difference(shorter, longer)
+            raise ValueError(
+                f"{template.name} does not show which text is the assistant's: {problem} "
+                f"({shorter[place : place + _SHOWN]!r} against {longer[place : place + _SHOWN]!r}); {_REMEDY}")
+    return len(before), len(after)
+
+
+def _first_difference(text: str, other: str) -> int:
+    """Return the index of the first character in which two texts differ."""
+    length = min(len(text), len(other))
+    return next((index for index in range(length) if text[index] != other[index]), length)
+
+
+def _trim(text: str, begin: int, end: int, ends: Collection[str]) -> int:
+    """Return the end of a turn without white space after its last special token."""
+    turn = text[begin:end].rstrip()
+    return begin + len(turn) if turn.endswith(tuple(ends)) else end

@@ -1,0 +1,81 @@
+"""Print documents of a packed directory token by token: `dualpipe data show`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from dualpipe.train.config.schema import BYTES, TOKENIZER
+from dualpipe.train.data.token_stream import PackedTokens
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer_file
+
+COUNTED = "bold green"
+UNCOUNTED = "dim"
+_BORDER = "|"  # between tokens
+
+
+def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int = 1) -> None:
+    """Print documents with a border between tokens. Tokens that count for the loss are in colour, or in brackets.
+
+    Args:
+        path: the packed directory.
+        tokenizer: the tokenizer that the directory was packed with, as in `load_tokenizer`.
+        first: number of the first document, from 0.
+        count: number of documents.
+
+    Raises:
+        ValueError: the directory is incomplete, was packed with another tokenizer, or has no document `first`.
+    """
+    packed = PackedTokens(path)
+    decode = _decoder(packed, tokenizer)
+    if not 0 <= first < len(packed.documents):
+        raise ValueError(f"--document {first}: {packed.path} has documents 0 to {len(packed.documents) - 1}; give one "
+                         "of them")
+    if count < 1:
+        raise ValueError(f"--count {count}: give at least 1")
+    console = Console(highlight=False, soft_wrap=True)
+    for number in range(first, min(first + count, len(packed.documents))):
+        shard, offset, length, _ = packed.documents[number].tolist()
+        tokens = packed.shards[shard][offset : offset + length]
+        mask = packed.masks[shard][offset : offset + length] if packed.masks else np.ones(length, dtype=np.uint8)
+        console.print(Text(f"document {number}: {length} tokens, {int(mask.sum())} count for the loss", style="bold"))
+        pieces = zip(mask.astype(bool).tolist(), map(decode, tokens.tolist()))
+        console.print(_colour(pieces) if console.is_terminal else Text(_bracket(pieces)))
+
+
+def _decoder(packed: PackedTokens, name: str) -> Callable[[int], str]:
+    """Return a function that decodes a token. Raises ValueError if the directory has another tokenizer."""
+    path = Path(name, TOKENIZER) if Path(name).is_dir() else Path(name)
+    if name == BYTES:
+        is_same = packed.tokenizer == BYTES
+    else:
+        hub_tokenizer, content = read_tokenizer_file(path)
+        is_same = packed.is_of_tokenizer(content)
+    if not is_same:
+        raise ValueError(f"--tokenizer {name}: {packed.path} was packed with the tokenizer {packed.tokenizer!r}; give "
+                         "that one")
+    if name == BYTES:
+        return lambda token: "<end>" if token == ByteTokenizer.end_of_document else chr(token)
+    return lambda token: hub_tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _runs(pieces: Iterable[tuple[bool, str]]) -> Iterator[tuple[bool, str]]:
+    """Yield runs of tokens with the same loss mask, each as one text with borders between tokens."""
+    for counts, run in groupby(pieces, key=itemgetter(0)):
+        yield counts, _BORDER.join(map(itemgetter(1), run))
+
+
+def _colour(pieces: Iterable[tuple[bool, str]]) -> Text:
+    """Return the tokens as text in colours."""
+    return Text(_BORDER).join(Text(text, style=COUNTED if counts else UNCOUNTED) for counts, text in _runs(pieces))
+
+
+def _bracket(pieces: Iterable[tuple[bool, str]]) -> str:
+    """Return the tokens as text, with brackets around those that count for the loss."""
+    return _BORDER.join(f"[[{text}]]" if counts else text for counts, text in _runs(pieces))

@@ -1,0 +1,165 @@
+"""Cut a stream into windows, the ranges of tokens that sequences are read from.
+
+Text is cut into consecutive windows of T + 1 tokens. Conversations stay whole, so that an answer is read with its
+question: a window starts at the start of a conversation and holds as many whole ones as fit. A conversation longer than
+a window takes several, each of which starts with the last token of the window before:
+
+    T + 1 = 8        conversations of 3, 4, 6 and 10 tokens
+    window 0         0-6    two conversations; token 7 fills the sequence and is not a target
+    window 1         7-12   one conversation
+    window 2         13-20  tokens 0 to 7 of the last conversation
+    window 3         20-22  tokens 7 to 9 of it; the targets are 8 and 9
+
+Dimension letters: B sequences, N windows, D documents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from dualpipe.train.data.token_stream import TokenStream
+
+_BLOCK = 1 << 22  # tokens of a loss mask to read at a time
+
+
+class Span(NamedTuple):
+    """Bounds of windows in a stream.
+
+    starts: (B,) first token of each window.
+    stops: (B,) end of each window. None: all windows are full.
+    sources: (B,) index of each window's stream. None: there is one stream.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray | None
+    sources: np.ndarray | None = None
+
+    def take(self, rows: np.ndarray | slice) -> Span:
+        """Return the bounds of the windows in `rows`."""
+        stops = None if self.stops is None else self.stops[rows]
+        sources = None if self.sources is None else self.sources[rows]
+        return Span(self.starts[rows], stops, sources)
+
+
+@dataclass(frozen=True)
+class TextWindows:
+    """Consecutive full windows of a text. The rest at its end is not used.
+
+    size: T + 1 tokens of a window.
+    num_windows: N.
+    num_left_out: always 0, because every window has targets.
+    """
+
+    size: int
+    num_windows: int
+    num_left_out: int = 0
+
+    def span(self, numbers: np.ndarray) -> Span:
+        """Return the bounds of windows, by their numbers (B,)."""
+        return Span(numbers * self.size, None)
+
+
+@dataclass(frozen=True)
+class ConversationWindows:
+    """Windows of whole conversations with at least one target that counts for the loss.
+
+    starts, stops: (N,) bounds of the windows.
+    num_left_out: number of windows without such a target, which are not read.
+    """
+
+    starts: np.ndarray
+    stops: np.ndarray
+    num_left_out: int
+
+    @property
+    def num_windows(self) -> int:
+        """The number of windows."""
+        return len(self.starts)
+
+    def span(self, numbers: np.ndarray) -> Span:
+        """Return the bounds of windows, by their numbers (B,). A negative number gives a window without targets."""
+        stops = np.where(numbers < 0, self.starts[numbers], self.stops[numbers])
+        return Span(self.starts[numbers], stops)
+
+
+Windows: TypeAlias = TextWindows | ConversationWindows
+
+
+def find_windows(stream: TokenStream, size: int) -> Windows:
+    """Return the windows of a stream.
+
+    Args:
+        stream: the text or the conversations.
+        size: T + 1 tokens of a window.
+    """
+    if not stream.has_loss_mask or stream.num_tokens < size:
+        return TextWindows(size, stream.num_tokens // size)
+    starts, stops = cut_documents(stream.document_bounds(), size)
+    counts = _count_targets(stream, starts, stops)
+    return ConversationWindows(starts[counts > 0], stops[counts > 0], int((counts == 0).sum()))
+
+
+def choose_conversations(stream: TokenStream, size: int, batch_size: int, limit: int, rows: range) -> list[Span]:
+    """Return the bounds of the windows of every evaluation batch, spread evenly over conversations.
+
+    If there are fewer windows than a batch has sequences, the other sequences of the only batch have no targets.
+
+    Args:
+        stream: the conversations; at least as many tokens as a window.
+        size: T + 1 tokens of a window.
+        batch_size: sequences of the global batch.
+        limit: maximum number of batches.
+        rows: sequences of a batch that this rank reads.
+
+    Raises:
+        ValueError: no target counts for the loss.
+    """
+    windows = find_windows(stream, size)
+    total = windows.num_windows
+    if not total:
+        raise ValueError(f"no token of the {stream.num_documents} validation conversations counts for the loss; give "
+                         "other conversations in data.validation_path, or set train.eval_batches = 0")
+    numbers = np.arange(batch_size)
+    numbers[total:] = -1
+    if total >= batch_size:
+        numbers = np.linspace(0, total - 1, min(limit, total // batch_size) * batch_size, dtype=np.int64)
+    return [windows.span(batch[rows.start : rows.stop]) for batch in numbers.reshape(-1, batch_size)]
+
+
+def cut_documents(bounds: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the bounds (N,) of windows that hold whole documents.
+
+    Args:
+        bounds: (D + 1,) start of every document, and the end of the last one.
+        size: T + 1, the maximum number of tokens in a window.
+    """
+    starts = []
+    stops = []
+    start = int(bounds[0])
+    end = int(bounds[-1])
+    while start < end:
+        limit = min(start + size, end)
+        last_bound = int(bounds[np.searchsorted(bounds, limit, side="right") - 1])  # within reach of the window
+        cuts_document = last_bound <= start
+        stop = limit if cuts_document else last_bound
+        starts.append(start)
+        stops.append(stop)
+        start = stop - 1 if cuts_document else stop
+    return np.array(starts, dtype=np.int64), np.array(stops, dtype=np.int64)
+
+
+def _count_targets(stream: TokenStream, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the number of targets in each window that count for the loss, int64 (N,).
+
+    The first token of a window is not a target.
+    """
+    counts = np.zeros(len(starts), dtype=np.int64)
+    for begin in range(0, stream.num_tokens, _BLOCK):
+        counted = begin + np.flatnonzero(stream.read_mask(begin, min(begin + _BLOCK, stream.num_tokens)))
+        windows = np.searchsorted(starts, counted, side="left") - 1
+        is_target = (windows >= 0) & (counted < stops[windows])
+        counts += np.bincount(windows[is_target], minlength=len(starts))
+    return counts

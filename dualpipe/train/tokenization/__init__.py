@@ -1,0 +1,4 @@
+"""Tokenizers of texts and conversations, and the encoding of many documents in batches.
+
+Imports `train.chat` and `train.config`.
+"""

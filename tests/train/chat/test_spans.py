@@ -1,0 +1,59 @@
+"""The assistant's text in a rendered conversation."""
+
+import pytest
+
+from chats import CHATML, FORGETFUL, MARKED, SPECIAL, turns
+from dualpipe.train.chat.messages import Conversation
+from dualpipe.train.chat.spans import find_spans
+from dualpipe.train.chat.template import ChatTemplate
+
+FIRST_ROLE = "{{ messages[0].role }}" + CHATML
+
+
+def says(template, conversation):
+    text, spans = find_spans(ChatTemplate(template, {}, "it"), conversation, SPECIAL)
+    return [text[begin:end] for begin, end in spans]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_several_turns_up_to_the_token_that_ends_them(template):
+    """Not the line end behind it, which the template adds."""
+    messages = turns("hi", "hello", "and?", " spaces \n", system="be brief")
+    assert says(template, Conversation(messages)) == ["hello<|im_end|>", " spaces \n<|im_end|>"]
+    assert says(template, Conversation(turns("a", ""))) == ["<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_edges(template):
+    assert says(template, Conversation(turns("hi"))) == []
+    assert says(template, Conversation(turns(system="be brief"))) == []
+    assert says(template, Conversation(turns("hello", "hi", role="assistant"))) == ["hello<|im_end|>"]
+    assert says(template, Conversation(turns("a", "b", "c", "d"), uncounted=frozenset({1}))) == ["d<|im_end|>"]
+
+
+def test_white_space_counts_where_no_special_token_ends_a_turn():
+    plain = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}" \
+            "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert says(plain, Conversation(turns("a", "b"))) == ["b\n\n"]
+
+
+def test_templates_whose_prefixes_do_not_agree_are_refused():
+    with pytest.raises(ValueError) as raised:
+        says(FORGETFUL, Conversation(turns("a", "b", "c", "d")))
+    assert str(raised.value) == (
+        "it does not show which text is the assistant's: message 2 is rendered differently once other messages "
+        "follow ('<think></think>b<|im_end|>\\n' against 'b<|im_end|>\\n<|im_start|>user\\nc<|im_end|>'); give a "
+        "template with {% generation %} blocks around the assistant's text, with --chat-template or data.chat_template")
+    assert says(FORGETFUL, Conversation(turns("a", "b"))) == ["<think></think>b<|im_end|>"]
+    prompted = CHATML.replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")
+    with pytest.raises(ValueError, match="message 2 does not start with the generation prompt"):
+        says(prompted, Conversation(turns("a", "b")))
+    with pytest.raises(ValueError, match=r"\(the first 0 of 1 messages alone, rendered to find the assistant\'s turn"):
+        says(FIRST_ROLE, Conversation(turns("a", role="assistant")))
+
+
+def test_weights_need_a_block_for_each_turn():
+    twice = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
+    with pytest.raises(ValueError, match="has 4 generation blocks for 2 assistant turns, so the block of"):
+        says(twice, Conversation(turns("a", "b", "c", "d"), uncounted=frozenset({1})))
+    assert says(twice, Conversation(turns("a", "b"))) == ["", "b<|im_end|>"]
