@@ -223,7 +223,8 @@ def _plan(args: argparse.Namespace) -> None:
 def _checkpoint(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint import commands
 
-    for line in {"ls": commands.ls, "verify": commands.check, "show": commands.show}[args.command](args.path):
+    command = {"ls": commands.ls, "verify": commands.check, "show": commands.show, "clean": commands.clean}
+    for line in command[args.command](args.path):
         print(line)
 
 
@@ -355,7 +356,7 @@ _PACK: _Arguments = {
     "--out": dict(required=True, metavar="DIR", help="the packed directory to make"),
     "--overwrite": dict(action="store_true", help="replace a packed directory that is there, when the new one is done"),
 }
-_CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them")}
+_CHECKPOINT: _Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of them, or its URL")}
 _HUB = "a directory with config.json and safetensors"
 _MTP: _Arguments = {
     "--mtp": dict(action="store_true", help="with layers for multi-token prediction, for a run with mtp.weight > 0"),
@@ -404,6 +405,8 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.Namespace], int | None], str, _Arg
                           "damaged", _CHECKPOINT),
     "checkpoint show": (_checkpoint, "say what is in a checkpoint: how it was saved, by whom, and its tensors",
                         _CHECKPOINT),
+    "checkpoint clean": (_checkpoint, "remove what jobs that died have left of their saves in a directory",
+                         _CHECKPOINT),
     "hf check": (_hf_check, "say whether a checkpoint can be loaded, what it holds, and how much of it each rank reads "
                  "(headers only)", _CHECK),
     "hf import": (_hf_import, "make a checkpoint of this library from one of Hugging Face's, as step 0 of a run",

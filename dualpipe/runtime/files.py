@@ -91,14 +91,23 @@ def write_files(
     return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
 
 
-def reporting(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterator[memoryview]:
-    """The same bytes for `write_file`, in pieces after each of which `report` is called with its size, once written."""
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _REPORTED):
-            part = view[start : start + _REPORTED]
-            yield part
-            report(len(part))
+class reporting:
+    """The same bytes for `write_file`, in pieces after each of which `report` is called with its size, once written.
+
+    Can be iterated as often as `pieces`.
+    """
+
+    def __init__(self, pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> None:
+        self._pieces = pieces
+        self._report = report
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for piece in self._pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _REPORTED):
+                part = view[start : start + _REPORTED]
+                yield part
+                self._report(len(part))
 
 
 def checksum_of(path: Path, checksum: str) -> str:

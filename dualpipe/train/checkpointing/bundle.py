@@ -45,10 +45,11 @@ def write_bundle(
     timeout = timedelta(seconds=config.parallel.timeout)
     folder = Path(config.output.dir, BUNDLES)
     with Checkpoints(folder, job.mesh, keep_last=KEPT, timeout=timeout, finite=False) as bundles:
-        path = bundles.save(
+        bundle = bundles.save(
             dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
             config=describe(config, model), extra={"loader": loader, "then": then, "again": dict(again)},
         )
+    path = folder / bundle.name
     model_config = json.dumps(model.config.to_dict(), indent=2)
     job.ranks.first(lambda: replace_file(path / "config.json", model_config))
     return path

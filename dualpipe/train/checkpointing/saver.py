@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, load
@@ -20,6 +19,7 @@ from dualpipe.models import HubConfig
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
+from dualpipe.runtime.storage import Location
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
@@ -44,10 +44,10 @@ class Saver:
         self._settings = settings = config.checkpoint
         self._failed = False
         self._loaded: Checkpoint | None = None  # what the run goes on from
-        self._newest: Path | None = None  # this, or what the run has committed since
+        self._newest: Location | None = None  # this, or what the run has committed since
         self._anomaly = 0
         self._begun = -1  # the step that was saved last, and where, once it is committed
-        self._path: Path | None = None
+        self._path: Location | None = None
         self._last: CheckpointError | None = None  # of the last step, which is raised after an export
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
@@ -114,7 +114,7 @@ class Saver:
         settings, is_last = self._settings, step == self._config.train.steps
         return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
 
-    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Path | None:
+    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Location | None:
         """Save where it is due.
 
         One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
@@ -128,7 +128,7 @@ class Saver:
             return None
         save = checkpoints.save if now or settings.mode == "sync" else checkpoints.save_async
 
-        def write() -> Path | None:
+        def write() -> Location | None:
             self._begun, self._path = step, None
             return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
                         extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
@@ -141,7 +141,7 @@ class Saver:
             self._path = write()
         return self._path if now else None
 
-    def _attempt(self, work: Callable[[], Path | None], *, is_last: bool, is_new: bool = False) -> None:
+    def _attempt(self, work: Callable[[], Location | None], *, is_last: bool, is_new: bool = False) -> None:
         """Wait for a checkpoint, or begin a new one; is_last: of the last step, or while that one waits."""
         try:
             if (path := work()) is not None:

@@ -8,7 +8,6 @@ dtypes of the checkpoint that the run goes on from.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.storage import Location
 from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config, replace_field
 from dualpipe.train.config.source import find_source
@@ -72,7 +72,7 @@ class SavedBatch(NamedTuple):
 
     sequences: int
     pipelines: int  # that it was cut for
-    source: Path  # the checkpoint, or the directory of checkpoints
+    source: Location  # the checkpoint, or the directory of checkpoints
 
 
 def resolve(config: Config, world_size: int) -> Resolved:

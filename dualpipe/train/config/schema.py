@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from dualpipe.runtime.storage import Location, as_location
+
 STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
 BYTES = "bytes"  # [data] tokenizer: one token per byte
 AUTO = "auto"  # [data] tokenizer: that of the checkpoint; [export] to_hf: in output.dir
@@ -448,7 +450,8 @@ class CheckpointConfig:
     """[checkpoint]: saving the whole state of a run, and going on from it."""
 
     dir: str = ""
-    """where checkpoints are, relative to the working directory; without, `checkpoints` in output.dir"""
+    """where checkpoints are, relative to the working directory, or a URL such as s3://bucket/run; without,
+    `checkpoints` in output.dir"""
     interval: int = _not_negative(0)
     """steps from one to the next; the last step is saved too; 0: none are"""
     mode: Literal["sync", "async", "off"] = "async"
@@ -462,8 +465,8 @@ class CheckpointConfig:
     keep_every: int = _not_negative(0)
     """and those of steps that are a multiple of this; 0: no others"""
     resume: str = _rule(bool, 'give "auto", "never" or a path')("auto")
-    """auto: go on from the newest in `dir` that is whole; never; or the path of one, or of a directory of them, to
-    begin with where `dir` has none yet"""
+    """auto: go on from the newest in `dir` that is whole; never; or the path or URL of one, or of a directory of them,
+    to begin with where `dir` has none yet"""
     allow: tuple[str, ...] = ()
     """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype; with
     "loader" the data may be others, or come in another order"""
@@ -550,9 +553,9 @@ class Config:
         return self.model.config or self.init.from_hf
 
     @property
-    def checkpoint_directory(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
+    def checkpoint_directory(self) -> Location:
+        """The folder of the run's checkpoints, or their URL."""
+        return as_location(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
 
     @property
     def export_directory(self) -> Path | None:

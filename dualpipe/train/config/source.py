@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ import torch
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.storage import Location, as_location
+from dualpipe.runtime.storage.location import contains, resolve
 from dualpipe.train.config.schema import Config
 
 
@@ -21,7 +22,7 @@ def saved_settings(found: Any, table: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | None, list[str]]:
+def find_source(config: Config) -> tuple[Location | None, dict[str, torch.dtype] | None, list[str]]:
     """Find what to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
 
     A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
@@ -37,10 +38,10 @@ def find_source(config: Config) -> tuple[Path | None, dict[str, torch.dtype] | N
     elif resume == "never":
         return None, None, []
     elif resume != "auto":
-        goes_back = own.resolve() in (Path(resume).resolve(), *Path(resume).resolve().parents)
-        if goes_back or not (found.committed or found.damaged):
-            path, found = Path(resume), find(resume)
-        elif found.committed and not (isinstance(began, str) and Path(began).resolve() == Path(resume).resolve()):
+        source = as_location(resume)
+        if contains(own, source) or not (found.committed or found.damaged):
+            path, found = source, find(source)
+        elif found.committed and not (isinstance(began, str) and resolve(as_location(began)) == resolve(source)):
             raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
                              'give another output.dir, or checkpoint.resume = "auto" to go on from there')
         else:

@@ -29,6 +29,7 @@ from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.rank_process import CONFIG_FILE, ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER
 from dualpipe.runtime.recorder import rank_name
+from dualpipe.runtime.storage import Location, RemotePath
 from dualpipe.trace.file import TRACED
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.diagnose import FOLDER, HALTED, diagnose, letter_of, read_stuck, state_file
@@ -116,8 +117,13 @@ def _start(arguments: Sequence[str], config: Config, number: int, received: list
                 print("\x1b[?25h", end="", flush=True)
 
 
-def remove_unfinished(checkpoints: Path) -> None:
-    """Remove what ranks that have ended left of a checkpoint, unless another job saves there."""
+def remove_unfinished(checkpoints: Location) -> None:
+    """Remove what ranks that have ended left of a checkpoint, unless another job saves there.
+
+    Of a remote one, the next save or `dualpipe checkpoint clean` removes it: to reach a store takes too long here.
+    """
+    if isinstance(checkpoints, RemotePath):
+        return
     with suppress(ValueError, OSError):
         left = [*checkpoints.glob(".tmp-step-*"), *checkpoints.glob(".del-step-*")]
         if left and (held := lock(checkpoints / ".lock", patience=1.0)) is not None:
