@@ -106,8 +106,8 @@ class Checkpoints:
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
         self.directory = absolute(as_location(directory))
         if isinstance(self.directory, RemotePath) and self.directory.protocol == "memory" and kind == "process":
-            raise ValueError(f"{self.directory} is in the memory of this process, where the writer kind='process' cannot "
-                             "write; give kind='thread', or another directory")
+            raise ValueError(f"{self.directory} is in the memory of this process, where kind='process' cannot write; "
+                             "give kind='thread', or another directory")
         self._kind = kind
         self._checksum = checksum
         self._finite = finite

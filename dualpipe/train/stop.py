@@ -11,7 +11,6 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from dualpipe.runtime.rank_process import LAUNCHER, process_age
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage import Location
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 
@@ -91,7 +91,7 @@ class TimeLimit:
         return self._ages[-1] + self._queued * longest > self._limit
 
 
-def farewell(config: Config, status: int, step: int, saved: Path | None) -> str:
+def farewell(config: Config, status: int, step: int, saved: Location | None) -> str:
     """Return the text for a run that a vote has ended after `step`, with the checkpoint that was saved for it."""
     limit = f"train.time_limit = {config.train.time_limit:g}"
     stopped = f"stopped by {limit if status == os.EX_TEMPFAIL else signal.Signals(status - 128).name} after step {step}"

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from dualpipe.runtime.files import Written
 
-ReadInto = Callable[[memoryview, int], int]  # fills a buffer from an offset on; returns the number of bytes, 0 at the end
+ReadInto = Callable[[memoryview, int], int]  # fills a buffer from an offset on; returns the bytes read, 0 at the end
 Ranges = Callable[[], Iterable[tuple[int, int]]]  # start and size of every range that will be read
 
 
