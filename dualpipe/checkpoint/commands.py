@@ -69,7 +69,7 @@ def clean(path: StrLocation) -> Iterator[str]:
     checkpoints = find(directory)
     if not (checkpoints.committed or checkpoints.damaged or _unfinished(directory)):
         raise_none_complete(directory, ())
-    with closing(open_directory(directory, None, None)) as opened:
+    with closing(open_directory(directory, None, None, patience=1.0)) as opened:
         leftovers = opened.remove_unfinished(lambda: None)
     for leftover in leftovers:
         yield f"{leftover}: removed"
