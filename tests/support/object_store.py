@@ -15,6 +15,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 _PARTIAL = ".uploading-"
+_BLOCK = 2**16  # bytes that a stream holds before it sends them
 
 
 @dataclass
@@ -139,8 +140,11 @@ class _Upload:
         self._file = open(self._partial, "wb")  # noqa: SIM115
 
     def write(self, data):
-        FAULTS.request("write", self._key, len(data))
-        self._size += self._file.write(data)
+        blocks = self._size // _BLOCK
+        self._size += len(data)
+        if self._size == len(data) or self._size // _BLOCK > blocks:  # the first block is sent early: streams fail soon
+            FAULTS.request("write", self._key, len(data))
+        self._file.write(data)
         self._file.flush()
         FAULTS.at_write(self._key, self._size)
 

@@ -111,7 +111,7 @@ def test_a_window_at_a_time(folder, monkeypatch):
 
 def test_without_fsspec(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(ValueError, match=r"/a is a URL, .* fsspec is not installed; run pip install 'dualpipe\[remote\]'"):
+    with pytest.raises(ValueError, match=r"/a is a URL, .* not installed; run pip install 'dualpipe\[remote\]'"):
         storage_of(folder).read(folder / "a")
 
 
