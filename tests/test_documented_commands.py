@@ -69,6 +69,7 @@ IN_PROCESS = {  # what is replaced, by what
     "dualpipe checkpoint ls out/checkpoints": {},
     "dualpipe checkpoint verify out/checkpoints": {},
     "dualpipe checkpoint show out/checkpoints/step-00000500": {"step-00000500": "step-00000000"},
+    "dualpipe checkpoint clean out/checkpoints": {},
     "dualpipe hf export out/checkpoints OUT": {"OUT": "exported"},
     "dualpipe hf export CHECKPOINT OUT --dtype bf16": {"OUT": "dequantized"},
     "dualpipe data pack PATH... --tokenizer tokenizer.json --text-key text --out data": {"PATH...": "records.jsonl"},
