@@ -1,4 +1,5 @@
-# make train | test | test-slow | test-all | test-idle | test-gpu | lint | bench | wheels | gpu | gpu-node | clean
+# make train | test | test-slow | test-all | test-idle | test-gpu | lint | docs | reference | bench | wheels | gpu | gpu-node
+# make clean removes what these have made.
 # PYTHON=python3.12 chooses an interpreter (for a new .venv: `make clean` first), TORCH=2.15.0 another release of torch
 # (in an environment of its own), WORKERS=1 how many tests run at once, MATRIX_PART=3 another part of the matrices.
 # Where there is a folder wheels/, which `make wheels` fills, everything is installed from it, without a package index.
@@ -25,14 +26,14 @@ PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest
 # matrix of the kernels, which takes hours and runs in test-all alone.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
-.PHONY: train test test-slow test-all test-idle test-gpu lint bench wheels gpu gpu-node clean
+.PHONY: train test test-slow test-all test-idle test-gpu lint docs reference bench wheels gpu gpu-node clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
 	$(call SETUP,train)
 	touch $@
 
-# What the tests, and what the linters need besides, in the same environment.
-$(READY)-test $(READY)-lint: $(READY)-%: $(READY)
+# What the tests, the linters and the documents need besides, in the same environment.
+$(READY)-test $(READY)-lint $(READY)-docs: $(READY)-%: $(READY)
 	$(call SETUP,$*)
 	touch $@
 
@@ -58,9 +59,27 @@ test-idle: $(READY)-test
 test-gpu: $(READY)-test
 	$(PYTEST) --numprocesses 0 -m gpu -rs $(ARGS)
 
+# What is written from the code: docs/config.md, docs/cli.md, docs/api.md and docs/pictures.
+reference: $(READY)-test
+	$(BIN)/python docs/generate/reference.py
+	$(BIN)/python docs/generate/draw_pictures.py
+
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
 	$(BIN)/python -P -m mypy
+	$(BIN)/python -P tests/support/style_rules.py
+
+# The documents as a site, in out/site. A page that is not current, or a link that leads nowhere, is an error.
+docs: $(READY)-docs
+	$(BIN)/python docs/generate/reference.py --check
+	$(BIN)/python docs/generate/draw_pictures.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
+
+# The documents as a site, in out/site. A page that is not current, or a link that leads nowhere, is an error.
+docs: $(READY)-docs
+	$(BIN)/python docs/generate/reference.py --check
+	$(BIN)/python docs/generate/draw_pictures.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
 
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.
 bench: $(READY)

@@ -2,7 +2,8 @@
 
 For the expert shapes of three models, their number of tokens, balanced and skewed routing, all experts on one rank or
 an eighth of them; forward of both GEMMs of an expert (the first one also gathering its rows, and with the activation in
-it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows).
+it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows, and
+of four micro-batches in one launch: `x separate` compares it with four launches).
 quack-kernels is a rival where it is installed. Each result is checked before it is timed. `dense` is a `torch.mm` with
 as many operations, `bound` what the dense rate and the copy bandwidth of the same run allow together; `x` how many
 times longer a rival takes.
@@ -27,10 +28,18 @@ from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Layer, Model, every, 
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
 
-from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels import (
+    WgradOperands,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_swiglu,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_merged,
+)
 
 # One rounding of the result, or two; sums over up to 10^5 rows (rounding to bfloat16 on the way would give 1.7e-3).
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 3e-4}
+MICRO_BATCHES = 4  # of weight gradients in one launch
 
 
 @dataclass(frozen=True)
@@ -184,6 +193,43 @@ def weight_gradient(
     )
 
 
+def merged_weight_gradient(model: Model, layer: Layer, device: torch.device) -> Case:
+    """The first GEMM's weight gradients of four micro-batches in one launch, which a pipeline's "W" may do together.
+
+    Rivals take one micro-batch after the other; "separate" are our own launches.
+    """
+    rows = sum(layer.counts)
+    x = torch.randn(rows, model.hidden, device=device, dtype=torch.bfloat16)
+    dy = torch.randn(rows, 2 * model.intermediate, device=device, dtype=torch.bfloat16)
+    gather = torch.randint(0, rows, (rows,), device=device, dtype=torch.int32)
+    alone = weight_gradient("up weight gradient, gathered, four merged", layer, dy, x, gather, accumulate=True)
+    out = torch.zeros(layer.experts, dy.shape[1], x.shape[1], device=device)
+    operands = [WgradOperands(dy, x, layer.offs, gather)] * MICRO_BATCHES
+
+    def ours() -> Tensor:
+        grouped_gemm_wgrad_merged(operands, out=out, accumulate=True)
+        return out
+
+    def of_each(rival: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(MICRO_BATCHES):
+                rival()
+
+        return run
+
+    m, n, k = alone.dense
+    return replace(
+        alone,
+        ours=ours,
+        expected=lambda: MICRO_BATCHES * alone.expected(),
+        rivals={name: of_each(rival) for name, rival in (alone.rivals | {"separate": alone.ours}).items()},
+        bytes=MICRO_BATCHES * 2 * (dy.numel() + x.numel()) + 4 * out.numel() * 2,
+        dense=(m, n, MICRO_BATCHES * k),
+        reset=lambda: out.fill_(0.0),
+        by_quack=None,
+    )
+
+
 def put(out: Tensor, dw: Tensor, accumulate: bool) -> None:
     out.add_(dw) if accumulate else out.copy_(dw)
 
@@ -219,8 +265,10 @@ def measure(machine: Machine, model: str, tokens: int, share: int, routing: str)
     """Every product of one expert layer, of which this rank has one expert in `share`."""
     experts = SIZES[model].experts // share
     layer = route(SIZES[model], tokens, experts, routing == "skewed", machine.device)
+    rows_per_expert = {"rows/expert": sum(layer.counts) // experts}
     for case in cases(SIZES[model], layer, machine.device):
-        yield {"rows/expert": sum(layer.counts) // experts} | measure_case(case, machine)
+        yield rows_per_expert | measure_case(case, machine)
+    yield rows_per_expert | measure_case(merged_weight_gradient(SIZES[model], layer, machine.device), machine)
 
 
 def measure_case(case: Case, machine: Machine) -> Row:

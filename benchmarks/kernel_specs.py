@@ -6,7 +6,7 @@ model; "8" multiples of 8; "odd" nothing, and no consecutive numbers either. Of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import product
@@ -17,10 +17,12 @@ import torch
 from dualpipe.kernels.common import tl, triton
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.kernels.grouped_gemm_tiles import (
+    MOST_MERGED,
     GemmConfig,
     dequantize_configs,
     fp8_configs,
     fuses_swiglu,
+    most_merged,
     row_configs,
     rows_constants,
     w_block,
@@ -40,7 +42,7 @@ _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
 # Of the products with quantized weights, how the names of strides start.
-_STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_band", "w_row", "w_scales_", "matrix_scales_")
+_STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_block_row", "w_row", "w_scales_", "matrix_scales_")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
@@ -121,6 +123,9 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
         for add in (False, True):
             yield _weight_spec(name, config, dtype, "fp32", add, sizes="odd", dy=False, x=False)
             yield _weight_spec(name, config, dtype, dtype, add, sizes="odd", dy=False, x=False, gather=True)
+        most = most_merged(arch)
+        yield _weight_spec(name, config, dtype, "fp32", True, sizes="odd", dy=False, x=False, merged=2)
+        yield _weight_spec(name, config, dtype, dtype, True, sizes="odd", dy=False, x=False, gather=True, merged=most)
         return
     chip = arch >= 90
     gather = name.endswith("_gathered")
@@ -133,6 +138,11 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
         yield _weight_spec(
             name, config, "bf16", "fp32", True, sizes="16", dy=True, x=x, gather=gather, out_descriptor=False)
     yield _weight_spec(name, config, "fp16", "fp32", True, sizes="16", dy=chip, x=x, gather=gather)
+    most = most_merged(arch)
+    for merged in range(2, most + 1):
+        yield _weight_spec(name, config, "bf16", "fp32", True, sizes="16", dy=chip, x=x, gather=gather, merged=merged)
+    yield _weight_spec(name, config, "bf16", "fp32", False, sizes="16", dy=chip, x=x, gather=gather, merged=most)
+    yield _weight_spec(name, config, "bf16", "bf16", True, sizes="8", dy=chip, x=x, gather=gather, merged=most)
 
 
 def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:
@@ -174,7 +184,7 @@ def _fp8_spec(format: Format, arch: int, even: bool, *, a: bool, w: bool, gather
         num_warps=config.warps,
         num_stages=config.stages,
         needs_mma=True,
-        divisible_by_16=_divisible(signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "16", never=()),
+        divisible_by_16=_divisible(signature, ["N", "K", "a_row", "w_e", "w_block_row", "w_row"], "16", never=()),
         mma_kind=r"\S*" + kind,
     )
 
@@ -209,7 +219,7 @@ def _dequantize_spec(
         num_stages=config.stages,
         needs_mma=dtype in ("bf16", "fp16"),
         divisible_by_16=_divisible(
-            signature, ["N", "K", "a_row", "w_e", "w_band", "w_row"], "odd" if odd else "16", never=()
+            signature, ["N", "K", "a_row", "w_e", "w_block_row", "w_row"], "odd" if odd else "16", never=()
         ),
     )
 
@@ -250,31 +260,44 @@ def _rows_spec(
 
 def _weight_spec(
     name: str, config: GemmConfig, dtype: str, out: str, add: bool, *, sizes: str, dy: bool, x: bool,
-    gather: bool = False, out_descriptor: bool = True,
+    gather: bool = False, out_descriptor: bool = True, merged: int = 1,
 ) -> CompileSpec:
-    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted."""
+    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted.
+
+    merged: the number of micro-batches in one launch.
+    """
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
     constants = weight_constants(config, add, dy, x, reduce, sizes != "odd", _DTYPES[dtype])
-    numbers = [n for n in ("M", "N", "H", "dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
-    signature = {
+    rows = [f"M{i}" for i in range(MOST_MERGED)] if merged > 1 else ["M"]
+    strides = [n for n in ("dy_row", "dy_n", "x_row", "x_h", "out_e", "out_n", "out_h") if n not in ones]
+    of_microbatch = {
         "dy": _argument(dtype, [config.depth, config.rows], dy),
         "x": _argument(dtype, [config.depth, config.cols], x),
-        "out": _argument(out, [1, config.rows, config.cols // 2], reduce),
         "offs": "*i32",
         **({"gather": "*i32"} if gather else {}),
+    }
+    if merged > 1:
+        of_microbatch = {f"{key}{i}": kind for key, kind in of_microbatch.items() for i in range(merged)}
+    numbers = [*rows, "N", "H", *strides]
+    signature = {
+        **of_microbatch,
+        "out": _argument(out, [1, config.rows, config.cols // 2], reduce),
         **dict.fromkeys(numbers, "i32"),
     }
+    kernel = GEMM._merged_weight_kernel if merged > 1 else GEMM._weight_kernel
+    absent = [n for n in kernel.arg_names if n.startswith(("dy", "x", "offs", "gather")) and "_" not in n]
     return CompileSpec(
         name=f"grouped_gemm.weight.{name}.{dtype}.{sizes}.{out}_{'add' if add else 'write'}"
-        f"{'.gather' if gather else ''}{_read('.dy', dy)}{_read('.x', x)}{_read('.out', reduce)}",
-        kernel=GEMM._weight_kernel,
+        f"{f'.merged{merged}' if merged > 1 else ''}{'.gather' if gather else ''}{_read('.dy', dy)}{_read('.x', x)}"
+        f"{_read('.out', reduce)}",
+        kernel=kernel,
         signature=signature,
-        constexprs={**constants, **({} if gather else {"gather": None}), **dict.fromkeys(ones, 1)},
+        constexprs={**constants, **dict.fromkeys(set(absent) - signature.keys()), **dict.fromkeys(ones, 1)},
         num_warps=config.warps,
         num_stages=config.stages,
         needs_mma=name not in ("float32", "float64"),
-        divisible_by_16=_divisible(signature, numbers, sizes, never=("M",)),
+        divisible_by_16=_divisible(signature, numbers, sizes, never=rows),
     )
 
 
@@ -286,8 +309,11 @@ def _argument(dtype: str, block: list[int], descriptor: bool) -> str:
     return f"tensordesc<{dtype}{block}>" if descriptor else f"*{dtype}"
 
 
-def _divisible(signature: dict[str, str], numbers: list[str], sizes: str, never: tuple[str, ...]) -> tuple[str, ...]:
-    pointers = [name for name, kind in signature.items() if kind.startswith("*") and (sizes != "odd" or name == "offs")]
+def _divisible(
+    signature: dict[str, str], numbers: list[str], sizes: str, never: Sequence[str]
+) -> tuple[str, ...]:
+    pointers = [name for name, kind in signature.items()
+                if kind.startswith("*") and (sizes != "odd" or name.startswith("offs"))]
     return (*pointers, *(n for n in numbers if sizes == "16" and n not in never))
 
 
@@ -296,7 +322,7 @@ def _swiglu_specs() -> Iterator[CompileSpec]:
         ("bf16", "fp32"), SWIGLU._TILES, (False, True), (False, True), (False, True),
         (SWIGLU._forward_kernel, SWIGLU._backward_kernel),
     ):
-        tile = SWIGLU._TILES[shape].sized(_DTYPES[dtype])
+        tile = SWIGLU._TILES[shape].scaled_for(_DTYPES[dtype])
         names = [name for name in kernel.arg_names if name == "M" or not name.isupper()]
         words = ["swiglu", "forward" if kernel is SWIGLU._forward_kernel else "backward", dtype, shape]
         words += [word for word, said in (("clamped", clamped), ("weighted", weighted), ("odd", odd)) if said]
@@ -323,7 +349,7 @@ def _routing_specs() -> Iterator[CompileSpec]:
         ("bf16", "fp32"), ROUTING._TILES, (False, True), (False, True),
         (ROUTING._sum_kernel, ROUTING._spread_kernel),
     ):
-        tile = ROUTING._TILES[shape].sized(_DTYPES[dtype])
+        tile = ROUTING._TILES[shape].scaled_for(_DTYPES[dtype])
         words = ["routing", "sum" if kernel is ROUTING._sum_kernel else "spread", dtype, shape]
         words += [word for word, said in (("weighted", weighted), ("odd", odd)) if said]
         constexprs = {"HAS_WEIGHTS": weighted, "COMPUTE": tl.float32, "BLOCK_T": tile.rows, "BLOCK_H": tile.cols}
@@ -376,7 +402,7 @@ def _cross_entropy_specs() -> Iterator[CompileSpec]:
 def _norm_specs() -> Iterator[CompileSpec]:
     """Widths of a head, of a latent, and up to the widest; with what is added, and without."""
     for dtype, width, added, odd, kernel in product(
-        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._WIDEST), (False, True), (False, True),
+        ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._MAX_COLUMNS), (False, True), (False, True),
         (NORM._forward_kernel, NORM._backward_kernel),
     ):
         tile, forward = NORM.tile_of(width), kernel is NORM._forward_kernel
@@ -455,7 +481,7 @@ def _quantize_spec(
     """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
     scales = "*i32" if how.scale is torch.float32 else "*u8"
     types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
-    types |= dict.fromkeys(("amax_ptr", "wholes_ptr"), "*fp32")
+    types |= dict.fromkeys(("amax_ptr", "matrix_scales_ptr"), "*fp32")
     types |= dict.fromkeys(("gate_up_ptr", "weight_ptr", "h_ptr"), f"*{dtype}")
     if kernel is QUANTIZE._transpose_kernel:
         types |= {"x_ptr": "*u8", "y_ptr": "*u8", "x_scales_ptr": "*i32", "y_scales_ptr": "*i32"}
@@ -463,7 +489,7 @@ def _quantize_spec(
         types["amax_ptr"] = "*i32"
     warps = constants.pop("num_warps")
     names = [name for name in kernel.arg_names if name not in constants]
-    aligned = {"elements_matrix", "elements_band", "row_bytes"}
+    aligned = {"elements_matrix", "elements_block_row", "row_bytes"}
     if not odd:
         aligned |= {name for name in names if name not in ("N", "M", "used")}
     return CompileSpec(

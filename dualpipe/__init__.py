@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from dualpipe import _moved
 
-if TYPE_CHECKING:  # what `__getattr__` below finds, for type checkers and editors
+if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and editors
     from dualpipe.pipeline import (
         Communicate,
         Compute,
@@ -40,12 +40,13 @@ _moved.install()
 
 
 def __getattr__(name: str) -> object:
+    """Load an exported name on first use."""
     if name == "DualPipe":
         text = ("dualpipe has no DualPipe, which keeps every parameter on two ranks; use DualPipeV, its V-shaped half, "
-                "with two stages on each rank")
-        # An AttributeError here would lose its text in `from dualpipe import DualPipe`.
-        imported = sys._getframe(1).f_code.co_name == "_handle_fromlist"
-        raise (ImportError if imported else AttributeError)(text)
+                "with two stages on every rank")
+        # `from dualpipe import DualPipe` would replace the text of an AttributeError.
+        is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+        raise (ImportError if is_import else AttributeError)(text)
     if name not in _EXPORTS:
         raise AttributeError(f"module 'dualpipe' has no attribute {name!r}")
     return getattr(import_module(_EXPORTS[name]), name)

@@ -1,4 +1,4 @@
-"""Old paths of modules that have moved: importing one gives the module at its new path, with a DeprecationWarning."""
+"""Old paths of moved modules: importing one returns the module at its new path, with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class _MovedModules(MetaPathFinder, Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module at the new path."""
         new = MOVED[spec.name]
-        warnings.warn(f"{spec.name} has moved to {new}; the old path goes with the next release", DeprecationWarning,
-                      stacklevel=2)
+        warnings.warn(f"{spec.name} has moved to {new}; import that, as the old path goes with the next release",
+                      DeprecationWarning, stacklevel=2)
         module = import_module(new)
         self._spec = module.__spec__
         return module

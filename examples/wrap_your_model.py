@@ -1,12 +1,12 @@
-"""Your own model on DualPipeV, in one file: cut it into stages, wrap them, train, and check every gradient.
+"""Train a model of your own on DualPipeV, in one file: cut it into stages, wrap them, check every gradient.
 
-The second part gives a block `segments()`, so that the pipeline hides its communication behind another micro-batch's
-computing: what DeepSeek's users write `overlapped_forward_backward` for.
+The second part gives a block `segments()`, so that the pipeline hides its communication behind the computation of
+another micro-batch. With DeepSeek's DualPipe that takes an `overlapped_forward_backward`.
 
     torchrun --nproc-per-node 2 examples/wrap_your_model.py        (or 4; on CPU, or on GPUs where there are enough)
 
-With P ranks the model is cut into 2P stages. They lie on the ranks in a V: rank r runs stages r and 2P-1-r, so rank 0
-has both ends and is the only one that needs inputs and labels.
+With P ranks the model is cut into 2P stages, placed in a V: rank r runs stages r and 2P-1-r. So rank 0 has both ends,
+and it alone needs inputs and labels.
 """
 
 import os
@@ -25,7 +25,7 @@ WIDTH, BATCH, CHUNKS = 64, 32, 8  # features; rows of a batch; micro-batches it 
 
 
 class Block(nn.Module):
-    """A stage: any module that takes and returns a tensor, or a tuple of tensors, will do."""
+    """A stage: any module that takes and returns a tensor, or a tuple of tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Block(nn.Module):
 
 
 def loss_fn(output: Tensor, label: Tensor) -> Tensor:
-    """A micro-batch's share of the mean over the batch: the pipeline adds the micro-batches' gradients."""
+    """Return a micro-batch's share of the mean over the batch: the pipeline sums over micro-batches."""
     return F.mse_loss(output, label) / CHUNKS
 
 
@@ -54,13 +54,13 @@ def connect() -> torch.device:
 
 
 def build_stages(count: int, device: torch.device) -> list[nn.Module]:
-    """All stages, with the same weights on every rank."""
+    """Build all stages, with the same weights on every rank."""
     torch.manual_seed(0)
     return [Block().double().to(device) for _ in range(count)]
 
 
 def unpipelined_gradients(stages: list[nn.Module], x: Tensor, y: Tensor) -> Tensor:
-    """The reference: the whole batch through the whole model at once. Returns the loss."""
+    """Run the whole batch through the whole model, the reference; return the loss."""
     loss = F.mse_loss(nn.Sequential(*stages)(x), y)
     loss.backward()
     return loss.detach()
@@ -70,7 +70,7 @@ def unpipelined_gradients(stages: list[nn.Module], x: Tensor, y: Tensor) -> Tens
 
 
 class Exchange:
-    """All-to-all: rank i gets the i-th part of everybody's rows. What it does is its own backward."""
+    """All-to-all: rank i gets the i-th part of the rows of every rank. It is its own backward."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group  # a failure on one of its ranks raises on all
@@ -81,20 +81,20 @@ class Exchange:
         return Flight(inputs[0].contiguous(), self.group)
 
     def backward(self, context: None, gradients: tuple[Tensor | None]) -> "Flight":
-        """Start the exchange of gradients. None is a gradient of zero, which the other ranks receive all the same."""
+        """Start the exchange of gradients. None is a gradient of zero, which the other ranks still receive."""
         gradient = gradients[0]
         return self.forward((self.zeros if gradient is None else gradient,))
 
 
 class Flight:
-    """An exchange on its way; the pipeline computes something else before it waits."""
+    """An exchange in flight; the pipeline computes something else before it waits."""
 
     def __init__(self, rows: Tensor, group: dist.ProcessGroup) -> None:
-        self.rows, self.received = rows, torch.empty_like(rows)  # kept until it is through
+        self.rows, self.received = rows, torch.empty_like(rows)  # kept until the exchange is done
         self.work = dist.all_to_all_single(self.received, rows, group=group, async_op=True)
 
     def advance(self) -> None:
-        """Nothing: no size had to be exchanged first."""
+        """Do nothing: no size had to be exchanged first."""
 
     def wait(self) -> tuple[tuple[Tensor], None]:
         self.work.wait()
@@ -115,7 +115,7 @@ class MixingBlock(Block):
         return self.down(F.gelu(self.up(rows)))
 
     def segments(self) -> list[Compute | Communicate]:
-        """What `forward` does, as a list. Names say what each reads and writes; "x" comes in and goes out."""
+        """Return the block's work as a list. Names say what each part reads and writes; "x" is input and output."""
         return [
             Compute(self.widen, "x", ("residual", "rows")),
             Communicate(self.exchange, "rows", "rows"),
@@ -126,7 +126,7 @@ class MixingBlock(Block):
 
 
 def overlapped(device: torch.device) -> float:
-    """The largest relative error of a gradient, where two pipelines exchange rows within every stage."""
+    """Return the largest relative error of a gradient when two pipelines exchange rows within every stage."""
     rank, world = dist.get_rank(), dist.get_world_size()
     width = 2 if world % 2 == 0 else 1
     mesh = init_device_mesh(device.type, (world // width, width), mesh_dim_names=("pp", "mix"))
@@ -141,8 +141,8 @@ def overlapped(device: torch.device) -> float:
     pipe = DualPipeV([defer_weight_grads(block) for block in mine], process_group=mesh["pp"].get_group())
     pipe.step(*([x] if stage_rank == 0 else []), num_chunks=CHUNKS, criterion=loss_fn, labels=(y,))
 
-    # Without a pipeline the exchanges cancel out: rows go to another rank with the same weights, and come back. What
-    # this rank's weights saw of others' rows, they saw of this one's.
+    # Without a pipeline the exchanges cancel out: rows go to another rank with the same weights, and come back. So the
+    # sums of gradients over the ranks of the group are equal.
     expected = [Block().double().to(device) for _ in blocks]
     for a, b in zip(expected, blocks):
         a.load_state_dict(b.state_dict())
@@ -157,14 +157,14 @@ def overlapped(device: torch.device) -> float:
 
 
 def run(device: torch.device) -> float:
-    """Check the gradients of two steps of the whole job. Returns the largest relative error."""
+    """Check the gradients of two steps of the whole job; return the largest relative error."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mine = (rank, 2 * world - 1 - rank)
     stages, reference = build_stages(2 * world, device), build_stages(2 * world, device)
     x = torch.randn(BATCH, WIDTH, dtype=torch.float64, device=device)
     y = torch.randn(BATCH, WIDTH, dtype=torch.float64, device=device)
 
-    # These three statements are all that it takes.
+    # These three statements are the whole use of the library.
     pipe = DualPipeV([defer_weight_grads(stages[s]) for s in mine])
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     loss, _ = pipe.step(*([x] if rank == 0 else []), num_chunks=CHUNKS, criterion=loss_fn, labels=(y,))

@@ -1,11 +1,11 @@
-"""Your own mixture-of-experts model: experts over ranks, stages over a pipeline, and every gradient checked.
+"""Train a mixture-of-experts model of your own: experts over ranks, stages over a pipeline, every gradient checked.
 
     torchrun --nproc-per-node 4 examples/wrap_your_moe.py        (or 2; on CPU, or on GPUs where there are enough)
 
 Two ranks share the experts (ep), and the others are pipeline ranks (pp): 4 ranks are pp 2 x ep 2. With P pipeline ranks
 the model is cut into 2P stages in a V: pipeline rank r runs stages r and 2P-1-r. Both ranks of an ep pair run the same
-stages, each on a batch of its own and with half of the experts; tokens travel to their experts and back. While they
-are under way, the pipeline computes on another micro-batch: that is what `segments()` are for.
+stages, each on its own batch and with half of the experts; tokens travel to their experts and back. While they are in
+flight, the pipeline computes on another micro-batch: that is the purpose of `segments()`.
 
 Dimension letters: T tokens, H hidden, K experts per token, M (token, expert) pairs.
 """
@@ -31,7 +31,7 @@ BATCH, CHUNKS = 32, 4  # tokens of a batch; micro-batches it is cut into
 
 
 class TopKRouter(nn.Module):
-    """Tokens (T, H) -> weights (T, K) and experts (T, K): any module that returns these will do."""
+    """Choose experts: tokens (T, H) -> weights (T, K) and experts (T, K). Any module that returns these will do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class TopKRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU experts in stacked weights, of which `shard_experts` leaves this rank its share."""
+    """SwiGLU experts as stacked weights; `shard_experts` leaves this rank its share."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,19 +51,19 @@ class Experts(nn.Module):
         self.down = GroupedLinear(EXPERTS, INTERMEDIATE, HIDDEN)
 
     def forward(self, rows: Tensor, tokens: SortedTokens, weights_M: Tensor) -> Tensor:
-        """Rows that came to this rank, and how they are sorted by expert -> (M, H), times the routing weights."""
+        """Compute rows (M, H), sorted by expert, times their routing weights."""
         return self.down(self.gate_up(rows, tokens, weights_M), tokens.offs)
 
 
 class MoELayer(nn.Module):
-    """Experts behind a norm, added to what came in. Attention would be one more `Compute` in front."""
+    """A norm and experts, added to the input. Attention would be one more `Compute` before them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HIDDEN)
         self.router = TopKRouter()
         self.experts = Experts()
-        self.dispatcher = ExpertParallel(EXPERTS).dispatcher()  # all experts on this rank, until it gets another
+        self.dispatcher = ExpertParallel(EXPERTS).dispatcher()  # all experts on this rank, until `run` replaces it
 
     def route(self, x_TH: Tensor) -> tuple:
         normed_TH = self.norm(x_TH)
@@ -74,7 +74,7 @@ class MoELayer(nn.Module):
         return residual_TH + self.dispatcher.finish(rows, plan)
 
     def segments(self) -> list[Compute | Communicate]:
-        """What the layer does, as a list. Names say what each reads and writes; "x" comes in and goes out."""
+        """Return the layer's work as a list. Names say what each part reads and writes; "x" is input and output."""
         run = partial(run_experts, self.experts)
         route = Compute(self.route, "x", ("residual", "rows", "weights", "plan"))
         finish = Compute(self.finish, ("residual", "rows", "plan"), "x")
@@ -90,7 +90,7 @@ class MoELayer(nn.Module):
 
 
 class Stage(nn.Module):
-    """Some layers. `shard` makes an FSDP2 unit, or a few, of each element of a `ModuleList`."""
+    """A stage of some layers. `shard` makes FSDP2 units of the elements of a `ModuleList`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,20 +104,20 @@ class Stage(nn.Module):
 
 
 def build_stages(count: int, device: torch.device) -> list[Stage]:
-    """All stages, with the same weights on every rank."""
+    """Build all stages, with the same weights on every rank."""
     torch.manual_seed(0)
     return [Stage().double().to(device) for _ in range(count)]
 
 
 def batch_of(ep_rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of the pipeline that runs on the ranks `ep_rank` of all pairs."""
+    """Make tokens and labels of the pipeline that runs on the ranks `ep_rank` of all pairs."""
     generator = torch.Generator().manual_seed(ep_rank)
     x, y = torch.randn(2, BATCH, HIDDEN, dtype=torch.float64, generator=generator).to(device)
     return x, y
 
 
 def loss_fn(output: Tensor, label: Tensor) -> Tensor:
-    """A micro-batch's share of the mean over the batch: the pipeline adds the micro-batches' gradients."""
+    """Return a micro-batch's share of the mean over the batch: the pipeline sums over micro-batches."""
     return F.mse_loss(output, label) / CHUNKS
 
 
@@ -134,7 +134,7 @@ def connect() -> torch.device:
 
 
 def worst_error(stages: list[Stage], expected: list[Stage]) -> float:
-    """The largest relative error of a gradient. Collective: gradients are gathered from the ranks that share them."""
+    """Return the largest relative error of a gradient. Collective: gathers gradients from the ranks that share them."""
     errors = [0.0]
     for stage, reference in zip(stages, expected):
         for p, q in zip(stage.parameters(), reference.parameters()):
@@ -144,7 +144,7 @@ def worst_error(stages: list[Stage], expected: list[Stage]) -> float:
 
 
 def run(device: torch.device) -> float:
-    """Check the gradients of a step of the whole job, and take it. Returns the largest relative error."""
+    """Run a training step of the whole job and check its gradients; return the largest relative error."""
     world = dist.get_world_size()
     ep = 2
     mesh = build_mesh(world // ep, 1, ep, device)  # ("pp", "dp", "ep")
@@ -169,7 +169,7 @@ def run(device: torch.device) -> float:
     x, y = batch_of(place.rank("ep"), device)
     losses, _ = pipe.step(*([x] if pp_rank == 0 else []), num_chunks=CHUNKS, criterion=loss_fn, labels=(y,))
 
-    # Unpipelined, all experts on one rank. Gradients are the mean over the ranks that have batches of their own.
+    # The reference: no pipeline, all experts on one rank. Gradients are the mean over the ranks with different batches.
     reference = build_stages(2 * pp, device)
     for ep_rank in range(ep):
         inputs, labels = batch_of(ep_rank, device)

@@ -1,14 +1,14 @@
-"""What the kernel files share: where a kernel runs, what it computes in, and how it takes rows.
+"""Code shared by the kernel files: choice of Triton or PyTorch, compute dtypes, tiles, and registration of operators.
 
-Kernels run as Triton on CUDA, and everywhere under TRITON_INTERPRET=1; elsewhere their PyTorch references run. Kernel
-files import `triton` and `tl` from here, so that they can be imported where Triton is not installed (it exists for
-Linux only).
+Kernels run in Triton on CUDA, and on all devices under TRITON_INTERPRET=1; otherwise their PyTorch references run.
+Kernel files import `triton` and `tl` from this file, so that they can be imported if Triton is not installed (Triton
+exists for Linux only).
 
-How many rows come from other ranks is data: any step may be the first with none, with one, or with a multiple of 16,
-on each of which Triton compiles a kernel of its own. To load it the host waits for the whole device, and so for
-messages of NCCL whose other ends may be waiting for this rank. So one kernel, loaded in the first step, is for any
-number of rows: `do_not_specialize` names the arguments that follow from it, no tile is chosen by it, and without rows a
-program is launched that finds nothing to do.
+The number of rows that a rank receives depends on the routing: any step may be the first with no row, with one row, or
+with a multiple of 16. By default Triton compiles another kernel for each of these cases. To load a kernel, the host
+waits for the whole device, and so for NCCL messages whose peers may be waiting for this rank. Therefore one kernel,
+loaded in the first step, serves any number of rows: `do_not_specialize` lists the arguments that depend on this number,
+no tile is chosen by it, and without rows a program is launched that has no work.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads it when it is imported, so once
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton reads the variable once, at its import
 
 if find_spec("triton") is not None:
     import triton
@@ -34,54 +34,60 @@ else:
 
 
 def use_triton(tensor: Tensor) -> bool:
-    """Return True if the kernel for `tensor` is the Triton one."""
+    """Return True if kernels run in Triton for `tensor`, False if their PyTorch references run."""
     return tl is not None and (INTERPRET or tensor.is_cuda)
 
 
 def architecture(device: torch.device) -> int:
-    """Compute capability as a number: 90 for Hopper; the interpreter counts as 80 (no tensor descriptors)."""
+    """Return the compute capability as a number: 90 for Hopper; 80 for the interpreter (no tensor descriptors)."""
     return _capability(device) if device.type == "cuda" else 80
 
 
 @cache
 def _capability(device: torch.device) -> int:
+    """Return the compute capability of a CUDA device as a number."""
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; `triton.cdiv` takes the host a microsecond."""
+    """Return a / b, rounded up. `triton.cdiv` takes 1 us of host time."""
     return -(-a // b)
 
 
 def compute_dtype(first: Tensor, *others: Tensor | None) -> torch.dtype:
-    """What to compute in: at least float32, float64 where an operand has it."""
+    """Return the dtype to compute in: float64 if an operand has it, otherwise float32."""
     dtype = torch.promote_types(first.dtype, torch.float32)
     for other in others:
-        dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
+        if other is not None:
+            dtype = torch.promote_types(dtype, other.dtype)
     return dtype
 
 
 def tl_dtype(dtype: torch.dtype) -> Any:
-    """Triton's name for a dtype that kernels compute in."""
+    """Return the Triton dtype for a dtype that kernels compute in."""
     return tl.float64 if dtype is torch.float64 else tl.float32
 
 
 def with_dense_rows(x: Tensor) -> Tensor:
-    """The matrix `x`, copied only where the elements of a row are not neighbours; rows may be any distance apart."""
+    """Return the matrix `x`, copied if its rows are not contiguous; the row stride may have any value."""
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
 
 
 class RowTile(NamedTuple):
-    """What one program takes of a matrix that is only read and written once."""
+    """Tile of one program in a matrix that is read and written once.
 
-    rows: int  # of elements of two bytes
+    rows: number of rows for elements of two bytes; see `scaled_for`.
+    unroll: unroll factor of the loop over rows of other matrices: the number of loads in flight.
+    """
+
+    rows: int
     cols: int
     warps: int
-    unroll: int = 1  # of a loop over rows of other matrices: so many are on their way at a time
+    unroll: int = 1
 
-    def sized(self, dtype: torch.dtype) -> RowTile:
-        """The tile with as many bytes of elements of `dtype`."""
+    def scaled_for(self, dtype: torch.dtype) -> RowTile:
+        """Return the tile with the same number of bytes for elements of `dtype`."""
         return self._replace(rows=max(1, self.rows * 2 // dtype.itemsize))
 
 
@@ -91,12 +97,15 @@ _LIBRARY = torch.library.Library("dualpipe", "FRAGMENT")
 def operator(
     fake: Callable[..., Any], mutates: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Make a function, `_name`, the operator `dualpipe::name`, whose results have the form of those of `fake`.
+    """Register a function `_name` as the operator `dualpipe::name`.
 
-    mutates: the arguments that it writes to, whose versions it increases itself where autograd may have kept them.
+    Without `register_backward`, results have no gradient: such an operator is for calls from an autograd function. A
+    call takes 1 us of host time instead of 6 us with `torch.library.custom_op`, which also registers kernels for
+    autograd and for aliases.
 
-    `torch.library.custom_op` has a part for autograd and one for aliases besides, with which a call takes the host 6 us
-    instead of 1. Without `register_backward`, results have no gradient: it is for what an autograd function calls.
+    fake: returns tensors with the shapes and dtypes of the results.
+    mutates: arguments that the function writes to. It must increase their versions itself if autograd may have saved
+        them.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -112,15 +121,18 @@ def operator(
 def register_backward(
     op: Any, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """Register what differentiates an `operator`, as `torch.library.register_autograd` takes it: 3 us more a call."""
+    """Register the backward of an `operator`, like `torch.library.register_autograd`. Adds 3 us to a call."""
     torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
 
 
-def once_only(what: str, instead: str) -> Callable[..., NoReturn]:
-    """A backward for operators that are the backward of `what`: raises, and says what can be differentiated twice."""
+def forbid_double_backward(name: str, alternative: str) -> Callable[..., NoReturn]:
+    """Return a backward for the backward operator of `name`: it raises NotImplementedError.
 
-    def refuse(ctx: Any, *grads: Tensor) -> NoReturn:
-        raise NotImplementedError(f"{what} can be differentiated once only; for a second derivative "
-                                  f"(create_graph=True) use {instead}")
+    alternative: function that can be differentiated twice, for the message.
+    """
 
-    return refuse
+    def raise_error(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise NotImplementedError(f"{name} can be differentiated once only; for a second derivative "
+                                  f"(create_graph=True) use {alternative}")
+
+    return raise_error

@@ -1,17 +1,17 @@
 """Cross-entropy of a large vocabulary without a float32 copy of the logits.
 
-`F.cross_entropy(logits.float(), labels)` makes a float32 copy, its log-softmax and a float32 gradient: at 4096 tokens
-and 151936 words 7.5 GB beside 1.2 GB of bfloat16 logits. Here the forward reads the logits once and keeps two numbers
-for each row, its maximum and its sum of exponentials; the backward reads them once more and writes the gradient in
-their dtype, over the logits themselves with `in_place`.
+`F.cross_entropy(logits.float(), labels)` allocates a float32 copy, its log-softmax and a float32 gradient: at 4096
+tokens and 151936 words 7.5 GB in addition to 1.2 GB of bfloat16 logits. Here, the forward reads the logits once and
+saves two numbers per row: the maximum and the sum of exponentials. The backward reads the logits once more and writes
+the gradient in their dtype; with `in_place` it overwrites the logits.
 
     top[t]      = max_v x[t, v]
     total[t]    = sum_v exp(x[t, v] - top[t])          in the same pass: rescaled whenever the maximum rises
-    loss        = sum_t (top[t] - x[t, label[t]] + log total[t]) / denominator       over the rows that count
-    d x[t, v]   = (exp(x[t, v] - top[t]) / total[t] - [v == label[t]]) * d loss / denominator       or 0: ignored
+    loss        = sum_t (top[t] - x[t, label[t]] + log total[t]) / denominator       over rows that are not ignored
+    d x[t, v]   = (exp(x[t, v] - top[t]) / total[t] - [v == label[t]]) * d loss / denominator       0 in ignored rows
 
-Example: x = [5, 5], label 1: top = 5, total = 2, loss = log 2, d x = [0.5, -0.5]. The logarithm of the sum of
-exponentials alone, 5.69, would do as well, but rounds at the size of the logits.
+Example: x = [5, 5], label 1: top = 5, total = 2, loss = log 2, d x = [0.5, -0.5]. Saving only the logarithm of the sum
+of exponentials, 5.69, would be sufficient, but its rounding error is relative to the size of the logits.
 
 Dimension letters: T tokens, V vocabulary.
 """
@@ -28,14 +28,14 @@ from dualpipe.kernels.common import (
     RowTile,
     cdiv,
     compute_dtype,
-    once_only,
+    forbid_double_backward,
     tl,
     tl_dtype,
     triton,
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -49,7 +49,7 @@ def _forward_kernel(
     V, stride, ignore_index,
     COMPUTE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
-    """One program for each row. An ignored row is not read: its loss is 0 whatever it holds."""
+    """Compute the loss and the statistics of one row per program. Ignored rows are not read: their loss is 0."""
     row = tl.program_id(0).to(tl.int64)
     label = tl.load(labels_ptr + row).to(tl.int64)
     if label == ignore_index:
@@ -70,7 +70,7 @@ def _forward_kernel(
             total = total * tl.exp(top - shift) + tl.sum(tl.exp(x - shift), 0)
             top = new_top
         top = tl.where(top == float("-inf"), 0.0, top)
-        # A wrong label reads nothing outside the row, and shows as a NaN loss.
+        # A label out of range reads nothing outside of the row, and gives a NaN loss.
         chosen = tl.load(row_ptr + label, mask=valid, other=float("nan")).to(COMPUTE)
         tl.store(loss_ptr + row, top - chosen + tl.log(total))
         tl.store(stats_ptr + 2 * row, top)
@@ -83,10 +83,11 @@ def _backward_kernel(
     labels_ptr,  # (T,) int32 or int64
     stats_ptr,  # (T, 2) COMPUTE: top, total
     scale_ptr,  # () COMPUTE: d loss / denominator
-    grad_ptr,  # (T, V), rows `grad_stride` apart; may be logits_ptr: one program reads and writes an element
+    grad_ptr,  # (T, V), rows `grad_stride` apart; may be logits_ptr: the program that reads an element writes it
     V, stride, grad_stride, ignore_index,
     COMPUTE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):
+    """Write the gradient of BLOCK_V logits of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     label = tl.load(labels_ptr + row).to(tl.int64)
@@ -101,21 +102,23 @@ def _backward_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-# By shape class, the same on every architecture: 16 elements a thread, two accesses of 16 bytes each in half precision,
-# so that one reduction over the block is spread over 4096 elements.
+# By shape class, for every architecture: 16 elements per thread, which are two accesses of 16 bytes in half precision,
+# so that a wide block has one reduction per 4096 elements.
 _TILES = {"wide": RowTile(1, 4096, 8), "narrow": RowTile(1, 512, 1)}
 
 
 def _launch_forward(logits: Tensor, labels: Tensor, ignore_index: int, loss: Tensor, stats: Tensor) -> None:
-    (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
+    """Write the losses (T,) and the statistics (T, 2)."""
+    tokens, vocabulary = logits.shape
+    logits = with_dense_rows(logits)
     launch, _ = _launcher(True, vocabulary > 1024, loss.dtype)
     launch((tokens,), (logits, labels.contiguous(), loss, stats), (vocabulary, logits.stride(0), ignore_index))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
-def _launcher(forward: bool, is_wide: bool, dtype: torch.dtype) -> tuple[Launcher, RowTile]:
-    """The launcher of the kernel of the forward or of the backward, and its tile."""
-    kernel = _forward_kernel if forward else _backward_kernel
+@lru_cache(maxsize=MAX_LAUNCHERS)
+def _launcher(is_forward: bool, is_wide: bool, dtype: torch.dtype) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the forward or backward kernel, and its tile."""
+    kernel = _forward_kernel if is_forward else _backward_kernel
     tile = _TILES["wide" if is_wide else "narrow"]
     return Launcher(kernel, COMPUTE=tl_dtype(dtype), BLOCK_V=tile.cols, num_warps=tile.warps), tile
 
@@ -123,14 +126,17 @@ def _launcher(forward: bool, is_wide: bool, dtype: torch.dtype) -> tuple[Launche
 def _write_gradient(
     logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int, grad: Tensor
 ) -> None:
-    """By the kernel, or the reference; `grad` may be the logits."""
+    """Write the gradient of the logits to `grad`, which may be the logits."""
     if not use_triton(logits):
         grad.copy_(cross_entropy_backward_reference(logits, labels, stats, scale, ignore_index))
-    elif grad.numel():
-        (tokens, vocabulary), logits = logits.shape, with_dense_rows(logits)
-        launch, tile = _launcher(False, vocabulary > 1024, stats.dtype)
-        launch((tokens, cdiv(vocabulary, tile.cols)), (logits, labels.contiguous(), stats, scale, grad),
-               (vocabulary, logits.stride(0), grad.stride(0), ignore_index))
+        return
+    if not grad.numel():
+        return
+    tokens, vocabulary = logits.shape
+    logits = with_dense_rows(logits)
+    launch, tile = _launcher(False, vocabulary > 1024, stats.dtype)
+    launch((tokens, cdiv(vocabulary, tile.cols)), (logits, labels.contiguous(), stats, scale, grad),
+           (vocabulary, logits.stride(0), grad.stride(0), ignore_index))
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -140,69 +146,88 @@ def cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Literal["mean", "sum"] = "mean",
     in_place: bool = False, denominator: Tensor | float | None = None,
 ) -> Tensor:
-    """Cross-entropy over the rows whose label is not `ignore_index`, a scalar in at least float32.
+    """Compute the cross-entropy over the rows whose label is not `ignore_index` -> a scalar in at least float32.
 
-    `logits` (T, V), `labels` (T,) int32 or int64. "mean" divides by the number of rows that count, or by `denominator`,
-    such as the number of tokens in all micro-batches, without reading either back from the device; a denominator of 0
-    counts as 1, so that no row at all gives a loss and gradients of 0 instead of NaN. "sum" divides by nothing.
+    Differentiable once, with respect to the logits.
 
-    With `in_place` the backward overwrites `logits` with their gradient instead of allocating one: they must not be
-    used afterwards, and a second backward through the same graph is refused by torch. `torch.compile` decides about
-    memory for itself and ignores it. Differentiable once, with respect to the logits.
+    Args:
+        logits: (T, V).
+        labels: (T,) int32 or int64.
+        ignore_index: label of ignored rows.
+        reduction: "mean" divides the sum by `denominator`, "sum" does not divide it.
+        in_place: the backward overwrites `logits` with their gradient instead of allocating one. The logits must not be
+            used afterwards, and torch refuses a second backward through the same graph. Ignored by `torch.compile`,
+            which manages memory itself.
+        denominator: divisor for "mean", such as the number of tokens in all micro-batches; None: the number of rows
+            that are not ignored. It is not copied to the host. 0 counts as 1, so that without any row the loss and
+            the gradients are 0 instead of NaN.
 
-    A label outside 0 to V - 1 raises `ValueError` on the CPU. On a GPU it gives a NaN loss, and a failed assertion
-    with `TRITON_DEBUG=1`. Raises `ValueError` for operands and options that do not fit.
+    Raises:
+        ValueError: operands or options are invalid; on the CPU also for a label outside 0 to V - 1. On a GPU such a
+            label gives a NaN loss, and a failed assertion with `TRITON_DEBUG=1`.
     """
-    if logits.dim() != 2 or not logits.is_floating_point() or (logits.shape[1] == 0 and logits.shape[0] > 0):
-        raise ValueError(f"logits must be a floating-point (T, V) with V of at least 1: flatten other dimensions; got "
-                         f"{logits.dtype} of shape {tuple(logits.shape)}")
-    if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"labels must be int32 or int64 of shape ({logits.shape[0]},), one for each row of logits; "
-                         f"got {labels.dtype} of shape {tuple(labels.shape)}")
-    if labels.device != logits.device:
-        raise ValueError(f"logits and labels must be on one device; got {logits.device} and {labels.device}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum'; got {reduction!r}")
-    (rows, columns), (row_stride, column_stride) = logits.shape, logits.stride()
-    if in_place and not ((column_stride == 1 or columns == 1) and (row_stride >= columns or rows < 2)):
-        raise ValueError(f"in_place needs rows of neighbouring elements that do not overlap; got strides "
-                         f"{logits.stride()}: pass logits.contiguous(), or in_place=False")
-    if denominator is not None and reduction == "sum":
-        raise ValueError(f"reduction='sum' divides by nothing; use 'mean' with denominator={denominator}")
-    if isinstance(denominator, Tensor):
-        if denominator.numel() != 1 or denominator.device != logits.device:
-            raise ValueError(f"denominator must be a number or a tensor with one element on {logits.device}; got shape "
-                             f"{tuple(denominator.shape)} on {denominator.device}")
-        if denominator.requires_grad:
-            raise ValueError("the denominator gets no gradient; pass denominator.detach()")
+    _check_arguments(logits, labels, reduction, in_place, denominator)
     if isinstance(denominator, int | float):  # filled on the device: no copy from the host to wait for
         denominator = torch.full((), denominator, dtype=compute_dtype(logits), device=logits.device)
     in_place = in_place and not torch.compiler.is_compiling()
     return _cross_entropy(logits, labels, denominator, ignore_index, reduction == "mean", in_place)[0]
 
 
+def _check_arguments(
+    logits: Tensor, labels: Tensor, reduction: str, in_place: bool, denominator: Tensor | float | None
+) -> None:
+    """Raise ValueError for invalid arguments of `cross_entropy`."""
+    if logits.dim() != 2 or not logits.is_floating_point() or (logits.shape[1] == 0 and logits.shape[0] > 0):
+        raise ValueError(f"logits are {logits.dtype} of shape {tuple(logits.shape)}, expected floating-point (T, V) "
+                         "with V of at least 1: flatten other dimensions")
+    if labels.shape != logits.shape[:1] or labels.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"labels are {labels.dtype} of shape {tuple(labels.shape)}, expected int32 or int64 of shape "
+                         f"({logits.shape[0]},), one for each row of logits")
+    if labels.device != logits.device:
+        raise ValueError(f"logits are on {logits.device} and labels on {labels.device}, expected one device")
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}, expected 'mean' or 'sum'")
+    rows, columns = logits.shape
+    row_stride, column_stride = logits.stride()
+    if in_place and not ((column_stride == 1 or columns == 1) and (row_stride >= columns or rows < 2)):
+        raise ValueError(f"logits have strides {logits.stride()}, but in_place requires contiguous rows that do not "
+                         "overlap; pass logits.contiguous(), or in_place=False")
+    if denominator is not None and reduction == "sum":
+        raise ValueError(f"denominator is {denominator} with reduction='sum', which does not divide; use "
+                         "reduction='mean'")
+    if isinstance(denominator, Tensor):
+        if denominator.numel() != 1 or denominator.device != logits.device:
+            raise ValueError(f"denominator has shape {tuple(denominator.shape)} on {denominator.device}, expected a "
+                             f"number, or a tensor with one element on {logits.device}")
+        if denominator.requires_grad:
+            raise ValueError("denominator requires grad, but cross_entropy computes no gradient for it; pass "
+                             "denominator.detach()")
+
+
 @torch.library.custom_op("dualpipe::cross_entropy", mutates_args=())
 def _cross_entropy(
     logits: Tensor, labels: Tensor, denominator: Tensor | None, ignore_index: int, mean: bool, in_place: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(loss, stats (T, 2), what the sum was divided by); `in_place` is for the backward."""
-    wide = compute_dtype(logits)
-    losses, stats = (logits.new_empty(shape, dtype=wide) for shape in (logits.shape[:1], (logits.shape[0], 2)))
+    """Return (loss, stats (T, 2), divisor of the sum). Only the backward uses `in_place`."""
+    dtype = compute_dtype(logits)
+    losses = logits.new_empty(logits.shape[:1], dtype=dtype)
+    stats = logits.new_empty((logits.shape[0], 2), dtype=dtype)
     if not use_triton(logits):
-        wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[1]))]
-        if wrong.numel():
-            raise ValueError(f"labels must be between 0 and {logits.shape[1] - 1}, or ignore_index={ignore_index}; "
-                             f"got {wrong[0].item()}")
-        for out, value in zip((losses, stats), cross_entropy_reference(logits, labels, ignore_index)):
-            out.copy_(value)
+        invalid = labels[(labels != ignore_index) & ((labels < 0) | (labels >= logits.shape[1]))]
+        if invalid.numel():
+            raise ValueError(f"labels contain {invalid[0].item()}, expected numbers between 0 and "
+                             f"{logits.shape[1] - 1}, or ignore_index={ignore_index}")
+        reference_losses, reference_stats = cross_entropy_reference(logits, labels, ignore_index)
+        losses.copy_(reference_losses)
+        stats.copy_(reference_stats)
     elif losses.numel():
         _launch_forward(logits, labels, ignore_index, losses, stats)
-    divisor = torch.ones((), dtype=wide, device=logits.device)
+    divisor = torch.ones((), dtype=dtype, device=logits.device)
     if denominator is not None:
-        divisor = denominator.reshape(()).to(wide)
+        divisor = denominator.reshape(()).to(dtype)
         divisor = divisor.where(divisor != 0, 1)
     elif mean:
-        divisor = (labels != ignore_index).sum().clamp(min=1).to(wide)
+        divisor = (labels != ignore_index).sum().clamp(min=1).to(dtype)
     return losses.sum() / divisor, stats, divisor
 
 
@@ -213,7 +238,7 @@ def _(logits: Tensor, *_: Any) -> tuple[Tensor, ...]:
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward", mutates_args=())
 def _cross_entropy_backward(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> Tensor:
-    """Gradient of the logits; `scale` is the gradient of the loss over what the sum was divided by."""
+    """Return the gradient of the logits. `scale` is the gradient of the loss, divided by the forward's divisor."""
     grad = logits.new_empty(logits.shape)
     _write_gradient(logits, labels, stats, scale, ignore_index, grad)
     return grad
@@ -224,51 +249,53 @@ _cross_entropy_backward.register_fake(lambda logits, *_: logits.new_empty(logits
 
 @torch.library.custom_op("dualpipe::cross_entropy_backward_", mutates_args=("logits",))
 def _cross_entropy_backward_(logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int) -> None:
-    """The same, over the logits."""
+    """Overwrite the logits with their gradient; see `_cross_entropy_backward`."""
     _write_gradient(logits, labels, stats, scale, ignore_index, logits)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Save the logits, the labels, the statistics and the divisor."""
     logits, labels, _, ctx.ignore_index, _, ctx.in_place = inputs
     ctx.save_for_backward(logits, labels, *output[1:])  # stats and divisor
 
 
 def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradient of the logits; with `in_place`, in their memory."""
     logits, labels, stats, divisor = ctx.saved_tensors
     operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
     if ctx.in_place:
-        if torch.is_grad_enabled():  # create_graph=True: what a second derivative needs is about to be overwritten
-            _refuse(ctx)
+        if torch.is_grad_enabled():  # create_graph=True: the backward overwrites operands of a second derivative
+            _raise_on_double_backward(ctx)
         _cross_entropy_backward_(*operands)
         return logits, None, None, None, None, None
     return _cross_entropy_backward(*operands), None, None, None, None, None
 
 
-_refuse = once_only("cross_entropy", "torch.nn.functional.cross_entropy")
+_raise_on_double_backward = forbid_double_backward("cross_entropy", "torch.nn.functional.cross_entropy")
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)
-_cross_entropy_backward.register_autograd(_refuse)
+_cross_entropy_backward.register_autograd(_raise_on_double_backward)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def cross_entropy_reference(logits: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Loss (T,) and (top, total) (T, 2) of every row in PyTorch; 0 and (0, 1) in ignored rows."""
-    counts = labels != ignore_index
-    x = logits.to(compute_dtype(logits)).where(counts.unsqueeze(1), 0)
+    """Compute in PyTorch the losses (T,) and the statistics (top, total) (T, 2); 0 and (0, 1) in ignored rows."""
+    is_counted = labels != ignore_index
+    x = logits.to(compute_dtype(logits)).where(is_counted.unsqueeze(1), 0)
     top = x.amax(1, keepdim=True)
     top = top.where(top != -torch.inf, 0)
     total = (x - top).exp_().sum(1, keepdim=True)
-    chosen = x.gather(1, labels.where(counts, 0).long().unsqueeze(1))
-    losses = (top - chosen + total.log()).squeeze(1).where(counts, 0)
+    label_logits = x.gather(1, labels.where(is_counted, 0).long().unsqueeze(1))
+    losses = (top - label_logits + total.log()).squeeze(1).where(is_counted, 0)
     return losses, torch.cat((top, total), 1)
 
 
 def cross_entropy_backward_reference(
     logits: Tensor, labels: Tensor, stats: Tensor, scale: Tensor, ignore_index: int
 ) -> Tensor:
-    """Gradient of the logits in PyTorch, in the dtype that the kernel computes in."""
-    counts = (labels != ignore_index).unsqueeze(1)
+    """Compute in PyTorch the gradient of the logits, in the compute dtype of the kernel."""
+    is_counted = (labels != ignore_index).unsqueeze(1)
     top, total = stats.split(1, dim=1)
     grad = (logits.to(stats.dtype) - top).exp_().div_(total)
-    grad.scatter_add_(1, labels.unsqueeze(1).where(counts, 0).long(), -counts.to(grad.dtype))
-    return grad.mul_(scale).where(counts, 0)
+    grad.scatter_add_(1, labels.unsqueeze(1).where(is_counted, 0).long(), -is_counted.to(grad.dtype))
+    return grad.mul_(scale).where(is_counted, 0)

@@ -1,29 +1,32 @@
-"""Grouped matrix products: every expert multiplies its own rows of one matrix, however many it got.
+"""Grouped GEMMs: every expert multiplies its rows of one matrix, with any number of rows per expert.
 
-Rows are sorted by expert; `offs` holds where each expert's rows end, on the device, so that no size is read back and
-no row is padded. Example: offs = [2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1 and rows 2 to 4 to expert
-2; rows 5 and up are unassigned: they may hold anything, which no result depends on, and are not written.
+Rows are sorted by expert. `offs` has the end of every expert's rows, on the device, so that no size is copied to the
+host and no row is padded. Example: offs = [2, 2, 5] assigns rows 0 and 1 to expert 0, none to expert 1, and rows 2 to 4
+to expert 2. Rows from 5 on are unassigned: no result depends on them, and they are not written.
 
-What it saves over one product per expert: E launches, and a copy of the sizes to the host; over a batched product: the
-padding. `gather` reads the rows where they are, which saves writing and reading a sorted copy of K times the
-activations; `grouped_gemm_swiglu` activates gate and up while they are in registers, which saves reading them back
-and a launch; the weight gradient goes into its float32 accumulator from the registers, which saves a rounded copy of
-all weights. Every element of a result has one writer and one order of additions: the bits are those of every other run.
+Advantage over one GEMM per expert: one launch instead of E, and no copy of the sizes to the host. Advantage over a
+batched GEMM: no padding. `gather` reads rows through an index, which saves writing and reading a sorted copy of K times
+the activations. `grouped_gemm_swiglu` activates gate and up in registers, which saves a launch and reading both. The
+weight gradient is added to its float32 accumulator from registers, which saves a rounded copy of all weights. Every
+element of a result has one writer and one order of additions, so results are bitwise reproducible.
 
-Two kernels, one for the products that make rows (forward, input gradient), one for the sum over rows (weight gradient).
-Both have one program for each tile, which the hardware hands out as multiprocessors fall idle: experts differ in rows,
-and NCCL's blocks (82 KB of shared memory and 640 threads, NVIDIA/nccl#689) leave no room for a program (147 KB or more)
-beside them. Of a fixed share of tiles for each multiprocessor, theirs would be left to a second wave.
-On sm_90 and later, operands whose rows start at multiples of 16 bytes are read by the copy engine (tensor descriptors);
-others, gathered ones and those on sm_80 through pointers. None of these functions is meant for autograd:
-`dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` have the backward.
+There are two kernels: one computes rows (forward and input gradient), the other sums over rows (weight gradient), with
+a second form for several micro-batches at once. All have one program per tile, which the hardware schedules as
+multiprocessors become idle, because experts have different numbers of rows, and because a program (147 KB of shared
+memory or more) does not fit on a multiprocessor next to a block of NCCL (82 KB and 640 threads, NVIDIA/nccl#689). With
+a fixed share of tiles per multiprocessor, the shares of those that NCCL occupies would be left for a second wave.
 
-DUALPIPE_CHECK_OFFSETS=1 in the environment checks on CUDA that `offs` rise to at most M and that `gather` stays within
-`x`, at the cost of waiting for the device in every call. Without it wrong offsets give wrong results, but ends
-outside of 0 to M count as 0 or M. On CPU both are always checked.
+On sm_90 and later, the copy engine reads operands whose rows are 16-byte aligned, through tensor descriptors. Other
+operands, gathered rows, and all operands on sm_80 are read through pointers. These functions have no backward;
+`dualpipe.nn.GroupedLinear` and `GroupedSwiGLU` do.
 
-Dimension letters: M rows, E experts, H in_features, N out_features; in the kernel for rows, which serves both
-directions, C columns of the result (N or H) and D the summed dimension (H or N).
+With DUALPIPE_CHECK_OFFSETS=1 in the environment, every call on CUDA checks that `offs` rises to at most M and that
+`gather` stays within `x`, and waits for the device to do so. Without it, wrong offsets give wrong results, but ends are
+clamped to 0 to M. On CPU both are always checked.
+
+Dimension letters: M rows, E experts, H in_features, N out_features; in the kernel that computes rows, C columns of the
+result (N in the forward, H for the input gradient) and D the summed dimension (H or N); R rows of an operand before
+`gather`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -40,12 +43,12 @@ from torch import Tensor
 
 import dualpipe.kernels.grouped_gemm_tiles as tiling
 from dualpipe.kernels.common import INTERPRET, architecture, cdiv, operator, register_backward, tl, triton, use_triton
-from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, find_tile, rows_of, tiles_per_expert
-from dualpipe.kernels.launcher import MOST_SHAPES, Block, Launcher
+from dualpipe.kernels.grouped_gemm_tiles import MOST_MERGED, GemmConfig, find_tile, rows_of, tiles_per_expert
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Block, Launcher
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
 
 HALF = (torch.bfloat16, torch.float16)
-SwigluForm = tuple[bool, float, float]  # of `dualpipe.kernels.swiglu.swiglu_form`
+SwigluForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -56,35 +59,38 @@ def _rows_kernel(
     w,  # forward (E, C, D), input gradient (E, D, C): descriptor or pointer
     y,  # (M, C)
     h,  # (M, C // 2), or None without SWIGLU
-    weight,  # (M,) or None: what the rows of h are multiplied with
+    weight,  # (M,) or None; multiplies the rows of h
     bias,  # (E, C) or None
     gather,  # (M,) int32 or int64, or None
     offs,  # (E,) int32
     M, C, D, E,
     a_row, a_d, w_e, w_c, w_d,  # strides in elements
     FORWARD: tl.constexpr, A_DESCRIPTOR: tl.constexpr, W_DESCRIPTOR: tl.constexpr,
-    ALIGNED: tl.constexpr,  # see _aligned
+    ALIGNED: tl.constexpr,  # see _all_aligned
     EVEN: tl.constexpr,  # D is a multiple of DEPTH
     ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, E_PADDED: tl.constexpr,
-    ACC: tl.constexpr,  # what is summed in
-    SWIGLU: tl.constexpr,  # "halves" or "pairs" of gate and up columns; "" where nothing is activated
+    ACC: tl.constexpr,  # dtype of the accumulator
+    SWIGLU: tl.constexpr,  # layout of gate and up columns, "halves" or "pairs"; "": no activation
     ALPHA: tl.constexpr, LIMIT: tl.constexpr,
 ):
     """y[m, c] = sum_d a[m, d] w[e, c, d] for the rows m of expert e; w[e, d, c] for the input gradient.
 
-    A tile may compute with rows of the next expert or columns past C: these are not stored. Columns past D are zero in
-    both operands. SWIGLU: h = swiglu(y), from what y rounds to. Of halves, a tile takes COLS // 2 columns of each: gate
-    columns on the left, their up columns on the right. Example: C = 12, COLS = 4 gives tiles of columns (0, 1, 6, 7),
+    A tile may compute rows of the next expert and columns past C; it does not store them. Columns past D are zero in
+    both operands. SWIGLU: h = swiglu(y), computed from the rounded y. In halves, a tile has COLS // 2 gate columns on
+    the left, and their up columns on the right. Example: C = 12, COLS = 4 gives tiles with the columns (0, 1, 6, 7),
     (2, 3, 8, 9) and (4, 5, 10, 11).
     """
-    if ALIGNED:  # the compiler cannot know it otherwise: Triton looks for multiples of 16 only
-        C, D, a_row, w_e = C // 8 * 8, D // 8 * 8, a_row // 8 * 8, w_e // 8 * 8
+    if ALIGNED:  # tells the compiler about multiples of 8: Triton detects multiples of 16 only
+        C = C // 8 * 8
+        D = D // 8 * 8
+        a_row = a_row // 8 * 8
+        w_e = w_e // 8 * 8
         if FORWARD:
             w_c = w_c // 8 * 8
         else:
             w_d = w_d // 8 * 8
     HALF: tl.constexpr = COLS // 2
-    split = C // 2  # where up columns start, of halves
+    split = C // 2  # first up column, in halves
     if ALIGNED:
         split = split // 8 * 8
     col_tiles = tl.cdiv(C, COLS)
@@ -96,10 +102,14 @@ def _rows_kernel(
     rows = row + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     if SWIGLU == "halves":
-        left, left_end, right = col_tile * HALF, split, col_tile * HALF + split
+        left = col_tile * HALF
+        left_end = split
+        right = col_tile * HALF + split
         cols = tl.where(cols < HALF, left + cols, right - HALF + cols)
     else:
-        left, left_end, right = col_tile * COLS, C, col_tile * COLS + HALF
+        left = col_tile * COLS
+        left_end = C
+        right = col_tile * COLS + HALF
         cols = left + cols
     if not A_DESCRIPTOR:
         source = rows
@@ -130,7 +140,7 @@ def _rows_kernel(
                 w_mask &= (ds < D)[:, None]
             w_tile = tl.load(w_cols + ds.to(tl.int64)[:, None] * w_d, mask=w_mask, other=0.0)
         acc = tl.dot(a_tile, w_tile, acc, input_precision="ieee", out_dtype=ACC)
-    # In two halves, which need fewer registers than the whole.
+    # Two halves need fewer registers than the whole tile.
     part0, part1 = acc.reshape(ROWS, 2, HALF).permute(0, 2, 1).split()
     part0 = store_rows(y, bias, part0, expert, rows, end, left, left_end, C)
     if SWIGLU == "pairs":
@@ -146,7 +156,7 @@ def _rows_kernel(
 
 @triton.jit
 def store_rows(y, bias, part, expert, rows, end, col, col_end, C):
-    """Write the columns of a tile from `col` to `col_end` at most, plus the bias; returns them as written."""
+    """Store columns of a tile, from `col` to `col_end` at most, plus the bias; return the rounded values."""
     cols = col + tl.arange(0, part.shape[1])
     inside = cols < col_end
     if bias is not None:
@@ -160,7 +170,7 @@ def store_rows(y, bias, part, expert, rows, end, col, col_end, C):
 @triton.jit
 def _store_activated(h, weight, gate, up, rows, end, col, width, COMPUTE: tl.constexpr, ALPHA: tl.constexpr,
                      LIMIT: tl.constexpr, CLAMPED: tl.constexpr):
-    """Write swiglu of some columns, as `dualpipe.kernels.swiglu` computes it."""
+    """Store the activation of some columns, computed like `dualpipe.kernels.swiglu`."""
     gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
     part = u * gate * s
     if weight is not None:
@@ -176,9 +186,10 @@ def _load_rows(
     gather, row, end, col, S, stride_row, stride_col,
     DESCRIPTOR: tl.constexpr, TRANSPOSED: tl.constexpr, MASKED: tl.constexpr, DEPTH: tl.constexpr, COLS: tl.constexpr,
 ):
-    """DEPTH rows from `row` (or where `gather` says they are), COLS columns from `col`; MASKED: zero from `end` on.
+    """Load DEPTH rows from `row`, or the gathered ones, and COLS columns from `col`.
 
-    TRANSPOSED is done in the addresses where there are any: a transposed load is not copied asynchronously on sm_80.
+    MASKED sets rows from `end` on to zero. TRANSPOSED transposes pointers, if there are any, because loads
+    followed by a transpose are not asynchronous on sm_80.
     """
     rows = row + tl.arange(0, DEPTH)
     cols = col + tl.arange(0, COLS)
@@ -192,24 +203,27 @@ def _load_rows(
     else:
         if gather is not None:
             rows = tl.load(gather + rows, mask=inside, other=0)
-        row_at, col_at = rows.to(tl.int64) * stride_row, cols.to(tl.int64) * stride_col
+        row_offsets = rows.to(tl.int64) * stride_row
+        col_offsets = cols.to(tl.int64) * stride_col
         if TRANSPOSED:
-            at, mask = source + (col_at[:, None] + row_at[None, :]), (cols < S)[:, None]
+            pointers = source + (col_offsets[:, None] + row_offsets[None, :])
+            mask = (cols < S)[:, None]
             if MASKED:
                 mask &= inside[None, :]
         else:
-            at, mask = source + (row_at[:, None] + col_at[None, :]), (cols < S)[None, :]
+            pointers = source + (row_offsets[:, None] + col_offsets[None, :])
+            mask = (cols < S)[None, :]
             if MASKED:
                 mask &= inside[:, None]
-        tile = tl.load(at, mask=mask, other=0.0)
+        tile = tl.load(pointers, mask=mask, other=0.0)
     return tile
 
 
 @triton.jit
 def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
                    DESCRIPTOR: tl.constexpr):
-    """Write or add some columns of a tile of the weight gradient."""
-    if DESCRIPTOR:  # the copy engine adds: nothing is read into registers
+    """Store some columns of a tile of the weight gradient, or add them."""
+    if DESCRIPTOR:  # the copy engine adds, so the accumulator is not read into registers
         out.atomic_add([expert, row, col], part.reshape(1, part.shape[0], part.shape[1]))
     else:
         rows = row + tl.arange(0, part.shape[0])
@@ -220,6 +234,43 @@ def _store_columns(out, part, expert, row, col, N, H, out_e, out_n, out_h, ACCUM
         if ACCUMULATE:
             part += tl.load(at, mask=mask, other=0.0).to(part.dtype)
         tl.store(at, part.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _add_outer_products(
+    acc,  # (ROWS, COLS)
+    dy, x, gather, start, end, n, h, N, H, dy_row, dy_n, x_row, x_h,
+    DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, DEPTH: tl.constexpr,
+):
+    """Return acc[i, j] + sum over the rows m from `start` to `end` of dy[m, n + i] x[m, h + j].
+
+    Only the last step of an expert can reach into the next one's rows, and is the only one that masks them.
+    """
+    ROWS: tl.constexpr = acc.shape[0]
+    COLS: tl.constexpr = acc.shape[1]
+    full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
+    for m in range(start, full_end, DEPTH):
+        dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
+    if full_end < end:
+        dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
+        x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
+        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=acc.dtype)
+    return acc
+
+
+@triton.jit
+def _store_tile(out, acc, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE: tl.constexpr,
+                DESCRIPTOR: tl.constexpr):
+    """Write or add a tile of the weight gradient.
+
+    In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
+    """
+    HALF: tl.constexpr = acc.shape[1] // 2
+    left, right = acc.reshape(acc.shape[0], 2, HALF).permute(0, 2, 1).split()
+    _store_columns(out, left, expert, row, col, N, H, out_e, out_n, out_h, ACCUMULATE, DESCRIPTOR)
+    _store_columns(out, right, expert, row, col + HALF, N, H, out_e, out_n, out_h, ACCUMULATE, DESCRIPTOR)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -233,15 +284,16 @@ def _weight_kernel(
     dy_row, dy_n, x_row, x_h, out_e, out_n, out_h,  # strides in elements
     ACCUMULATE: tl.constexpr, DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
     ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
-    ACC: tl.constexpr,  # what is summed in
+    ACC: tl.constexpr,  # dtype of the accumulator
 ):
-    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h].
-
-    Only the last step of an expert can reach into the next one's rows, and is the only one that masks them.
-    """
-    if ALIGNED:
-        N, H, dy_row, x_row = N // 8 * 8, H // 8 * 8, dy_row // 8 * 8, x_row // 8 * 8
-        out_e, out_n = out_e // 8 * 8, out_n // 8 * 8
+    """out[e, n, h] (+)= sum over the rows m of expert e of dy[m, n] x[m, h]."""
+    if ALIGNED:  # see _rows_kernel
+        N = N // 8 * 8
+        H = H // 8 * 8
+        dy_row = dy_row // 8 * 8
+        x_row = x_row // 8 * 8
+        out_e = out_e // 8 * 8
+        out_n = out_n // 8 * 8
     col_tiles = tl.cdiv(H, COLS)
     tiles = tl.cdiv(N, ROWS) * col_tiles
     expert = tl.program_id(0) // tiles
@@ -250,126 +302,191 @@ def _weight_kernel(
     start, end = rows_of(offs, expert, M)
     if ACCUMULATE and end <= start:
         return
-    full_end = start + (end - start) // DEPTH * DEPTH  # of the steps that need no mask
     acc = tl.zeros((ROWS, COLS), dtype=ACC)
-    for m in range(start, full_end, DEPTH):
-        dy_t = _load_rows(dy, None, m, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, False, DEPTH, ROWS)
-        x_tile = _load_rows(x, gather, m, end, h, H, x_row, x_h, X_DESCRIPTOR, False, False, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
-    if full_end < end:
-        dy_t = _load_rows(dy, None, full_end, end, n, N, dy_row, dy_n, DY_DESCRIPTOR, True, True, DEPTH, ROWS)
-        x_tile = _load_rows(x, gather, full_end, end, h, H, x_row, x_h, X_DESCRIPTOR, False, True, DEPTH, COLS)
-        acc = tl.dot(dy_t, x_tile, acc, input_precision="ieee", out_dtype=ACC)
-    # In two halves: to load the whole accumulator next to `acc` would spill at 128 x 256.
-    left, right = acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-    _store_columns(out, left, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
-    _store_columns(out, right, expert, n, h + COLS // 2, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+    acc = _add_outer_products(acc, dy, x, gather, start, end, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    _store_tile(out, acc, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
+
+
+@triton.jit(do_not_specialize=["M0", "M1", "M2", "M3"])
+def _merged_weight_kernel(
+    dy0, dy1, dy2, dy3,  # one for each micro-batch, as in `_weight_kernel`; None for those that are not there
+    x0, x1, x2, x3,
+    gather0, gather1, gather2, gather3,
+    offs0, offs1, offs2, offs3,
+    out,
+    M0, M1, M2, M3,  # rows of each micro-batch
+    N, H,
+    dy_row, dy_n, x_row, x_h, out_e, out_n, out_h,  # strides in elements, the same in every micro-batch
+    ACCUMULATE: tl.constexpr, DY_DESCRIPTOR: tl.constexpr, X_DESCRIPTOR: tl.constexpr, OUT_DESCRIPTOR: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, DEPTH: tl.constexpr,
+    ACC: tl.constexpr,
+):
+    """`_weight_kernel` for two to four micro-batches: `out` is read and written once for all of them.
+
+    One sum in registers goes through the micro-batches in their order. Each has a loop of its own, as descriptors
+    cannot be chosen by a variable; tensors are arguments of their own for the same reason.
+    """
+    if ALIGNED:  # see _rows_kernel
+        N = N // 8 * 8
+        H = H // 8 * 8
+        dy_row = dy_row // 8 * 8
+        x_row = x_row // 8 * 8
+        out_e = out_e // 8 * 8
+        out_n = out_n // 8 * 8
+    col_tiles = tl.cdiv(H, COLS)
+    tiles = tl.cdiv(N, ROWS) * col_tiles
+    expert = tl.program_id(0) // tiles
+    n = tl.program_id(0) % tiles // col_tiles * ROWS
+    h = tl.program_id(0) % tiles % col_tiles * COLS
+    start0, end0 = rows_of(offs0, expert, M0)
+    start1, end1 = rows_of(offs1, expert, M1)
+    most = tl.maximum(end0 - start0, end1 - start1)
+    if dy2 is not None:
+        start2, end2 = rows_of(offs2, expert, M2)
+        most = tl.maximum(most, end2 - start2)
+    if dy3 is not None:
+        start3, end3 = rows_of(offs3, expert, M3)
+        most = tl.maximum(most, end3 - start3)
+    if ACCUMULATE and most <= 0:
+        return
+    acc = tl.zeros((ROWS, COLS), dtype=ACC)
+    acc = _add_outer_products(acc, dy0, x0, gather0, start0, end0, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    acc = _add_outer_products(acc, dy1, x1, gather1, start1, end1, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                              DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    if dy2 is not None:
+        acc = _add_outer_products(acc, dy2, x2, gather2, start2, end2, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                                  DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    if dy3 is not None:
+        acc = _add_outer_products(acc, dy3, x3, gather3, start3, end3, n, h, N, H, dy_row, dy_n, x_row, x_h,
+                                  DY_DESCRIPTOR, X_DESCRIPTOR, DEPTH)
+    _store_tile(out, acc, expert, n, h, N, H, out_e, out_n, out_h, ACCUMULATE, OUT_DESCRIPTOR)
 
 
 # --- launchers -------------------------------------------------------------------------------------------------------
 
 
 def rows_aligned(tensor: Tensor) -> bool:
-    """Return True if rows are consecutive numbers and start at multiples of 16 bytes and of 8 numbers."""
+    """Return True if rows are contiguous and start at multiples of 16 bytes and of 8 elements."""
     return _strides_aligned(tensor.stride(), tensor.dtype) and tensor.data_ptr() % 16 == 0
 
 
 def _strides_aligned(strides: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Return True if the last stride is 1 and the others are multiples of 16 bytes and of 8 elements."""
     step = max(8, 16 // dtype.itemsize)
-    return strides[-1] == 1 and all(s > 0 and s % step == 0 for s in strides[:-1])
+    return strides[-1] == 1 and all(stride > 0 and stride % step == 0 for stride in strides[:-1])
 
 
 def takes_descriptor(tensor: Tensor, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-    """Return True if the copy engine (sm_90 and later) can read or add to `tensor`; float32 products do not use it."""
-    fits = tensor.dtype in dtypes and rows_aligned(tensor) and 0 not in tensor.shape[1:]
-    return fits and architecture(tensor.device) >= 90
+    """Return True if the copy engine (sm_90 and later) can access `tensor`. float32 operands do not use it."""
+    supports_tensor = tensor.dtype in dtypes and rows_aligned(tensor) and 0 not in tensor.shape[1:]
+    return supports_tensor and architecture(tensor.device) >= 90
 
 
 def operand(tensor: Tensor, block: tuple[int, ...] | None) -> Tensor | Block:
-    """What the kernel takes: a descriptor that loads such a block, or without one the tensor as a pointer."""
+    """Return the kernel's argument for a tensor: a descriptor with this block, or without a block the tensor itself."""
     if block is None:
         return tensor
-    if not tensor.shape[0]:  # of which there is no descriptor; none of the row is read
+    if not tensor.shape[0]:  # a descriptor needs at least one row; the kernel does not read it
         tensor = tensor.new_empty_strided((1, *tensor.shape[1:]), tensor.stride())
     return Block(tensor, block, tensor.shape, tensor.stride())
 
 
-class _Matrix(NamedTuple):
-    """What a launch depends on of an operand; `columns`: its sizes but the first, which may vary."""
+class _OperandForm(NamedTuple):
+    """Properties of an operand that a launch depends on.
+
+    columns: sizes except the first one, which may vary between launches.
+    starts_aligned: the memory starts at a multiple of 16 bytes.
+    """
 
     dtype: torch.dtype
     columns: tuple[int, ...]
     strides: tuple[int, ...]
-    on_16_bytes: bool  # where it starts
+    starts_aligned: bool
 
     def is_aligned(self) -> bool:
-        """As `rows_aligned`."""
-        return self.on_16_bytes and _strides_aligned(self.strides, self.dtype)
+        """Return True if rows are aligned; see `rows_aligned`."""
+        return self.starts_aligned and _strides_aligned(self.strides, self.dtype)
 
     def takes_descriptor(self, arch: int, dtypes: tuple[torch.dtype, ...] = HALF) -> bool:
-        """As `takes_descriptor`."""
+        """Return True if the copy engine can access the operand; see `takes_descriptor`."""
         return self.dtype in dtypes and self.is_aligned() and 0 not in self.columns and arch >= 90
 
 
-def _matrix(tensor: Tensor) -> _Matrix:
-    return _Matrix(tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16 == 0)
+def _form_of(tensor: Tensor) -> _OperandForm:
+    """Return the form of a tensor."""
+    return _OperandForm(tensor.dtype, tensor.shape[1:], tensor.stride(), tensor.data_ptr() % 16 == 0)
 
 
-def _aligned(*operands: _Matrix) -> bool:
-    """Return True if all can be read and written 16 bytes at a time, up to their last column."""
-    return all(each.is_aligned() and each.columns[-1] % 8 == 0 for each in operands)
+def _all_aligned(*forms: _OperandForm) -> bool:
+    """Return True if all operands can be accessed 16 bytes at a time, up to their last column."""
+    return all(form.is_aligned() and form.columns[-1] % 8 == 0 for form in forms)
 
 
-def _rows(x: Tensor, gather: Tensor | None) -> int:
-    """Rows of the result."""
+def _num_rows(x: Tensor, gather: Tensor | None) -> int:
+    """Return the number of rows of the result."""
     return (x if gather is None else gather).shape[0]
 
 
 class _RowsLaunch(NamedTuple):
-    """How `_rows_kernel` is launched for one shape, whatever the number of rows."""
+    """Launch of `_rows_kernel` for one shape, with any number of rows.
+
+    is_fused: the kernel computes the activation.
+    a_block, w_block: blocks of the descriptors; None: pointers.
+    w_shape, w_strides: of the descriptor of the weights.
+    numbers: numbers of the launch, except the number of rows.
+    """
 
     launch: Launcher
     config: GemmConfig
-    is_fused: bool  # with the activation
-    a_block: tuple[int, ...] | None  # of descriptors, as the next three
+    is_fused: bool
+    a_block: tuple[int, ...] | None
     w_block: tuple[int, ...] | None
     w_shape: tuple[int, ...]
     w_strides: tuple[int, ...]
-    numbers: tuple[int, ...]  # all but the rows
+    numbers: tuple[int, ...]
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _rows_launch(
-    arch: int, a: _Matrix, w: _Matrix, experts: int, forward: bool, gathered: bool, activation: SwigluForm | None,
-    weight_dtype: torch.dtype | None,
+    arch: int, a: _OperandForm, w: _OperandForm, experts: int, forward: bool, gathered: bool,
+    activation: SwigluForm | None, weight_dtype: torch.dtype | None,
 ) -> _RowsLaunch:
-    """activation, weight_dtype: of what follows the product, and of the rows' weights."""
-    depth, cols = a.columns[0], w.columns[0 if forward else 1]
-    y = _Matrix(a.dtype, (cols,), (cols, 1), on_16_bytes=True)
-    aligned = _aligned(a, w, y)
+    """Prepare the launch of `_rows_kernel` for operands of these forms.
+
+    activation: form of the activation after the GEMM, if any.
+    weight_dtype: dtype of the rows' routing weights, if any.
+    """
+    depth = a.columns[0]
+    cols = w.columns[0 if forward else 1]
+    y = _OperandForm(a.dtype, (cols,), (cols, 1), starts_aligned=True)
+    aligned = _all_aligned(a, w, y)
     shape = tiling.row_shape(a.dtype, cols=cols, aligned=aligned)
     config = tiling.row_configs(arch)[shape]
     fused = None
     if activation is not None and tiling.fuses_swiglu(arch, shape, activation[0]):
-        is_aligned = cols % 16 == 0 or not aligned  # up columns too
-        wide = torch.promote_types(a.dtype, torch.float32)
-        if is_aligned and torch.promote_types(wide, weight_dtype or wide) is wide:
+        halves_aligned = cols % 16 == 0 or not aligned  # up columns must be aligned, too
+        compute = torch.promote_types(a.dtype, torch.float32)
+        if halves_aligned and (weight_dtype is None or torch.promote_types(compute, weight_dtype) is compute):
             fused = Activation(None, *activation)
-    a_descriptor, w_descriptor = not gathered and a.takes_descriptor(arch), w.takes_descriptor(arch)
+    a_descriptor = not gathered and a.takes_descriptor(arch)
+    w_descriptor = w.takes_descriptor(arch)
     constants = tiling.rows_constants(
         config, forward, a_descriptor, w_descriptor, aligned, depth, experts, a.dtype, fused
     )
-    w_shape, w_strides = (experts, *w.columns), w.strides
+    w_shape = (experts, *w.columns)
+    w_strides = w.strides
     if constants["SWIGLU"] == "halves":
         w_shape = (experts, 2, cols // 2, depth)
         w_strides = (w.strides[0], cols // 2 * w.strides[1], *w.strides[1:])
     e, n, h = w.strides
+    kernel_w_strides = (e, n, h) if forward else (e, h, n)
     return _RowsLaunch(
         Launcher(_rows_kernel, **constants, num_warps=config.warps, num_stages=config.stages), config,
         is_fused=fused is not None, a_block=(config.rows, config.depth) if a_descriptor else None,
         w_block=tuple(tiling.w_block(config, forward, fused)) if w_descriptor else None,
-        w_shape=w_shape, w_strides=w_strides,
-        numbers=(cols, depth, experts, *a.strides, *((e, n, h) if forward else (e, h, n))),
+        w_shape=w_shape, w_strides=w_strides, numbers=(cols, depth, experts, *a.strides, *kernel_w_strides),
     )
 
 
@@ -377,58 +494,81 @@ def _launch_rows(
     a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool,
     h: Tensor | None = None, activation: Activation | None = None,
 ) -> Tensor:
-    """Forward with `a` = x (R, H), input gradient with `a` = dy (M, N); `w` (E, N, H) either way.
+    """Compute the forward from `a` = x (R, H), or the input gradient from `a` = dy (M, N); `w` is (E, N, H) in both.
 
-    h: takes the activation of the result, written by the same kernel where that pays.
+    h: receives the activation of the result, from the same kernel if fusion is advantageous.
     """
     experts, n, hidden = w.shape
-    rows, cols = _rows(a, gather), n if forward else hidden
+    rows = _num_rows(a, gather)
+    cols = n if forward else hidden
     y = a.new_empty(rows, cols)
     if not cols:
         return y
-    form, weight = (None, None) if activation is None else (activation[1:], activation.weight)
-    how = _rows_launch(architecture(a.device), _matrix(a), _matrix(w), experts, forward, gather is not None, form,
-                       None if weight is None else weight.dtype)
+    form = None if activation is None else activation[1:]
+    weight = None if activation is None else activation.weight
+    prepared = _rows_launch(architecture(a.device), _form_of(a), _form_of(w), experts, forward, gather is not None,
+                            form, None if weight is None else weight.dtype)
+    w_operand: Tensor | Block = w
+    if prepared.w_block is not None:
+        w_operand = Block(w, prepared.w_block, prepared.w_shape, prepared.w_strides)
+    fused_weight = weight.contiguous() if prepared.is_fused and weight is not None else None
     pointers = (
-        operand(a, how.a_block), w if how.w_block is None else Block(w, how.w_block, how.w_shape, how.w_strides), y,
-        h if how.is_fused else None, weight.contiguous() if how.is_fused and weight is not None else None,
+        operand(a, prepared.a_block), w_operand, y, h if prepared.is_fused else None, fused_weight,
         None if bias is None else bias.contiguous(), None if gather is None else gather.contiguous(),
         offs.contiguous(),
     )
     with torch.cuda.device_of(a):
-        how.launch((tiling.most_tiles(how.config, rows, cols, experts),), pointers, (rows, *how.numbers))
-    if activation is not None and h is not None and not how.is_fused:
+        grid = (tiling.max_tiles(prepared.config, rows, cols, experts),)
+        prepared.launch(grid, pointers, (rows, *prepared.numbers))
+    if activation is not None and h is not None and not prepared.is_fused:
         launch_swiglu(y, activation, h)
     return y
 
 
+class WgradOperands(NamedTuple):
+    """One micro-batch's operands of `grouped_gemm_wgrad`."""
+
+    dy: Tensor
+    x: Tensor
+    offs: Tensor
+    gather: Tensor | None = None
+
+
 class _WeightLaunch(NamedTuple):
-    """How `_weight_kernel` is launched for one shape, whatever the number of rows."""
+    """Launch of `_weight_kernel`, or of the kernel for several micro-batches, for one shape, with any number of rows.
+
+    dy_block, x_block, out_block: blocks of the descriptors; None: pointers.
+    numbers: numbers of the launch, except the number of rows.
+    """
 
     launch: Launcher
     grid: tuple[int]
-    dy_block: tuple[int, ...] | None  # of descriptors, as the next two
+    dy_block: tuple[int, ...] | None
     x_block: tuple[int, ...] | None
     out_block: tuple[int, ...] | None
-    numbers: tuple[int, ...]  # all but the rows
+    numbers: tuple[int, ...]
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _weight_launch(
-    arch: int, dy: _Matrix, x: _Matrix, out: _Matrix, experts: int, accumulate: bool, gathered: bool
+    arch: int, dy: _OperandForm, x: _OperandForm, out: _OperandForm, experts: int, accumulate: bool, gathered: bool,
+    is_merged: bool = False,
 ) -> _WeightLaunch:
+    """Prepare the launch of `_weight_kernel` for operands of these forms."""
     n, h = out.columns
-    dy_descriptor, x_descriptor = dy.takes_descriptor(arch), not gathered and x.takes_descriptor(arch)
+    dy_descriptor = dy.takes_descriptor(arch)
+    x_descriptor = not gathered and x.takes_descriptor(arch)
     out_descriptor = accumulate and x.dtype in HALF and out.takes_descriptor(arch, dtypes=(torch.float32,))
-    out_descriptor &= not INTERPRET  # which has no atomic_add of descriptors
-    aligned = _aligned(dy, x, out)
+    out_descriptor &= not INTERPRET  # the interpreter has no atomic_add of descriptors
+    aligned = _all_aligned(dy, x, out)
     config = tiling.weight_configs(arch)[
         tiling.weight_shape(dy.dtype, out=n, hidden=h, aligned=aligned, gathered=gathered)]
     constants = tiling.weight_constants(
         config, accumulate, dy_descriptor, x_descriptor, out_descriptor, aligned, dy.dtype
     )
+    kernel = _merged_weight_kernel if is_merged else _weight_kernel
     return _WeightLaunch(
-        Launcher(_weight_kernel, **constants, num_warps=config.warps, num_stages=config.stages),
+        Launcher(kernel, **constants, num_warps=config.warps, num_stages=config.stages),
         grid=(experts * cdiv(n, config.rows) * cdiv(h, config.cols),),
         dy_block=(config.depth, config.rows) if dy_descriptor else None,
         x_block=(config.depth, config.cols) if x_descriptor else None,
@@ -438,39 +578,94 @@ def _weight_launch(
 
 
 def _launch_weight(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None) -> None:
+    """Compute the weight gradient (E, N, H) in `out`."""
     if not out.numel():
         return
-    if out.dtype is torch.float64:  # no chip multiplies other operands in float64
-        dy, x = dy.double(), x.double()
-    how = _weight_launch(architecture(dy.device), _matrix(dy), _matrix(x), _matrix(out), out.shape[0], accumulate,
-                         gather is not None)
+    if out.dtype is torch.float64:  # float64 tensor cores need float64 operands
+        dy = dy.double()
+        x = x.double()
+    prepared = _weight_launch(architecture(dy.device), _form_of(dy), _form_of(x), _form_of(out), out.shape[0],
+                              accumulate, gather is not None)
     pointers = (
-        operand(dy, how.dy_block), operand(x, how.x_block), operand(out, how.out_block),
+        operand(dy, prepared.dy_block), operand(x, prepared.x_block), operand(out, prepared.out_block),
         None if gather is None else gather.contiguous(), offs.contiguous(),
     )
     with torch.cuda.device_of(dy):
-        how.launch(how.grid, pointers, (dy.shape[0], *how.numbers))
+        prepared.launch(prepared.grid, pointers, (dy.shape[0], *prepared.numbers))
+
+
+def _launch_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    """Launch as few kernels as possible, each for neighbours of one layout."""
+    if not out.numel():
+        return
+    for batch in _mergeable_batches(operands, out):
+        if len(batch) == 1:
+            dy, x, offs, gather = batch[0]
+            _launch_weight(dy, x, offs, out, accumulate, gather)
+        else:
+            _launch_merged_batch(batch, out, accumulate)
+        accumulate = True
+
+
+def _mergeable_batches(operands: Sequence[WgradOperands], out: Tensor) -> list[Sequence[WgradOperands]]:
+    """Cut `operands` into what one kernel takes at a time."""
+    batches: list[Sequence[WgradOperands]] = []
+    for _, group in groupby(operands, _layout):
+        alike = list(group)
+        is_converted = out.dtype is torch.float64 and alike[0].dy.dtype is not torch.float64
+        # One micro-batch at a time is copied to float64.
+        most = 1 if is_converted else tiling.most_merged(architecture(out.device))
+        ends = accumulate(tiling.merged_sizes(len(alike), most), initial=0)
+        batches += [alike[start:end] for start, end in pairwise(ends)]
+    return batches
+
+
+def _layout(operands: WgradOperands) -> tuple[Any, ...]:
+    """Return what a kernel's arguments are the same for in all its micro-batches."""
+    gather = operands.gather
+    return _form_of(operands.dy), _form_of(operands.x), None if gather is None else gather.dtype
+
+
+def _launch_merged_batch(batch: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    dy, x, _, gather = batch[0]
+    how = _weight_launch(architecture(dy.device), _form_of(dy), _form_of(x), _form_of(out), out.shape[0], accumulate,
+                         gather is not None, is_merged=True)
+    absent = (None,) * (MOST_MERGED - len(batch))
+    pointers = (
+        *(operand(each.dy, how.dy_block) for each in batch), *absent,
+        *(operand(each.x, how.x_block) for each in batch), *absent,
+        *(None if each.gather is None else each.gather.contiguous() for each in batch), *absent,
+        *(each.offs.contiguous() for each in batch), *absent,
+        operand(out, how.out_block),
+    )
+    rows = (*(each.dy.shape[0] for each in batch), *(0 for _ in absent))
+    with torch.cuda.device_of(dy):
+        how.launch(how.grid, pointers, (*rows, *how.numbers))
 
 
 def forget_launches() -> None:
-    """Compute all launches anew, from tables of tiles that have changed."""
+    """Clear the caches of launches, after a change of the tables of tiles."""
     _rows_launch.cache_clear()
     _weight_launch.cache_clear()
 
 
-# --- operators: torch.compile and FakeTensor see these as one call each ---------------------------------------------
+# --- operators: a single call for torch.compile and FakeTensor ------------------------------------------------------
 
 
-@operator(lambda x, w, offs, bias, gather: x.new_empty(_rows(x, gather), w.shape[1]))
+@operator(lambda x, w, offs, bias, gather: x.new_empty(_num_rows(x, gather), w.shape[1]))
 def _grouped_gemm(x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None) -> Tensor:
-    check_values(offs, _rows(x, gather), gather, x.shape[0])
-    return (_launch_rows if use_triton(x) else _reference_rows)(x, w, offs, bias, gather, forward=True)
+    """Compute `grouped_gemm` with checked operands."""
+    check_values(offs, _num_rows(x, gather), gather, x.shape[0])
+    run = _launch_rows if use_triton(x) else _reference_rows
+    return run(x, w, offs, bias, gather, forward=True)
 
 
 def _new_activated(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor]:
-    return x.new_empty(_rows(x, gather), w.shape[1] // 2), x.new_empty(_rows(x, gather), w.shape[1])
+    """Allocate h and gate_up."""
+    rows = _num_rows(x, gather)
+    return x.new_empty(rows, w.shape[1] // 2), x.new_empty(rows, w.shape[1])
 
 
 @operator(_new_activated)
@@ -478,10 +673,12 @@ def _grouped_gemm_swiglu(
     x: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, weight: Tensor | None,
     clamped: bool, alpha: float, limit: float,
 ) -> tuple[Tensor, Tensor]:
-    """(h, gate_up)."""
-    check_values(offs, _rows(x, gather), gather, x.shape[0])
+    """Return (h, gate_up)."""
+    rows = _num_rows(x, gather)
+    check_values(offs, rows, gather, x.shape[0])
     if use_triton(x):
-        h, activation = x.new_empty(_rows(x, gather), w.shape[1] // 2), Activation(weight, clamped, alpha, limit)
+        h = x.new_empty(rows, w.shape[1] // 2)
+        activation = Activation(weight, clamped, alpha, limit)
         return h, _launch_rows(x, w, offs, bias, gather, forward=True, h=h, activation=activation)
     gate_up = _reference_rows(x, w, offs, bias, gather, forward=True)
     return swiglu_reference(gate_up, weight, clamped, alpha, limit).to(x.dtype), gate_up
@@ -489,22 +686,39 @@ def _grouped_gemm_swiglu(
 
 @operator(lambda dy, w, offs: dy.new_empty(dy.shape[0], w.shape[2]))
 def _grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
+    """Compute `grouped_gemm_dgrad` with checked operands."""
     check_values(offs, dy.shape[0])
-    return (_launch_rows if use_triton(dy) else _reference_rows)(dy, w, offs, None, None, forward=False)
+    run = _launch_rows if use_triton(dy) else _reference_rows
+    return run(dy, w, offs, None, None, forward=False)
 
 
 @operator(lambda *_: None, mutates=("out",))
 def _grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
+    """Compute `grouped_gemm_wgrad` with checked operands."""
     check_values(offs, dy.shape[0], gather, x.shape[0])
     torch.autograd.graph.increment_version(out)
-    (_launch_weight if use_triton(dy) else _reference_weight)(dy, x, offs, out, accumulate, gather)
+    run = _launch_weight if use_triton(dy) else _reference_weight
+    run(dy, x, offs, out, accumulate, gather)
+
+
+@operator(lambda *_: None, mutates=("out",))
+def _grouped_gemm_wgrad_merged(
+    dys: Sequence[Tensor], xs: Sequence[Tensor], offsets: Sequence[Tensor], gathers: Sequence[Tensor | None],
+    out: Tensor, accumulate: bool,
+) -> None:
+    operands = [*map(WgradOperands, dys, xs, offsets, gathers)]
+    for dy, x, offs, gather in operands:  # before anything is added
+        check_values(offs, dy.shape[0], gather, x.shape[0])
+    torch.autograd.graph.increment_version(out)
+    (_launch_merged_weight if use_triton(out) else _reference_merged_weight)(operands, out, accumulate)
 
 
 def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
-    raise RuntimeError("grouped_gemm and its like have no backward of their own; got tensors that require gradients: "
-                       "use dualpipe.nn.GroupedLinear or GroupedSwiGLU")
+    """Raise RuntimeError: the operators have no backward."""
+    raise RuntimeError("operands require gradients, but grouped_gemm and related functions have no backward; use "
+                       "dualpipe.nn.GroupedLinear or GroupedSwiGLU")
 
 
 for _op in (_grouped_gemm, _grouped_gemm_swiglu, _grouped_gemm_dgrad):
@@ -517,12 +731,19 @@ for _op in (_grouped_gemm, _grouped_gemm_swiglu, _grouped_gemm_dgrad):
 def grouped_gemm(
     x: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None = None, gather: Tensor | None = None
 ) -> Tensor:
-    """y[m] = w[e] x[m] (+ bias[e]) for every row m of expert e.
+    """Compute y[m] = w[e] x[m] (+ bias[e]) for every row m of expert e -> (M, N) in the dtype of `x`.
 
-    `x` (M, H), `w` (E, N, H) in the layout of nn.Linear, `offs` (E,) int32 running ends, `bias` (E, N) -> (M, N), in
-    the dtype of `x`. With `gather` (M,) int32 or int64 the rows are `x[gather]` and `x` may have any number of rows.
-    Rows past `offs[-1]` stay uninitialised. Any strides work; rows that start at multiples of 16 bytes are fast.
-    Raises `ValueError` for operands that do not fit.
+    All strides are supported; rows with 16-byte alignment are fast.
+
+    Args:
+        x: (M, H) rows sorted by expert; with `gather`, any number of rows (R, H).
+        w: (E, N, H), the layout of nn.Linear.
+        offs: (E,) int32, end of every expert's rows, cumulative. Rows from `offs[-1]` on stay uninitialized.
+        bias: (E, N).
+        gather: (M,) int32 or int64; the rows are `x[gather]`.
+
+    Raises:
+        ValueError: the operands do not match.
     """
     check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     return _grouped_gemm(x, w, offs, bias, gather)
@@ -532,24 +753,39 @@ def grouped_gemm_swiglu(
     x: Tensor, w: Tensor, offs: Tensor, *, bias: Tensor | None = None, gather: Tensor | None = None,
     weight: Tensor | None = None, clamped: bool = False, alpha: float = 1.702, limit: float = 7.0,
 ) -> tuple[Tensor, Tensor]:
-    """(h, gate_up): gate_up = grouped_gemm(x, w, offs), h = swiglu(gate_up, weight), or clamped_swiglu.
+    """Compute gate_up = grouped_gemm(x, w, offs) and h = swiglu(gate_up, weight), or clamped_swiglu -> (h, gate_up).
 
-    `w` (E, 2I, H) makes gate and up, as halves or, `clamped`, in turn; `weight` (M,) is the routing weight of each row
-    -> (M, I), (M, 2I), bit for bit those of the two functions: h comes from gate_up as it was rounded. gate_up is what
-    the backward needs. Everything else, `ValueError` included, as for the two functions.
+    h (M, I) and gate_up (M, 2I) are bitwise equal to the results of the two functions: h is computed from the rounded
+    gate_up. The backward needs gate_up.
+
+    Args:
+        x, offs, bias, gather: see `grouped_gemm`.
+        w: (E, 2I, H), for gate and up as halves, or interleaved if `clamped`.
+        weight: (M,), routing weight of every row.
+        clamped: `clamped_swiglu` with `alpha` and `limit`, instead of `swiglu`.
+
+    Raises:
+        ValueError: the operands do not match.
     """
     check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     if w.shape[1] % 2:
-        raise ValueError(f"w must hold gate and up, (E, 2I, H); got shape {tuple(w.shape)}")
-    check_weight(weight, _rows(x, gather), x.device)
+        raise ValueError(f"w has shape {tuple(w.shape)}, expected (E, 2I, H) for gate and up")
+    check_weight(weight, _num_rows(x, gather), x.device)
     return _grouped_gemm_swiglu(x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
 
 
 def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
-    """Gradient of `grouped_gemm` for its rows: dx[m] = w[e]^T dy[m].
+    """Compute the input gradient of `grouped_gemm`: dx[m] = w[e]^T dy[m] -> (M, H).
 
-    `dy` (M, N), `w` (E, N, H), read where it is, `offs` (E,) int32 -> (M, H). Rows past `offs[-1]` stay uninitialised.
-    Any strides work. Raises `ValueError` for operands that do not fit.
+    All strides are supported.
+
+    Args:
+        dy: (M, N).
+        w: (E, N, H), read without a transposed copy.
+        offs: (E,) int32, end of every expert's rows, cumulative. Rows from `offs[-1]` on stay uninitialized.
+
+    Raises:
+        ValueError: the operands do not match.
     """
     check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
     return _grouped_gemm_dgrad(dy, w, offs)
@@ -558,92 +794,145 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
 def grouped_gemm_wgrad(
     dy: Tensor, x: Tensor, offs: Tensor, *, out: Tensor, accumulate: bool, gather: Tensor | None = None
 ) -> None:
-    """Gradient of `grouped_gemm` for its weights: dw[e] = sum over the rows m of expert e of dy[m] x[m]^T.
+    """Compute the weight gradient of `grouped_gemm`: dw[e] = sum over the rows m of expert e of dy[m] x[m]^T.
 
-    `dy` (M, N), `x` (M, H) or, with `gather` (M,), any rows to take `x[gather]` from, `offs` (E,) int32. The result is
-    written to `out` (E, N, H), or added to it with `accumulate`, in the dtype of `out`: products for a float32 `out`
-    are never rounded to bfloat16. An expert without rows gets zeros, and is left as it is with `accumulate`. Any
-    strides work that give every element of `out` memory of its own. Raises `ValueError` for operands that do not fit.
+    The result has the dtype of `out`; for a float32 `out`, it is never rounded to bfloat16. All strides are supported
+    with which elements of `out` do not share memory.
+
+    Args:
+        dy: (M, N).
+        x: (M, H); with `gather`, any number of rows (R, H).
+        offs: (E,) int32, end of every expert's rows, cumulative.
+        out: (E, N, H), receives the result.
+        accumulate: add the result to `out`. Otherwise experts without rows get zeros.
+        gather: (M,) int32 or int64; the rows are `x[gather]`.
+
+    Raises:
+        ValueError: the operands do not match.
     """
+    _check_wgrad(dy, x, offs, out, gather)
+    _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+
+
+def grouped_gemm_wgrad_merged(operands: Sequence[WgradOperands], *, out: Tensor, accumulate: bool) -> None:
+    """Gradient of `grouped_gemm` for its weights, summed over micro-batches: `grouped_gemm_wgrad` of each in turn.
+
+    `operands` has those of each micro-batch, at least one. Up to four (on sm_80 two) with the same dtypes, strides and
+    form of `gather` are one launch, which reads and writes `out` once: with 256 rows for each expert, most of the time
+    of a launch goes to a float32 `out`. `out` and `accumulate` are those of `grouped_gemm_wgrad`.
+
+    Bits: on CPU those of `grouped_gemm_wgrad` for each micro-batch in turn. A kernel sums the micro-batches of its
+    launch in their order in float32 (float64 for float64 operands) and adds the sum to `out` once, where separate
+    launches add each micro-batch's sum: only the roundings between micro-batches differ, and every run has the same.
+
+    Example: an expert's rows give 1 and 2 in two micro-batches and `out` holds 4: (1 + 2) + 4 instead of (4 + 1) + 2.
+
+    Raises `ValueError` for operands that do not fit, before anything is added.
+    """
+    if not operands:
+        raise ValueError("operands must hold those of at least one micro-batch; got none")
+    for dy, x, offs, gather in operands:
+        _check_wgrad(dy, x, offs, out, gather)
+    dys, xs, offsets, gathers = (list(column) for column in zip(*operands))
+    _grouped_gemm_wgrad_merged(dys, xs, offsets, gathers, out, accumulate)
+
+
+def _check_wgrad(dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, gather: Tensor | None) -> None:
+    """Refuse operands of a weight gradient that do not fit."""
     check_operands(offs, [("dy", 0), ("x" if gather is None else "gather", 0)], gather, out=out, dy=dy, x=x)
     if out.shape[1:] != (dy.shape[1], x.shape[1]):
-        raise ValueError(f"out must have shape (E, {dy.shape[1]}, {x.shape[1]}) for dy and x; got {tuple(out.shape)}")
+        raise ValueError(f"out has shape {tuple(out.shape)}, expected (E, {dy.shape[1]}, {x.shape[1]}) for dy and x")
     if any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape)):
-        raise ValueError(f"out has elements that share memory (strides {out.stride()}): give a tensor of its own")
-    _grouped_gemm_wgrad(dy, x, offs, out, accumulate, gather)
+        raise ValueError(f"out has strides {out.stride()}, with which elements share memory; give a tensor that is not "
+                         "expanded")
 
 
 def check_operands(
     offs: Tensor, equal: Sequence[tuple[str, int]], gather: Tensor | None = None, bias: Tensor | None = None,
     **operands: Tensor,
 ) -> None:
-    """Refuse operands that do not fit each other. The first one, `w` or `out`, is (E, N, H), the others are matrices.
+    """Raise ValueError if operands do not match each other.
 
-    equal: two sizes that must be one, by operand (or "gather") and dimension.
+    equal: two sizes that must be equal, each by operand (or "gather") and dimension.
+    operands: by name; the first one, `w` or `out`, is (E, N, H), the others are matrices.
     """
     weights = next(iter(operands.values()))
-    dtype = None
-    for name, operand in operands.items():
-        dim = 3 if operand is weights else 2
-        if operand.dim() != dim or not operand.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor of {dim} dimensions; got {operand.dtype} of "
-                             f"shape {tuple(operand.shape)}")
-        if operand.device != offs.device:
-            tensors = [*operands.values(), offs]
-            raise ValueError(f"all operands must be on one device; got {[str(t.device) for t in tensors]}")
-        if name == "out":  # whose dtype may be wider
-            continue
-        if dtype is not None and operand.dtype is not dtype:
-            dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}
-            raise ValueError(f"{' and '.join(dtypes)} must have one dtype; got {[*dtypes.values()]}")
-        dtype = operand.dtype
+    _check_dtypes(offs, weights, operands)
     if offs.dtype is not torch.int32:
-        raise ValueError(f"offs must be int32; got {offs.dtype}: convert it with offs.to(torch.int32)")
+        raise ValueError(f"offs is {offs.dtype}, expected int32; convert it with offs.to(torch.int32)")
     if gather is not None:
         if gather.dim() != 1 or gather.dtype not in (torch.int32, torch.int64) or gather.device != offs.device:
-            raise ValueError(f"gather must be (M,) int32 or int64 on {offs.device}; got {tuple(gather.shape)} "
-                             f"{gather.dtype} on {gather.device}")
+            raise ValueError(f"gather is {gather.dtype} of shape {tuple(gather.shape)} on {gather.device}, expected "
+                             f"int32 or int64 of shape (M,) on {offs.device}")
         operands["gather"] = gather
     sizes = [operands[name].shape[dim] for name, dim in equal]
     if sizes[0] != sizes[1]:
-        names = [f"{name}.shape[{dim}]" if dim else f"rows of {name}" for name, dim in equal]
-        raise ValueError(f"{names[0]} must equal {names[1]}; got {sizes[0]} and {sizes[1]}")
+        names = [f"{name}.shape[{dim}]" for name, dim in equal]
+        raise ValueError(f"{names[0]} is {sizes[0]} and {names[1]} is {sizes[1]}, expected equal sizes")
     experts = weights.shape[0]
     if experts < 1:
-        raise ValueError("there must be at least one expert; got weights of shape (0, ...)")
+        raise ValueError(f"the weights have shape {tuple(weights.shape)}, expected at least one expert")
     if offs.shape != (experts,):
-        raise ValueError(f"offs must hold one end for each of {experts} experts; got shape {tuple(offs.shape)}")
+        raise ValueError(f"offs has shape {tuple(offs.shape)}, expected one end for each of {experts} experts")
     if bias is None:
         return
     bias_shape = weights.shape[:2]
     if (bias.shape, bias.dtype, bias.device) != (bias_shape, weights.dtype, offs.device):
-        raise ValueError(f"bias must have shape {tuple(bias_shape)}, one row for each expert, in {weights.dtype} on "
-                         f"{offs.device}; got {tuple(bias.shape)}, {bias.dtype} on {bias.device}")
+        raise ValueError(f"bias is {bias.dtype} of shape {tuple(bias.shape)} on {bias.device}, expected "
+                         f"{weights.dtype} of shape {tuple(bias_shape)} on {offs.device}, one row for each expert")
+
+
+def _check_dtypes(offs: Tensor, weights: Tensor, operands: dict[str, Tensor]) -> None:
+    """Raise ValueError for operands with wrong dimensions, on several devices, or with several dtypes.
+
+    `out` may have another dtype than the others.
+    """
+    dtype = None
+    for name, operand in operands.items():
+        num_dims = 3 if operand is weights else 2
+        if operand.dim() != num_dims or not operand.is_floating_point():
+            raise ValueError(f"{name} is {operand.dtype} of shape {tuple(operand.shape)}, expected a floating-point "
+                             f"tensor with {num_dims} dimensions")
+        if operand.device != offs.device:
+            devices = [str(tensor.device) for tensor in (*operands.values(), offs)]
+            raise ValueError(f"the operands are on {devices}, expected one device")
+        if name == "out":
+            continue
+        if dtype is not None and operand.dtype is not dtype:
+            dtypes = {name: operand.dtype for name, operand in operands.items() if name != "out"}
+            raise ValueError(f"{' and '.join(dtypes)} have the dtypes {[*dtypes.values()]}, expected one dtype")
+        dtype = operand.dtype
 
 
 def check_values(offs: Tensor, rows: int, gather: Tensor | None = None, gathered_rows: int = 0) -> None:
-    """Refuse what only the data can tell: free on CPU, a wait for the device on CUDA and therefore asked for."""
+    """Raise ValueError for invalid values of `offs` and `gather`.
+
+    The check copies values to the host. On CUDA it waits for the device, so it runs only with DUALPIPE_CHECK_OFFSETS=1.
+    """
     if offs.is_cuda and os.environ.get("DUALPIPE_CHECK_OFFSETS", "0") != "1":
         return
     ends = [0, *offs.tolist()]
     if any(a > b for a, b in pairwise(ends)) or ends[-1] > rows:
-        raise ValueError(f"offs must rise from 0 to at most {rows}, the number of rows; got {ends[1:]}")
+        raise ValueError(f"offs is {ends[1:]}, expected ends that rise from 0 to at most {rows}, the number of rows")
     if gather is None or ends[-1] == 0:
         return
-    low, high = (int(v) for v in gather[: ends[-1]].aminmax())
+    low, high = (int(value) for value in gather[: ends[-1]].aminmax())
     if low < 0 or high >= gathered_rows:
-        raise ValueError(f"gather must stay within the {gathered_rows} rows of x; got {low} to {high}")
+        raise ValueError(f"gather has values from {low} to {high}, expected values within the {gathered_rows} rows of "
+                         "x")
 
 
-# --- reference: in PyTorch, for operands on the CPU; it reads `offs` back, so on CUDA it waits for the device --------
+# --- references for operands on the CPU. On CUDA they wait for the device, to copy `offs` to the host ----------------
 
 
 def _reference_rows(
     a: Tensor, w: Tensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None, *, forward: bool
 ) -> Tensor:
-    """`torch.nn.functional.grouped_mm` where it takes the operands, one product per expert where not."""
-    a, w_EDC = a if gather is None else _gathered(a, gather, offs), w.mT if forward else w
-    if bias is None and _fits_grouped_mm(a, w):
+    """Compute rows by `torch.nn.functional.grouped_mm` if it supports the operands, else by one GEMM per expert."""
+    if gather is not None:
+        a = _gather_rows(a, gather, offs)
+    w_EDC = w.mT if forward else w
+    if bias is None and _supports_grouped_mm(a, w):
         return F.grouped_mm(a, w_EDC, offs=offs)
     y = a.new_empty(a.shape[0], w_EDC.shape[2])
     for e, (start, end) in enumerate(pairwise([0, *offs.tolist()])):
@@ -657,9 +946,10 @@ def _reference_rows(
 def _reference_weight(
     dy: Tensor, x: Tensor, offs: Tensor, out: Tensor, accumulate: bool, gather: Tensor | None
 ) -> None:
-    """As `_reference_rows`."""
-    x = x if gather is None else _gathered(x, gather, offs)
-    if out.dtype is x.dtype and _fits_grouped_mm(dy, x):
+    """Compute the weight gradient by `F.grouped_mm` if it supports the operands, else by one GEMM per expert."""
+    if gather is not None:
+        x = _gather_rows(x, gather, offs)
+    if out.dtype is x.dtype and _supports_grouped_mm(dy, x):
         dw = F.grouped_mm(dy.t(), x, offs=offs)
         out.add_(dw) if accumulate else out.copy_(dw)
         return
@@ -668,14 +958,24 @@ def _reference_weight(
         out[e].add_(dw) if accumulate else out[e].copy_(dw)
 
 
-def _gathered(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:
-    """x[gather] up to the last end; what `gather` holds past it is not looked at."""
-    rows, used = x.new_empty(gather.shape[0], x.shape[1]), int(offs[-1])
-    torch.index_select(x, 0, gather[:used], out=rows[:used])
+def _reference_merged_weight(operands: Sequence[WgradOperands], out: Tensor, accumulate: bool) -> None:
+    """Add one micro-batch after the other."""
+    for dy, x, offs, gather in operands:
+        _reference_weight(dy, x, offs, out, accumulate, gather)
+        accumulate = True
+
+
+def _gather_rows(x: Tensor, gather: Tensor, offs: Tensor) -> Tensor:
+    """Return x[gather] up to the last end; later rows are uninitialized, and later indices are not read."""
+    rows = x.new_empty(gather.shape[0], x.shape[1])
+    num_assigned = int(offs[-1])
+    torch.index_select(x, 0, gather[:num_assigned], out=rows[:num_assigned])
     return rows
 
 
-def _fits_grouped_mm(*operands: Tensor) -> bool:
-    """Whether `F.grouped_mm` takes row-major `operands`: half precision, rows that start at multiples of 16 bytes."""
-    return all(t.dtype in HALF and t.is_contiguous() and t.numel() > 0 and t.data_ptr() % 16 == 0
-               and t.shape[-1] * t.element_size() % 16 == 0 for t in operands)
+def _supports_grouped_mm(*operands: Tensor) -> bool:
+    """Return True if `F.grouped_mm` supports row-major operands: half precision, rows with 16-byte alignment."""
+    return all(
+        tensor.dtype in HALF and tensor.is_contiguous() and tensor.numel() > 0 and tensor.data_ptr() % 16 == 0
+        and tensor.shape[-1] * tensor.element_size() % 16 == 0 for tensor in operands
+    )

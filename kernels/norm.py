@@ -1,22 +1,22 @@
-"""RMSNorm with the residual addition before it: one launch each way, and no float32 copies of its input.
+"""RMSNorm fused with the addition of the residual: one launch in each direction, without float32 copies of the input.
 
-As PyTorch operations the norm of a bfloat16 tensor is eight launches forward and fifteen backward, and keeps three
-float32 tensors of its size. Here the forward reads x and what is added to it once, writes the sum and the result, and
-keeps one number a row; the backward takes the gradient of the sum along, and adds up that of the weight by blocks of
-rows, which are left to be summed when there is time.
+As PyTorch operations, the norm of a bfloat16 tensor takes 8 launches in the forward and 15 in the backward, and saves
+three float32 tensors of its size. Here, the forward reads x and the residual once, writes their sum and the result, and
+saves one number per row. The backward adds the gradient of the sum, and computes partial sums of the weight gradient
+over blocks of rows; their sum can be deferred.
 
-    h  = x + residual                                 in their common dtype, rounded; x itself without a residual
+    h  = x + residual                                  in their common dtype, rounded; x itself without a residual
     n  = h * scale, scale = 1 / sqrt(mean(h^2) + eps)  in float32 at least
-    y  = weight * n                                   n rounded to the dtype of h first, as in transformers' Qwen3
+    y  = weight * n                                    n rounded to the dtype of h first, as in transformers' Qwen3
     dn = dy * weight
-    dh = d_sum + scale * (dn - n * mean(dn * n))      d_sum: of those who read h besides; dh is d x and d residual
+    dh = d_sum + scale * (dn - n * mean(dn * n))       d_sum: gradient from other uses of h; dh is d x and d residual
     dw = sum over the rows of dy * n
 
 Example with eps 0: x = [1, 3], residual = [2, 1], weight = [2, 1]: h = [3, 4], mean(h^2) = 12.5, n = [0.849, 1.131],
 y = [1.697, 1.131]. For dy = [1, 0] and no d_sum: dn = [2, 0], mean(dn * n) = 0.849, dh = 0.283 * ([2, 0] - [0.72,
-0.96]) = [0.362, -0.272], which is at right angles to h: its length does not change y.
+0.96]) = [0.362, -0.272], which is orthogonal to h: the length of h does not change y.
 
-Dimension letters: T rows, H columns, P blocks of rows.
+Dimension letters: T rows, H columns, P blocks of rows with a partial weight gradient each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -48,11 +48,12 @@ def _forward_kernel(
     residual_ptr,  # (T, H), rows `residual_stride` apart, or unused
     weight_ptr,  # (H,)
     y_ptr,  # (T, H) contiguous
-    sum_ptr,  # (T, H) contiguous; without a residual unused, and x
+    sum_ptr,  # (T, H) contiguous; without a residual unused, but with the dtype of x
     scale_ptr,  # (T,) COMPUTE
     T, H, stride, residual_stride,
     EPS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
+    """Normalize BLOCK_T whole rows per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_H)
     mask = (rows < T)[:, None] & (cols < H)[None, :]
@@ -78,11 +79,12 @@ def _backward_kernel(
     scale_ptr,  # (T,) COMPUTE
     weight_ptr,  # (H,)
     dx_ptr,  # (T, H) contiguous
-    parts_ptr,  # (P, H) COMPUTE: of the weight's gradient
+    parts_ptr,  # (P, H) COMPUTE: partial weight gradients
     T, H, stride_dy, stride_d_sum, stride,
     span,  # rows of one program, a multiple of BLOCK_T
     HAS_D_SUM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
+    """Compute the input gradients of `span` rows per program, and one partial weight gradient."""
     first = tl.program_id(0) * span
     cols = tl.arange(0, BLOCK_H)
     weight = tl.load(weight_ptr + cols, mask=cols < H, other=0.0).to(COMPUTE)[None, :]
@@ -107,14 +109,17 @@ def _backward_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_WIDEST = 8192  # columns that a program holds at once, 16 elements a thread
-_SPAN = 16  # rows of a program in the backward: 4096 rows are 256 programs, whose parts add 6% to what is moved
-_MOST_PARTS = 1024
+_MAX_COLUMNS = 8192  # columns that a program holds at once, 16 elements per thread
+# Rows of a program in the backward: 4096 rows make 256 programs, whose partial sums add 6% to the memory traffic.
+_MIN_SPAN = 16
+_MAX_PARTS = 1024
 
 
 def tile_of(width: int) -> RowTile:
-    """The tile for rows of `width` elements, up to `_WIDEST`: a program holds whole rows. With 16 elements a thread the
-    backward spills at 2048 on sm_100, and with 8 at 8192."""
+    """Return the tile for rows of `width` elements, at most `_MAX_COLUMNS`: a program holds whole rows.
+
+    On sm_100 the backward spills registers at 2048 columns with 16 elements per thread, and at 8192 columns with 8.
+    """
     block = max(16, 1 << (width - 1).bit_length())
     return RowTile(rows=max(1, 2048 // block), cols=block, warps=min(16, max(4, block // 256)))
 
@@ -122,47 +127,59 @@ def tile_of(width: int) -> RowTile:
 def _launch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, y: Tensor, total: Tensor, scale: Tensor
 ) -> None:
+    """Write y, the sum `total` if there is a residual, and the scale."""
     width = x.shape[-1]
     launch, tile_rows = _forward_launcher(width, eps, residual is not None, scale.dtype)
-    x, stride = _rows(x)
+    x, stride = _as_rows(x)
     rows = scale.shape[0]
     if residual is None:
-        pointers, residual_stride = (x, x, weight.contiguous(), y, x, scale), 0
+        residual_stride = 0
+        pointers = (x, x, weight.contiguous(), y, x, scale)
     else:
-        residual, residual_stride = _rows(residual)
-        pointers = x, residual, weight.contiguous(), y, total, scale
+        residual, residual_stride = _as_rows(residual)
+        pointers = (x, residual, weight.contiguous(), y, total, scale)
     launch((cdiv(rows, tile_rows),), pointers, (rows, width, stride, residual_stride))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _forward_launcher(width: int, eps: float, has_residual: bool, dtype: torch.dtype) -> tuple[Launcher, int]:
-    """The launcher, and the rows of one program."""
+    """Return the launcher of the forward kernel, and the number of rows of one program."""
     tile = tile_of(width)
-    return Launcher(_forward_kernel, EPS=eps, HAS_RESIDUAL=has_residual, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
-                    BLOCK_H=tile.cols, num_warps=tile.warps), tile.rows
+    launcher = Launcher(
+        _forward_kernel, EPS=eps, HAS_RESIDUAL=has_residual, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
+        BLOCK_H=tile.cols, num_warps=tile.warps,
+    )
+    return launcher, tile.rows
 
 
 def _launch_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor, dx: Tensor, parts: Tensor
 ) -> None:
-    rows, width = scale.shape[0], total.shape[-1]
+    """Write the gradient of the sum to `dx`, and partial weight gradients to `parts`."""
+    rows = scale.shape[0]
+    width = total.shape[-1]
     launch = _backward_launcher(width, d_sum is not None, scale.dtype)
-    dy, stride_dy = _rows(dy)
-    total, stride = _rows(total)
-    d_sum, stride_d_sum = (dy, 0) if d_sum is None else _rows(d_sum)
-    pointers = dy, d_sum, total, scale, weight.contiguous(), dx, parts
+    dy, stride_dy = _as_rows(dy)
+    total, stride = _as_rows(total)
+    if d_sum is None:
+        d_sum = dy  # not read
+        stride_d_sum = 0
+    else:
+        d_sum, stride_d_sum = _as_rows(d_sum)
+    pointers = (dy, d_sum, total, scale, weight.contiguous(), dx, parts)
     launch((parts.shape[0],), pointers, (rows, width, stride_dy, stride_d_sum, stride, _span(rows, width)))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _backward_launcher(width: int, has_d_sum: bool, dtype: torch.dtype) -> Launcher:
+    """Return the launcher of the backward kernel."""
     tile = tile_of(width)
     return Launcher(_backward_kernel, HAS_D_SUM=has_d_sum, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
                     BLOCK_H=tile.cols, num_warps=tile.warps)
 
 
-def _rows(x: Tensor) -> tuple[Tensor, int]:
-    """Return (..., H) in memory as (T, H) whose rows are dense, and how far apart they are."""
+def _as_rows(x: Tensor) -> tuple[Tensor, int]:
+    """Return a tensor with the memory of (..., H) as T contiguous rows, and the row stride."""
     width = x.shape[-1]
     if x.is_contiguous():
         return x, width
@@ -171,13 +188,14 @@ def _rows(x: Tensor) -> tuple[Tensor, int]:
 
 
 def _span(rows: int, width: int) -> int:
-    """The rows of a part, by their number alone, so that sums do not depend on the device."""
+    """Return the number of rows of a partial sum. It depends on the shape only, so that sums are device-independent."""
     block = _tile_rows(width)
-    return cdiv(max(_SPAN, cdiv(rows, _MOST_PARTS)), block) * block
+    return cdiv(max(_MIN_SPAN, cdiv(rows, _MAX_PARTS)), block) * block
 
 
 @cache
 def _tile_rows(width: int) -> int:
+    """Return the number of rows of a tile."""
     return tile_of(width).rows
 
 
@@ -185,17 +203,27 @@ def _tile_rows(width: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """The norm of the rows of x + residual: (y, the sum, the scale of each row), as `rms_norm_backward` takes them.
+    """Normalize the rows of x + residual -> (y, sum, scale), the operands of `rms_norm_backward`.
 
-    `x` and `residual` (..., H), `weight` (H,) of any floating-point dtypes -> y (..., H) in the common dtype of all,
-    the sum in that of the first two (x itself without a residual), scale (T,) in at least float32. Not differentiable:
-    `dualpipe.nn.RMSNorm` is. Raises `ValueError` for operands that do not fit.
+    Not differentiable; `dualpipe.nn.RMSNorm` is.
+
+    Args:
+        x: (..., H), floating-point.
+        weight: (H,).
+        eps: added to the mean square.
+        residual: (..., H); None: nothing is added.
+
+    Returns y (..., H) in the common dtype of all operands, the sum (..., H) in the common dtype of `x` and `residual`
+    (`x` itself without a residual), and the scale of every row (T,) in at least float32.
+
+    Raises:
+        ValueError: the shapes do not match, or `x` is not floating-point.
     """
     if not x.is_floating_point() or x.dim() < 1 or weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight must have one element for each column of a floating-point x (..., H); got "
-                         f"{tuple(weight.shape)} for {x.dtype} of shape {tuple(x.shape)}")
+        raise ValueError(f"x is {x.dtype} of shape {tuple(x.shape)} and weight has shape {tuple(weight.shape)}, "
+                         "expected floating-point x (..., H) and weight (H,)")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"residual must have the shape of x, {tuple(x.shape)}; got {tuple(residual.shape)}")
+        raise ValueError(f"residual has shape {tuple(residual.shape)}, expected that of x, {tuple(x.shape)}")
     y, total, scale = _rms_norm(x, weight, eps, residual)
     return y, x if residual is None else total, scale
 
@@ -203,8 +231,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = No
 def rms_norm_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(the gradient of the sum, and so of x and of the residual, in the sum's dtype; parts (P, H) of the weight's
-    gradient, in the dtype of `scale`, for `parts.sum(0)`). d_sum: what is to be added to the former."""
+    """Compute the gradients of `rms_norm`.
+
+    Args:
+        dy: gradient of y (..., H).
+        d_sum: gradient of the sum (..., H) from its other uses, which is added; None: no other use.
+        total, scale: sum and scale, as `rms_norm` returned them.
+        weight: (H,).
+
+    Returns the gradient of x and of the residual (..., H), in the dtype of `total`, and partial weight gradients
+    (P, H) in the dtype of `scale`, whose sum over P is the weight gradient.
+    """
     return _rms_norm_backward(dy, d_sum, total, scale, weight)
 
 
@@ -212,25 +249,28 @@ def rms_norm_backward(
 def _result_dtypes(
     x: torch.dtype, weight: torch.dtype, residual: torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Of y, the sum and the scale."""
+    """Return the dtypes of y, the sum and the scale."""
     total = x if residual is None else torch.promote_types(x, residual)
     y = torch.promote_types(total, weight)
     return y, total, torch.promote_types(y, torch.float32)
 
 
 def _new_results(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    of_y, of_total, of_scale = _result_dtypes(x.dtype, weight.dtype, None if residual is None else residual.dtype)
-    return (
-        torch.empty_like(x, dtype=of_y, memory_format=torch.contiguous_format),
-        torch.empty_like(x, dtype=of_total, memory_format=torch.contiguous_format) if residual is not None
-        else x.new_empty(0),
-        torch.empty(x.shape[:-1].numel(), dtype=of_scale, device=x.device),
-    )
+    """Allocate y, the sum (empty without a residual) and the scale."""
+    residual_dtype = None if residual is None else residual.dtype
+    y_dtype, total_dtype, scale_dtype = _result_dtypes(x.dtype, weight.dtype, residual_dtype)
+    y = torch.empty_like(x, dtype=y_dtype, memory_format=torch.contiguous_format)
+    if residual is None:
+        total = x.new_empty(0)
+    else:
+        total = torch.empty_like(x, dtype=total_dtype, memory_format=torch.contiguous_format)
+    scale = torch.empty(x.shape[:-1].numel(), dtype=scale_dtype, device=x.device)
+    return y, total, scale
 
 
 @operator(_new_results)
 def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, the sum or nothing, scale)."""
+    """Return (y, sum, scale); the sum is empty without a residual."""
     if not _has_kernel(x):
         y, total, scale = rms_norm_reference(x, weight, eps, residual)
         return y, x.new_empty(0) if residual is None else total, scale
@@ -243,16 +283,19 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) ->
 def _new_gradients(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    rows, width = scale.shape[0], total.shape[-1]
-    parts = cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
+    """Allocate the gradient of the sum and the partial weight gradients."""
+    rows = scale.shape[0]
+    width = total.shape[-1]
+    num_parts = cdiv(rows, _span(rows, width)) if _has_kernel(total) else 1
     dx = torch.empty_like(total, memory_format=torch.contiguous_format)
-    return dx, torch.empty(parts, width, dtype=scale.dtype, device=scale.device)
+    return dx, torch.empty(num_parts, width, dtype=scale.dtype, device=scale.device)
 
 
 @operator(_new_gradients)
 def _rms_norm_backward(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
+    """Return the gradient of the sum, and partial weight gradients (P, H)."""
     if not _has_kernel(total):
         return rms_norm_backward_reference(dy, d_sum, total, scale, weight)
     dx, parts = _new_gradients(dy, d_sum, total, scale, weight)
@@ -262,7 +305,8 @@ def _rms_norm_backward(
 
 
 def _has_kernel(x: Tensor) -> bool:
-    return use_triton(x) and x.shape[-1] <= _WIDEST
+    """Return True if the Triton kernels support the width of `x`."""
+    return use_triton(x) and x.shape[-1] <= _MAX_COLUMNS
 
 
 # ---------------------------------------------------------------------------------------------------------- reference
@@ -271,20 +315,23 @@ def _has_kernel(x: Tensor) -> bool:
 def rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`rms_norm` in PyTorch, which autograd can differentiate."""
+    """Compute `rms_norm` in PyTorch, differentiable by autograd."""
     total = x if residual is None else x + residual
-    wide = total.to(compute_dtype(x, weight, residual))
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(total.dtype), total, scale.flatten()
+    h = total.to(compute_dtype(x, weight, residual))
+    scale = torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (h * scale).to(total.dtype), total, scale.flatten()
 
 
 def rms_norm_backward_reference(
     dy: Tensor, d_sum: Tensor | None, total: Tensor, scale: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm_backward` in PyTorch, in the dtype that the kernel computes in, with the weight's gradient in one
-    part."""
-    dy, scale = dy.to(scale.dtype), scale.view(*total.shape[:-1], 1)
-    n, dn = total.to(scale.dtype) * scale, dy * weight
+    """Compute `rms_norm_backward` in PyTorch, in the kernel's compute dtype, with one partial weight gradient."""
+    dy = dy.to(scale.dtype)
+    scale = scale.view(*total.shape[:-1], 1)
+    n = total.to(scale.dtype) * scale
+    dn = dy * weight
     dx = scale * (dn - n * (dn * n).mean(-1, keepdim=True))
+    if d_sum is not None:
+        dx = dx + d_sum
     d_weight = (dy * n.to(total.dtype)).reshape(-1, total.shape[-1]).sum(0, keepdim=True)
-    return (dx if d_sum is None else dx + d_sum).to(total.dtype), d_weight
+    return dx.to(total.dtype), d_weight

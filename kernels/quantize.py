@@ -1,10 +1,10 @@
-"""To quantize matrices and activations, and back: the formats of `kernels/formats.py` in one pass over memory each.
+"""Quantization and dequantization of matrices and activations in the formats of `kernels/formats.py`, in one pass.
 
-As PyTorch operations, quantizing reads and writes a matrix a dozen times in float32; here it is read once and its bytes
-are written once, and the activation between an expert's products is quantized while it is in registers. Both give the
-same bytes.
+As PyTorch operations, quantization reads and writes a matrix 12 times in float32. Here, the matrix is read once and its
+bytes are written once; the activation between an expert's GEMMs is quantized while it is in registers. Kernels and
+references give the same bytes.
 
-Dimension letters: N, K rows and columns of a matrix (weight matrices are N out x K in), M rows of activations, R block
+Dimension letters: E matrices, N rows, K columns (weight matrices are N out x K in), M rows of activations, R block
 rows, I intermediate size.
 """
 
@@ -36,54 +36,55 @@ from dualpipe.kernels.formats import (
     quantize_reference,
 )
 from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 from dualpipe.kernels.swiglu import activate, check_gate_up, load_gate_up, swiglu_form, swiglu_reference
 
 # --- kernels ---------------------------------------------------------------------------------------------------------
-# Elements and scales are integers here, made by exact arithmetic on bits: the same on every architecture. Names that
-# kernels/formats.py has too are explained there.
+# These kernels handle elements and scales as integers, with exact arithmetic on bits, so that bytes do not depend on
+# the architecture. Functions and constants with the same name in kernels/formats.py are explained there.
 
 
 @triton.jit
-def _exponent(amax, MANTISSA: tl.constexpr, ABOVE: tl.constexpr):
+def _exponent(amax, MANTISSA: tl.constexpr, SHIFT: tl.constexpr):
+    """Return the biased exponent of the smallest sufficient power of two."""
     bits = amax.to(tl.int32, bitcast=True)
-    return (bits >> 23) - ABOVE + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
+    return (bits >> 23) - SHIFT + ((bits & 0x7FFFFF) > MANTISSA).to(tl.int32)
 
 
 @triton.jit
 def _float32_scale(amax):
-    """The bits of the scale."""
+    """Return the bits of a block scale."""
     return (tl.maximum(tl.div_rn(amax, 448.0), 2.0**-100).to(tl.int32, bitcast=True) + 0x8) & -0x10
 
 
 @triton.jit
 def _matrix_scale(amax):
-    """The bits of the scale."""
+    """Return the bits of a matrix scale."""
     return tl.minimum(tl.maximum(_exponent(tl.div_rn(amax, 6.0), 0x680000, 8), 27), 254) << 23
 
 
 @triton.jit
 def _encode(scaled, BITS: tl.constexpr):
-    """Numbers in units of their scale -> elements, int32."""
+    """Encode values in units of their scale as elements, int32."""
     LARGEST: tl.constexpr = 448.0 if BITS == 8 else 6.0
-    SMALLEST: tl.constexpr = -6 if BITS == 8 else 0
-    DIGITS: tl.constexpr = 3 if BITS == 8 else 1
+    MIN_EXPONENT: tl.constexpr = -6 if BITS == 8 else 0
+    MANTISSA_BITS: tl.constexpr = 3 if BITS == 8 else 1
     bits = scaled.to(tl.int32, bitcast=True)
     magnitude = tl.minimum((bits & 0x7FFFFFFF).to(tl.float32, bitcast=True), LARGEST)
-    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, SMALLEST)
-    units = magnitude * ((127 + DIGITS - exponent) << 23).to(tl.float32, bitcast=True)  # of the last place, below 16
-    whole = (units + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # 2^23 plus an integer: rounded, ties to even
-    return (((exponent - SMALLEST) << DIGITS) + whole) | (((bits >> 31) & 1) << (BITS - 1))
+    exponent = tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - 127, MIN_EXPONENT)
+    num_ulps = magnitude * ((127 + MANTISSA_BITS - exponent) << 23).to(tl.float32, bitcast=True)  # below 16
+    rounded = (num_ulps + 8388608.0).to(tl.int32, bitcast=True) & 0xFF  # adding 2^23 rounds to integers, ties to even
+    return (((exponent - MIN_EXPONENT) << MANTISSA_BITS) + rounded) | (((bits >> 31) & 1) << (BITS - 1))
 
 
 @triton.jit
 def decode(elements, BITS: tl.constexpr):
-    """Elements, int32 -> float32."""
-    DIGITS: tl.constexpr = 3 if BITS == 8 else 1
+    """Decode elements, int32 -> float32."""
+    MANTISSA_BITS: tl.constexpr = 3 if BITS == 8 else 1
     BIAS: tl.constexpr = 7 if BITS == 8 else 1
-    low = elements & ((1 << (BITS - 1)) - 1)
-    subnormal = (low.to(tl.float32) * 2.0 ** (1 - BIAS - DIGITS)).to(tl.int32, bitcast=True)
-    bits = tl.where((low >> DIGITS) == 0, subnormal, (low << (23 - DIGITS)) + ((127 - BIAS) << 23))
+    low = elements & ((1 << (BITS - 1)) - 1)  # without the sign
+    subnormal = (low.to(tl.float32) * 2.0 ** (1 - BIAS - MANTISSA_BITS)).to(tl.int32, bitcast=True)
+    bits = tl.where((low >> MANTISSA_BITS) == 0, subnormal, (low << (23 - MANTISSA_BITS)) + ((127 - BIAS) << 23))
     if BITS == 8:
         bits = tl.where(low == 127, 0x7FC00000, bits)
     return (bits | ((elements >> (BITS - 1)) << 31)).to(tl.float32, bitcast=True)
@@ -91,7 +92,7 @@ def decode(elements, BITS: tl.constexpr):
 
 @triton.jit
 def decode_scale(scale, SCALE: tl.constexpr):
-    """Scales as they are stored, int32 -> float32."""
+    """Decode stored scales, int32 -> float32."""
     if SCALE == "e4m3":
         return decode(scale, 8)
     if SCALE == "e8m0":
@@ -101,148 +102,167 @@ def decode_scale(scale, SCALE: tl.constexpr):
 
 @triton.jit
 def _quantize_tile(
-    x, whole, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
-    SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
+    x, matrix_scale, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, SCALE: tl.constexpr, POWER_OF_TWO: tl.constexpr,
 ):
-    """Numbers (ROWS, COLS) float32, `whole` the scale of their matrix -> elements (ROWS, COLS) and scales
-    (ROWS / BAND, COLS / BLOCK) as they are stored, int32.
+    """Quantize x (ROWS, COLS) float32 -> elements (ROWS, COLS), scales (ROWS / BLOCK_HEIGHT, COLS / BLOCK), int32.
 
-    Magnitudes are compared as integers, where an infinity is larger than any number, and NaN larger still.
+    Both results have their stored bits. Compares magnitudes as integers: an infinity is larger than every number, and
+    NaN is larger than an infinity.
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    blocks = tl.reshape(magnitude, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
+    blocks = tl.reshape(magnitude, (ROWS // BLOCK_HEIGHT, BLOCK_HEIGHT, COLS // BLOCK, BLOCK))
     largest = tl.max(tl.max(blocks, 3), 1)
-    broken = largest >= 0x7F800000
-    amax = tl.where(broken, 0, largest).to(tl.float32, bitcast=True)
-    x = tl.reshape(x, (ROWS // BAND, BAND, COLS // BLOCK, BLOCK))
-    x = tl.where(broken[:, None, :, None], 0.0, x)
+    is_broken = largest >= 0x7F800000
+    amax = tl.where(is_broken, 0, largest).to(tl.float32, bitcast=True)
+    x = tl.reshape(x, (ROWS // BLOCK_HEIGHT, BLOCK_HEIGHT, COLS // BLOCK, BLOCK))
+    x = tl.where(is_broken[:, None, :, None], 0.0, x)
     if SCALE == "e8m0" or POWER_OF_TWO:
         biased = _exponent(amax, 0x680000, 8) if BITS == 8 else _exponent(amax, 0x5FFFFF, 2)
         biased = tl.maximum(biased, 0 if SCALE == "e8m0" else 27)
-        x *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None, :, None]  # exact; 2^-127 is subnormal
+        # Exact; the factor may be subnormal: 2^-127.
+        x *= ((254 - biased) << 23).to(tl.float32, bitcast=True)[:, None, :, None]
         scale = biased if SCALE == "e8m0" else biased << 23
     else:
         if SCALE == "e4m3":
-            share = tl.div_rn(tl.div_rn(amax, whole), 6.0)
-            scale = _encode(tl.maximum(share, 0.015625), 8)
-            unit = decode(scale, 8) * whole
+            relative_scale = tl.div_rn(tl.div_rn(amax, matrix_scale), 6.0)
+            scale = _encode(tl.maximum(relative_scale, 0.015625), 8)
+            unit = decode(scale, 8) * matrix_scale
         else:
             scale = _float32_scale(amax)
             unit = scale.to(tl.float32, bitcast=True)
-        x = tl.div_rn(x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BAND, BAND, COLS // BLOCK, BLOCK)))
-    NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else 255 if SCALE == "e8m0" else 127
-    return _encode(tl.reshape(x, (ROWS, COLS)), BITS), tl.where(broken, NAN, scale)
+        x = tl.div_rn(
+            x, tl.broadcast_to(unit[:, None, :, None], (ROWS // BLOCK_HEIGHT, BLOCK_HEIGHT, COLS // BLOCK, BLOCK)))
+    NAN_BYTE: tl.constexpr = 255 if SCALE == "e8m0" else 127
+    NAN: tl.constexpr = 0x7FC00000 if SCALE == "float32" else NAN_BYTE
+    return _encode(tl.reshape(x, (ROWS, COLS)), BITS), tl.where(is_broken, NAN, scale)
 
 
 @triton.jit
 def _store_tile(
-    elements_ptr, scales_ptr, elements, scales, first, column, N, K, elements_band, scales_band, ROWS: tl.constexpr,
-    COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    elements_ptr, scales_ptr, elements, scales, first, column, N, K, elements_block_row, scales_block_row,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
 ):
-    """Write what `_quantize_tile` made, of the last band all rows: those past N are zeros."""
+    """Store the results of `_quantize_tile`. In the last block row, stores the rows past N as well; they are zeros."""
     if BITS == 4:
         low, high = tl.split(tl.reshape(elements, (ROWS, COLS // 2, 2)))
         elements = low | (high << 4)
-    rows, row_bytes = first + tl.arange(0, ROWS), K * BITS // 8
-    if BAND == 1:
-        starts = rows.to(tl.int64) * elements_band
-    else:  # of one band, within 32 bits
-        elements_ptr += (first // BAND).to(tl.int64) * elements_band
+    rows = first + tl.arange(0, ROWS)
+    row_bytes = K * BITS // 8
+    if BLOCK_HEIGHT == 1:
+        starts = rows.to(tl.int64) * elements_block_row
+    else:  # the tile is in one block row, so offsets in it have 32 bits
+        elements_ptr += (first // BLOCK_HEIGHT).to(tl.int64) * elements_block_row
         starts = (rows - first) * row_bytes
     at = column * BITS // 8 + tl.arange(0, COLS * BITS // 8)
     tl.store(elements_ptr + starts[:, None] + at[None, :], elements.to(tl.uint8),
-             mask=(rows // BAND * BAND < N)[:, None] & (at < row_bytes)[None, :])
-    bands = first // BAND + tl.arange(0, ROWS // BAND)
+             mask=(rows // BLOCK_HEIGHT * BLOCK_HEIGHT < N)[:, None] & (at < row_bytes)[None, :])
+    block_rows = first // BLOCK_HEIGHT + tl.arange(0, ROWS // BLOCK_HEIGHT)
     blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
-    tl.store(scales_ptr + bands.to(tl.int64)[:, None] * scales_band + blocks[None, :],
+    tl.store(scales_ptr + block_rows.to(tl.int64)[:, None] * scales_block_row + blocks[None, :],
              scales.to(scales_ptr.dtype.element_ty),
-             mask=(bands * BAND < N)[:, None] & (blocks * BLOCK < K)[None, :])
+             mask=(block_rows * BLOCK_HEIGHT < N)[:, None] & (blocks * BLOCK < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["N"])
 def _quantize_kernel(
-    x_ptr,  # (E, N, K), neighbours in a row
-    elements_ptr, scales_ptr,  # (E, R, ...) bytes; float32 scales as int32
+    x_ptr,  # (E, N, K), contiguous rows
+    elements_ptr,  # (E, R, ...) bytes
+    scales_ptr,  # (E, R, ...) bytes, or int32 for float32 scales
     amax_ptr,  # (E,) or unused
-    N, K, x_matrix, x_row, elements_matrix, elements_band, scales_matrix, scales_band,
-    used, row_bytes,  # bytes of elements and scales; those with zeros and the matrix's scale, which `TAIL` writes
+    N, K, x_matrix, x_row, elements_matrix, elements_block_row, scales_matrix, scales_block_row,
+    used,  # bytes of elements and scales in a block row
+    row_bytes,  # bytes of a block row, with zeros and the matrix scale, which TAIL writes
     MATRIX_SCALE: tl.constexpr, TAIL: tl.constexpr, POWER_OF_TWO: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
+    BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr,
 ):
+    """Quantize one tile (ROWS, COLS) of a matrix per program."""
     tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    first, column = tl.program_id(0) % tiles * ROWS, tl.program_id(1) * COLS
-    rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    first = tl.program_id(0) % tiles * ROWS
+    column = tl.program_id(1) * COLS
+    rows = first + tl.arange(0, ROWS)
+    cols = column + tl.arange(0, COLS)
     x = tl.load(x_ptr + matrix * x_matrix + rows.to(tl.int64)[:, None] * x_row + cols[None, :],
                 mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
-    whole_bits = _matrix_scale(tl.load(amax_ptr + matrix)) if MATRIX_SCALE else tl.full((), 0, tl.int32)
-    whole = whole_bits.to(tl.float32, bitcast=True)
-    elements, scales = _quantize_tile(x, whole, ROWS, COLS, BAND, BLOCK, BITS, SCALE, POWER_OF_TWO)
+    matrix_scale_bits = _matrix_scale(tl.load(amax_ptr + matrix)) if MATRIX_SCALE else tl.full((), 0, tl.int32)
+    matrix_scale = matrix_scale_bits.to(tl.float32, bitcast=True)
+    elements, scales = _quantize_tile(x, matrix_scale, ROWS, COLS, BLOCK_HEIGHT, BLOCK, BITS, SCALE, POWER_OF_TWO)
     elements_ptr += matrix * elements_matrix
-    _store_tile(elements_ptr, scales_ptr + matrix * scales_matrix, elements, scales, first, column, N, K, elements_band,
-                scales_band, ROWS, COLS, BAND, BLOCK, BITS)
+    _store_tile(elements_ptr, scales_ptr + matrix * scales_matrix, elements, scales, first, column, N, K,
+                elements_block_row, scales_block_row, ROWS, COLS, BLOCK_HEIGHT, BLOCK, BITS)
     if TAIL and tl.program_id(1) == 0:
-        bands = first // BAND + tl.arange(0, ROWS // BAND)
-        at = row_bytes - 32 + tl.arange(0, 32)  # at most 19 of them are past `used`
-        last = row_bytes - 4 if MATRIX_SCALE else row_bytes
-        tail = tl.where(at < last, 0, whole_bits >> (tl.maximum(at - last, 0) * 8))
-        tl.store(elements_ptr + bands.to(tl.int64)[:, None] * elements_band + at[None, :],
-                 tl.broadcast_to(tail.to(tl.uint8)[None, :], (ROWS // BAND, 32)),
-                 mask=(bands * BAND < N)[:, None] & (at >= used)[None, :])
+        block_rows = first // BLOCK_HEIGHT + tl.arange(0, ROWS // BLOCK_HEIGHT)
+        at = row_bytes - 32 + tl.arange(0, 32)  # at most 19 of these bytes are past `used`
+        scale_start = row_bytes - 4 if MATRIX_SCALE else row_bytes
+        tail = tl.where(at < scale_start, 0, matrix_scale_bits >> (tl.maximum(at - scale_start, 0) * 8))
+        tl.store(elements_ptr + block_rows.to(tl.int64)[:, None] * elements_block_row + at[None, :],
+                 tl.broadcast_to(tail.to(tl.uint8)[None, :], (ROWS // BLOCK_HEIGHT, 32)),
+                 mask=(block_rows * BLOCK_HEIGHT < N)[:, None] & (at >= used)[None, :])
 
 
 @triton.jit(do_not_specialize=["M"])
 def _swiglu_quantize_kernel(
     gate_up_ptr,  # (M, 2I), rows `stride` apart
     weight_ptr,  # (M,) or unused
-    h_ptr, elements_ptr,  # (M, I) contiguous
-    scales_ptr,  # (M, I / BLOCK) contiguous, float32 ones as int32
+    h_ptr,  # (M, I) contiguous
+    elements_ptr,  # (M, I) contiguous bytes
+    scales_ptr,  # (M, I / BLOCK) contiguous bytes, or int32 for float32 scales
     M, width, stride,  # width is I
     CLAMPED: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, HAS_WEIGHT: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    first, column = tl.program_id(0) * ROWS, tl.program_id(1) * COLS
-    rows, cols = first + tl.arange(0, ROWS), column + tl.arange(0, COLS)
+    """Compute and quantize one tile (ROWS, COLS) of the activation per program."""
+    first = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * COLS
+    rows = first + tl.arange(0, ROWS)
+    cols = column + tl.arange(0, COLS)
     gate, up = load_gate_up(gate_up_ptr, rows, column, M, width, stride, CLAMPED, ROWS, COLS)
     gate, s, u = activate(gate.to(COMPUTE), up.to(COMPUTE), ALPHA, LIMIT, CLAMPED)
     h = u * gate * s
     if HAS_WEIGHT:
         h = h * tl.load(weight_ptr + rows, mask=rows < M, other=0.0).to(COMPUTE)[:, None]
-    h = h.to(h_ptr.dtype.element_ty)  # what is quantized is what was rounded
+    h = h.to(h_ptr.dtype.element_ty)  # quantize the rounded values
     h_ptrs = h_ptr + rows.to(tl.int64)[:, None] * width + cols[None, :]
     tl.store(h_ptrs, h, mask=(rows < M)[:, None] & (cols < width)[None, :])
-    elements, scales = _quantize_tile(h.to(tl.float32), 0.0, ROWS, COLS, BAND, BLOCK, BITS, SCALE, False)
+    elements, scales = _quantize_tile(h.to(tl.float32), 0.0, ROWS, COLS, BLOCK_HEIGHT, BLOCK, BITS, SCALE, False)
     _store_tile(elements_ptr, scales_ptr, elements, scales, first, column, M, width, width, tl.cdiv(width, BLOCK), ROWS,
-                COLS, BAND, BLOCK, BITS)
+                COLS, BLOCK_HEIGHT, BLOCK, BITS)
 
 
 @triton.jit(do_not_specialize=["N"])
 def _dequantize_kernel(
     y_ptr,  # (E, N, K) contiguous
-    elements_ptr, scales_ptr,  # (E, R, ...) bytes; float32 scales as int32
-    wholes_ptr,  # (E, R) or unused
-    N, K, elements_matrix, elements_band, scales_matrix, scales_band, wholes_matrix, wholes_band,
-    MATRIX_SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BAND: tl.constexpr, BLOCK: tl.constexpr,
+    elements_ptr,  # (E, R, ...) bytes
+    scales_ptr,  # (E, R, ...) bytes, or int32 for float32 scales
+    matrix_scales_ptr,  # (E, R) or unused
+    N, K, elements_matrix, elements_block_row, scales_matrix, scales_block_row, matrix_scales_matrix,
+    matrix_scales_block_row,
+    MATRIX_SCALE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK_HEIGHT: tl.constexpr, BLOCK: tl.constexpr,
     BITS: tl.constexpr, SCALE: tl.constexpr,
 ):
+    """Dequantize one tile (ROWS, COLS) of a matrix per program."""
     tiles = tl.maximum(tl.cdiv(N, ROWS), 1)
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    rows, column = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS
-    bands, row_bytes = (rows // BAND).to(tl.int64), K * BITS // 8
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLS
+    block_rows = (rows // BLOCK_HEIGHT).to(tl.int64)
+    row_bytes = K * BITS // 8
     at = column * BITS // 8 + tl.arange(0, COLS * BITS // 8)
-    starts = matrix * elements_matrix + bands * elements_band + (rows % BAND).to(tl.int64) * row_bytes
+    starts = matrix * elements_matrix + block_rows * elements_block_row + (rows % BLOCK_HEIGHT).to(tl.int64) * row_bytes
     elements = tl.load(elements_ptr + starts[:, None] + at[None, :],
                        mask=(rows < N)[:, None] & (at < row_bytes)[None, :], other=0).to(tl.int32)
     if BITS == 4:
         elements = tl.interleave(elements & 0xF, elements >> 4)
     y = tl.reshape(decode(elements, BITS), (ROWS, COLS // BLOCK, BLOCK))
     blocks = column // BLOCK + tl.arange(0, COLS // BLOCK)
-    scales = tl.load(scales_ptr + matrix * scales_matrix + (bands * scales_band)[:, None] + blocks[None, :],
+    scales = tl.load(scales_ptr + matrix * scales_matrix + (block_rows * scales_block_row)[:, None] + blocks[None, :],
                      mask=(rows < N)[:, None] & (blocks * BLOCK < K)[None, :], other=0)
     unit = decode_scale(scales.to(tl.int32), SCALE)
     if MATRIX_SCALE:
-        unit *= tl.load(wholes_ptr + matrix * wholes_matrix + bands * wholes_band, mask=rows < N, other=0.0)[:, None]
+        matrix_scales_ptrs = matrix_scales_ptr + matrix * matrix_scales_matrix + block_rows * matrix_scales_block_row
+        unit *= tl.load(matrix_scales_ptrs, mask=rows < N, other=0.0)[:, None]
     cols = column + tl.arange(0, COLS)
     tl.store(y_ptr + (matrix * N + rows)[:, None] * K + cols[None, :],
              tl.reshape(y * unit[:, :, None], (ROWS, COLS)).to(y_ptr.dtype.element_ty),
@@ -251,13 +271,15 @@ def _dequantize_kernel(
 
 @triton.jit
 def _amax_kernel(
-    x_ptr,  # (E, N, K), neighbours in a row
-    amax_ptr,  # (E,) float32 as int32, zeros
+    x_ptr,  # (E, N, K), contiguous rows
+    amax_ptr,  # (E,) float32 as int32, initialized to zeros
     N, K, x_matrix, x_row, ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):
+    """Update the largest magnitude of a matrix with one tile (ROWS, COLS) per program."""
     tiles = tl.cdiv(N, ROWS)
     matrix = (tl.program_id(0) // tiles).to(tl.int64)
-    rows, cols = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLS + tl.arange(0, COLS)
+    rows = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     x = tl.load(x_ptr + matrix * x_matrix + rows.to(tl.int64)[:, None] * x_row + cols[None, :],
                 mask=(rows < N)[:, None] & (cols < K)[None, :], other=0.0).to(tl.float32)
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -267,157 +289,195 @@ def _amax_kernel(
 
 @triton.jit
 def _transpose_kernel(
-    x_ptr, y_ptr,  # (E, N / BLOCK, bytes), (E, K / BLOCK, bytes)
-    x_scales_ptr, y_scales_ptr,  # (E, N / BLOCK, K / BLOCK) float32 as int32, and the other way around
-    N, K, x_matrix, x_band, y_matrix, y_band, x_scales_matrix, x_scales_band, y_scales_matrix, y_scales_band,
-    used, row_bytes,  # of a block row of y: elements and scales; with zeros
+    x_ptr,  # (E, N / BLOCK, bytes)
+    y_ptr,  # (E, K / BLOCK, bytes)
+    x_scales_ptr,  # (E, N / BLOCK, K / BLOCK) float32 as int32
+    y_scales_ptr,  # (E, K / BLOCK, N / BLOCK) float32 as int32
+    N, K, x_matrix, x_block_row, y_matrix, y_block_row, x_scales_matrix, x_scales_block_row, y_scales_matrix,
+    y_scales_block_row,
+    used,  # bytes of elements and scales in a block row of y
+    row_bytes,  # bytes of a block row of y, with zeros
     BLOCK: tl.constexpr,
 ):
-    """A block for each program; no tl.trans, which 3.7 has got wrong for single bytes: its rows are read as columns."""
-    band, across, matrix = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    row, col = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK)[:, None]
-    x_ptr, y_ptr = x_ptr + matrix * x_matrix + band * x_band, y_ptr + matrix * y_matrix + across * y_band
-    inside = band * BLOCK + row < N
-    block = tl.load(x_ptr + row * K + (across * BLOCK + col), mask=inside & (across * BLOCK + col < K), other=0)
-    tl.store(y_ptr + col * N + (band * BLOCK + row), block, mask=inside & (col < BLOCK))
-    scale = tl.load(x_scales_ptr + matrix * x_scales_matrix + band * x_scales_band + across)
-    tl.store(y_scales_ptr + matrix * y_scales_matrix + across * y_scales_band + band, scale)
-    if band == 0:
+    """Transpose one block per program, by reading its rows as columns: tl.trans of Triton 3.7 is wrong for bytes."""
+    block_row = tl.program_id(0).to(tl.int64)
+    block_col = tl.program_id(1).to(tl.int64)
+    matrix = tl.program_id(2).to(tl.int64)
+    row = tl.arange(0, BLOCK)[None, :]
+    col = tl.arange(0, BLOCK)[:, None]
+    x_ptr = x_ptr + matrix * x_matrix + block_row * x_block_row
+    y_ptr = y_ptr + matrix * y_matrix + block_col * y_block_row
+    inside = block_row * BLOCK + row < N
+    block = tl.load(x_ptr + row * K + (block_col * BLOCK + col), mask=inside & (block_col * BLOCK + col < K), other=0)
+    tl.store(y_ptr + col * N + (block_row * BLOCK + row), block, mask=inside & (col < BLOCK))
+    scale = tl.load(x_scales_ptr + matrix * x_scales_matrix + block_row * x_scales_block_row + block_col)
+    tl.store(y_scales_ptr + matrix * y_scales_matrix + block_col * y_scales_block_row + block_row, scale)
+    if block_row == 0:
         at = used + tl.arange(0, 16)
         tl.store(y_ptr + at, tl.zeros((16,), tl.uint8), mask=at < row_bytes)
 
 
 # --- launchers -------------------------------------------------------------------------------------------------------
 
-ROW_FORMATS = {128: Format("rows", 8, (1, 128), torch.float32), 32: FORMATS["mxfp8"]}  # of activations, by block
+ROW_FORMATS = {128: Format("rows", 8, (1, 128), torch.float32), 32: FORMATS["mxfp8"]}  # formats of rows, by block
 _SCALES = {torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3", torch.float32: "float32"}
 
 
 def tile_of(format: Format, dtype: torch.dtype) -> RowTile:
-    """What one program takes: a block, or of formats for parts of rows two accesses of 16 bytes a thread."""
-    return RowTile(*format.block, 8) if format.block[0] > 1 else RowTile(8, 256, 4).sized(dtype)
+    """Return the tile of one program: a block, or for blocks of one row, two accesses of 16 bytes per thread."""
+    if format.block[0] > 1:
+        return RowTile(*format.block, 8)
+    return RowTile(8, 256, 4).scaled_for(dtype)
 
 
 def constants(format: Format, tile: RowTile) -> dict[str, Any]:
-    """What every kernel knows of a format, and its warps."""
-    return dict(ROWS=tile.rows, COLS=tile.cols, BAND=format.block[0], BLOCK=format.block[1], BITS=format.bits,
+    """Return the constants and options that all kernels of a format share."""
+    return dict(ROWS=tile.rows, COLS=tile.cols, BLOCK_HEIGHT=format.block[0], BLOCK=format.block[1], BITS=format.bits,
                 SCALE=_SCALES[format.scale], num_warps=tile.warps)
 
 
-class _Parts(NamedTuple):
-    """Where block rows have what: bytes from the first element on, and scales as kernels see them, (E, R, ...)."""
+class _BlockRows(NamedTuple):
+    """Operands of the kernels for quantized matrices.
+
+    elements: (E, R, ...) bytes; rows start with their elements.
+    scales: (E, R, ...) bytes, or int32 for float32 scales.
+    used_bytes: bytes of elements and scales in a block row; 0 if both are separate tensors.
+    row_bytes: bytes of a block row; 0 if elements and scales are separate tensors.
+    """
 
     elements: Tensor
     scales: Tensor
-    used: int = 0  # bytes of elements and scales of a block row
+    used_bytes: int = 0
     row_bytes: int = 0
 
     @classmethod
-    def of_data(cls, data: Tensor, format: Format, columns: int) -> _Parts:
-        """Where block rows (..., R, bytes) have them."""
+    def from_data(cls, data: Tensor, format: Format, columns: int) -> _BlockRows:
+        """Return the operands for block rows (..., R, bytes)."""
         data = data.view(-1, *data.shape[-2:])
-        scales = _integers(format.scales(data, columns))
-        used = format.block[0] * columns * format.bits // 8 + format.scales_per_row(columns) * format.scale.itemsize
-        return cls(data, scales, used, format.row_bytes(columns))
+        scales = _as_integers(format.scales(data, columns))
+        element_bytes = format.block[0] * columns * format.bits // 8
+        scale_bytes = format.scales_per_row(columns) * format.scale.itemsize
+        return cls(data, scales, element_bytes + scale_bytes, format.row_bytes(columns))
 
     @classmethod
-    def of_rows(cls, elements: Tensor, scales: Tensor) -> _Parts:
-        return cls(elements.view(torch.uint8)[None], _integers(scales)[None])
+    def from_rows(cls, elements: Tensor, scales: Tensor) -> _BlockRows:
+        """Return the operands for the elements and scales of `QuantizedRows`."""
+        return cls(elements.view(torch.uint8)[None], _as_integers(scales)[None])
 
     @property
     def strides(self) -> tuple[int, ...]:
+        """Strides of the elements, then of the scales."""
         return *_strides(self.elements), *_strides(self.scales)
 
 
-def _integers(scales: Tensor) -> Tensor:
+def _as_integers(scales: Tensor) -> Tensor:
+    """View scales as int32 or uint8."""
     return scales.view(torch.int32 if scales.dtype is torch.float32 else torch.uint8)
 
 
 def _strides(x: Tensor) -> tuple[int, int]:
-    """From a matrix to the next, and from a row; of a single matrix no multiple of its rows, whose number is data."""
+    """Return the strides of matrices and of rows.
+
+    The stride of a single matrix is 0: its real value would depend on its number of rows, which changes every step.
+    """
     return x.stride(0) if x.shape[0] > 1 else 0, x.stride(1)
 
 
-def _matrices(x: Tensor) -> Tensor:
-    """(..., N, K) -> (E, N, K), neighbours in a row."""
+def _as_matrices(x: Tensor) -> Tensor:
+    """Reshape (..., N, K) -> (E, N, K) with contiguous rows; copies only if necessary."""
     x = x.reshape(-1, *x.shape[-2:])
     return x if x.stride(2) == 1 or x.shape[2] == 1 else x.contiguous()
 
 
 def _grid(x: Tensor, tile: RowTile) -> tuple[int, int]:
-    """Tiles of matrices (E, N, K), of which the first dimension of a grid has more than 65535."""
+    """Return the grid for matrices (E, N, K). Matrices and rows share its first dimension: others end at 65535."""
     return x.shape[0] * max(cdiv(x.shape[1], tile.rows), 1), cdiv(x.shape[2], tile.cols)
 
 
-def _launch_quantize(x: Tensor, to: _Parts, format: Format, amax: Tensor | None = None) -> None:
-    """`x` (E, N, K)."""
-    launch, tile = _quantize_launcher(format, x.dtype, amax is not None, to.row_bytes > 0)
+def _launch_quantize(x: Tensor, out: _BlockRows, format: Format, amax: Tensor | None = None) -> None:
+    """Quantize `x` (E, N, K) to `out`. amax: (E,), for formats with a matrix scale."""
+    launch, tile = _quantize_launcher(format, x.dtype, amax is not None, out.row_bytes > 0)
     launch(
-        _grid(x, tile), (x, to.elements, to.scales, x if amax is None else amax),
-        (x.shape[1], x.shape[2], *_strides(x), *to.strides, to.used, to.row_bytes),
+        _grid(x, tile), (x, out.elements, out.scales, x if amax is None else amax),
+        (x.shape[1], x.shape[2], *_strides(x), *out.strides, out.used_bytes, out.row_bytes),
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _quantize_launcher(
-    format: Format, dtype: torch.dtype, matrix_scale: bool, tail: bool
+    format: Format, dtype: torch.dtype, has_matrix_scale: bool, has_tail: bool
 ) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the quantizing kernel, and its tile."""
     tile = tile_of(format, dtype)
-    launch = Launcher(_quantize_kernel, MATRIX_SCALE=matrix_scale, TAIL=tail, POWER_OF_TWO=format.power_of_two,
+    launch = Launcher(_quantize_kernel, MATRIX_SCALE=has_matrix_scale, TAIL=has_tail, POWER_OF_TWO=format.power_of_two,
                       **constants(format, tile))
     return launch, tile
 
 
-def _launch_dequantize(parts: _Parts, wholes: Tensor | None, format: Format, y: Tensor) -> None:
-    """`y` (E, N, K) contiguous."""
-    launch, tile = _dequantize_launcher(format, wholes is not None)
+def _launch_dequantize(data: _BlockRows, matrix_scales: Tensor | None, format: Format, y: Tensor) -> None:
+    """Dequantize `data` to `y` (E, N, K), contiguous."""
+    launch, tile = _dequantize_launcher(format, matrix_scales is not None)
+    if matrix_scales is None:
+        matrix_scales = y  # not read
+        matrix_scale_strides = (0, 0)
+    else:
+        matrix_scale_strides = _strides(matrix_scales)
     launch(
-        _grid(y, tile), (y, parts.elements, parts.scales, y if wholes is None else wholes),
-        (y.shape[1], y.shape[2], *parts.strides, *((0, 0) if wholes is None else _strides(wholes))),
+        _grid(y, tile), (y, data.elements, data.scales, matrix_scales),
+        (y.shape[1], y.shape[2], *data.strides, *matrix_scale_strides),
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _dequantize_launcher(format: Format, matrix_scale: bool) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the dequantizing kernel, and its tile."""
     tile = tile_of(ROW_FORMATS[32], torch.bfloat16)
     return Launcher(_dequantize_kernel, MATRIX_SCALE=matrix_scale, **constants(format, tile)), tile
 
 
-# --- operators: torch.compile and FakeTensor see these as one call each ----------------------------------------------
+# --- operators: a single call for torch.compile and FakeTensor -------------------------------------------------------
+# Their argument `format` is a name in FORMATS.
 
 
 @operator(lambda *_: None, mutates=("out",))
 def _quantize(x: Tensor, out: Tensor, format: str, amax: Tensor | None) -> None:
-    how = FORMATS[format]
+    """Quantize `x` (..., N, K) to the block rows `out`."""
+    block_format = FORMATS[format]
     if not x.numel():
         out.zero_()
-    elif use_triton(x):
-        if how.matrix_scale:
-            amax = (_matrix_amax(x, format) if amax is None else amax.float()).reshape(-1)
-        x_ENK = _matrices(x)
-        _launch_quantize(x_ENK, _Parts.of_data(out, how, x.shape[-1]), how, amax if how.matrix_scale else None)
+        return
+    if not use_triton(x):
+        out.copy_(quantize_reference(x, block_format, amax))
+        return
+    if block_format.matrix_scale:
+        amax = (_matrix_amax(x, format) if amax is None else amax.float()).reshape(-1)
     else:
-        out.copy_(quantize_reference(x, how, amax))
+        amax = None
+    _launch_quantize(_as_matrices(x), _BlockRows.from_data(out, block_format, x.shape[-1]), block_format, amax)
 
 
 @operator(lambda data, _, rows, columns, dtype: data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype))
 def _dequantize(data: Tensor, format: str, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    how, y = FORMATS[format], data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype)
+    """Dequantize block rows -> (..., rows, columns)."""
+    block_format = FORMATS[format]
+    y = data.new_empty((*data.shape[:-2], rows, columns), dtype=dtype)
     if y.numel() and not use_triton(data):
-        y.copy_(dequantize_reference(data, how, rows, columns))
+        y.copy_(dequantize_reference(data, block_format, rows, columns))
     elif y.numel():
-        data = _matrices(data)
-        wholes = how.matrix_scales(data) if how.matrix_scale else None
-        _launch_dequantize(_Parts.of_data(data, how, columns), wholes, how, y.view(-1, rows, columns))
+        data = _as_matrices(data)
+        matrix_scales = block_format.matrix_scales(data) if block_format.matrix_scale else None
+        block_rows = _BlockRows.from_data(data, block_format, columns)
+        _launch_dequantize(block_rows, matrix_scales, block_format, y.view(-1, rows, columns))
     return y
 
 
 @operator(lambda x, format: x.new_empty(x.shape[:-2], dtype=torch.float32))
 def _matrix_amax(x: Tensor, format: str) -> Tensor:
+    """Return the largest magnitude of every matrix."""
     if not use_triton(x) or not x.numel():
         return matrix_amax_reference(x, FORMATS[format])
     amax = x.new_zeros(x.shape[:-2], dtype=torch.float32)
-    x = _matrices(x)
+    x = _as_matrices(x)
     launch, tile = _amax_launcher(FORMATS[format].block[1], x.dtype)
     launch(_grid(x, tile), (x, amax.view(torch.int32)), (x.shape[1], x.shape[2], *_strides(x)))
     return amax
@@ -425,39 +485,45 @@ def _matrix_amax(x: Tensor, format: str) -> Tensor:
 
 @cache
 def _amax_launcher(block: int, dtype: torch.dtype) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the kernel for largest magnitudes, and its tile."""
     tile = tile_of(FORMATS["mxfp8"], dtype)
     launch = Launcher(_amax_kernel, ROWS=tile.rows, COLS=tile.cols, BLOCK=block, num_warps=tile.warps)
     return launch, tile
 
 
 def _new_rows(x: Tensor, columns: int, block: int) -> tuple[Tensor, Tensor]:
+    """Allocate the elements and scales of quantized rows."""
     format = ROW_FORMATS[block]
-    return (x.new_empty(x.shape[0], columns, dtype=torch.float8_e4m3fn),
-            x.new_empty(x.shape[0], format.scales_per_row(columns), dtype=format.scale))
+    elements = x.new_empty(x.shape[0], columns, dtype=torch.float8_e4m3fn)
+    scales = x.new_empty(x.shape[0], format.scales_per_row(columns), dtype=format.scale)
+    return elements, scales
 
 
 @operator(lambda x, block: _new_rows(x, x.shape[1], block))
 def _quantize_rows(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return the elements and scales of `QuantizedRows`."""
     elements, scales = _new_rows(x, x.shape[1], block)
     if not use_triton(x):
         return quantize_rows_reference(x, block) if x.numel() else (elements, scales)
     if x.shape[1]:
-        _launch_quantize(with_dense_rows(x)[None], _Parts.of_rows(elements, scales), ROW_FORMATS[block])
+        _launch_quantize(with_dense_rows(x)[None], _BlockRows.from_rows(elements, scales), ROW_FORMATS[block])
     return elements, scales
 
 
 @operator(lambda elements, _, dtype: elements.new_empty(elements.shape, dtype=dtype))
 def _dequantize_rows(elements: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize the elements and scales of `QuantizedRows`."""
     block = next(size for size, format in ROW_FORMATS.items() if format.scale is scales.dtype)
     if not use_triton(elements):
         return (elements.float() * scales.float().repeat_interleave(block, 1)[:, : elements.shape[1]]).to(dtype)
-    y, parts = elements.new_empty(elements.shape, dtype=dtype), _Parts.of_rows(elements, scales)
+    y = elements.new_empty(elements.shape, dtype=dtype)
     if y.shape[1]:
-        _launch_dequantize(parts, None, ROW_FORMATS[block], y[None])
+        _launch_dequantize(_BlockRows.from_rows(elements, scales), None, ROW_FORMATS[block], y[None])
     return y
 
 
 def _new_activation(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate the activation, and its elements and scales."""
     width = gate_up.shape[1] // 2
     return gate_up.new_empty(gate_up.shape[0], width), *_new_rows(gate_up, width, block)
 
@@ -466,6 +532,7 @@ def _new_activation(gate_up: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor
 def _swiglu_quantize(
     gate_up: Tensor, weight: Tensor | None, block: int, clamped: bool, alpha: float, limit: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the activation, and its elements and scales."""
     if not use_triton(gate_up):
         h = swiglu_reference(gate_up, weight, clamped, alpha, limit).to(gate_up.dtype)
         return h, *_quantize_rows(h, block)
@@ -473,45 +540,49 @@ def _swiglu_quantize(
     if h.shape[1]:
         gate_up = with_dense_rows(gate_up)
         launch, tile = _swiglu_launcher(
-            block, gate_up.dtype, None if weight is None else compute_dtype(gate_up, weight), clamped, alpha, limit)
+            block, gate_up.dtype, compute_dtype(gate_up, weight), weight is not None, clamped, alpha, limit)
         launch(
             (max(cdiv(h.shape[0], tile.rows), 1), cdiv(h.shape[1], tile.cols)),
-            (gate_up, h if weight is None else weight.contiguous(), h, elements.view(torch.uint8), _integers(scales)),
+            (gate_up, h if weight is None else weight.contiguous(), h, elements.view(torch.uint8),
+             _as_integers(scales)),
             (*h.shape, gate_up.stride(0)),
         )
     return h, elements, scales
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _swiglu_launcher(
-    block: int, dtype: torch.dtype, weighted: torch.dtype | None, clamped: bool, alpha: float, limit: float
+    block: int, dtype: torch.dtype, compute: torch.dtype, has_weight: bool, clamped: bool, alpha: float, limit: float
 ) -> tuple[Launcher, RowTile]:
-    """weighted: what is computed in where rows have weights."""
+    """Return the launcher of the kernel that quantizes the activation, and its tile. compute: compute dtype."""
     format = ROW_FORMATS[block]
     tile = tile_of(format, dtype)
-    compute = weighted or torch.promote_types(dtype, torch.float32)
-    launch = Launcher(_swiglu_quantize_kernel, CLAMPED=clamped, ALPHA=alpha, LIMIT=limit,
-                      HAS_WEIGHT=weighted is not None, COMPUTE=tl_dtype(compute), **constants(format, tile))
+    launch = Launcher(_swiglu_quantize_kernel, CLAMPED=clamped, ALPHA=alpha, LIMIT=limit, HAS_WEIGHT=has_weight,
+                      COMPUTE=tl_dtype(compute), **constants(format, tile))
     return launch, tile
 
 
 @operator(lambda data, format, rows, columns: transpose_blocks_reference(data, FORMATS[format], rows, columns))
 def _transpose_blocks(data: Tensor, format: str, rows: int, columns: int) -> Tensor:
-    how = FORMATS[format]
+    """Return the block rows of the transposed matrices."""
+    block_format = FORMATS[format]
     if not data.numel() or not use_triton(data):
-        return transpose_blocks_reference(data, how, rows, columns)
-    turned = data.new_empty((*data.shape[:-2], how.block_rows(columns), how.row_bytes(rows)))
-    x, y = _Parts.of_data(_matrices(data), how, columns), _Parts.of_data(turned, how, rows)
-    strides = (stride for x_part, y_part in zip(x[:2], y[:2]) for part in (x_part, y_part) for stride in _strides(part))
-    _transpose_launcher(how.block[0])(
-        (how.block_rows(rows), how.block_rows(columns), x.elements.shape[0]),
-        (x.elements, y.elements, x.scales, y.scales), (rows, columns, *strides, y.used, y.row_bytes),
+        return transpose_blocks_reference(data, block_format, rows, columns)
+    out = data.new_empty((*data.shape[:-2], block_format.block_rows(columns), block_format.row_bytes(rows)))
+    x = _BlockRows.from_data(_as_matrices(data), block_format, columns)
+    y = _BlockRows.from_data(out, block_format, rows)
+    operands = (x.elements, y.elements, x.scales, y.scales)
+    strides = [stride for operand in operands for stride in _strides(operand)]
+    _transpose_launcher(block_format.block[0])(
+        (block_format.block_rows(rows), block_format.block_rows(columns), x.elements.shape[0]),
+        operands, (rows, columns, *strides, y.used_bytes, y.row_bytes),
     )
-    return turned
+    return out
 
 
 @cache
 def _transpose_launcher(block: int) -> Launcher:
+    """Return the launcher of the transposing kernel."""
     return Launcher(_transpose_kernel, BLOCK=block, num_warps=8)
 
 
@@ -521,37 +592,46 @@ def _transpose_launcher(block: int) -> Launcher:
 def quantize(
     x: Tensor, format: Format | str, amax: Tensor | None = None, *, out: Tensor | None = None
 ) -> Tensor:
-    """(..., N, K) of any floating-point dtype -> its block rows (..., R, bytes) uint8: see `quantize_reference`.
+    """Quantize matrices -> their block rows (..., R, bytes) uint8; see `quantize_reference`.
 
-    amax: of each whole matrix (...) in float32, where `x` is a part of it (see `matrix_amax`); only formats with a
-    matrix scale look at it. out: where to write them, any view whose rows start at multiples of 16 bytes.
+    Args:
+        x: (..., N, K), any floating-point dtype.
+        format: format, or its name.
+        amax: largest magnitude of every whole matrix (...) in float32, if `x` is a part of it (see `matrix_amax`);
+            None: compute it from `x`. Used only by formats with a matrix scale.
+        out: receives the block rows; any view whose rows start at multiples of 16 bytes.
 
-    Raises `ValueError` for a shape that the format does not have, and for an `amax` or `out` that does not fit.
+    Raises:
+        ValueError: the format cannot store the shape, `x` is not floating-point, or `amax` or `out` does not match.
     """
     format = format_of(format)
     format.check(x.shape)
     if not x.is_floating_point():
-        raise ValueError(f"only floating-point numbers are quantized; got {x.dtype}")
+        raise ValueError(f"x is {x.dtype}, expected a floating-point dtype")
     if amax is not None and (amax.shape != x.shape[:-2] or amax.device != x.device):
-        raise ValueError(f"amax must be {tuple(x.shape[:-2])} on {x.device}, one for each matrix; got "
-                         f"{tuple(amax.shape)} on {amax.device}")
+        raise ValueError(f"amax has shape {tuple(amax.shape)} on {amax.device}, expected {tuple(x.shape[:-2])} on "
+                         f"{x.device}, one number for each matrix")
     shape = (*x.shape[:-2], format.block_rows(x.shape[-2]), format.row_bytes(x.shape[-1]))
     if out is None:
         out = x.new_empty(shape, dtype=torch.uint8)
     elif out.shape != shape or out.dtype is not torch.uint8 or out.device != x.device:
-        raise ValueError(f"out must be uint8 of shape {shape} on {x.device}; got {out.dtype} of shape "
-                         f"{tuple(out.shape)} on {out.device}")
+        raise ValueError(f"out is {out.dtype} of shape {tuple(out.shape)} on {out.device}, expected uint8 of shape "
+                         f"{shape} on {x.device}")
     _quantize(x.detach(), out, format.name, amax)
-    torch.autograd.graph.increment_version(out)  # which the operator does not; what was made of these bytes is outdated
+    # The operator does not increase the version. Values computed from the old bytes are outdated.
+    torch.autograd.graph.increment_version(out)
     return out
 
 
 def dequantize(
     data: Tensor, format: Format | str, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Block rows (..., R, bytes) uint8 -> (..., rows, columns), exact in float32, rounded to `dtype` once.
+    """Dequantize block rows (..., R, bytes) uint8 -> (..., rows, columns).
 
-    Raises `ValueError` where the bytes are not those of such a matrix.
+    The values are exact in float32, and rounded to `dtype` once.
+
+    Raises:
+        ValueError: the shape of `data` does not match the format and the matrix.
     """
     format = format_of(format)
     _check_data(data, format, rows, columns)
@@ -559,26 +639,33 @@ def dequantize(
 
 
 def matrix_amax(x: Tensor, format: Format | str) -> Tensor:
-    """The largest magnitude of each matrix (..., N, K) -> (...), float32; blocks that are not finite do not count.
+    """Return the largest magnitude of every matrix (..., N, K) -> (...) float32. Skips blocks that are not finite.
 
-    Of a matrix in parts: the largest of its parts', which `quantize` takes.
+    For a matrix that is divided into parts, pass the maximum over its parts to `quantize`.
     """
     return _matrix_amax(x.detach(), format_of(format).name)
 
 
 def quantize_rows(x: Tensor, block: int) -> QuantizedRows:
-    """Activations (M, K), each `block` of a row under a scale: for 128 in float32, as in fp8_block; for 32 as in mxfp8.
+    """Quantize activations (M, K) row by row. Not differentiable.
 
-    A row depends on nothing but itself: what rows without a token hold, NaN too, stays there. Not differentiable.
-    Raises `ValueError` for another shape or block.
+    Rows are independent of each other: a NaN in a row without a token does not affect other rows.
+
+    Args:
+        x: (M, K), floating-point.
+        block: number of columns that share a scale: 128 with float32 scales, as in fp8_block; or 32, as in mxfp8.
+
+    Raises:
+        ValueError: `x` is not a floating-point matrix, or `block` is neither 128 nor 32.
     """
     if x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"x must be floating-point (M, K); got {x.dtype} of shape {tuple(x.shape)}")
-    return QuantizedRows(*_quantize_rows(x.detach(), _checked_block(block)))
+        raise ValueError(f"x is {x.dtype} of shape {tuple(x.shape)}, expected floating-point (M, K)")
+    _check_block(block)
+    return QuantizedRows(*_quantize_rows(x.detach(), block))
 
 
 def dequantize_rows(rows: QuantizedRows, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `quantize_rows` made -> (M, K), exact in float32, rounded to `dtype` once."""
+    """Dequantize the result of `quantize_rows` -> (M, K), exact in float32, rounded to `dtype` once."""
     return _dequantize_rows(*rows, dtype)
 
 
@@ -586,49 +673,63 @@ def swiglu_quantize(
     gate_up: Tensor, weight: Tensor | None = None, *, block: int, clamped: bool = False, alpha: float = 1.702,
     limit: float = 7.0,
 ) -> tuple[Tensor, QuantizedRows]:
-    """(h, quantize_rows(h, block)) with h = swiglu(gate_up, weight), or clamped_swiglu, bit for bit, in one pass.
+    """Compute (h, quantize_rows(h, block)) with h = swiglu(gate_up, weight), or clamped_swiglu, in one pass.
 
-    `gate_up` (M, 2I), `weight` (M,) the routing weight of each row -> (M, I) in the dtype of `gate_up`. Not
-    differentiable: `swiglu_backward` is the backward. Raises `ValueError` for operands that do not fit.
+    The results are bitwise equal to those of separate calls. Not differentiable; the backward is `swiglu_backward`.
+
+    Args:
+        gate_up: (M, 2I).
+        weight: (M,), routing weight of every row.
+        block: see `quantize_rows`.
+        clamped: `clamped_swiglu` with `alpha` and `limit`, instead of `swiglu`.
+
+    Returns h (M, I) in the dtype of `gate_up`, and its quantized rows.
+
+    Raises:
+        ValueError: arguments are invalid.
     """
     check_gate_up(gate_up, weight)
-    h, *rows = _swiglu_quantize(gate_up.detach(), weight, _checked_block(block), *swiglu_form(clamped, alpha, limit))
-    return h, QuantizedRows(*rows)
+    _check_block(block)
+    form = swiglu_form(clamped, alpha, limit)
+    h, elements, scales = _swiglu_quantize(gate_up.detach(), weight, block, *form)
+    return h, QuantizedRows(elements, scales)
 
 
 def transpose_blocks(data: Tensor, format: Format | str, rows: int, columns: int) -> Tensor:
-    """Block rows of the matrices (..., rows, columns) -> those of their transposes, elements and scales moved, exact.
+    """Transpose matrices (..., rows, columns) in their block rows: moves elements and scales, without rounding.
 
-    For formats whose blocks are square. Raises `ValueError` for another one, and where the bytes are not those of such
-    a matrix.
+    Raises:
+        ValueError: the blocks of the format are not square, or the shape of `data` does not match.
     """
     format = format_of(format)
     if format.block[0] != format.block[1]:
-        raise ValueError(f"blocks of {format} are {format.block[0]} x {format.block[1]}, not square, so what is "
-                         "transposed has other scales: quantize it again, or dequantize it")
+        raise ValueError(f"blocks of {format} are {format.block[0]} x {format.block[1]}, not square, so the transpose "
+                         "has other scales; quantize the transpose, or dequantize the matrix")
     _check_data(data, format, rows, columns)
     return _transpose_blocks(data, format.name, rows, columns)
 
 
 def _check_data(data: Tensor, format: Format, rows: int, columns: int) -> None:
+    """Raise ValueError unless `data` has the shape of block rows of matrices (rows, columns)."""
     shape = (format.block_rows(rows), format.row_bytes(columns))
     if data.dtype is not torch.uint8 or data.shape[-2:] != shape:
-        raise ValueError(f"{format} matrices of {rows} x {columns} are uint8 (..., {shape[0]}, {shape[1]}); got "
-                         f"{data.dtype} of shape {tuple(data.shape)}")
+        raise ValueError(f"data is {data.dtype} of shape {tuple(data.shape)}, but {format} matrices of {rows} x "
+                         f"{columns} are uint8 (..., {shape[0]}, {shape[1]})")
 
 
-def _checked_block(block: int) -> int:
+def _check_block(block: int) -> None:
+    """Raise ValueError for a block that rows are not quantized in."""
     if block not in ROW_FORMATS:
-        raise ValueError(f"activations are quantized in blocks of {' or '.join(map(str, ROW_FORMATS))}; got {block}")
-    return block
+        raise ValueError(f"block is {block}, but rows are quantized in blocks of {' or '.join(map(str, ROW_FORMATS))}")
 
 
-# --- reference: of what kernels/formats.py has none for --------------------------------------------------------------
+# --- references that kernels/formats.py does not have ----------------------------------------------------------------
 
 
 def quantize_rows_reference(x: Tensor, block: int) -> QuantizedRows:
-    """The rows of (M, K), neither 0, as those of a matrix of whole blocks."""
-    format, columns = ROW_FORMATS[block], x.shape[1]
+    """Quantize the rows of (M, K), with M and K above 0, as a matrix padded to whole blocks."""
+    format = ROW_FORMATS[block]
+    columns = x.shape[1]
     x = torch.nn.functional.pad(x, (0, -columns % block))
     data = quantize_reference(x, format)
     elements = format.elements(data, x.shape[1])[:, 0, :columns].view(torch.float8_e4m3fn)
@@ -636,13 +737,14 @@ def quantize_rows_reference(x: Tensor, block: int) -> QuantizedRows:
 
 
 def transpose_blocks_reference(data: Tensor, format: Format, rows: int, columns: int) -> Tensor:
-    """Elements as a matrix, which is transposed and cut into block rows again; scales likewise."""
-    band, bands = format.block[0], format.block_rows(columns)
-    turned = data.new_zeros((*data.shape[:-2], bands, format.row_bytes(rows)))
+    """Transpose the matrix of elements, cut it into block rows, and transpose the scales."""
+    block_height = format.block[0]
+    num_block_rows = format.block_rows(columns)
+    out = data.new_zeros((*data.shape[:-2], num_block_rows, format.row_bytes(rows)))
     if not data.numel():
-        return turned
+        return out
     elements = format.elements(data, columns).flatten(-3, -2)[..., :rows, :].mT  # (..., columns, rows)
-    elements = torch.nn.functional.pad(elements, (0, 0, 0, -columns % band))
-    format.elements(turned, rows).copy_(elements.unflatten(-2, (bands, band)))
-    format.scales(turned, rows).copy_(format.scales(data, columns).mT)
-    return turned
+    elements = torch.nn.functional.pad(elements, (0, 0, 0, -columns % block_height))
+    format.elements(out, rows).copy_(elements.unflatten(-2, (num_block_rows, block_height)))
+    format.scales(out, rows).copy_(format.scales(data, columns).mT)
+    return out

@@ -1,29 +1,30 @@
-"""Taking tokens to their experts and back without dropping any, the same way on every run.
+"""Dropless, deterministic dispatch of tokens to their experts on a rank, and combine of the results.
 
-Every token has K rows, one for each of its experts. Sorting by expert puts the rows of one expert next to each other;
-going back, a token's rows are added in a fixed order. Nothing is added atomically and every element has one writer, so
-that results are bitwise reproducible, forward and backward, and nothing is read back from the device.
+Every token has K rows, one for each of its experts. Sorting by expert makes the rows of an expert contiguous; the
+combine adds a token's rows in a fixed order. There are no atomic additions, and every element has one writer.
+Therefore results are bitwise reproducible, forward and backward. No value is copied to the host.
 
-Example with K = 2 and 3 experts: choices [[2, 0], [0, 1]] give rows 0 to 3 for experts 2, 0, 0, 1; sorted by expert
-that is order = [1, 2, 3, 0], its inverse [3, 0, 1, 2], offs = [2, 3, 4], and gather = order // K = [0, 1, 1, 0]: sorted
-row 0 is a row of token 0.
+Example with K = 2 and 3 experts: choices [[2, 0], [0, 1]] give rows 0 to 3 for experts 2, 0, 0, 1. Sorted by expert,
+order = [1, 2, 3, 0], its inverse is [3, 0, 1, 2], offs = [2, 3, 4], and gather = order // K = [0, 1, 1, 0]: sorted row
+0 is a row of token 0.
 
-`torch.argsort` sorts 64-bit keys in many passes; there are few experts, so a counting sort does it in two: count the
-rows of each (expert, block of rows), take the running sum over experts and then blocks, and place each row at its
+`torch.argsort` sorts 64-bit keys in many passes. For a small number of experts, a counting sort takes two: count the
+rows of every (expert, block of rows), compute the running sum over experts and then blocks, and place a row at its
 block's start for that expert plus the number of earlier rows of the block with the same expert. In the example with
-blocks of two rows: counts [[1, 1], [0, 1], [1, 0]] of (expert, block), so starts [[0, 1], [2, 2], [3, 4]]; row 2 is
-the first row for expert 0 in block 1, so it goes to 1.
+blocks of two rows: the counts are [[1, 1], [0, 1], [1, 0]] by (expert, block), so the starts are [[0, 1], [2, 2],
+[3, 4]]; row 2 is the first row for expert 0 in block 1, so it is placed at 1.
 
-A choice of -1 is unassigned: its row is sorted past `offs[-1]`, where nothing is read or written, and counts as zero in
-sums. Rows past the end need not exist: `SortedTokens.cut` leaves them out where the host knows how many there are.
-Example: choices [[1, -1], [-1, 0]] give offs = [1, 2] and inverse [1, 2, 3, 0]; cut to two rows, order = [3, 0].
+A choice of -1 is unassigned: its row is sorted past `offs[-1]`, is not read or written, and counts as zero in sums.
+Such rows need no memory: `SortedTokens.cut` removes them if the host knows their number. Example: choices [[1, -1],
+[-1, 0]] give offs = [1, 2] and inverse [1, 2, 3, 0]; cut to two rows, order = [3, 0].
 
-Two kernels move the rows, each its own backward's other half: `_sum_kernel` adds a token's K rows, weighted or not,
-and is `combine_tokens` and the backward of `dispatch_tokens`; `_spread_kernel` writes a token to its K rows, weighted
-or not, and is `dispatch_tokens` and the backward of `combine_tokens`, together with the gradient of the weights.
+Two kernels move the rows, and each computes the backward of the other. `_sum_kernel` adds the K rows of a token, with
+or without weights: it computes `combine_tokens` and the backward of `dispatch_tokens`. `_spread_kernel` writes a token
+to its K rows, with or without weights: it computes `dispatch_tokens`, and the backward of `combine_tokens` together
+with the gradient of the weights.
 
-Dimension letters: T tokens, K experts per token, E experts, N = T * K choices, M sorted rows (N, or fewer where cut), H
-hidden, B blocks of choices.
+Dimension letters: T tokens, K experts per token, E experts, N = T * K choices, M sorted rows (N, or fewer after `cut`),
+H hidden, B blocks of choices.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from dualpipe.kernels.common import (
     RowTile,
     cdiv,
     compute_dtype,
-    once_only,
+    forbid_double_backward,
     operator,
     register_backward,
     tl,
@@ -47,7 +48,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -55,11 +56,12 @@ from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
 @triton.jit(do_not_specialize=["N", "B"])
 def _count_kernel(
     experts_ptr,  # (N,) int32 or int64
-    counts_ptr,  # (E + 1, B) int32; the last row counts what belongs to no expert
+    counts_ptr,  # (E + 1, B) int32; the last row counts unassigned rows
     N, B, num_experts,
     ROWS: tl.constexpr,
     BINS: tl.constexpr,  # power of two, more than num_experts
 ):
+    """Count the rows of every expert in one block of ROWS rows per program."""
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
     expert = _load_experts(experts_ptr, rows, N, num_experts)
@@ -79,11 +81,12 @@ def _place_kernel(
     N, B, num_experts, top_k,
     ROWS: tl.constexpr, CHUNK: tl.constexpr,
 ):
+    """Place one block of ROWS rows per program in the sorted order."""
     block = tl.program_id(0)
     rows = block * ROWS + tl.arange(0, ROWS)
     expert = _load_experts(experts_ptr, rows, N, num_experts)
     rank = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, ROWS, CHUNK):  # compare with all rows of the block, some at a time
+    for start in range(0, ROWS, CHUNK):  # compare with all rows of the block, CHUNK at a time
         others = block * ROWS + start + tl.arange(0, CHUNK)
         same = _load_experts(experts_ptr, others, N, num_experts)[None, :] == expert[:, None]
         rank += tl.sum((same & (others[None, :] < rows[:, None])).to(tl.int32), 1)
@@ -98,14 +101,14 @@ def _place_kernel(
 
 @triton.jit
 def _load_experts(experts_ptr, rows, N, num_experts):
-    """Experts of the rows as int32; `num_experts` for a row past the end or of no expert."""
+    """Load the experts of some rows as int32; `num_experts` for unassigned rows and rows past the end."""
     expert = tl.load(experts_ptr + rows, mask=rows < N, other=0)
     valid = (expert >= 0) & (expert < num_experts)
     tl.device_assert(valid | (expert == -1), "sort_tokens: an expert is not between -1 and num_experts - 1")
     return tl.where(valid & (rows < N), expert, num_experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T", "top_k"])  # layers cannot tell K without rows
+@triton.jit(do_not_specialize=["T", "top_k"])  # top_k: layers do not know K if there are no rows
 def _sum_kernel(
     rows_ptr,  # (M, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
@@ -139,7 +142,7 @@ def _sum_kernel(
 def _spread_kernel(
     x_ptr,  # (T, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused
-    rows_ptr,  # (M, H), rows `row_stride` apart, or unused: what the weights were multiplied with
+    rows_ptr,  # (M, H), rows `row_stride` apart, or unused: the rows that the weights were multiplied with
     inverse_ptr,  # (N,) int32
     offs_ptr,  # (E,) int32
     out_ptr,  # (M, H) contiguous
@@ -147,9 +150,9 @@ def _spread_kernel(
     T, E, H, stride, row_stride, top_k,
     HAS_WEIGHTS: tl.constexpr, COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """For every k and row = inverse[t * K + k]: out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row].
+    """out[row] = weights[t, k] * x[t], d_weights[t, k] = x[t] . rows[row], for every k and row = inverse[t * K + k].
 
-    Nothing of unassigned rows is read or written, and their d_weights is zero.
+    Unassigned rows are not read or written, and their d_weights is zero.
     """
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     here = tokens < T
@@ -178,38 +181,48 @@ def _spread_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_SORT_ROWS, _SORT_CHUNK = 256, 16  # rows of one program, and of one comparison: 32 pairs a thread
-# By shape class, the same on every architecture: one access of 16 bytes a thread; "narrow" has 8, because 16 spill on
-# sm_100.
+_SORT_ROWS = 256  # rows of one program
+_SORT_CHUNK = 16  # rows of one comparison: 32 pairs per thread
+# By shape class, for every architecture: one access of 16 bytes per thread; "narrow" has 8 bytes, because 16 spill
+# registers on sm_100.
 _TILES = {"wide": RowTile(1, 1024, 4, unroll=4), "narrow": RowTile(8, 128, 8), "column": RowTile(64, 4, 2)}
 
 
 def _tile(hidden: int, dtype: torch.dtype) -> RowTile:
-    return _TILES["wide" if hidden > 256 else "narrow" if hidden > 8 else "column"].sized(dtype)
+    """Return the tile for rows of `hidden` elements."""
+    if hidden > 256:
+        return _TILES["wide"].scaled_for(dtype)
+    if hidden > 8:
+        return _TILES["narrow"].scaled_for(dtype)
+    return _TILES["column"].scaled_for(dtype)
 
 
 def _launch_sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(order, inverse, offs, gather)."""
-    experts, rows = expert_idx.contiguous(), expert_idx.numel()
+    """Return (order, inverse, offs, gather)."""
+    experts = expert_idx.contiguous()
+    rows = expert_idx.numel()
     order, inverse, gather = (experts.new_empty(rows, dtype=torch.int32) for _ in range(3))
     blocks = cdiv(max(rows, 1), _SORT_ROWS)
     counts = torch.empty(num_experts + 1, blocks, dtype=torch.int32, device=experts.device)
-    bins = max(64, 1 << num_experts.bit_length())  # of every expert and of none; `tl.histogram` needs a warp at least
-    count, place = _sort_launchers(bins)
-    count((blocks,), (experts, counts), (rows, blocks, num_experts))
+    bins = max(64, 1 << num_experts.bit_length())  # experts and "unassigned"; `tl.histogram` needs at least a warp
+    launch_count, launch_place = _sort_launchers(bins)
+    launch_count((blocks,), (experts, counts), (rows, blocks, num_experts))
     ends = counts.view(-1).cumsum(0, dtype=torch.int32).view_as(counts)
-    place((blocks,), (experts, ends, counts, order, inverse, gather),
-          (rows, blocks, num_experts, expert_idx.shape[1]))
+    launch_place((blocks,), (experts, ends, counts, order, inverse, gather),
+                 (rows, blocks, num_experts, expert_idx.shape[1]))
     return order, inverse, ends[:num_experts, -1].contiguous(), gather
 
 
 @cache
 def _sort_launchers(bins: int) -> tuple[Launcher, Launcher]:
-    return (Launcher(_count_kernel, ROWS=_SORT_ROWS, BINS=bins, num_warps=4),
-            Launcher(_place_kernel, ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4))
+    """Return the launchers of the counting and of the placing kernel."""
+    launch_count = Launcher(_count_kernel, ROWS=_SORT_ROWS, BINS=bins, num_warps=4)
+    launch_place = Launcher(_place_kernel, ROWS=_SORT_ROWS, CHUNK=_SORT_CHUNK, num_warps=4)
+    return launch_count, launch_place
 
 
 def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor) -> None:
+    """Write the sum of every token's rows to `out` (T, H)."""
     tokens, hidden = out.shape
     rows = with_dense_rows(rows)
     launch, tile = _sum_launcher(hidden, rows.dtype, None if weights is None else weights.dtype)
@@ -220,10 +233,11 @@ def _launch_sum(rows: Tensor, weights: Tensor | None, inverse: Tensor, offs: Ten
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _sum_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the summing kernel, and its tile."""
     tile = _tile(hidden, dtype)
     return Launcher(_sum_kernel, UNROLL=tile.unroll, **_row_constants(tile, dtype, weights_dtype)), tile
 
@@ -232,6 +246,7 @@ def _launch_spread(
     x: Tensor, weights: Tensor | None, rows: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int, out: Tensor,
     d_weights: Tensor | None,
 ) -> None:
+    """Write every token to its rows `out` (M, H), and the gradient of the weights if there are weights."""
     tokens, hidden = x.shape
     x = with_dense_rows(x)
     rows = x if rows is None else with_dense_rows(rows)
@@ -244,23 +259,27 @@ def _launch_spread(
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _spread_launcher(
     hidden: int, dtype: torch.dtype, weights_dtype: torch.dtype | None
 ) -> tuple[Launcher, RowTile]:
+    """Return the launcher of the spreading kernel, and its tile."""
     tile = _tile(hidden, dtype)
     return Launcher(_spread_kernel, **_row_constants(tile, dtype, weights_dtype)), tile
 
 
 def _row_constants(tile: RowTile, dtype: torch.dtype, weights_dtype: torch.dtype | None) -> dict[str, Any]:
-    """Return the constants that both kernels share; they compute in at least float32.
+    """Return the constants that the summing and the spreading kernel share. They compute in at least float32.
 
-    dtype: of the rows. weights_dtype: of the weights, None without weights.
+    dtype: dtype of the rows.
+    weights_dtype: dtype of the weights; None: no weights.
     """
-    wide = torch.promote_types(dtype, torch.float32)
+    compute = torch.promote_types(dtype, torch.float32)
+    if weights_dtype is not None:
+        compute = torch.promote_types(compute, weights_dtype)
     return dict(
-        HAS_WEIGHTS=weights_dtype is not None, COMPUTE=tl_dtype(torch.promote_types(wide, weights_dtype or wide)),
-        BLOCK_T=tile.rows, BLOCK_H=tile.cols, num_warps=tile.warps,
+        HAS_WEIGHTS=weights_dtype is not None, COMPUTE=tl_dtype(compute), BLOCK_T=tile.rows, BLOCK_H=tile.cols,
+        num_warps=tile.warps,
     )
 
 
@@ -268,96 +287,123 @@ def _row_constants(tile: RowTile, dtype: torch.dtype, weights_dtype: torch.dtype
 
 
 class SortedTokens(NamedTuple):
-    """Where every row goes; all on the device, int32. Rows past `offs[-1]` are unassigned."""
+    """Permutation of rows that sorts them by expert, as int32 tensors. Sorted rows from `offs[-1]` on are unassigned.
 
-    order: Tensor  # (M,): sorted row m is row order[m] of (T, K)
-    inverse: Tensor  # (N,): row n of (T, K) is sorted row inverse[n]
-    offs: Tensor  # (E,): where each expert's sorted rows end
-    gather: Tensor  # (M,): sorted row m belongs to token gather[m] = order[m] // K; `gather` of `grouped_gemm`
+    order: (M,): sorted row m is row order[m] of (T, K).
+    inverse: (N,): row n of (T, K) is sorted row inverse[n].
+    offs: (E,): end of every expert's sorted rows.
+    gather: (M,): sorted row m is a row of token gather[m] = order[m] // K; the `gather` of `grouped_gemm`.
+    """
+
+    order: Tensor
+    inverse: Tensor
+    offs: Tensor
+    gather: Tensor
 
     def cut(self, rows: int) -> SortedTokens:
-        """Without the sorted rows from `rows` on; `rows` must be `offs[-1]` or more."""
+        """Return a copy without the sorted rows from `rows` on. `rows` must be at least `offs[-1]`."""
         return self._replace(order=self.order[:rows], gather=self.gather[:rows])
 
 
 def sort_tokens(expert_idx: Tensor, num_experts: int) -> SortedTokens:
-    """Stable order of the rows by expert: those of one expert stay in the order of (T, K).
+    """Sort rows by expert. The sort is stable: the rows of an expert keep the order of (T, K).
 
-    `expert_idx` (T, K) int32 or int64 holds the chosen experts, or -1 where a row is unassigned: those are sorted past
-    `offs[-1]`. Any other index outside 0 to `num_experts` - 1 raises `ValueError` on the CPU; on a GPU it counts as
-    unassigned, or fails an assertion with `TRITON_DEBUG=1`. Raises `ValueError` for operands that do not fit.
+    Args:
+        expert_idx: (T, K) int32 or int64, the chosen experts; -1: the row is unassigned, and sorted past `offs[-1]`.
+        num_experts: number of experts.
+
+    Raises:
+        ValueError: arguments are invalid; on the CPU also for an expert outside -1 to `num_experts` - 1. On a GPU such
+            a row is unassigned, or fails an assertion with `TRITON_DEBUG=1`.
     """
     if expert_idx.dim() != 2 or expert_idx.dtype not in (torch.int32, torch.int64) or expert_idx.shape[1] < 1:
-        raise ValueError(f"expert_idx must be int32 or int64 of shape (T, K), K experts for each of T tokens; got "
-                         f"{expert_idx.dtype} of shape {tuple(expert_idx.shape)}")
+        raise ValueError(f"expert_idx is {expert_idx.dtype} of shape {tuple(expert_idx.shape)}, expected int32 or "
+                         "int64 of shape (T, K), K experts for each of T tokens")
     if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1; got {num_experts}")
+        raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if expert_idx.numel() >= 2**31:
-        raise ValueError(f"at most 2^31 - 1 rows can be sorted at once; got {expert_idx.numel()}: use smaller batches")
+        raise ValueError(f"expert_idx has {expert_idx.numel()} rows, but at most 2^31 - 1 can be sorted at once; use "
+                         "smaller batches")
     return SortedTokens(*_sort_tokens(expert_idx, num_experts))
 
 
 def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
-    """Copy every token to its `top_k` sorted rows: `x` (T, H) -> (M, H). The gradient of a token is the sum of theirs.
+    """Copy every token to its `top_k` sorted rows: `x` (T, H) -> (M, H).
 
-    Unassigned rows stay uninitialised. `grouped_gemm(..., gather=tokens.gather)` does the same without the copy. Raises
-    `ValueError` for operands that do not fit.
+    Unassigned rows stay uninitialized. The gradient of a token is the sum of the gradients of its rows.
+    `grouped_gemm(..., gather=tokens.gather)` reads the tokens without this copy.
+
+    Raises:
+        ValueError: the operands do not match.
     """
     _check_rows("x", x, tokens.inverse, top_k)
     if x.shape[0] * top_k != tokens.inverse.shape[0]:
-        raise ValueError(f"x must have one row for each of {tokens.inverse.shape[0]} / {top_k} sorted tokens; "
-                         f"got {x.shape[0]}")
+        raise ValueError(f"x has {x.shape[0]} rows, expected one row for each of {tokens.inverse.shape[0]} / {top_k} "
+                         "sorted tokens")
     return _dispatch_tokens(x, tokens.inverse, tokens.offs, top_k, tokens.order.shape[0])
 
 
 def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, top_k: int | None = None) -> Tensor:
-    """Weighted sum of a token's K sorted rows, in ascending order of K: `y` (M, H), `weights` (T, K) -> (T, H).
+    """Sum the K sorted rows of every token, in ascending order of K -> (T, H).
 
-    Unassigned rows count as zero, whatever they hold. Sums are in at least float32, the result in the dtype of `y`.
-    Without weights, for rows that have been multiplied already (`swiglu`), `top_k` says what K is. Differentiable once
-    with respect to `y` and `weights`. Raises `ValueError` for operands that do not fit.
+    Sums in at least float32; the result has the dtype of `y`. Unassigned rows count as zero, even if they contain NaN.
+    Differentiable once, with respect to `y` and `weights`.
+
+    Args:
+        y: (M, H) sorted rows.
+        weights: (T, K), multiply the rows; None: the rows are weighted already, as by `swiglu`.
+        tokens: result of `sort_tokens`.
+        top_k: K; required without weights.
+
+    Raises:
+        ValueError: the operands do not match.
     """
     if weights is None:
         if top_k is None:
-            raise ValueError("combine_tokens needs weights of shape (T, K), or top_k where there are none")
+            raise ValueError("weights and top_k are None; pass weights of shape (T, K), or top_k for weighted rows")
     else:
         if weights.dim() != 2 or not weights.is_floating_point() or weights.device != y.device:
-            raise ValueError(f"weights must be a floating-point (T, K) on {y.device}; got {weights.dtype} of shape "
-                             f"{tuple(weights.shape)} on {weights.device}")
+            raise ValueError(f"weights are {weights.dtype} of shape {tuple(weights.shape)} on {weights.device}, "
+                             f"expected floating-point (T, K) on {y.device}")
         if top_k not in (None, weights.shape[1]) or weights.numel() != tokens.inverse.shape[0]:
-            raise ValueError(f"weights must have one element for each of {tokens.inverse.shape[0]} rows and top_k "
-                             f"columns; got shape {tuple(weights.shape)}, top_k {top_k}")
+            raise ValueError(f"weights have shape {tuple(weights.shape)} and top_k is {top_k}, expected one element "
+                             f"for each of {tokens.inverse.shape[0]} rows, and top_k columns")
         top_k = weights.shape[1]
     _check_rows("y", y, tokens.inverse, top_k)
     if y.shape[0] != tokens.order.shape[0]:
-        raise ValueError(f"y must have one row for each of {tokens.order.shape[0]} sorted ones; got {y.shape[0]}")
+        raise ValueError(f"y has {y.shape[0]} rows, expected one for each of {tokens.order.shape[0]} sorted rows")
     return _combine_tokens(y, weights, tokens.inverse, tokens.offs, top_k)
 
 
 def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
+    """Raise ValueError for an invalid matrix of rows, or an invalid `top_k`."""
     if x.dim() != 2 or not x.is_floating_point() or x.device != inverse.device:
-        raise ValueError(f"{name} must be a floating-point matrix on {inverse.device}, as the sorted tokens are; got "
-                         f"{x.dtype} of shape {tuple(x.shape)} on {x.device}")
+        raise ValueError(f"{name} is {x.dtype} of shape {tuple(x.shape)} on {x.device}, expected a floating-point "
+                         f"matrix on {inverse.device}, the device of the sorted tokens")
     if top_k < 1 or inverse.shape[0] % top_k:
-        raise ValueError(f"top_k must be at least 1 and divide the {inverse.shape[0]} sorted rows; got {top_k}")
+        raise ValueError(f"top_k is {top_k}, expected a divisor of the {inverse.shape[0]} sorted rows")
 
 
 def _new_order(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+    """Allocate order, inverse, offs and gather."""
     rows = expert_idx.numel()
     return tuple(expert_idx.new_empty(size, dtype=torch.int32) for size in (rows, rows, num_experts, rows))
 
 
 @operator(_new_order)
 def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(order, inverse, offs, gather)."""
-    return (_launch_sort if use_triton(expert_idx) else sort_tokens_reference)(expert_idx, num_experts)
+    """Return (order, inverse, offs, gather)."""
+    if use_triton(expert_idx):
+        return _launch_sort(expert_idx, num_experts)
+    return sort_tokens_reference(expert_idx, num_experts)
 
 
 @operator(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
 def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+    """Compute `dispatch_tokens` with checked operands. rows: M."""
     out = x.new_empty(rows, x.shape[1])
     if not use_triton(x):
-        choices = _used(inverse, offs)
+        choices = _assigned_choices(inverse, offs)
         out.index_copy_(0, inverse[choices].long(), x.index_select(0, choices // top_k))
     elif out.shape[1]:
         _launch_spread(x, None, None, inverse, offs, top_k, out, None)
@@ -366,6 +412,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
 
 @operator(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
 def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """Compute `combine_tokens` with checked operands."""
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
         out.copy_(combine_tokens_reference(y, weights, inverse, offs, top_k))
@@ -378,11 +425,13 @@ def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Te
 def _combine_tokens_backward(
     d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(dy, d_weights) of the weighted sum."""
-    dy, d_weights = y.new_empty(y.shape), weights.new_empty(weights.shape)
+    """Return the gradients (dy, d_weights) of the weighted sum."""
+    dy = y.new_empty(y.shape)
+    d_weights = weights.new_empty(weights.shape)
     if not use_triton(y):
-        for out, value in zip((dy, d_weights), combine_tokens_backward_reference(d_out, y, weights, inverse, offs)):
-            out.copy_(value)
+        reference_dy, reference_d_weights = combine_tokens_backward_reference(d_out, y, weights, inverse, offs)
+        dy.copy_(reference_dy)
+        d_weights.copy_(reference_d_weights)
     elif y.shape[1]:
         _launch_spread(d_out, weights, y, inverse, offs, weights.shape[1], dy, d_weights)
     else:
@@ -391,21 +440,25 @@ def _combine_tokens_backward(
 
 
 def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the permutation for the backward."""
     _, inverse, offs, ctx.top_k, _ = inputs
     ctx.save_for_backward(inverse, offs)
 
 
 def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Sum the gradients of every token's rows."""
     return _combine_tokens(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
 def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Save the operands that the backward needs: without weights, not the rows."""
     y, weights, inverse, offs, ctx.top_k = inputs
     ctx.rows = y.shape[0]
     ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
 
 
 def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+    """Spread the gradient of every token to its rows, and compute the gradient of the weights."""
     y, weights, inverse, offs = ctx.saved_tensors
     if weights is None:
         return _dispatch_tokens(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None
@@ -416,19 +469,24 @@ register_backward(_dispatch_tokens, _dispatch_backward, _dispatch_setup)
 register_backward(_combine_tokens, _combine_backward, _combine_setup)
 register_backward(
     _combine_tokens_backward,
-    once_only("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
+    forbid_double_backward("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
 )
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
 
 def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(order, inverse, offs, gather) by a stable sort."""
+    """Compute (order, inverse, offs, gather) by a stable sort.
+
+    Raises:
+        ValueError: an expert is out of range.
+    """
     chosen = expert_idx.flatten()
-    if wrong := ((chosen < -1) | (chosen >= num_experts)).nonzero().flatten().tolist():
-        raise ValueError(f"experts must be between 0 and {num_experts - 1}, or -1 for none; "
-                         f"got {chosen[wrong[0]].item()}")
-    chosen = chosen.where(chosen >= 0, num_experts)  # what is unassigned comes last
+    invalid = chosen[(chosen < -1) | (chosen >= num_experts)]
+    if invalid.numel():
+        raise ValueError(f"expert_idx contains {invalid[0].item()}, expected experts between 0 and {num_experts - 1}, "
+                         "or -1 for none")
+    chosen = chosen.where(chosen >= 0, num_experts)  # unassigned rows come last
     order = torch.argsort(chosen, stable=True)
     inverse = torch.empty_like(order, dtype=torch.int32)
     inverse[order] = torch.arange(order.numel(), dtype=torch.int32, device=order.device)
@@ -437,35 +495,39 @@ def sort_tokens_reference(expert_idx: Tensor, num_experts: int) -> tuple[Tensor,
 
 
 def combine_tokens_reference(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """Weighted sum of a token's rows in the dtype that the kernel computes in: (M, H), (T, K) -> (T, H)."""
-    y_TKH = _by_token(y, weights, inverse, offs, top_k)
-    return y_TKH.sum(1) if weights is None else (y_TKH * _weights(weights, y, inverse, offs)).sum(1)
+    """Sum the rows of every token in the compute dtype of the kernel: (M, H), (T, K) -> (T, H)."""
+    y_TKH = _rows_by_token(y, weights, inverse, offs, top_k)
+    if weights is not None:
+        y_TKH = y_TKH * _assigned_weights(weights, y, inverse, offs)
+    return y_TKH.sum(1)
 
 
 def combine_tokens_backward_reference(
     d_out: Tensor, y: Tensor, weights: Tensor, inverse: Tensor, offs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(dy, d_weights) of the weighted sum, in the dtype that the kernel computes in."""
+    """Compute the gradients (dy, d_weights) of the weighted sum, in the compute dtype of the kernel."""
     d_out_T1H = d_out.to(compute_dtype(y, weights)).unsqueeze(1)
-    choices = _used(inverse, offs)
-    d_rows = (d_out_T1H * _weights(weights, y, inverse, offs)).flatten(0, 1)  # (N, H), in the order of (T, K)
+    choices = _assigned_choices(inverse, offs)
+    d_rows = (d_out_T1H * _assigned_weights(weights, y, inverse, offs)).flatten(0, 1)  # (N, H), in the order of (T, K)
     dy = d_rows.new_empty(y.shape).index_copy_(0, inverse[choices].long(), d_rows.index_select(0, choices))
-    d_weights = (_by_token(y, weights, inverse, offs, weights.shape[1]) * d_out_T1H).sum(-1)
+    d_weights = (_rows_by_token(y, weights, inverse, offs, weights.shape[1]) * d_out_T1H).sum(-1)
     return dy, d_weights.where(inverse.view_as(weights) < offs[-1], 0)
 
 
-def _used(inverse: Tensor, offs: Tensor) -> Tensor:
-    """The choices (in 0 to N - 1) that are somebody's, in order."""
+def _assigned_choices(inverse: Tensor, offs: Tensor) -> Tensor:
+    """Return the choices (0 to N - 1) that have an expert, in ascending order."""
     return (inverse < offs[-1]).nonzero().squeeze(1)
 
 
-def _by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """The sorted rows (M, H) as each token has them, (T, K, H), in the dtype to compute in; zero where unassigned."""
-    choices, wide = _used(inverse, offs), y.to(compute_dtype(y, weights))
-    rows = wide.new_zeros(inverse.shape[0], y.shape[1]).index_copy_(0, choices, wide.index_select(0, inverse[choices]))
+def _rows_by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """Reorder sorted rows (M, H) -> (T, K, H) in the compute dtype. Unassigned rows are zero."""
+    choices = _assigned_choices(inverse, offs)
+    sorted_rows = y.to(compute_dtype(y, weights))
+    rows = sorted_rows.new_zeros(inverse.shape[0], y.shape[1])
+    rows.index_copy_(0, choices, sorted_rows.index_select(0, inverse[choices]))
     return rows.unflatten(0, (inverse.shape[0] // top_k, top_k))
 
 
-def _weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
-    """(T, K) -> (T, K, 1) in the dtype to compute in; zero where unassigned."""
+def _assigned_weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
+    """Return the weights (T, K) -> (T, K, 1) in the compute dtype. Weights of unassigned rows are zero."""
     return weights.to(compute_dtype(y, weights)).where(inverse.view_as(weights) < offs[-1], 0).unsqueeze(-1)

@@ -1,15 +1,16 @@
-"""A softmax router's choice in one launch each way: scores, the K best experts of a token, and their weights.
+"""Softmax router in one launch in each direction: probabilities, the K best experts of every token, and their weights.
 
-As PyTorch operations it is ten launches forward and a dozen backward, for a matrix of a few hundred columns.
+As PyTorch operations, the router takes 10 launches in the forward and 12 in the backward, for a matrix with a few
+hundred columns.
 
     p = softmax(x)                                         over the experts, in float32 at least
-    the K largest p of a token, in descending order; of equal ones the first
+    experts: the K largest p of a token, in descending order; the first of equal ones
     w[k] = factor * p[k] / total, total = sum_k p[k]       with `norm`; else w[k] = factor * p[k]
-    dp[e] = (dw[k] - sum_j dw[j] w[j]) / total             for the chosen ones, with `norm` and a factor of 1; 0 for
-                                                           the others; and what p itself gets, of a balance loss
+    dp[e] = (dw[k] - sum_j dw[j] w[j]) / total             for chosen experts, with `norm` and factor 1; else 0;
+                                                           plus the gradient of p from other uses, as by a balance loss
     dx = p * (dp - sum_e dp[e] p[e])
 
-Example: p = [1/2, 1/8, 3/8] and K = 2 choose experts 0 and 2, with weights 1/2 and 3/8, or by `norm` 4/7 and 3/7.
+Example: p = [1/2, 1/8, 3/8] and K = 2 choose experts 0 and 2, with weights 1/2 and 3/8, or with `norm` 4/7 and 3/7.
 
 Dimension letters: T tokens, E experts, K experts per token.
 """
@@ -33,7 +34,7 @@ from dualpipe.kernels.common import (
     use_triton,
     with_dense_rows,
 )
-from dualpipe.kernels.launcher import MOST_SHAPES, Launcher
+from dualpipe.kernels.launcher import MAX_LAUNCHERS, Launcher
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
@@ -48,8 +49,10 @@ def _forward_kernel(
     K: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr, TINY: tl.constexpr, COMPUTE: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
+    """Route BLOCK_T tokens per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    cols, places = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_K)
+    cols = tl.arange(0, BLOCK_E)
+    places = tl.arange(0, BLOCK_K)
     mask = (rows < T)[:, None] & (cols < E)[None, :]
     logits_ptrs = logits_ptr + rows.to(tl.int64)[:, None] * stride + cols[None, :]
     x = tl.load(logits_ptrs, mask=mask, other=float("-inf")).to(COMPUTE)
@@ -59,10 +62,10 @@ def _forward_kernel(
     p = exp / total[:, None]
     tl.store(probs_ptr + rows.to(tl.int64)[:, None] * E + cols[None, :], p, mask=mask)
     p = tl.where((cols < E)[None, :], p, -1.0)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), COMPUTE) + (total - total)[:, None]  # NaN stays NaN, which a maximum drops
+    weights = tl.zeros((BLOCK_T, BLOCK_K), COMPUTE) + (total - total)[:, None]  # keeps NaN, which the maximum drops
     experts = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
     for k in tl.static_range(K):
-        best = tl.minimum(tl.argmax(p, 1), E - 1)  # also where all are NaN
+        best = tl.minimum(tl.argmax(p, 1), E - 1)  # in range even if all p are NaN
         here = (places == k)[None, :]
         weights += tl.where(here, tl.max(p, 1)[:, None], 0.0)
         experts = tl.where(here, best[:, None], experts)
@@ -78,7 +81,7 @@ def _forward_kernel(
 @triton.jit
 def _backward_kernel(
     d_weights_ptr,  # (T, K), rows `d_stride` apart
-    d_probs_ptr,  # (T, E), elements `row_stride` and `col_stride` apart (0: of a mean), or unused
+    d_probs_ptr,  # (T, E) with strides `row_stride` and `col_stride`, 0 for the gradient of a mean; or unused
     experts_ptr,  # (T, K) int64, contiguous
     probs_ptr,  # (T, E) COMPUTE, contiguous
     d_logits_ptr,  # (T, E) contiguous
@@ -86,6 +89,7 @@ def _backward_kernel(
     HAS_D_PROBS: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, FACTOR: tl.constexpr, TINY: tl.constexpr,
     COMPUTE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_E: tl.constexpr,
 ):
+    """Compute the gradients of the logits of BLOCK_T tokens per program."""
     rows = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     cols = tl.arange(0, BLOCK_E)
     mask = (rows < T)[:, None] & (cols < E)[None, :]
@@ -112,11 +116,14 @@ def _backward_kernel(
 
 # ---------------------------------------------------------------------------------------------------------- launchers
 
-_TINY = 1e-20  # matters only where all K scores underflow
+_TINY = 1e-20  # avoids 0 / 0 if all K probabilities underflow
 
 
 def constants(num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype) -> dict[str, Any]:
-    """What both kernels are compiled for, but for BLOCK_K; `dtype` is what they compute in."""
+    """Return the constants and options that both kernels are compiled with, except BLOCK_K.
+
+    dtype: compute dtype.
+    """
     block = max(16, 1 << (num_experts - 1).bit_length())
     tile = RowTile(rows=max(1, 2048 // block), cols=block, warps=max(4, block // 512))
     return dict(K=top_k, NORM=norm, FACTOR=factor, TINY=_TINY, COMPUTE=tl_dtype(dtype), BLOCK_T=tile.rows,
@@ -124,47 +131,52 @@ def constants(num_experts: int, top_k: int, norm: bool, factor: float, dtype: to
 
 
 def block_k(top_k: int) -> int:
-    """K to a power of two."""
+    """Return K rounded up to a power of two."""
     return 1 << (top_k - 1).bit_length()
 
 
 def _launch_forward(logits: Tensor, weights: Tensor, experts: Tensor, probs: Tensor, norm: bool, factor: float) -> None:
+    """Write weights, experts and probabilities."""
     tokens, num_experts = logits.shape
     logits = with_dense_rows(logits)
     launch, tile_rows = _forward_launcher(num_experts, weights.shape[1], norm, factor, probs.dtype)
     launch((cdiv(tokens, tile_rows),), (logits, weights, experts, probs), (tokens, num_experts, logits.stride(0)))
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _forward_launcher(
     num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
-    """The launcher, and the rows of one program."""
-    compiled = constants(num_experts, top_k, norm, factor, dtype)
-    return Launcher(_forward_kernel, BLOCK_K=block_k(top_k), **compiled), compiled["BLOCK_T"]
+    """Return the launcher of the forward kernel, and the number of rows of one program."""
+    constexprs = constants(num_experts, top_k, norm, factor, dtype)
+    return Launcher(_forward_kernel, BLOCK_K=block_k(top_k), **constexprs), constexprs["BLOCK_T"]
 
 
 def _launch_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float,
     d_logits: Tensor,
 ) -> None:
+    """Write the gradient of the logits to `d_logits`."""
     tokens, num_experts = probs.shape
     d_weights = with_dense_rows(d_weights)
     launch, tile_rows = _backward_launcher(
         d_probs is not None, num_experts, experts.shape[1], norm, factor, probs.dtype)
+    d_probs_strides = (0, 0) if d_probs is None else d_probs.stride()
+    if d_probs is None:
+        d_probs = probs  # not read
     launch(
-        (cdiv(tokens, tile_rows),), (d_weights, probs if d_probs is None else d_probs, experts, probs, d_logits),
-        (tokens, num_experts, d_weights.stride(0), *((0, 0) if d_probs is None else d_probs.stride())),
+        (cdiv(tokens, tile_rows),), (d_weights, d_probs, experts, probs, d_logits),
+        (tokens, num_experts, d_weights.stride(0), *d_probs_strides),
     )
 
 
-@lru_cache(maxsize=MOST_SHAPES)
+@lru_cache(maxsize=MAX_LAUNCHERS)
 def _backward_launcher(
     has_d_probs: bool, num_experts: int, top_k: int, norm: bool, factor: float, dtype: torch.dtype
 ) -> tuple[Launcher, int]:
-    """The launcher, and the rows of one program."""
-    compiled = constants(num_experts, top_k, norm, factor, dtype)
-    return Launcher(_backward_kernel, HAS_D_PROBS=has_d_probs, **compiled), compiled["BLOCK_T"]
+    """Return the launcher of the backward kernel, and the number of rows of one program."""
+    constexprs = constants(num_experts, top_k, norm, factor, dtype)
+    return Launcher(_backward_kernel, HAS_D_PROBS=has_d_probs, **constexprs), constexprs["BLOCK_T"]
 
 
 # ------------------------------------------------------------------------------------------------------------- public
@@ -173,36 +185,53 @@ def _backward_launcher(
 def softmax_top_k(
     logits: Tensor, top_k: int, norm: bool = False, factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights (T, K) in the dtype of `logits` (T, E), experts (T, K) int64, and the probabilities (T, E) in at least
-    float32, in which everything is computed. norm: the weights of a token sum to `factor`; else they are `factor` times
-    their probabilities. Not differentiable: `dualpipe.nn.Router` is. Raises `ValueError` for operands that do not fit.
+    """Choose the experts of every token by their softmax probabilities.
+
+    Not differentiable; `dualpipe.nn.Router` is.
+
+    Args:
+        logits: (T, E), floating-point.
+        top_k: number of experts per token, 1 to E.
+        norm: the weights of a token sum to `factor`; otherwise they are `factor` times the probabilities.
+        factor: see `norm`.
+
+    Returns the weights (T, K) in the dtype of `logits`, the experts (T, K) int64, and the probabilities (T, E) in at
+    least float32, which is also the compute dtype.
+
+    Raises:
+        ValueError: `logits` or `top_k` are invalid.
     """
     if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"logits must be a floating-point (T, E) and top_k 1 to E; got {logits.dtype} of shape "
-                         f"{tuple(logits.shape)} and {top_k}")
+        raise ValueError(f"logits are {logits.dtype} of shape {tuple(logits.shape)} and top_k is {top_k}, expected "
+                         "floating-point (T, E) and top_k from 1 to E")
     return _softmax_top_k(logits, top_k, norm, factor)
 
 
 def softmax_top_k_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool = False, factor: float = 1.0
 ) -> Tensor:
-    """The gradient of the logits (T, E), in the dtype of `d_weights` (T, K); d_probs (T, E) is that of the
-    probabilities, None for none."""
+    """Compute the gradient of the logits (T, E), in the dtype of `d_weights`.
+
+    Args:
+        d_weights: gradient of the weights (T, K).
+        d_probs: gradient of the probabilities (T, E) from other uses; None: no other use.
+        experts, probs: results of `softmax_top_k`.
+        norm, factor: see `softmax_top_k`.
+    """
     return _softmax_top_k_backward(d_weights, d_probs, experts, probs, norm, factor)
 
 
 def _new_results(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate weights, experts and probabilities."""
     weights = logits.new_empty(logits.shape[0], top_k)
-    experts, probs = (
-        logits.new_empty(like.shape, dtype=dtype)
-        for like, dtype in ((weights, torch.int64), (logits, compute_dtype(logits)))
-    )
+    experts = logits.new_empty(weights.shape, dtype=torch.int64)
+    probs = logits.new_empty(logits.shape, dtype=compute_dtype(logits))
     return weights, experts, probs
 
 
 @operator(_new_results)
 def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights, experts, probabilities)."""
+    """Return (weights, experts, probabilities)."""
     if not use_triton(logits):
         return softmax_top_k_reference(logits, top_k, norm, factor)
     weights, experts, probs = _new_results(logits, top_k, norm, factor)
@@ -215,6 +244,7 @@ def _softmax_top_k(logits: Tensor, top_k: int, norm: bool, factor: float) -> tup
 def _softmax_top_k_backward(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
 ) -> Tensor:
+    """Return the gradient of the logits."""
     if not use_triton(probs):
         return softmax_top_k_backward_reference(d_weights, d_probs, experts, probs, norm, factor).to(d_weights.dtype)
     d_logits = d_weights.new_empty(probs.shape)
@@ -229,19 +259,21 @@ def _softmax_top_k_backward(
 def softmax_top_k_reference(
     logits: Tensor, top_k: int, norm: bool, factor: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_top_k` in PyTorch, which autograd can differentiate; of equal scores it takes any."""
+    """Compute `softmax_top_k` in PyTorch, differentiable by autograd. Chooses any of equal probabilities."""
     probs = logits.to(compute_dtype(logits)).softmax(-1)
     experts = probs.detach().topk(top_k, dim=-1).indices
     weights = probs.gather(1, experts)
     if norm:
         weights = weights / (weights.sum(-1, keepdim=True) + _TINY)
-    return (weights if factor == 1 else weights * factor).to(logits.dtype), experts, probs
+    if factor != 1:
+        weights = weights * factor
+    return weights.to(logits.dtype), experts, probs
 
 
 def softmax_top_k_backward_reference(
     d_weights: Tensor, d_probs: Tensor | None, experts: Tensor, probs: Tensor, norm: bool, factor: float
 ) -> Tensor:
-    """The gradient of the logits in the dtype that the kernel computes in."""
+    """Compute in PyTorch the gradient of the logits, in the compute dtype of the kernel."""
     d_chosen = d_weights.to(probs.dtype) * factor
     if norm:
         chosen = probs.gather(1, experts)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import device_waits
 from device_book import the_device
 from device_steps import as_process, by_threads, qwen, toys
 from device_waits import COLLECTIVE, LINK, MULTIPROCESSORS, Launch, Trace, run
@@ -55,7 +56,8 @@ def ranks(*programs: str, one_stream: bool = False) -> list[Trace]:
     return traces
 
 
-def test_the_example_of_the_model():
+def test_the_example_of_the_model(monkeypatch):
+    monkeypatch.setattr(device_waits, "LINK", 4)  # blocks of a link, more than a multiplication takes
     ahead = ranks("recv 10 | mm | send 01", "recv 01 | mm | send 10")
     assert run(ahead).stuck == [
         "rank 0: the host, at step 2 of 5: Launch(stream='main', name='mm', communicator=None, size=0)",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = ("benchmarks", "docs", "dualpipe", "examples", "kernels", "models", "tests")
 FILES = (
     "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "Makefile", "README.md", "constraints.txt",
-    "pyproject.toml", "setup.py", "setup.sh", "wheels.sh",
+    "mkdocs.yml", "pyproject.toml", "setup.py", "setup.sh", "wheels.sh",
 )
 BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(sys.argv[2]))"
 
@@ -85,11 +85,13 @@ def test_the_metadata_is_complete(built):
     for name in ("torch", "einops", "safetensors", "numpy", "rich", "tokenizers", "xxhash"):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
-                           if line.endswith(f'extra == "{name}"')) for name in ("viz", "train", "hf", "test", "lint")}
+                           if line.endswith(f'extra == "{name}"'))
+              for name in ("viz", "train", "hf", "test", "lint", "docs")}
     assert extras["viz"] == ["matplotlib", "tensorboard"]
     assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "what `make train` installs: no tests, no linters"
     assert extras["hf"] == ["transformers"] and 'dualpipe[data,hf,viz,wandb]; extra == "test"' in extras["test"]
     assert extras["lint"] == ["mypy", "pyright[nodejs]", "ruff"]
+    assert extras["docs"] == ['dualpipe[hf]; extra == "docs"', "mkdocs", "mkdocs-material"]
     assert not set(extras["test"]) & set(extras["lint"])
 
 
@@ -103,7 +105,7 @@ def made_by(target):
 
 @pytest.mark.parametrize("target, extras", [
     ("train", ["train"]), ("bench", ["train"]), ("test", ["train", "test"]), ("lint", ["train", "lint"]),
-    ("gpu", ["train", "test"]), ("gpu-node", ["train", "test"]),
+    ("docs", ["train", "docs"]), ("gpu", ["train", "test"]), ("gpu-node", ["train", "test"]),
 ])
 def test_make_installs_what_a_target_needs_and_no_more(target, extras):
     assert re.findall(r"\bEXTRA=(\w+) bash setup\.sh", made_by(target)) == extras

@@ -1,7 +1,9 @@
-"""The programs in docs/: a loop of one's own, which goes on from its checkpoints, and a model of transformers."""
+"""The programs in docs/: a loop of one's own, models of transformers and of one's own, and schedules."""
 
+import copy
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -9,17 +11,25 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
+from dualpipe import Pipeline
+from dualpipe.cli import main
 from dualpipe.nn.deferral import local
+from dualpipe.schedule import Costs, build, simulate
 from hf_families import save_tiny
 from ranks import run_ranks
 
-DOCUMENT = Path(__file__).parents[1] / "docs" / "your-own-loop.md"
+DOCUMENT = Path(__file__).parents[1] / "docs" / "your-loop.md"
 YOUR_MODEL = DOCUMENT.with_name("your-model.md")
+SCHEDULES = DOCUMENT.with_name("schedules.md")
+
+
+def programs(document):
+    return re.findall(r"```python\n(.*?)```", document.read_text(encoding="utf-8"), re.DOTALL)
 
 
 def run_document(rank, folder, runs):
     """Run it once for each (name of a folder, number of steps); what stage 0 saw, and this rank's parameters."""
-    (text,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
+    (text,) = programs(DOCUMENT)
     assert text.count("STEPS = 2, 4, 16, 32, 30") == text.count("% 10 ==") == text.count("T_max=STEPS") == 1
     text = text.replace("% 10 ==", "% 2 ==").replace("T_max=STEPS", "T_max=6")
     dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
@@ -30,7 +40,7 @@ def run_document(rank, folder, runs):
         seen = {"__name__": "__main__"}
         exec(compile(text.replace("32, 30", f"32, {count}"), str(DOCUMENT), "exec"), seen)
         held = [local(p).detach().numpy().tobytes() for p in seen["decayed"]]
-        results.append((seen["held_out"], seen["norm"].item(), held))
+        results.append((seen["validation"], seen["norm"].item(), held))
         dist.barrier()
     return results
 
@@ -42,13 +52,13 @@ def test_your_own_loop(tmp_path, ranks):
         assert again[:2] == whole[:2] and part[1] != whole[1]
         assert again[2] == whole[2] != part[2]
     assert len({norm for rank in found for _, norm, _ in rank[:1]}) == 1, "the norm is that of all ranks"
-    assert found[0][0][0] < found[0][1][0], "the held-out loss falls"
+    assert found[0][0][0] < found[0][1][0], "the validation loss falls"
     assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").glob("step-*"))[-1] == "step-00000006"
 
 
 def run_finetuning(rank, folder):
     """The program for a model of transformers, on the tiny one in `folder`; the losses that this rank has seen."""
-    text, _ = re.findall(r"```python\n(.*?)```", YOUR_MODEL.read_text(encoding="utf-8"), re.DOTALL)
+    text = programs(YOUR_MODEL)[0]
     assert text.count('SOURCE = "Qwen/Qwen3-30B-A3B"') == 1
     dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
     os.chdir(folder)
@@ -84,3 +94,89 @@ def test_your_model(tmp_path):
     # Of changes up to 5e-3. Losses are computed in float32, and AdamW divides by the size of a gradient: a rounding
     # counts where that is all but zero.
     assert max(differences.values()) < 1e-5, differences
+
+
+def run_own_model(rank):
+    """The program for modules of one's own; the losses that this rank has seen."""
+    text = programs(YOUR_MODEL)[-1]
+    dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
+    seen = {"__name__": "__main__"}
+    exec(compile(text, str(YOUR_MODEL), "exec"), seen)
+    return seen["losses"]
+
+
+def test_your_own_modules():
+    """The losses are those of the whole model, trained in one process."""
+    losses, others = run_ranks(run_own_model, 2, fresh=True)
+    seen = {"__name__": "document"}
+    exec(programs(YOUR_MODEL)[-1].partition("dist.init_process_group")[0], seen)
+    model = torch.nn.Sequential(*(seen["build_stage"](number) for number in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.randn(seen["ROWS"], seen["WIDTH"], generator=torch.Generator().manual_seed(0))
+    expected = []
+    for _ in range(seen["STEPS"]):
+        loss = torch.nn.functional.mse_loss(model(x), x.roll(1, dims=-1))
+        loss.backward()
+        expected.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses == pytest.approx(expected, rel=1e-5) and losses[-1] < losses[0] and others == []
+
+
+def test_the_layer_of_your_own_moe_is_that_of_the_example():
+    example = (YOUR_MODEL.parents[1] / "examples/wrap_your_moe.py").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```py\n(def segments.*?)```", YOUR_MODEL.read_text(encoding="utf-8"), re.DOTALL)
+    assert textwrap.indent(lines, "    ") in example
+
+
+def test_the_programs_about_schedules(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for program in programs(SCHEDULES):
+        exec(compile(program, str(SCHEDULES), "exec"), {"__name__": "document"})
+    assert capsys.readouterr().out.startswith("60.4, 7.5% bubble (9, 9, 9, 9)\n")
+    assert (tmp_path / "step.html").exists()
+
+
+def test_a_schedule_of_your_own_runs():
+    """GPipe as the document has it: with the gradients of the whole model."""
+    (program,) = [program for program in programs(SCHEDULES) if "def gpipe" in program]
+    seen = {"__name__": "document"}
+    exec(program.partition("schedule = gpipe")[0], seen)
+    stage, batch = torch.nn.Linear(4, 4), torch.randn(6, 4)
+    pipe = Pipeline([stage], schedule=seen["gpipe"](1, 3))
+    pipe.step(batch, num_chunks=3, criterion=torch.nn.functional.mse_loss, labels=(batch,))
+    expected = copy.deepcopy(stage)
+    expected.zero_grad()
+    (3 * torch.nn.functional.mse_loss(expected(batch), batch)).backward()
+    torch.testing.assert_close(stage.weight.grad, expected.weight.grad)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_formulas_of_schedules(num_ranks):
+    """The table of docs/schedules.md, where F = I = W and a pair saves something."""
+    F, B, W, pair, P = 1.0, 2.0, 1.0, 2.6, num_ranks
+    costs = Costs(F=F, B=B, W=W, FB=pair)
+    bubbles = {
+        "1f1b": 2 * (P - 1) * (F + B), "interleaved_1f1b": (P - 1) * (F + B), "zbv": (P - 1) * F,
+        "v_half": (3.5 * P - 2) * F, "dualpipev": (P - 1) * (pair + B - 3 * W),
+        "dualpipev_full": (P - 1) * (pair + B) - F,
+    }
+    memory = {
+        "1f1b": (2 * P, 2), "interleaved_1f1b": (3 * P - 1, P + 1), "zbv": (2 * P, 2 * P), "v_half": (P + 2, P + 2),
+        "dualpipev": (2 * P + 1, 2 * P + 1), "dualpipev_full": (2 * P + 1, 2 * P + 1),
+    }
+    for name, bubble in bubbles.items():
+        size = 2 if name == "1f1b" else 1
+        timeline = simulate(build(name, P, 4 * P), costs.scaled(size))
+        assert max(timeline.bubble) == pytest.approx(bubble), name
+        peaks = [size * peak for peak in timeline.peak_activations]
+        assert (peaks[0], peaks[-1]) == memory[name], name
+    assert bubbles.keys() | {"auto"} == set(re.findall(r"^\| `(\w+)` \| 2?P \|", SCHEDULES.read_text(), re.M))
+
+
+def test_the_table_of_schedules_is_that_of_its_command(capsys):
+    text = SCHEDULES.read_text(encoding="utf-8").replace("\\\n", " ")
+    command, printed = re.search(r"^    dualpipe (schedule .*?) --svg \S+\n\n```\n(.*?)```", text, re.M | re.S).groups()
+    assert main(command.split()) == 0 and capsys.readouterr().out.startswith(printed)

@@ -3,6 +3,7 @@
 Shrunken: fewer steps, shorter sequences, one rank, a small checkpoint. What cannot run is checked as far as it can be.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import subprocess
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ PROGRAMS = ("dualpipe", "export", "make", "python", "sbatch", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "parity FAILED: ", "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
-    "olmoe (transformers' ",
+    "olmoe (transformers' ", "resuming from ", "schedule  ",
 )
 
 # What is added to a command, and what of it is replaced, to make it small.
@@ -41,6 +43,12 @@ FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu
 TRAINED = {
     'dualpipe train examples/tiny-cpu.toml --train.dtype bf16 --dtypes.rules "*,gather=mxfp8"': ONE_RANK,
     "dualpipe train examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT --export.to_hf OUT": FROM_HUB,
+    "dualpipe train examples/qwen3-30b-a3b-8x80gb.toml --init.from_hf CHECKPOINT --checkpoint.interval 100 "
+    "--export.to_hf auto": FROM_HUB.replace("out/hub", "out/node"),
+    "dualpipe train examples/tiny-cpu.toml --data.path TEXT --output.dir out/mine --train.steps 100 "
+    "--checkpoint.interval 50": f"{SHORT} --checkpoint.interval 1",
+    "dualpipe train examples/tiny-cpu.toml --data.path TEXT --output.dir out/mine --train.steps 200 "
+    "--checkpoint.interval 50": f"{SHORT} --checkpoint.interval 1 --output.dir out/longer",
     'dualpipe train examples/tiny-cpu.toml --model.config "" --init.from_hf OLMOE --router.balance 0 '
     "--export.to_hf trained":
         f"{SHORT} --parallel.pp 1 --train.num_chunks 1 --data.tokenizer bytes --output.dir out/olmoe",
@@ -59,18 +67,25 @@ TRAINED = {
 }
 IN_PROCESS = {  # what is replaced, by what
     "dualpipe hf check CHECKPOINT --pp 4 --ep 8": {"--pp 4 --ep 8": "--pp 2 --ep 2"},
+    "dualpipe hf check CHECKPOINT --pp 2 --ep 4": {"--ep 4": "--ep 2"},
     "dualpipe memory examples/qwen3-30b-a3b.toml": {},
-    "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare zbv,1f1b "
-    "--svg dualpipev.svg": {},
+    "dualpipe memory examples/qwen3-30b-a3b-8x80gb.toml": {},
+    "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare "
+    "dualpipev_full,zbv,interleaved_1f1b,v_half,1f1b --svg dualpipev.svg": {},
     "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8 --svg plan.svg":
         {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 1", "4194304": "1024"},
     "dualpipe data pack PATH... --tokenizer bytes --out DIR": {"PATH...": "text"},
+    "dualpipe data pack PATH... --tokenizer CHECKPOINT/tokenizer.json --out data":
+        {"PATH...": "text", "CHECKPOINT/": "", "--out data": "--out packed"},
     "dualpipe hf import CHECKPOINT out/checkpoints": {},
     "dualpipe checkpoint ls out/checkpoints": {},
     "dualpipe checkpoint verify out/checkpoints": {},
     "dualpipe checkpoint show out/checkpoints/step-00000500": {"step-00000500": "step-00000000"},
     "dualpipe checkpoint clean out/checkpoints": {},
+    "dualpipe checkpoint ls out/mine/checkpoints": {"out/mine": "out"},
     "dualpipe hf export out/checkpoints OUT": {"OUT": "exported"},
+    "dualpipe hf export out/mine/checkpoints out/mine/exported":
+        {"out/mine/checkpoints out/mine/exported": "out/checkpoints exported-mine"},
     "dualpipe hf export CHECKPOINT OUT --dtype bf16": {"OUT": "dequantized"},
     "dualpipe data pack PATH... --tokenizer tokenizer.json --text-key text --out data": {"PATH...": "records.jsonl"},
     'dualpipe dtypes examples/tiny-cpu.toml --parallel.ep 2 --train.dtype bf16 --dtypes.rules "*.mlp.gate,'
@@ -90,7 +105,7 @@ IN_PROCESS = {  # what is replaced, by what
 def takes(arguments):
     """Their namespace, if `dualpipe` takes the command, and the settings behind its CONFIG."""
     args = cli._parser().parse_args(arguments)
-    args, overrides = cli._after_config(args) if "config" in vars(args) else (args, [])
+    args, overrides = cli._parse_after_config(args) if "config" in vars(args) else (args, [])
     if "config" in vars(args):
         load_config(args.config, overrides)
     return args
@@ -124,14 +139,14 @@ def torchrun_takes_it(command):
         assert args.training_script == "dualpipe"
         takes(args.training_script_args)
     else:
-        assert args.training_script in ("loop.py", "finetune.py") or Path(args.training_script).exists()
+        assert args.training_script in ("loop.py", "finetune.py", "own_model.py") or Path(args.training_script).exists()
 
 
 def make_would_run_it(command):
     shown = [*shlex.split(command), "--dry-run", "--always-make"]
     done = subprocess.run(shown, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.search("pytest|ruff|benchmarks/|tiny-cpu.toml|wheels.sh", done.stdout), done.stdout
+    assert re.search("pytest|ruff|benchmarks/|tiny-cpu.toml|wheels.sh|docs/generate/", done.stdout), done.stdout
 
 
 def script_says_it_needs_a_gpu(command):
@@ -140,12 +155,23 @@ def script_says_it_needs_a_gpu(command):
     assert done.returncode == 0 and "needs a CUDA device" in done.stdout, done.stderr
 
 
+def two_runs_are_compared(command):
+    """Runs of the trainer are compared by tests/train/runs/test_compare.py."""
+    with TemporaryDirectory() as folder, contextlib.chdir(folder):
+        for name, loss in (("fp32", 2.0), ("bf16", 2.1)):
+            Path("out", name).mkdir(parents=True)
+            Path("out", name, "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
+        assert cli.main(shlex.split(command)[1:]) == 0
+        assert Path("compare.svg").exists()
+
+
 def shell_takes_it(command):
     assert subprocess.run(["bash", "-euc", command]).returncode == 0
 
 
 CHECKED = {  # what is checked of a command in place of running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
+    "dualpipe compare out/fp32 out/bf16 --picture compare.svg": two_runs_are_compared,
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --checkpoint.interval 500":
         batch_script_is_taken,
     "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,
@@ -155,6 +181,7 @@ CHECKED = {  # what is checked of a command in place of running it
     "torchrun --nproc-per-node 4 examples/wrap_your_moe.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 loop.py": torchrun_takes_it,
     "torchrun --nproc-per-node 4 finetune.py": torchrun_takes_it,
+    "torchrun --nproc-per-node 2 own_model.py": torchrun_takes_it,
     "torchrun --nnodes 1:2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint FIRST_HOST:29500 "
     "--rdzv-conf keep_alive_interval=5,keep_alive_max_attempt=3 -m dualpipe train CONFIG --checkpoint.interval 100":
         torchrun_takes_it,
@@ -176,6 +203,8 @@ CHECKED = {  # what is checked of a command in place of running it
     "make bench ARGS=--save": make_would_run_it,
     'make test ARGS="tests/schedule -x"': make_would_run_it,
     "make lint": make_would_run_it,
+    "make reference": make_would_run_it,
+    "make docs": make_would_run_it,
     "make PYTHON=python3.12 TORCH=2.15.0 test": make_would_run_it,
     "python benchmarks/bench_grouped_gemm.py --quick --model qwen3-30b-a3b": script_says_it_needs_a_gpu,
     "export CUDA_DEVICE_MAX_CONNECTIONS=32 CUDA_MODULE_LOADING=EAGER PYTORCH_ALLOC_CONF=expandable_segments:True":
@@ -271,6 +300,7 @@ def run_training(command, folder):
     assert process.returncode == 0 and out, f"{command}\n{out}{err}"
 
 
+OF_CHECKPOINTS = "/checkpoints"
 TRACE = next(command for command in TRAINED if "--trace" in command)
 
 
@@ -287,12 +317,12 @@ def test_a_trace_gives_costs_for_schedules(here, capsys):
 
 def test_checkpoints_are_listed_and_exported(here, capsys):
     (begin,) = (command for command in IN_PROCESS if "hf import" in command)
-    for command in (begin, *(command for command in IN_PROCESS if "out/checkpoints" in command and command != begin)):
+    for command in (begin, *(command for command in IN_PROCESS if OF_CHECKPOINTS in command and command != begin)):
         run_in_process(command, capsys)
 
 
 @pytest.mark.parametrize("command", [command for command in IN_PROCESS if not re.search(
-    "trace-9-11|costs.json|out/checkpoints", command)])
+    f"trace-9-11|costs.json|{OF_CHECKPOINTS}", command)])
 def test_prints(command, here, capsys):
     run_in_process(command, capsys)
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 GIVEN = ROOT / "tests/support/given.pyi"
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+LINKED = (*DOCUMENTS, *sorted((ROOT / "docs/results").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md",
+          ROOT / "benchmarks/README.md")
 
 
 class Reads(ast.NodeVisitor):
@@ -73,12 +76,22 @@ def blocks(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.name)
+def anchors(document):
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", LINKED, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_what_they_name(document):
     text = document.read_text()
     links = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     files = [target.partition("#")[0] for target in links]
     assert [file for file in files if not (document.parent / file).exists()] == []
+    inside = [target.partition("#") for target in links if "#" in target]
+    assert [(file, anchor) for file, _, anchor in inside
+            if anchor not in anchors(document.parent / file if file else document)] == []
     named = re.findall(r"`(\w+)`\s+in\s+\[`[^`]+`\]\(([^)]+)\)", text)
     assert [(name, file) for name, file in named if name not in (document.parent / file).read_text()] == []
     folders = "dualpipe|kernels|models|tests|examples|benchmarks|docs"
@@ -86,9 +99,52 @@ def test_links_lead_to_what_they_name(document):
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-def test_the_engines_rows_of_the_readme_are_those_that_were_measured():
+def test_the_library_names_documents_that_exist():
+    """In messages, docstrings, scripts and examples: a page that is renamed is renamed there too."""
+    named = defaultdict(set)
+    for folder in ("dualpipe", "kernels", "models", "benchmarks", "examples", "tests"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.suffix in (".py", ".toml", ".md", ".sbatch"):
+                for name in re.findall(r"\bdocs/[\w/-]+\.md\b", path.read_text(encoding="utf-8")):
+                    named[name].add(path.name)
+    assert len(named) > 5 and {name: files for name, files in named.items() if not (ROOT / name).exists()} == {}
+
+
+def test_the_readme_is_short_and_says_early_that_nothing_ran_on_a_gpu():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    (said,) = [number for number, line in enumerate(lines) if "Not measured on a GPU" in line]
+    assert said < 20 and any("pictures/" in line for line in lines[:said])
+
+
+def test_every_page_can_be_reached_from_the_readme():
+    seen, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop().resolve()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            text = page.read_text()
+            targets = (target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target)
+            left += [page.parent / target for target in targets if target]
+    assert set((ROOT / "docs").rglob("*.md")) <= seen
+
+
+GLOSSARY = (  # the terms that the style of this code lists
+    "stage", "micro-batch", "schedule", "action", "segment", "dispatch", "combine", "GEMM", "weight gradient",
+    "input gradient", "all-to-all", "sharded", "replicated", "unsharded", "recompute", "validation", "collective",
+    "rank", "data-parallel", "side stream", "record_stream", "live range",
+)
+
+
+def test_the_glossary_has_the_terms():
+    text = (ROOT / "docs/architecture.md").read_text()
+    terms = re.findall(r"^\| ([^|]+) \|", text[text.index("## Glossary"):], re.M)
+    assert set(GLOSSARY) <= set(terms)
+
+
+def test_the_engines_rows_in_the_results_are_those_that_were_measured():
     measured = json.loads((ROOT / "benchmarks/results/engine_overhead.json").read_text())
-    rows = re.findall(r"(\d+) us \(([\d.]+)x\) \| (\d+) us", (ROOT / "README.md").read_text())
+    rows = re.findall(r"(\d+) us \(([\d.]+)x\) \| (\d+) us", (ROOT / "docs/results/cpu.md").read_text())
     host = [row["host"] for row in measured["rows"]]
     assert rows == [(f"{h['ours_us']:.0f}", f"{h['ratio']:.2f}", f"{h['torch_us']:.0f}") for h in host]
 

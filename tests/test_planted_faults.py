@@ -177,7 +177,7 @@ def and_synchronize(record: Callable) -> Callable:
 
 def not_for_what_is_sent(wait: Callable) -> Callable:
     def call(stream: Timeline, event: Event) -> None:
-        if not (caller("wait") and caller("beside", depth=2)):
+        if not (caller("wait") and caller("use_stream", depth=2)):
             wait(stream, event)
 
     return call
@@ -185,7 +185,7 @@ def not_for_what_is_sent(wait: Callable) -> Callable:
 
 def not_for_what_arrives(wait: Callable) -> Callable:
     def call(stream: Timeline, event: Event) -> None:
-        if not caller("wait") or caller("beside", depth=2):
+        if not caller("wait") or caller("use_stream", depth=2):
             wait(stream, event)
 
     return call
@@ -336,9 +336,9 @@ def not_waited_for(*callers: str) -> AbstractContextManager:
 
 
 TRAINING = {  # name: (how the fault begins, how to plant it)
-    "a batch is read before it is copied": ("race", lambda: without_waits("_Copies.finish", depth=2)),
+    "a batch is read before it is copied": ("race", lambda: without_waits("_Uploader.finish", depth=2)),
     "a batch is given back before it is read": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
-    "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Copies.start")),
+    "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Uploader.start")),
     "numbers are read before they are copied": ("race", lambda: not_waited_for("Trainer._read")),
     "numbers are copied to pageable memory": (
         "sync: pageable copy in dualpipe/train/trainer.py: Trainer._step",

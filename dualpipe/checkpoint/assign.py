@@ -57,7 +57,7 @@ def agree_on_writers(
 
     rank_offers = ranks.collect(ranks.agree(sample_offers))
     names, stored = ranks.agree(lambda: (None, {}) if rank_offers is None else assign_writers(rank_offers))
-    return ranks.hand_out(names), stored
+    return ranks.scatter(names), stored
 
 
 def _sample(parts: Mapping[str, TensorPart]) -> dict[str, bytes]:

@@ -30,7 +30,7 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import dtype_of, short_name
-from dualpipe.runtime.files import CHECKSUMS, Written, node_of
+from dualpipe.runtime.files import CHECKSUMS, Written, inode
 from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location, storage_of
 
 FORMAT = 2  # version of the file format of a checkpoint, all its files together
@@ -219,7 +219,7 @@ def marker_for(manifest: bytes) -> bytes:
 
 def identity_of(path: Location) -> object | None:
     """Return a value that tells a checkpoint from a later one of its name; None if there is no checkpoint."""
-    return read_marker(path) if isinstance(path, RemotePath) else node_of(path)
+    return read_marker(path) if isinstance(path, RemotePath) else inode(path)
 
 
 def _parse_manifest(text: str) -> Manifest:

@@ -35,7 +35,7 @@ from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.files import CHECKSUMS, Written, reporting
+from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import Location, RemotePath, StrLocation, absolute, as_location, write_files
@@ -346,7 +346,7 @@ class Checkpoints:
     def _writer(self, pending: PendingSave, pieces: Mapping[str, Iterable[bytes | memoryview]]) -> WriteFiles:
         """Return a function that writes files to a folder in this process, and reports progress."""
         checksum = self._checksum
-        reported = {name: reporting(file_pieces, pending.report_written) for name, file_pieces in pieces.items()}
+        reported = {name: report_writes(file_pieces, pending.report_written) for name, file_pieces in pieces.items()}
         return lambda folder: write_files(folder, reported, checksum)
 
     def _write(

@@ -21,7 +21,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from dualpipe.runtime.errors import die_with
-from dualpipe.runtime.files import Written, reporting
+from dualpipe.runtime.files import Written, report_writes
 from dualpipe.runtime.storage import Location, as_location, write_files
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ if __name__ == "__main__":
         descriptor = int(sys.argv[2])
         memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         report = partial(print, flush=True)
-        pieces = {name: reporting([memory[start:end]], report) for name, (start, end) in spans.items()}
+        pieces = {name: report_writes([memory[start:end]], report) for name, (start, end) in spans.items()}
         outcome = write_files(as_location(folder), pieces, checksum)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"

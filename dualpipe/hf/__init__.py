@@ -1,6 +1,6 @@
-"""transformers' own models in the pipeline: their experts by this library's kernels, their layers cut into stages.
+"""Models of transformers in the pipeline: their layers cut into stages, their experts run by this library's kernels.
 
-Needs transformers, with which it registers the experts implementation "dualpipe".
+Requires transformers, and registers the experts implementation "dualpipe" with it.
 Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime` and
 `schedule.types`.
 """

@@ -1,7 +1,7 @@
-"""Build stages of a causal LM of transformers without memory, cut them, and fill what is left with weights.
+"""Build the stages of a causal LM of transformers: on the meta device first, then cut, then filled with weights.
 
-transformers' own loader fills a stage: it reads nothing else of the checkpoint, and converts it as it does for a whole
-model. Of experts it reads those of this rank alone: their parameters are DTensors while it reads.
+transformers' own loader fills a stage. It reads only the stage's weights from the checkpoint, and converts them as for
+the whole model. It reads only the experts of this rank, because their parameters are DTensors during loading.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from dualpipe.nn.init import name_seed
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, shard_experts, stacked_parameters
 from dualpipe.runtime.dtypes import dtype_of
 
-READS_SHARDS = hasattr(core_model_loading, "DtensorShardOperation")  # older versions of transformers read all experts
+# Older versions of transformers read all experts on every rank.
+READS_SHARDS = hasattr(core_model_loading, "DtensorShardOperation")
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Origin of a model's weights: a checkpoint at `path`, or, without one, `config` and `seed`.
+    """Source of a model's weights: the checkpoint at `path`, or random initialization by `config` and `seed`.
 
-    dtype: of the parameters; None: that of the checkpoint or of the configuration.
+    path: None: initialize the weights.
+    dtype: dtype of the parameters; None: the dtype of the checkpoint, or of the configuration.
     """
 
     config: PreTrainedConfig
@@ -45,7 +47,7 @@ class ModelSource:
 
     @classmethod
     def of(cls, source: str | Path | PreTrainedConfig, dtype: torch.dtype | None, seed: int) -> ModelSource:
-        """Return the source that `source` names, with a configuration of its own."""
+        """Create a source from a path, a name on the hub, or a configuration, which is copied."""
         if isinstance(source, PreTrainedConfig):
             return cls(copy.deepcopy(source), None, dtype, seed)
         return cls(AutoConfig.from_pretrained(source), source, dtype, seed)
@@ -55,52 +57,55 @@ def build_stages(
     source: ModelSource, num_stages: int, mine: Sequence[int], *, experts: str, layers_per_stage: Sequence[int],
     expert_ranks: DeviceMesh | None,
 ) -> list[CausalLMStage]:
-    """Return stages with their weights, on the CPU; of stacked experts those of this rank of `expert_ranks`.
+    """Build the stages `mine` with their weights, on the CPU.
 
-    experts: the implementation of the experts. Raises ValueError for a model that cannot be cut, for experts that
-    cannot be divided among the ranks, and for a checkpoint that lacks some of a stage's weights.
+    experts: implementation of the experts.
+    expert_ranks: expert-parallel ranks; stacked expert parameters hold only the experts of this rank.
+
+    Raises ValueError if the model cannot be cut, if the experts cannot be divided evenly among the ranks, or if the
+    checkpoint lacks weights of a stage.
     """
-    whole = _on_meta(source.config, experts)
-    model_class = type(whole)
-    config = whole.config  # of the language model alone, where the checkpoint has more
+    whole_model = _build_on_meta(source.config, experts)
+    model_class = type(whole_model)
+    config = whole_model.config  # only the language model's part, if the source has more
     quantization = getattr(source.config, "quantization_config", None)
     if quantization is not None:
         config.quantization_config = quantization
-    _check_division(whole, expert_ranks)
-    cuts = stage_layers(whole, num_stages, layers_per_stage)
-    form = check_structure(whole, cuts)
+    _check_expert_division(whole_model, expert_ranks)
+    cuts = stage_layers(whole_model, num_stages, layers_per_stage)
+    form = check_structure(whole_model, cuts)
+    loading_ranks = expert_ranks if source.path is not None and READS_SHARDS else None
     stages = []
     for number in mine:
         is_first = number == 0
         is_last = number == num_stages - 1
-        cut_class = _cut_class(
-            model_class, cuts[number], is_first=is_first, is_last=is_last,
-            expert_ranks=expert_ranks if source.path is not None and READS_SHARDS else None)
+        cut_class = _make_cut_class(
+            model_class, cuts[number], is_first=is_first, is_last=is_last, expert_ranks=loading_ranks)
         if source.path is None:
-            causal_lm = _initialise(cut_class, config, source)
+            causal_lm = _initialize(cut_class, config, source)
         else:
-            causal_lm = _read(cut_class, config, source, cuts[number], has_ends=is_first or is_last)
-        _keep_local_experts(causal_lm, expert_ranks)
+            causal_lm = _load(cut_class, config, source, cuts[number], has_ends=is_first or is_last)
+        _localize_experts(causal_lm, expert_ranks)
         stages.append(stage_of(causal_lm, is_first=is_first, is_last=is_last, form=form).train())
     _tie_ends(stages)
     return stages
 
 
 def stage_of(causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm) -> CausalLMStage:
-    """Return the stage of a model that `cut_model` has cut and that has its weights, or is on the meta device."""
+    """Wrap a model that `cut_model` has cut in a stage. The model has its weights already, or is on the meta device."""
     if is_last and not is_first and is_tied(causal_lm.config):
         drop_embedding(causal_lm)
     return CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)
 
 
-def _on_meta(config: PreTrainedConfig, experts: str) -> Any:
-    """Return the whole model, without memory."""
+def _build_on_meta(config: PreTrainedConfig, experts: str) -> Any:
+    """Build the whole model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, experts_implementation=experts)
 
 
-def _check_division(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> None:
-    """Raise ValueError for experts that cannot be divided among the expert-parallel ranks."""
+def _check_expert_division(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> None:
+    """Raise ValueError if the experts of a layer cannot be divided evenly among the expert-parallel ranks."""
     num_ranks = 1 if expert_ranks is None else expert_ranks.size()
     modules: list[Any] = [module for module in causal_lm.modules() if is_interface_experts(module)]
     for module in modules:
@@ -109,41 +114,42 @@ def _check_division(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> No
                              "ranks; build the mesh with an ep that divides them")
 
 
-def _cut_class(
+def _make_cut_class(
     model_class: type[Any], layers: range, *, is_first: bool, is_last: bool, expert_ranks: DeviceMesh | None
 ) -> type[Any]:
-    """Return the class of a model that is cut as soon as it is built, so that a loader sees nothing else of it.
+    """Make a subclass of `model_class` whose constructor cuts the model, so that a loader sees only the stage.
 
-    expert_ranks: the ranks that the experts are sharded over, before a loader reads them; None: it reads all.
+    expert_ranks: the constructor shards the experts over these ranks, so that a loader reads only those of this rank;
+        None: the loader reads all experts.
     """
 
-    def build(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+    def init_and_cut(self: Any, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, config, *args, **kwargs)
         cut_model(self, layers, is_first=is_first, is_last=is_last)
         if expert_ranks is not None:
-            shard_experts(self, _reading_mesh(expert_ranks))
+            shard_experts(self, _cpu_mesh(expert_ranks))
 
     members = {
-        "__init__": build,
+        "__init__": init_and_cut,
         "__module__": model_class.__module__,
         "_keys_to_ignore_on_load_unexpected": [".*"],  # the weights of other stages
-        "should_save_on_this_rank": _saves_on_any_rank,
+        "should_save_on_this_rank": _should_save_on_any_rank,
     }
     return type(model_class.__name__, (model_class,), members)
 
 
-def _saves_on_any_rank(causal_lm: Any, is_main_process: bool) -> bool:
-    """Stand for the method of transformers that saves on the first rank alone: every rank has a part of the model."""
+def _should_save_on_any_rank(causal_lm: Any, is_main_process: bool) -> bool:
+    """Override the method of transformers that saves on the first rank only: every rank has a part of the model."""
     return is_main_process
 
 
-def _reading_mesh(expert_ranks: DeviceMesh) -> DeviceMesh:
-    """Return the same ranks as a mesh of CPUs, where checkpoints are read; nothing is sent over it."""
+def _cpu_mesh(expert_ranks: DeviceMesh) -> DeviceMesh:
+    """Return a CPU mesh of the same ranks, because checkpoints are read on the CPU. No message is sent over it."""
     return DeviceMesh.from_group(expert_ranks.get_group(), "cpu", mesh_dim_names=("ep",))
 
 
-def _keep_local_experts(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> None:
-    """Make the stacked parameters of experts plain tensors of this rank's experts."""
+def _localize_experts(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> None:
+    """Replace the stacked expert parameters by plain tensors of this rank's experts."""
     if expert_ranks is None or expert_ranks.size() == 1:
         return
     for module in causal_lm.modules():
@@ -155,11 +161,16 @@ def _keep_local_experts(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -
             setattr(module, name, nn.Parameter(local, requires_grad=parameter.requires_grad))
 
 
-def _read(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource, layers: range, *, has_ends: bool) -> Any:
-    """Return a cut model with its weights of a checkpoint; ValueError where it lacks some."""
+def _load(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource, layers: range, *, has_ends: bool) -> Any:
+    """Build a cut model with weights from the checkpoint of `source`.
+
+    has_ends: the stage has tensors outside of layers, that is, an embedding or a head.
+
+    Raises ValueError if the checkpoint lacks weights of the stage.
+    """
     options: dict[str, Any] = {"dtype": source.dtype or "auto"}
     path = source.path
-    assert path is not None, "the source is a checkpoint"
+    assert path is not None, "the source must be a checkpoint"
     checkpoint: str | Path | None = path
     if is_quantized(config):
         dtype = source.dtype or torch.bfloat16
@@ -174,12 +185,15 @@ def _read(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource, l
     missing = sorted(report["missing_keys"])
     if missing:
         raise ValueError(f"the checkpoint {str(path)!r} lacks {len(missing)} of a stage's weights, such as "
-                         f"{missing[0]!r}")
+                         f"{missing[0]!r}; give a complete checkpoint of a {cut_class.__name__}")
     return causal_lm
 
 
-def _initialise(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource) -> Any:
-    """Return a cut model with weights as transformers initialises them, each module by the seed and its name."""
+def _initialize(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource) -> Any:
+    """Build a cut model with weights initialized by transformers.
+
+    Each module is seeded by the source's seed and the module's name, so weights do not depend on the cut.
+    """
     config_dtype = config.get_text_config().dtype
     if isinstance(config_dtype, str):
         config_dtype = dtype_of(config_dtype)
@@ -191,14 +205,14 @@ def _initialise(cut_class: type[Any], config: PreTrainedConfig, source: ModelSou
         for name, module in causal_lm.named_modules():
             torch.manual_seed(name_seed(source.seed, name))
             causal_lm._init_weights(module)
-        for parameter in causal_lm.parameters():  # not buffers, such as frequencies, which stay as wide as they are
+        for parameter in causal_lm.parameters():  # buffers, such as rotary frequencies, keep their dtype
             parameter.data = parameter.data.to(dtype)
     causal_lm.tie_weights(recompute_mapping=False)
     return causal_lm
 
 
 def _tie_ends(stages: Sequence[CausalLMStage]) -> None:
-    """Have the head share the embedding's weight where one rank has both ends of a V."""
+    """Tie the head's weight to the embedding's if this rank has the first and the last stage."""
     first = next((stage for stage in stages if stage.is_first), None)
     last = next((stage for stage in stages if stage.is_last), None)
     if first is not None and last is not None and first is not last and first.is_tied:

@@ -1,4 +1,4 @@
-"""`dualpipe hf check` for a model of transformers: can its stages be loaded, and what does a rank hold of them?"""
+"""`dualpipe hf check` for models of transformers: check a checkpoint's tensors and report a rank's share."""
 
 from __future__ import annotations
 
@@ -19,59 +19,69 @@ from dualpipe.parallel.mesh import EXPERTS, Mesh
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.schedule.types import v_placement
 
-_SHOWN = 8  # names of tensors that are missing
+_MAX_SHOWN_NAMES = 8  # of missing tensors, in the error message
 
 
 def check_checkpoint(path: str | Path, model: TransformersModel, mesh: Mesh) -> Iterator[str]:
-    """Yield lines about a checkpoint: what it holds, and the share of a rank. Reads headers only.
+    """Yield lines that describe a checkpoint: its contents, and the largest share of a rank. Reads headers only.
 
-    mesh: need not run. Raises ValueError, naming them, for tensors that the checkpoint lacks, and for a mesh that the
-    model cannot be cut for.
+    mesh: sizes only; needs no process group.
+
+    Raises ValueError if the checkpoint lacks tensors, which the message names, and if the model cannot be cut for the
+    mesh.
     """
     header = read_headers(path)
     yield from describe_tensors(path, f"{model.model_type} (transformers' implementation)", header)
-    missing = _missing(header, model)
+    missing = _missing_tensors(header, model)
     if missing:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+        num_hidden = len(missing) - _MAX_SHOWN_NAMES
+        more = f" and {num_hidden} more" if num_hidden > 0 else ""
         raise ValueError(f"the checkpoint {str(path)!r} does not fit the model ({model.model_type}): it lacks "
-                         f"{', '.join(missing[:_SHOWN])}{more}")
+                         f"{', '.join(missing[:_MAX_SHOWN_NAMES])}{more}")
     if mesh.size("cp") > 1:
         raise ValueError(f"cp {mesh.size('cp')}: the attention of transformers does not share sequences between ranks; "
                          "set it to 1")
     if model.num_experts % mesh.size("ep"):
         raise ValueError(f"{model.num_experts} experts cannot be divided evenly among {mesh.size('ep')} "
-                         "expert-parallel ranks")
-    placement = v_placement(mesh.size("pp"))
-    stages = model.meta_stages(len(placement))
-    held = max(sum(_held(stages[number], mesh) for number, rank in enumerate(placement) if rank == place)
-               for place in range(mesh.size("pp")))
-    yield (f"a rank of {describe_layout(mesh)} (two stages each, in a V) holds at most {held:,} parameters, "
-           f"{format_bytes(2 * held)} in bf16")
+                         "expert-parallel ranks; set ep to a divisor")
+    num_parameters = _max_parameters_per_rank(model, mesh)
+    yield (f"a rank of {describe_layout(mesh)} (two stages each, in a V) holds at most {num_parameters:,} parameters, "
+           f"{format_bytes(2 * num_parameters)} in bf16")
     yield "it can be loaded"
 
 
-def _missing(header: Mapping[str, TensorHeader], model: TransformersModel) -> list[str]:
-    """Return the names of the model's tensors that transformers would make of none of those in a checkpoint."""
+def _missing_tensors(header: Mapping[str, TensorHeader], model: TransformersModel) -> list[str]:
+    """Return the names of the model's tensors that transformers cannot make from the tensors of a checkpoint."""
     causal_lm = model.causal_lm
     expected = causal_lm.state_dict()
     conversions = get_model_conversion_mapping(causal_lm)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
     targets = {target: converter.target_patterns for converter in converters for target in converter.target_patterns}
-    found: set[str] = set()
+    available: set[str] = set()
     for stored in dict.fromkeys(tensor_name(name, header) for name in header):
         name, source = rename_source_key(stored, renamings, converters, causal_lm.base_model_prefix, expected)
-        found.add(name if name in expected else stored)
-        if source is not None:  # a converter may make several of one
+        available.add(name if name in expected else stored)
+        if source is not None:  # a converter may make several tensors from one
             for target, siblings in targets.items():
                 if target in name:
-                    found.update(name.replace(target, sibling) for sibling in siblings)
+                    available.update(name.replace(target, sibling) for sibling in siblings)
     if model.is_tied:
-        found.add("lm_head.weight")
-    return [name for name in expected if name not in found]
+        available.add("lm_head.weight")
+    return [name for name in expected if name not in available]
 
 
-def _held(stage: nn.Module, mesh: Mesh) -> int:
-    """Return the number of parameters of a stage on a rank."""
+def _max_parameters_per_rank(model: TransformersModel, mesh: Mesh) -> int:
+    """Return the largest number of parameters that a rank stores, with the stages placed in a V."""
+    placement = v_placement(mesh.size("pp"))
+    stages = model.meta_stages(len(placement))
+    totals = [0] * mesh.size("pp")
+    for stage, rank in zip(stages, placement):
+        totals[rank] += _local_parameters(stage, mesh)
+    return max(totals)
+
+
+def _local_parameters(stage: nn.Module, mesh: Mesh) -> int:
+    """Return the number of a stage's parameters on one of the ranks that it is sharded over, rounded up."""
     dense, experts = parameter_sizes(stage, mesh.size("ep"))
     return -(-dense // mesh.replicas) + -(-experts // mesh.size(*EXPERTS))

@@ -13,14 +13,14 @@ from dualpipe.hf.stand_ins import plain_attributes
 from dualpipe.models.stages import split_layers
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
-_NORMS = ("norm", "final_layernorm", "embedding_norm", "final_norm")  # names of the norm behind the layers
-_TOP_K = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_experts")  # of configurations
+_NORM_NAMES = ("norm", "final_layernorm", "embedding_norm", "final_norm")  # attributes with the norm after the layers
+_TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token", "top_k_experts")  # fields of configurations
 
 
 class NumberedLayers(nn.ModuleList):
-    """Layers under the numbers that they have in the whole model, so that their names are those of its checkpoints.
+    """Layers named by their numbers in the whole model, so that parameter names match its checkpoints.
 
-    attributes: plain attributes of the first layer, or of a layer of another stage where there is none here.
+    attributes: plain attributes of the first layer; of a layer of another stage if this stage has no layers.
     """
 
     def __init__(self, layers: dict[int, nn.Module], attributes: SimpleNamespace) -> None:
@@ -30,21 +30,23 @@ class NumberedLayers(nn.ModuleList):
             self.add_module(str(number), layer)
 
     def __getitem__(self, index: Any) -> Any:
-        """Return the layer at a place of this list, or a list of those in a slice."""
+        """Return the layer at a position in this stage, or a list of layers for a slice."""
         return list(self._modules.values())[index]
 
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
-        """Yield the layers with their numbers in the whole model."""
+        """Yield (number in the whole model, layer)."""
         for name, layer in self._modules.items():
             assert layer is not None, "a layer is a module"
             yield int(name), layer
 
 
 def cut_model(causal_lm: Any, layers: Sequence[int], *, is_first: bool, is_last: bool) -> None:
-    """Remove from a model the parts of other stages: layers, and the embedding, norm and head at other ends.
+    """Remove the parts of other stages from a model, in place: layers, embedding, norm and head.
 
-    layers: the numbers of the stage's layers. A last stage with a tied head keeps the embedding, which the head is
-    loaded from, until `drop_embedding`. Raises ValueError as `base_of` does.
+    layers: numbers of the stage's layers.
+
+    A last stage with a tied head keeps the embedding, from which the head is loaded; `drop_embedding` removes it
+    afterwards. Raises ValueError like `base_of`.
     """
     base = base_of(causal_lm)
     all_layers = base.layers
@@ -62,44 +64,51 @@ def cut_model(causal_lm: Any, layers: Sequence[int], *, is_first: bool, is_last:
 
 
 def drop_embedding(causal_lm: Any) -> None:
-    """Take the embedding out of a last stage, whose head has its weight."""
+    """Remove the embedding from a last stage, once the tied head has its weight."""
     base_of(causal_lm).embed_tokens = None
     causal_lm.all_tied_weights_keys = {}
 
 
 def is_tied(config: Any) -> bool:
-    """Return True if the head has the weight of the embedding, by the rule of transformers.
+    """Return True if the head shares the embedding's weight, by the rule of transformers.
 
-    config: of the causal LM. Some have no such field, which says no.
+    config: configuration of the causal LM. Without the field `tie_word_embeddings`, the head is not tied.
     """
     return bool(getattr(config, "tie_word_embeddings", False))
 
 
 def base_of(causal_lm: Any) -> Any:
-    """Return the model inside of a causal LM; ValueError where it lacks parts that stages are made of."""
+    """Return the base model of a causal LM, which has the embedding, the layers and the norm.
+
+    Raises ValueError if one of these is missing.
+    """
     base = getattr(causal_lm, causal_lm.base_model_prefix, None)
     missing = [name for name in ("embed_tokens", "layers") if not hasattr(base, name)]
     if not norm_name(base):
         missing.append("norm")
     if base is None or missing:
         raise ValueError(
-            f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, of which "
-            "stages are made; cut it yourself, as docs/your-own-loop.md shows")
+            f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, which "
+            "stages are cut from; cut the model yourself, as docs/your-loop.md shows")
     return base
 
 
 def norm_name(base: Any) -> str:
-    """Return the name of the norm behind the layers; "" where there is none of a known name."""
-    return next((name for name in _NORMS if isinstance(getattr(base, name, None), nn.Module)), "")
+    """Return the attribute name of the norm after the layers, or "" if no attribute has a known name."""
+    for name in _NORM_NAMES:
+        if isinstance(getattr(base, name, None), nn.Module):
+            return name
+    return ""
 
 
 def config_of_stage(config: Any, layers: Sequence[int], num_layers: int) -> Any:
-    """Return the configuration that the forward of a stage's model reads: of the stage's layers alone.
+    """Return the configuration for the forward of a stage's model: a copy reduced to the stage's layers.
 
-    A forward looks up a layer's arguments, such as its mask, by the layer's place in lists of the configuration. A
-    stage without layers keeps the place of the last layer, for the stand-in that passes on hidden states.
+    A forward looks up a layer's arguments, such as its mask, by the layer's position in lists of the configuration. For
+    a stage without layers, the lists keep the entry of the last layer, for the stand-in that returns hidden states.
 
-    num_layers: of the whole model. LongCat counts each twice in `num_hidden_layers`, for its two attentions.
+    num_layers: number of layers of the whole model. It can differ from `config.num_hidden_layers`: LongCat counts every
+        layer twice there, for its two attentions.
     """
     stage_config = copy.copy(config)
     numbers = list(layers) or [num_layers - 1]
@@ -111,10 +120,14 @@ def config_of_stage(config: Any, layers: Sequence[int], num_layers: int) -> Any:
 
 
 def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int] = ()) -> list[range]:
-    """Return the numbers of the layers of each stage, so that all compute about as much.
+    """Divide the layers into stages with balanced costs -> the range of layer numbers of every stage.
 
-    causal_lm: the whole model, on any device. A layer costs what its matrices cost for a token: experts K of E times.
-    layers_per_stage: numbers to take instead. Raises ValueError as `models.stages.split_layers` does.
+    The cost of a layer is that of its matrices for one token, where experts count K / E.
+
+    causal_lm: the whole model, on any device.
+    layers_per_stage: number of layers of every stage, instead of balanced ones.
+
+    Raises ValueError like `models.stages.split_layers`.
     """
     base = base_of(causal_lm)
     costs = [layer_cost(layer, causal_lm.config) for layer in base.layers]
@@ -123,14 +136,17 @@ def stage_layers(causal_lm: Any, num_stages: int, layers_per_stage: Sequence[int
 
 
 def top_k_of(config: Any) -> int:
-    """Return the number of experts per token that a configuration describes; 1 where it has none."""
+    """Return the number of experts per token in a configuration; 1 for a dense model."""
     text_config = config.get_text_config()
-    values = [getattr(text_config, name, None) for name in _TOP_K]
-    return next((value for value in values if value is not None), 1)
+    for name in _TOP_K_NAMES:
+        value = getattr(text_config, name, None)
+        if value is not None:
+            return value
+    return 1
 
 
 def layer_cost(layer: nn.Module, config: Any) -> float:
-    """Return the number of multiplications of a layer for one token, without those of attention scores."""
+    """Return the number of multiplications of a layer for one token, excluding attention scores."""
     top_k = top_k_of(config)
     cost = 0.0
     for module in layer.modules():

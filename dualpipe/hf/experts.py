@@ -1,13 +1,14 @@
-"""transformers' stacked experts by this library's grouped GEMMs, with deferred weight gradients.
+"""Experts implementation "dualpipe" for transformers: grouped GEMMs with deferred weight gradients.
 
-transformers calls the experts of a model through an interface, by the name in `config._experts_implementation`. The
-name "dualpipe" is registered with it here, so that a model uses these kernels inside and outside of a pipeline:
+transformers calls the stacked experts of a model through its experts interface, which looks up an implementation by the
+name in `config._experts_implementation`. Importing this module registers the name "dualpipe", so that a model uses
+these kernels inside and outside of a pipeline:
 
     import dualpipe.hf
     model = AutoModelForCausalLM.from_pretrained(path, experts_implementation="dualpipe")
 
-A class of experts says how it stores its weights by attributes that `use_experts_implementation` of transformers sets:
-`has_gate`, `has_bias`, `is_transposed`, `is_concatenated` and `has_post_expert_norm`.
+Attributes of a class of experts describe how it stores its weights; `use_experts_implementation` of transformers sets
+them: `has_gate`, `has_bias`, `is_transposed`, `is_concatenated` and `has_post_expert_norm`.
 
 Dimension letters: T tokens, K experts per token, M routed rows, E experts, H hidden, I intermediate.
 """
@@ -27,24 +28,27 @@ from dualpipe.nn.grouped_linear import grouped_linear
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
 
-NAME = "dualpipe"  # of this implementation, in `config._experts_implementation`
+NAME = "dualpipe"  # name of this implementation in `config._experts_implementation`
 
-SwiGLUForm = tuple[bool, float, float]
-_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # of modules of experts, from their first use
+SwiGLUForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
+_forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # by module of experts, from its first use
 
 
 def compute_experts(
     experts: Any, hidden_states: Tensor, top_k_index: Tensor | SortedTokens, top_k_weights: Tensor
 ) -> Tensor:
-    """Return the weighted sum of each token's experts, as transformers' experts interface defines it.
+    """Compute the weighted sum of every token's experts, as transformers' experts interface defines it -> (T, H).
 
-    hidden_states: (T, H); top_k_index, top_k_weights: (T, K). Where the experts have a dispatcher of several ranks,
-    tokens travel to their experts and back: collective over these ranks, forward and backward.
+    hidden_states: (T, H).
+    top_k_index, top_k_weights: (T, K).
 
-    `run_experts` calls the module with rows sorted by expert instead: top_k_index says how, top_k_weights is (M,), and
-    the result is that of the sorted rows (M, H), multiplied by their weights.
+    With a dispatcher of several expert-parallel ranks, tokens are dispatched to their experts and combined: collective
+    over these ranks, in the forward and in the backward.
 
-    Raises ValueError for experts that transformers has sharded itself.
+    `run_experts` calls the module with rows sorted by expert instead. Then `top_k_index` describes the sorted rows,
+    `top_k_weights` is (M,), and the result is (M, H): the sorted rows, multiplied by their weights.
+
+    Raises ValueError if transformers has sharded the experts itself.
     """
     if isinstance(top_k_index, SortedTokens):
         return _compute_sorted(experts, hidden_states, top_k_index, top_k_weights)
@@ -60,7 +64,7 @@ def compute_experts(
 
 
 def dispatcher_of(experts: Any) -> Dispatcher:
-    """Return the dispatcher of a layer's experts: by default that of a rank which has all of them."""
+    """Return the dispatcher of a layer's experts; by default one for a rank that has all experts."""
     dispatcher = getattr(experts, "dispatcher", None)
     if dispatcher is None:
         dispatcher = ExpertParallel(experts.num_experts).dispatcher()
@@ -68,7 +72,7 @@ def dispatcher_of(experts: Any) -> Dispatcher:
 
 
 def exchange_segments(experts: Any) -> list[Segment]:
-    """Return the segments from "rows", "weights" and "plan" to "rows": to the experts, through them and back."""
+    """Return the segments dispatch, experts and combine, which read "rows", "weights" and "plan" and write "rows"."""
     dispatcher = dispatcher_of(experts)
 
     def compute(rows: Tensor, weights_RK: Tensor, received: Any) -> Tensor:
@@ -84,46 +88,52 @@ def exchange_segments(experts: Any) -> list[Segment]:
 
 
 def _compute_sorted(experts: Any, x_TH: Tensor, tokens: SortedTokens, weights_M: Tensor) -> Tensor:
-    """Return the results of rows that are sorted by expert (M, H), multiplied by their weights."""
-    first = "gate_up_proj" if experts.has_gate else "up_proj"
+    """Compute the results of the rows sorted by expert, multiplied by their weights -> (M, H)."""
+    first_name = "gate_up_proj" if experts.has_gate else "up_proj"
     is_transposed = experts.is_transposed
-    # Without what follows the last product, weighting before it is the same, and its result need not be kept.
+    # Without a bias or a norm after the last GEMM, the weights can be applied before it. The result is the same, and
+    # the backward need not save the last GEMM's result.
     has_post_norm = getattr(experts, "has_post_expert_norm", False)  # newer than transformers 5.17
-    weighs_first = not experts.has_bias and not has_post_norm
+    scales_input = not experts.has_bias and not has_post_norm
     form = swiglu_form_of(experts)
-    scale_M = weights_M if weighs_first and form is not None else None
+    scale_M = weights_M if scales_input and form is not None else None
     h_MI = grouped_linear(
-        x_TH, getattr(experts, first), _bias(experts, first), tokens, is_transposed=is_transposed, form=form,
+        x_TH, getattr(experts, first_name), _bias(experts, first_name), tokens, is_transposed=is_transposed, form=form,
         scale=scale_M,
     )
     if form is None:
         h_MI = experts._apply_gate(h_MI) if experts.has_gate else experts.act_fn(h_MI)
-    if form is None and weighs_first:
-        h_MI = (h_MI * weights_M.unsqueeze(1)).to(h_MI.dtype)
+        if scales_input:
+            h_MI = (h_MI * weights_M.unsqueeze(1)).to(h_MI.dtype)
     y_MH = grouped_linear(
         h_MI, experts.down_proj, _bias(experts, "down_proj"), tokens.offs, is_transposed=is_transposed)
     if has_post_norm:
         y_MH = experts.post_expert_norm(y_MH)
-    return y_MH if weighs_first else (y_MH * weights_M.unsqueeze(1)).to(y_MH.dtype)
+    if scales_input:
+        return y_MH
+    return (y_MH * weights_M.unsqueeze(1)).to(y_MH.dtype)
 
 
-def _bias(experts: Any, name: str) -> Tensor | None:
-    return getattr(experts, f"{name}_bias") if experts.has_bias else None
+def _bias(experts: Any, weight_name: str) -> Tensor | None:
+    """Return the bias that goes with a stacked weight."""
+    return getattr(experts, f"{weight_name}_bias") if experts.has_bias else None
 
 
 def swiglu_form_of(experts: Any) -> SwiGLUForm | None:
-    """Return the form in which the kernels compute an activation; None where they do not have it.
+    """Return the SwiGLU form of the kernels that equals the experts' activation, or None if no form does.
 
-    Recognised by what `_apply_gate` computes of a few numbers, so that a class may write it as it likes.
+    Compares the results of `_apply_gate` on sample values, so the implementation of the class does not matter. The form
+    of a module is computed once.
     """
     if experts not in _forms:
-        _forms[experts] = _recognised_form(experts) if experts.has_gate else None
+        _forms[experts] = _recognize_form(experts) if experts.has_gate else None
     return _forms[experts]
 
 
-def _recognised_form(experts: Any) -> SwiGLUForm | None:
+def _recognize_form(experts: Any) -> SwiGLUForm | None:
+    """Compare `_apply_gate` with both forms of the kernels on sample values."""
     with torch.no_grad():
-        # Small numbers, and some beyond the limit of any clamp, in an even number of columns.
+        # Small values, and values beyond the limit of any clamp, in an even number of columns.
         samples = [torch.linspace(-size, size, 8 * 32, dtype=torch.float64, device="cpu") for size in (20.0, 1e4)]
         gate_up = torch.cat([sample.view(32, 8).t() for sample in samples]).contiguous()
         activations = experts._apply_gate(gate_up)

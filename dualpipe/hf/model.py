@@ -1,6 +1,6 @@
-"""A causal LM of transformers as a trainer asks of it: sizes, stages without memory, operations for a token.
+"""Model description of a causal LM of transformers for the trainer: sizes, stages on the meta device, FLOPs per token.
 
-Everything is read from the model's config.json and from modules on the meta device; nothing is allocated.
+All values come from the model's config.json and from modules on the meta device. No memory is allocated.
 """
 
 from __future__ import annotations
@@ -25,32 +25,34 @@ from dualpipe.hf.structure import check_structure
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 
-_STATEFUL = ("linear_attention", "conv", "mamba", "recurrent")  # kinds of layers without attention scores
+_STATEFUL_KINDS = ("linear_attention", "conv", "mamba", "recurrent")  # kinds of layers without attention scores
 
 
 @dataclass(frozen=True)
 class TransformersModel:
-    """A causal LM of transformers, by the text of its config.json, which is what two models are compared by."""
+    """Causal LM of transformers, defined by the text of its config.json. Models with equal texts are equal."""
 
     text: str
 
-    mtp_depth = 0  # layers for multi-token prediction that are trained: transformers has none
+    mtp_depth = 0  # transformers trains no layers for multi-token prediction
 
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> TransformersModel:
-        """Return the model that the content of a config.json describes.
+        """Create a model from the content of a config.json.
 
-        Raises ValueError for a family that transformers does not have, and for one that cannot be cut into stages.
+        Raises ValueError if transformers does not have the family, cannot build the model, or if the model cannot be
+        cut into stages.
         """
         model_type = hub.get("model_type")
         if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-            raise ValueError(f"model_type {model_type!r} is not one of those of transformers "
-                             f"{transformers.__version__}; give a family that it has, or install a version that has it")
+            raise ValueError(f"model_type {model_type!r} is unknown to transformers {transformers.__version__}; give a "
+                             "family that it has, or install a version that has this one")
         model = cls(json.dumps(hub, sort_keys=True))
         try:
             causal_lm = model.causal_lm
         except (AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"transformers cannot build a {model_type} of this config.json: {error}") from error
+            raise ValueError(f"transformers cannot build a {model_type} from this config.json: {error}; give the "
+                             "config.json of a causal language model") from error
         base_of(causal_lm)
         return model
 
@@ -61,113 +63,119 @@ class TransformersModel:
 
     @property
     def config(self) -> PreTrainedConfig:
-        """The configuration of transformers, a new one each time."""
+        """A new configuration of transformers."""
         content = self.to_dict()
         config: PreTrainedConfig = CONFIG_MAPPING[content["model_type"]].from_dict(content)
         return config
 
     @property
     def causal_lm(self) -> Any:
-        """The whole model without memory, the same one for all callers."""
+        """The whole model on the meta device, shared by all callers."""
         return _whole_on_meta(self.text)
 
     @property
     def model_type(self) -> str:
-        """The family, as transformers calls it."""
+        """Name of the family in transformers."""
         return str(self.to_dict()["model_type"])
 
     @property
     def _text_config(self) -> Any:
+        """Configuration of the language model."""
         return self.causal_lm.config.get_text_config()
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens that there are."""
+        """Number of tokens in the vocabulary."""
         return int(self._text_config.vocab_size)
 
     @property
     def hidden_size(self) -> int:
-        """The size of a hidden state."""
+        """Size of a hidden state."""
         return int(self._text_config.hidden_size)
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of layers."""
+        """Number of layers."""
         return len(base_of(self.causal_lm).layers)
 
     def layer(self, number: int) -> nn.Module:
-        """Return a layer of `causal_lm`."""
+        """Return layer `number` of `causal_lm`."""
         layer: nn.Module = base_of(self.causal_lm).layers[number]
         return layer
 
     @property
     def num_experts(self) -> int:
-        """The experts of a layer, the most that one has; 0 in a dense model."""
+        """Largest number of experts of a layer; 0 in a dense model."""
         modules: list[Any] = [module for module in self.causal_lm.modules() if is_interface_experts(module)]
         return max((int(module.num_experts) for module in modules), default=0)
 
     @property
     def num_experts_per_tok(self) -> int:
-        """The experts that a token goes to; 1 in a dense model."""
+        """Number of experts per token; 1 in a dense model."""
         return top_k_of(self.causal_lm.config)
 
     @property
     def positions(self) -> int | None:
-        """The number of positions that the model is made for, if known."""
+        """Maximum number of positions; None if the configuration does not say."""
         return getattr(self._text_config, "max_position_embeddings", None)
 
     @property
     def name_prefix(self) -> str:
-        """The beginning of the names of the embedding and of the layers, such as "model."."""
+        """Prefix of the parameter names of the embedding and the layers, such as "model."."""
         return f"{self.causal_lm.base_model_prefix}."
 
     @property
     def is_tied(self) -> bool:
-        """Return True if the head has the weight of the embedding."""
+        """True if the head shares the embedding's weight."""
         return is_tied(self.causal_lm.config)
 
     @property
     def mixes_documents(self) -> bool:
-        """Return True if some layers see from one document of a row into the next, whatever `position_ids` say.
+        """True if a layer passes values between the documents of a row, even if `position_ids` separate them.
 
-        Those are layers with a state or a convolution along the sequence, and the attention of gpt-oss.
+        Layers with a state or a convolution along the sequence do, and so does the attention of gpt-oss.
         """
         kinds = getattr(self._text_config, "layer_types", None) or ()
         has_convolutions = any(isinstance(module, nn.Conv1d) for module in self.causal_lm.modules())
-        has_states = any(kind in name for name in kinds for kind in _STATEFUL)
+        has_states = any(_is_stateful(kind) for kind in kinds)
         return has_convolutions or has_states or self.model_type == "gpt_oss"
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return the floating-point operations of matrix products for a token, forward and backward.
+        """Return the FLOPs of GEMMs and attention scores for one token, forward and backward.
 
-        Matrices count with the experts that a token goes to; scores of attention, where a layer has them, as those of
-        all pairs of positions.
+        Counts the matrices of the K experts of a token. Attention scores, if a layer has them, are counted for all
+        pairs of positions, as without a causal mask.
         """
         config = self._text_config
         layers = base_of(self.causal_lm).layers
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        num_heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
         qk_dim = head_dim
-        if getattr(config, "qk_nope_head_dim", None):  # of latent attention, where head_dim is the rotated part
+        if getattr(config, "qk_nope_head_dim", None):  # latent attention, whose head_dim is the rotated part only
             qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
         v_dim = getattr(config, "v_head_dim", None) or head_dim
         kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
-        with_scores = sum(not any(kind in name for kind in _STATEFUL) for name in kinds)
-        products = sum(layer_cost(layer, self.causal_lm.config) for layer in layers)
-        products += config.hidden_size * config.vocab_size
-        scores = with_scores * heads * (qk_dim + v_dim) * sequence_length
-        return 3 * 2.0 * (products + scores)  # the backward takes twice the forward
+        num_score_layers = sum(not _is_stateful(kind) for kind in kinds)
+        matrices = sum(layer_cost(layer, self.causal_lm.config) for layer in layers)
+        matrices += config.hidden_size * config.vocab_size
+        scores = num_score_layers * num_heads * (qk_dim + v_dim) * sequence_length
+        return 3 * 2.0 * (matrices + scores)  # the backward has twice the FLOPs of the forward
 
     def meta_stages(self, num_stages: int = 1, layers_per_stage: tuple[int, ...] = ()) -> tuple[CausalLMStage, ...]:
-        """Return all stages without memory, to be looked at alone: the same ones for all callers.
+        """Return all stages on the meta device, shared by all callers: do not change them.
 
-        Raises ValueError for a model that cannot be cut so.
+        Raises ValueError if the model cannot be cut into these stages.
         """
         return _meta_stages(self.text, num_stages, layers_per_stage)
 
 
+def _is_stateful(kind: str) -> bool:
+    """Return True for a kind of layer that has a state or a convolution instead of attention scores."""
+    return any(name in kind for name in _STATEFUL_KINDS)
+
+
 def build_on_meta(model: TransformersModel) -> Any:
-    """Return a new whole model without memory, in float32."""
+    """Build the whole model on the meta device, in float32; every call builds a new one."""
     config = model.config
     config._experts_implementation = NAME
     config.dtype = torch.float32
@@ -177,13 +185,15 @@ def build_on_meta(model: TransformersModel) -> Any:
 
 @lru_cache(maxsize=8)
 def _whole_on_meta(text: str) -> Any:
+    """Return the whole model on the meta device, cached by the text of its config.json."""
     return build_on_meta(TransformersModel(text))
 
 
 @lru_cache(maxsize=64)
 def _meta_stages(text: str, num_stages: int, layers_per_stage: tuple[int, ...]) -> tuple[CausalLMStage, ...]:
+    """Build all stages on the meta device, cached by the text of the model's config.json."""
     cuts = stage_layers(_whole_on_meta(text), num_stages, layers_per_stage)
-    form = check_structure(build_on_meta(TransformersModel(text)), cuts)  # which takes its model apart
+    form = check_structure(build_on_meta(TransformersModel(text)), cuts)  # consumes the model it gets
     stages = []
     for number, layers in enumerate(cuts):
         is_first = number == 0

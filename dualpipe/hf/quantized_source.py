@@ -1,7 +1,7 @@
-"""Read a stage's weights of a checkpoint in FP8 (DeepSeek-V3) or MXFP4 (gpt-oss), and dequantize them.
+"""Read and dequantize a stage's weights from a checkpoint in FP8 (DeepSeek-V3) or MXFP4 (gpt-oss).
 
-transformers dequantizes such checkpoints with packages that it does not bring along. They are read as for this
-library's own models, and transformers' loader gets them as if they had been stored in bfloat16.
+transformers needs extra packages to dequantize such checkpoints. This module reads them with the readers of this
+library's own models, and presents them to transformers' loader as if they were stored in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,17 +23,21 @@ _layer_number = re.compile(r"(?:^|\.)layers\.(\d+)\.").search
 
 
 def is_quantized(config: Any) -> bool:
-    """Return True for the configuration of a checkpoint that is stored in a quantized form."""
+    """Return True if the configuration describes a quantized checkpoint."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def read_dequantized(
     source: str | Path, config: Any, layers: range, *, has_ends: bool, dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a stage under the names that the checkpoint has, those in FP8 or MXFP4 in `dtype`.
+    """Return the tensors of a stage by their names in the checkpoint; indexing a tensor reads it.
 
-    They are read when they are indexed. layers: those of the stage; has_ends: whether it has tensors of no layer, too.
-    Raises ValueError for other forms of quantization, and for files that are incomplete.
+    source: folder, or name on the hub.
+    layers: numbers of the stage's layers.
+    has_ends: also return the tensors outside of layers, such as the embedding and the head.
+    dtype: dtype of dequantized tensors; others keep their dtype.
+
+    Raises ValueError for another quantization method, and for incomplete files.
     """
     folder = Path(source)
     if not folder.is_dir():
@@ -49,29 +53,29 @@ def read_dequantized(
 
 
 class StoredTensor:
-    """A tensor of a checkpoint that is read, and dequantized where it is quantized, when it is indexed.
+    """Tensor of a checkpoint that indexing reads and, if it is quantized, dequantizes.
 
-    It is what a slice of a safetensors file is to transformers' loader, which indexes by slices alone.
+    Replaces a slice object of a safetensors file in transformers' loader, which indexes with slices only.
     """
 
     def __init__(self, reader: Reader, name: str, dtype: torch.dtype) -> None:
         stored = find_stored(reader.header, name, reader.block)
-        assert stored is not None, "a name comes from the header"
+        assert stored is not None, "the name must come from the header"
         self._reader = reader
         self._stored = stored
         self._dtype = dtype
-        # gpt-oss multiplies rows by its matrices from the right, and stores those in MXFP4 the other way.
+        # gpt-oss computes x W, but stores W transposed if it is in MXFP4.
         self._is_transposed = isinstance(stored, Mxfp4)
 
     def get_shape(self) -> list[int]:
-        """Return the shape that the model has."""
+        """Return the shape of the model's parameter."""
         shape = list(self._stored.shape)
         if self._is_transposed:
             shape[-2:] = reversed(shape[-2:])
         return shape
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Return a part of the tensor; of the first dimension nothing else is read, such as other experts."""
+        """Read a part of the tensor. Reads only the selected range of the first dimension, such as the experts."""
         slices = index if isinstance(index, tuple) else (index,)
         shape = tuple(self._stored.shape)
         if not shape or slices[0] is Ellipsis:
@@ -81,8 +85,8 @@ class StoredTensor:
         return rows[(slice(None), *slices[1:])]
 
     def _read(self, box: Box) -> Tensor:
-        """Return a box of the tensor as it is stored, dequantized, in the shape that the model has."""
-        raw = [self._reader(part, inside) for part, inside in self._stored.raw(box)]
+        """Read a box of the stored tensor -> dequantized, in the layout of the model's parameter."""
+        raw = [self._reader(part, part_box) for part, part_box in self._stored.raw(box)]
         if self._stored.format is None:
             return raw[0].clone()
         out = torch.empty([part.stop - part.start for part in box.slices], dtype=self._dtype, device="cpu")
@@ -91,7 +95,7 @@ class StoredTensor:
 
 
 def tensor_name(stored: str, header: Any) -> str:
-    """Return the name of the tensor that a tensor of the files is a part of."""
+    """Return the name of the model's tensor that a stored tensor is a part of, such as its blocks or scales."""
     for suffix in SUFFIXES[1:]:
         name = stored.removesuffix(suffix)
         if name != stored and (suffix != "_scale_inv" or name in header):
@@ -100,7 +104,7 @@ def tensor_name(stored: str, header: Any) -> str:
 
 
 def _filter(layers: range, *, has_ends: bool) -> Callable[[str], bool]:
-    """Return a function that says of a tensor's name whether the stage needs it."""
+    """Return a predicate that is True for the names of the stage's tensors."""
 
     def is_needed(name: str) -> bool:
         match = _layer_number(name)

@@ -1,7 +1,9 @@
-"""A stage of a pipeline: some layers of a causal language model of transformers, run by the model's own forward.
+"""Pipeline stage with some layers of a causal language model of transformers, run by the model's own forward.
 
-The model keeps its classes, its names and its state-dict keys; the parts of other stages are removed. Masks and
-rotary tables are made on every stage, by the model itself, from the shape of the hidden states and `position_ids`.
+The model keeps its classes, parameter names and state-dict keys; the parts of other stages are removed. On every stage,
+the model itself makes masks and rotary tables from the shape of the hidden states and from `position_ids`.
+
+Dimension letters: B rows of the batch, S positions, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,16 +18,17 @@ from torch import Tensor, nn
 from dualpipe.hf.cut import NumberedLayers, base_of, is_tied, norm_name
 from dualpipe.hf.experts import dispatcher_of
 from dualpipe.hf.layers import LayerArguments, SplitLayer, hidden_states_of
-from dualpipe.hf.stand_ins import CallRecorder, FixedLayer, InputOverride, LayerForm, OutputRecorder, standing_in
+from dualpipe.hf.stand_ins import CallRecorder, FixedLayer, InputOverride, LayerForm, OutputRecorder, swap_modules
 from dualpipe.models.stages import Recompute
 from dualpipe.nn.segments import Compute, Segment
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, is_interface_experts
 
 
 class CausalLMStage(nn.Module):
-    """Consecutive layers of a causal LM; the embedding where `is_first`, the norm and the head where `is_last`.
+    """Consecutive layers of a causal LM, with the embedding if `is_first`, and the norm and the head if `is_last`.
 
-    causal_lm: a model that `cut_model` has cut to these. form: of the layers' results.
+    causal_lm: a model that `cut_model` has cut to this stage.
+    form: form of the layers' results; None: hidden states alone.
     """
 
     causal_lm: Any  # the model, without the parts of other stages
@@ -34,110 +37,122 @@ class CausalLMStage(nn.Module):
         super().__init__()
         self.is_first = is_first
         self.is_last = is_last
-        self.splits: dict[int, SplitLayer] = {}  # by the number of the layer: those that run in parts
+        self.splits: dict[int, SplitLayer] = {}  # by layer number; other layers run as a whole
         self.recompute = Recompute()
         self.form = form or LayerForm()
-        self._num_changes = 0
+        self._segments_version = 0  # part of `segments_key`
         self.config = causal_lm.config
         self.is_tied = is_tied(causal_lm.config)
-        # The model's modules are this module's, under the same names, so that a state dict has the whole model's keys.
+        # The stage has the model's modules under the same names, so that a state dict has the whole model's keys.
         for name, child in causal_lm.named_children():
             self.add_module(name, child)
         self.__dict__["causal_lm"] = causal_lm  # past `nn.Module.__setattr__`, which would make it a submodule
 
     @property
     def base(self) -> Any:
-        """The model without its head."""
+        """Model without its head."""
         return base_of(self.causal_lm)
 
     def train(self, mode: bool = True) -> CausalLMStage:
-        """Set the mode of all modules, the model itself among them."""
+        """Set the training mode of all modules, including the model itself."""
         super().train(mode)
         self.causal_lm.train(mode)
         return self
 
     @property
     def layers(self) -> NumberedLayers:
-        """The layers of this stage."""
+        """Layers of this stage."""
         return self.base.layers
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return logits (B, S, V) on the last stage, hidden states (B, S, H) on others.
+        """Run the stage -> logits (B, S, V) on the last stage, hidden states (B, S, H) on other stages.
 
-        x: tokens (B, S) on the first stage, hidden states (B, S, H) on others.
-        position_ids: (B, S), of each token in its document, where a row holds several.
+        x: tokens (B, S) on the first stage, hidden states (B, S, H) on other stages.
+        position_ids: (B, S), position of every token in its document; None: every row is one document.
         """
         options = {"position_ids": position_ids, "use_cache": False}
-        with standing_in(self.base, self._entry(x)):
+        with swap_modules(self.base, self._input_override(x)):
             if self.is_last:
                 return self.causal_lm(**self._inputs(x), **options).logits
             return self.base(**self._inputs(x), **options).last_hidden_state
 
     def segments(self) -> list[Segment]:
-        """Return the forward in parts, for layers that send tokens to experts on other ranks, and for those that are
-        computed again before their backward, as `recompute` says of "layer"; see docs/overlap.md."""
-        parts: list[Segment] = [Compute(self.layer_arguments, ("x", "position_ids"), ("x", "arguments"))]
-        for place, (number, layer) in enumerate(self.layers.numbered()):
+        """Return the segments of the forward; see docs/overlap.md.
+
+        A layer that dispatches tokens to other ranks is cut at its experts if `splits` has it. Compute segments of a
+        layer are marked for recomputation if `recompute` selects "layer" for its number.
+        """
+        segments: list[Segment] = [Compute(self.layer_arguments, ("x", "position_ids"), ("x", "arguments"))]
+        for position, (number, layer) in enumerate(self.layers.numbered()):
             name = f"arguments{number}"
-            parts.append(Compute(partial(_take, place), "arguments", name))
-            split = self.splits.get(number)
-            again = self.recompute("layer", number)
-            if split is None or dispatcher_of(split.experts).dispatch is None:
-                parts.append(Compute(partial(_call_layer, layer), ("x", name), "x", again))
-            else:
-                parts += [replace(part, recompute=again) if isinstance(part, Compute) else part
-                          for part in split.hooked_segments(name)]
-        parts.append(Compute(self._end, "x", "x"))
-        return parts
+            segments.append(Compute(partial(_select_arguments, position), "arguments", name))
+            segments += self._layer_segments(number, layer, name)
+        segments.append(Compute(self.apply_head, "x", "x"))
+        return segments
+
+    def _layer_segments(self, number: int, layer: nn.Module, arguments: str) -> list[Segment]:
+        """Return the segments of a layer, which read "x" and the value named `arguments`, and write "x"."""
+        recompute = self.recompute("layer", number)
+        split = self.splits.get(number)
+        if split is None or dispatcher_of(split.experts).dispatch is None:
+            return [Compute(partial(_call_layer, layer), ("x", arguments), "x", recompute)]
+        return [
+            replace(segment, recompute=recompute) if isinstance(segment, Compute) else segment
+            for segment in split.hooked_segments(arguments)
+        ]
 
     def segments_key(self) -> Hashable:
-        """Return a key that changes with the segments: see docs/overlap.md."""
-        return self._num_changes, self.recompute
+        """Return a key that changes when the segments change; see docs/overlap.md."""
+        return self._segments_version, self.recompute
 
     def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
-        """Send tokens to experts on other ranks, by `experts` for the number of experts of a layer.
+        """Dispatch tokens to experts on other ranks. Does not shard the parameters: see `shard_experts`.
 
-        `shard_experts` shards their parameters.
+        experts: by the number of experts of a layer.
         """
-        self._num_changes += 1
+        self._segments_version += 1
         modules: list[Any] = [module for module in self.modules() if is_interface_experts(module)]
         for module in modules:
             module.dispatcher = experts[module.num_experts].dispatcher()
 
     def tied_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters that the other end of the pipeline has, too: a tied embedding or head."""
+        """Return the parameters that another stage also has: a tied embedding or head, unless this stage has both."""
         if not self.is_tied or self.is_first is self.is_last:
             return []
         owner = self.base.embed_tokens if self.is_first else self.causal_lm.lm_head
         return [owner.weight]
 
     def layer_arguments(self, x: Tensor, position_ids: Tensor | None = None) -> tuple[Tensor, list[LayerArguments]]:
-        """Return the first layer's hidden states (B, S, H), and each layer's arguments behind the hidden states."""
+        """Return the first layer's hidden states (B, S, H), and every layer's arguments after the hidden states.
+
+        Raises ValueError if the model does not call its norm exactly once.
+        """
         recorders = [CallRecorder(layer, self.form) for layer in self.layers]
         norm = OutputRecorder(nn.Identity())
-        with standing_in(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
+        with swap_modules(self.base, {"layers": nn.ModuleList(recorders), norm_name(self.base): norm}):
             hidden_states = self.base(**self._inputs(x), position_ids=position_ids, use_cache=False).last_hidden_state
         if len(norm.results) != 1:
             raise ValueError(
-                f"a {type(self.causal_lm).__name__} calls its norm {len(norm.results)} times; stages need it once, "
-                "behind the layers: cut the model yourself, as docs/your-own-loop.md shows")
+                f"a {type(self.causal_lm).__name__} calls its norm {len(norm.results)} times; stages need one call, "
+                "after the layers: cut the model yourself, as docs/your-loop.md shows")
         arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
         return hidden_states if self.is_first else x, arguments
 
-    def _end(self, x: Tensor) -> Tensor:
-        """Run the norm and the head, where the stage has them."""
+    def apply_head(self, x: Tensor) -> Tensor:
+        """Apply the norm and the head -> logits (B, S, V); return `x` unchanged on other stages than the last."""
         if not self.is_last:
             return x
-        with standing_in(self.base, {"layers": self._fixed_layers(x)}):
+        with swap_modules(self.base, {"layers": self._fixed_layers(x)}):
             return self.causal_lm(inputs_embeds=x, use_cache=False).logits
 
     def _inputs(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the keyword argument that passes tokens or hidden states to the model."""
         return {"input_ids" if self.is_first else "inputs_embeds": x}
 
-    def _entry(self, x: Tensor) -> dict[str, nn.Module]:
-        """Return the stand-in that gives the first layer of a later stage its hidden states.
+    def _input_override(self, x: Tensor) -> dict[str, nn.Module]:
+        """Return the stand-in that passes hidden states to the first layer of a later stage, by its path.
 
-        The model takes them for embeddings, which it may multiply by a factor on the way to the first layer.
+        The model treats the hidden states as embeddings, and may scale them before the first layer.
         """
         if self.is_first:
             return {}
@@ -146,14 +161,16 @@ class CausalLMStage(nn.Module):
         return {"layers": self._fixed_layers(x)}
 
     def _fixed_layers(self, x: Tensor) -> nn.ModuleList:
-        """Return one layer that returns `x`."""
+        """Return a list of one layer, which returns `x`."""
         layer = self.layers[0] if len(self.layers) else self.layers.attributes
         return nn.ModuleList([FixedLayer(x, self.form, layer)])
 
 
-def _take(place: int, arguments: list[LayerArguments]) -> LayerArguments:
-    return arguments[place]
+def _select_arguments(position: int, arguments: list[LayerArguments]) -> LayerArguments:
+    """Return the arguments of the layer at a position in the stage."""
+    return arguments[position]
 
 
 def _call_layer(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Tensor:
+    """Run a whole layer, and return its hidden states."""
     return hidden_states_of(layer(x, *arguments.args, **arguments.kwargs))

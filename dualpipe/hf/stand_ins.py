@@ -1,8 +1,8 @@
-"""Stand-ins: modules that take the place of a model's own for one call of its forward.
+"""Stand-ins: modules that replace modules of a model for one call of its forward.
 
-A model of transformers is one function that calls its parts. Run with stand-ins it tells what a part is called with
-(`CallRecorder`), ends at a part (`ForwardStop`), or goes on from results of an earlier run (`OutputReplay`). So a layer
-is cut at its experts without its source being touched.
+The forward of a transformers model is one function that calls its modules. With stand-ins, a call can record the
+arguments of a module (`CallRecorder`), stop at a module (`ForwardStop`), or reuse the results of an earlier call
+(`OutputReplay`). This is how a layer is cut at its experts without a change of its source.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 
 @contextmanager
-def standing_in(root: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Put modules into the places of others, by their names in `root`, while the `with` lasts."""
+def swap_modules(root: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Replace modules of `root`, by their paths, for the duration of the `with` block."""
     replaced: list[tuple[nn.Module, str, nn.Module | None]] = []
     try:
         for path, stand_in in stand_ins.items():
@@ -32,14 +32,17 @@ def standing_in(root: nn.Module, stand_ins: Mapping[str, nn.Module]) -> Iterator
 
 
 class StandIn(nn.Module):
-    """Base of the stand-ins: has the attributes of the module that it replaces, which is not a part of it."""
+    """Base class of stand-ins: forwards attribute look-ups to the module that it replaces.
+
+    The replaced module is not a submodule.
+    """
 
     def __init__(self, module: nn.Module | SimpleNamespace | None = None) -> None:
         super().__init__()
         self.__dict__["replaced_module"] = module  # past `nn.Module.__setattr__`, which would make it a submodule
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the replaced module, such as a layer's type, which a model may look up."""
+        """Look up an attribute in the replaced module, such as a layer's type, which a model may read."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -50,7 +53,7 @@ class StandIn(nn.Module):
 
 
 def plain_attributes(module: nn.Module) -> SimpleNamespace:
-    """Return the numbers and strings among a module's attributes, such as a layer's type, without the module."""
+    """Copy the public numbers and strings among a module's attributes, such as a layer's type."""
     if isinstance(module, StandIn):
         module = module.replaced_module
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -58,82 +61,83 @@ def plain_attributes(module: nn.Module) -> SimpleNamespace:
 
 
 class LayerForm:
-    """Form of what a model's layers return: hidden states alone, or first in a tuple of `num_results`.
+    """Form of the results of a model's layers: hidden states alone, or a tuple that starts with hidden states.
 
-    num_results: 0 for hidden states alone. The rest of the tuple, such as attention weights, is not used by the model.
+    num_results: length of the tuple; 0 for hidden states alone. The model does not use the rest of the tuple, such as
+        attention weights.
     """
 
     def __init__(self, num_results: int = 0) -> None:
         self.num_results = num_results
 
     def pack(self, hidden_states: Tensor, rest: Any = None) -> Any:
-        """Return hidden states in this form, with `rest` in all other places of the tuple."""
+        """Return hidden states in this form, with `rest` as every other element of the tuple."""
         if not self.num_results:
             return hidden_states
         return (hidden_states, *[rest] * (self.num_results - 1))
 
 
 class ForwardStopped(Exception):
-    """Ends a forward at a part of the model; `inputs` are the arguments of the part."""
+    """Raised by `ForwardStop`; `inputs` are the arguments of the module where the forward stopped."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
-        super().__init__("the forward has ended at a part of the model")
+        super().__init__("the forward has been stopped at a module")
         self.inputs = inputs
 
 
 class ForwardStop(nn.Module):
-    """Raises `ForwardStopped` when it is called."""
+    """Stand-in that stops the forward by raising `ForwardStopped`."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """Raise the exception; keyword arguments come behind the others, in their order."""
-        raise ForwardStopped((*inputs, *named.values()))
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise `ForwardStopped` with all arguments: the positional ones, then the keyword arguments in their order."""
+        raise ForwardStopped((*args, *kwargs.values()))
 
 
 class OutputRecorder(StandIn):
-    """Calls the module that it replaces, and keeps the results in `results`."""
+    """Stand-in that calls the module that it replaces, and appends the result to `results`."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self.results: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns."""
+        """Call the replaced module, and record its result."""
         result = self.replaced_module(*args, **kwargs)
         self.results.append(result)
         return result
 
 
 class OutputReplay(StandIn):
-    """Returns `results`, one in each call; beyond them it calls the module that it replaces."""
+    """Stand-in that returns the next element of `results`; if none is left, it calls the module that it replaces."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         super().__init__(module)
         self.results: list[Any] = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the next result."""
+        """Return the next recorded result, or the result of the replaced module."""
         if self.results:
             return self.results.pop(0)
-        assert self.replaced_module is not None, "called more often than results were recorded"
+        assert self.replaced_module is not None, "a replay without a module was called more often than recorded"
         return self.replaced_module(*args, **kwargs)
 
 
 class InputOverride(StandIn):
-    """Calls a layer with other hidden states than it is given."""
+    """Stand-in that calls a layer with fixed hidden states, whatever the model passes."""
 
     def __init__(self, hidden_states: Tensor, layer: nn.Module) -> None:
         super().__init__(layer)
         self._hidden_states = hidden_states
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the layer makes of the other hidden states."""
+        """Call the layer with the fixed hidden states and the model's other arguments."""
         return self.replaced_module(self._hidden_states, *args, **kwargs)
 
 
 class FixedLayer(StandIn):
-    """Returns the same hidden states in each call, in the form of a layer's results.
+    """Stand-in for a layer that returns fixed hidden states, in the form of a layer's results.
 
-    layer: has the attributes that a model may look up, as `StandIn` says.
+    layer: the replaced layer, or its attributes, which a model may look up.
     """
 
     def __init__(self, hidden_states: Tensor, form: LayerForm, layer: nn.Module | SimpleNamespace) -> None:
@@ -142,12 +146,12 @@ class FixedLayer(StandIn):
         self._form = form
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states."""
+        """Return the fixed hidden states."""
         return self._form.pack(self._hidden_states)
 
 
 class CallRecorder(StandIn):
-    """Keeps the arguments of a layer's call, and returns its first, in the form of a layer's results."""
+    """Stand-in for a layer that records its arguments after the hidden states, and returns the hidden states."""
 
     def __init__(self, layer: nn.Module | None = None, form: LayerForm | None = None) -> None:
         super().__init__(layer)
@@ -156,7 +160,7 @@ class CallRecorder(StandIn):
         self.kwargs: dict[str, Any] = {}
 
     def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states as they are."""
+        """Record the arguments, and return the hidden states unchanged, in the form of a layer's results."""
         self.args = args
         self.kwargs = kwargs
         return self._form.pack(hidden_states)

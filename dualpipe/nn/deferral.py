@@ -8,19 +8,26 @@ parallelism (Qi et al., arXiv:2401.10241), with a queue of closures instead of a
 The accumulator is the parameter's `.grad`, which may be wider than the parameter: with `grad_dtype` float32 a bfloat16
 parameter accumulates in float32, and the GEMMs of its gradient are not rounded to bfloat16. Experts that are sharded
 over expert-parallel ranks are DTensors: gradients are computed and added on their local tensors.
+
+Actions "W" of one stage that follow each other can share their work (`WeightGradStore.merge`): the GEMMs of the same
+experts in several micro-batches are one, which reads and writes the accumulator once. See
+`dualpipe.nn.merged_weight_grads`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
+
+from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
 
 _active_store: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_store", default=None)
 
@@ -48,6 +55,7 @@ class WeightGradStore:
 
     Attributes:
         accumulating: True if layers may add to accumulators that are wider than their parameters, without autograd.
+        merging: True if queues may be merged; layers whose GEMMs allow it then queue what `merge` needs.
         recomputing: True during the recompute of a forward, whose statistics are counted already.
         observer: receives the origin of every weight gradient; None costs nothing.
     """
@@ -56,6 +64,7 @@ class WeightGradStore:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run immediately
         self.accumulating = False
+        self.merging = False
         self.recomputing = False
         self.observer: WeightGradObserver | None = None
         self._accumulation = _Accumulation(self)
@@ -127,6 +136,17 @@ class WeightGradStore:
             for fn in self.take(key):
                 fn()
 
+    def merge(self, keys: Sequence[Hashable]) -> None:
+        """Merge the queues of several micro-batches of a stage, and share the result out among their keys.
+
+        Call it before the first of `keys` is run; `run` of each key then does its share, about the same number of
+        weight gradients. See `dualpipe.nn.merged_weight_grads.merge_queues` for the order.
+        """
+        queues = merge_queues([self.take(key) for key in keys])
+        for key, queue in zip(keys, queues, strict=True):
+            if queue:
+                self._queues[key] = queue
+
     def take(self, key: Hashable) -> list[Callable[[], None]]:
         """Remove and return the functions that `run` would call."""
         return self._queues.pop(key, [])
@@ -175,7 +195,7 @@ class _Deferral(AbstractContextManager[None]):
 
 def weight_grads(
     ctx: Any, dy: Tensor, x: Tensor | None, weight_grad: Callable[..., Tensor], bias_grad: Callable[..., Tensor],
-    *, in_place: bool = False, rows: int | None = None,
+    *, in_place: bool = False, rows: int | None = None, merge: MergeableOperands | None = None,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return the gradients of `ctx.weight` and `ctx.bias`, or pass their computation to the active store.
 
@@ -188,6 +208,8 @@ def weight_grads(
         in_place: `weight_grad` can add to a fourth operand; it then adds to an accumulator of another dtype without
             autograd.
         rows: number of rows that the GEMM of the weight gradient sums over; None: the rows of `dy`.
+        merge: what a GEMM for several micro-batches takes of this one; None, also where the store is not merging: their
+            GEMMs are not merged.
 
     A gradient is None if it is not needed, or if the store adds it.
     """
@@ -225,8 +247,26 @@ def weight_grads(
         if bias is not None:
             add_grad(bias, bias_grad(bias, dy))
 
-    store.put(add)
+    if merge is None or weight is None or not store.deferring:
+        store.put(add)
+        return None, None
+    add_bias = None if bias is None else partial(_add_bias_grad, bias, bias_grad, dy)
+    store.put(MergeableGrad(weight, merge, partial(_add_merged, weight, merge.weight_grad), add, add_bias))
     return None, None
+
+
+def _add_merged(weight: Tensor, weight_grad: Callable[..., Tensor], operands: Sequence[Any]) -> None:
+    """Add the gradient of a weight over several micro-batches."""
+    accumulator = weight.grad
+    if accumulator is not None and accumulator.layout is torch.strided:
+        weight_grad(weight, operands, local(accumulator))
+    else:
+        add_grad(weight, weight_grad(weight, operands))
+
+
+def _add_bias_grad(bias: Tensor, bias_grad: Callable[..., Tensor], dy: Tensor) -> None:
+    """Add the gradient of a bias."""
+    add_grad(bias, bias_grad(bias, dy))
 
 
 def _has_hooks(param: Tensor | None) -> bool:

@@ -13,7 +13,7 @@ out_features, I intermediate (N is 2I for gate and up).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -22,11 +22,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.formats import QuantizedRows
-from dualpipe.kernels.grouped_gemm import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels.grouped_gemm import (
+    WgradOperands,
+    grouped_gemm,
+    grouped_gemm_swiglu,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_merged,
+)
 from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
-from dualpipe.nn.deferral import accumulation_dtype, local, weight_grads
+from dualpipe.nn.deferral import WeightGradStore, accumulation_dtype, local, weight_grads
+from dualpipe.nn.expert_gemm import DUALPIPE, ExpertGemm, expert_gemm, expert_gemm_dgrad
+from dualpipe.nn.merged_weight_grads import MergeableOperands
 from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
 from dualpipe.quantized import QuantizedTensor
 
@@ -44,6 +52,8 @@ class GroupedLinear(nn.Module):
         form: (clamped, alpha, limit) of the SwiGLU after the GEMM; None: no SwiGLU.
         products: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
         fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
+        gemm_library: computes the forward and the input gradient of a weight that is not quantized; see
+            `dualpipe.nn.expert_gemm`.
         quantizable: see `dualpipe.quantized.quantize_model.quantizable`.
     """
 
@@ -52,6 +62,7 @@ class GroupedLinear(nn.Module):
     quantizable = True
     products: GemmPrecision = "auto"
     fp8_weight_grad = False
+    gemm_library: ExpertGemm = "dualpipe"
 
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False,
@@ -104,7 +115,7 @@ class GroupedLinear(nn.Module):
         block = row_block(self, x.dtype)
         next_block = None if next_layer is None else row_block(next_layer, x.dtype)
         y, *y_rows = _Grouped.apply(x, self.weight, self.bias, rows, autocast_dtype, self.form, scale, block,
-                                    next_block, quantized, self.fp8_weight_grad, False)
+                                    next_block, quantized, self.fp8_weight_grad, False, self.gemm_library)
         return y, QuantizedRows(*y_rows) if y_rows else None
 
     def extra_repr(self) -> str:
@@ -176,7 +187,8 @@ def grouped_linear(
         apply = partial(grouped_linear, is_transposed=is_transposed, form=form, scale=scale)
         return cast(Tensor, run_uncompiled(apply, x, weight, bias, rows))
     x, autocast_dtype = _autocast(x)
-    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, None, None, None, False, is_transposed)
+    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, None, None, None, False, is_transposed,
+                         "dualpipe")
     return y
 
 
@@ -194,12 +206,14 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
         autocast_dtype: torch.dtype | None, form: _SwiGLUForm | None, scale: Tensor | None, block: int | None,
         next_block: int | None, x_rows: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
+        gemm_library: ExpertGemm,
     ) -> tuple[Tensor, ...]:
         ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
         ctx.bias = bias
         ctx.form = form
         ctx.block = block
         ctx.is_transposed = is_transposed
+        ctx.gemm_library = gemm_library
         _set_rows(ctx, x, rows)
         weight = local(weight)  # this rank's experts
         bias = None if bias is None else local(bias)
@@ -213,6 +227,11 @@ class _Grouped(torch.autograd.Function):
         y_rows = None
         if isinstance(weight, QuantizedTensor):
             y = forward_gemm(x_rows or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
+            if form is not None:
+                gate_up = y
+                y, y_rows = _swiglu(gate_up, scale, *form, next_block)
+        elif gemm_library != DUALPIPE:
+            y = expert_gemm(gemm_library, x, weight, ctx.ends, bias_EN=bias, gather_M=ctx.gather)
             if form is not None:
                 gate_up = y
                 y, y_rows = _swiglu(gate_up, scale, *form, next_block)
@@ -245,7 +264,7 @@ class _Grouped(torch.autograd.Function):
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
         if ctx.needs_input_grad[0]:
             if used_weight is not None:
-                dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
+                dx = expert_gemm_dgrad(ctx.gemm_library, dy, used_weight, ctx.ends)  # (M, H)
             else:
                 dx, dy_rows = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
@@ -253,13 +272,17 @@ class _Grouped(torch.autograd.Function):
         weight_grad: Callable[..., Tensor] = partial(
             _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
         num_rows = dy.shape[0]
+        merge: MergeableOperands | None = None
+        if x_rows[0] is None and ctx.needs_input_grad[1] and WeightGradStore.current().merging:
+            merged_weight_grad = partial(_merged_weight_grad, is_transposed=ctx.is_transposed)
+            merge = MergeableOperands(merged_weight_grad, WgradOperands(dy, x.detach(), ctx.ends, ctx.gather))
         if x_rows[0] is not None:
             weight_grad = weight_grad_from_rows(weight_grad, dy, dy_rows, QuantizedRows(*x_rows), ctx.block)
             if not ctx.needs_input_grad[2]:
                 dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
         bias_grad = partial(grouped_bias_grad, ends=ctx.ends)
-        dw, db = weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows)
-        return dx, dw, db, None, None, None, d_scale, None, None, None, None, None
+        dw, db = weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows, merge=merge)
+        return dx, dw, db, None, None, None, d_scale, None, None, None, None, None, None
 
 
 def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
@@ -299,12 +322,25 @@ def _grouped_weight_grad(
 
     out: accumulator to add it to; None: a new tensor.
     """
-    dw = out
-    if dw is None:
-        dw = dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
+    dw = _new_weight_grad(weight, dy) if out is None else out
     dw_ENH = dw.transpose(1, 2) if is_transposed else dw
     grouped_gemm_wgrad(dy, x, ends, out=dw_ENH, accumulate=out is not None, gather=gather)
     return dw
+
+
+def _merged_weight_grad(
+    weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None = None, *, is_transposed: bool
+) -> Tensor:
+    """Return the gradient of this rank's experts over several micro-batches; see `_grouped_weight_grad`."""
+    dw = _new_weight_grad(weight, operands[0].dy) if out is None else out
+    dw_ENH = dw.transpose(1, 2) if is_transposed else dw
+    grouped_gemm_wgrad_merged(operands, out=dw_ENH, accumulate=out is not None)
+    return dw
+
+
+def _new_weight_grad(weight: Tensor, dy: Tensor) -> Tensor:
+    """Return an uninitialized gradient of this rank's experts."""
+    return dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
 
 
 def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Parallelism: the device mesh, FSDP2 sharding, the dtype contract, expert and context parallelism.
 
-Names from `experts` load on first use, since they import the layers and kernels of experts.
+Names from `experts`, `context` and `mesh` load on first use, since they import layers, kernels and `torch.distributed`.
 Imports `nn` and `runtime`.
 """
 
@@ -15,21 +15,32 @@ from dualpipe.parallel.precision.plan import DTypePlan, DTypePolicy, Rule, Tenso
 from dualpipe.parallel.precision.resolve import resolve_dtypes
 
 if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and editors
+    from dualpipe.parallel.context.context_parallel import ContextParallel
     from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts, shard_experts
+    from dualpipe.parallel.mesh import build_mesh
 
-# Former paths of two modules. A finder, as in `dualpipe._moved`, would replace the function by the module.
+# Former paths of two modules. This package also has functions of these names: the import of an old path by a finder, as
+# in `dualpipe._moved`, would replace the function by the module.
 sys.modules[f"{__name__}.materialize"] = sys.modules["dualpipe.parallel.fsdp.materialize"]
 sys.modules[f"{__name__}.shard"] = sys.modules["dualpipe.parallel.fsdp.shard"]
 
-_LAZY_NAMES = ("Dispatcher", "ExpertParallel", "run_experts", "shard_experts")
+_DISPATCHER = "dualpipe.parallel.experts.dispatcher"
+_LAZY_NAMES = {
+    "ContextParallel": "dualpipe.parallel.context.context_parallel",
+    "Dispatcher": _DISPATCHER,
+    "ExpertParallel": _DISPATCHER,
+    "build_mesh": "dualpipe.parallel.mesh",
+    "run_experts": _DISPATCHER,
+    "shard_experts": _DISPATCHER,
+}
 __all__ = [
-    "ContractError", "DTypePlan", "DTypePolicy", "Dispatcher", "ExpertParallel", "Rule", "TensorDTypes",
-    "assert_contract", "assert_materialized", "build_on_meta", "checkpoint_dtypes", "materialize", "resolve_dtypes",
-    "run_experts", "shard", "shard_experts", "shard_stages",
+    "ContextParallel", "ContractError", "DTypePlan", "DTypePolicy", "Dispatcher", "ExpertParallel", "Rule",
+    "TensorDTypes", "assert_contract", "assert_materialized", "build_mesh", "build_on_meta", "checkpoint_dtypes",
+    "materialize", "resolve_dtypes", "run_experts", "shard", "shard_experts", "shard_stages",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _LAZY_NAMES:
         raise AttributeError(f"module 'dualpipe.parallel' has no attribute {name!r}")
-    return getattr(import_module("dualpipe.parallel.experts.dispatcher"), name)
+    return getattr(import_module(_LAZY_NAMES[name]), name)

@@ -4,8 +4,8 @@
       -> reduced over these groups: the norm of a stage, the same on its data-parallel and expert-parallel ranks
       -> summed, and reduced over the pipeline: the norm of the model, the same on every rank
 
-The parameters determine the collectives, not the gradients: a rank may lack some of these. Everything stays on the
-device: the scaling is queued before the host can know the norm.
+The collectives follow from the parameters, not from the gradients: a rank may lack some gradients. Everything stays on
+the device: the scaling is queued before the host can know the norm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def clip_grad_norm_(
 
     The ranks are those of `group` (None: this rank alone) and of the parameters' meshes. A parameter that is passed
     twice counts once, and so do the replicas of a DTensor. A plain parameter counts once for each rank of `group` that
-    has it, unless it is one of `copies`, which are scaled only. With an infinite `max_norm` nothing is scaled.
+    has it, unless it is one of `copies`, which are scaled and not counted. With an infinite `max_norm` nothing is
+    scaled.
 
     Returns the norm before clipping, a scalar of `dtype` on `device`, the same on every rank. Raises ValueError for a
     norm type or limit out of range. With `error_if_nonfinite` raises RuntimeError on every rank if the norm is infinite
@@ -53,7 +54,8 @@ def clip_grad_norm_(
     for parameter in dict.fromkeys(parameters):
         measured: list[Tensor] = []
         if parameter not in counted_elsewhere:
-            measured = to_measure[_sharding_groups(parameter)]  # an entry also without a gradient: it is a collective
+            # Creates the entry even if the gradient is None: each entry is a collective.
+            measured = to_measure[_sharding_groups(parameter)]
         if parameter.grad is not None:
             scaled, summed = _local_gradients(parameter)
             to_scale.append(scaled)
@@ -66,8 +68,8 @@ def clip_grad_norm_(
         for gradient_dtype, gradients in _by_dtype(to_scale):
             torch._foreach_mul_(gradients, scale.to(torch.promote_types(gradient_dtype, torch.float32)))
     if error_if_nonfinite and not norm.isfinite():
-        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; without "
-                           "error_if_nonfinite they are scaled all the same")
+        raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; to scale them "
+                           "anyway, pass error_if_nonfinite=False")
     return norm.to(dtype)
 
 
@@ -80,7 +82,10 @@ def _sharding_groups(parameter: Tensor) -> _Groups:
 
 
 def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a gradient, to scale, and the part of the sum over ranks, to measure."""
+    """Return the local gradient, which is scaled, and the local part of the reduced gradient, which is measured.
+
+    They are the same tensor unless the gradient is still to be reduced.
+    """
     grad = parameter.grad
     assert grad is not None, "the caller has checked"
     if grad.is_sparse:  # torch has no norm of a sparse tensor, only of its values
@@ -90,7 +95,7 @@ def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
         return values, values
     local_grad = local(grad)
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
-        return local_grad, local(grad.redistribute(placements=parameter.placements))  # a sum that is still to be made
+        return local_grad, local(grad.redistribute(placements=parameter.placements))  # reduces a partial gradient
     return local_grad, local_grad
 
 
@@ -101,8 +106,8 @@ def _norm(
 
     to_measure: this rank's gradients by the groups they are sharded over.
 
-    Ranks reduce two float64: the sum of powers, or for the infinity norm the maximum; and the number of NaN, or whether
-    there is one, since a maximum over ranks would lose it.
+    Ranks reduce two float64 values: the sum of powers (for the infinity norm, the maximum), and a count (or flag) of
+    NaN norms, since a maximum over ranks would lose a NaN.
     """
     recorder = Recorder.current()
     is_max = isinf(norm_type)

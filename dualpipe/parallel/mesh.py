@@ -23,27 +23,29 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.runtime.device import one_queue
+from dualpipe.runtime.device import single_queue_problem
 from dualpipe.runtime.nccl import CONTEXT, LINK, SHARDS
 from dualpipe.runtime.nccl import EXPERTS as EXPERT_ROWS
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, timeout_of
 from dualpipe.runtime.recorder import Recorder
 
 TRAFFIC = {"pp": LINK, "dp": SHARDS, "cp": CONTEXT, "ep": EXPERT_ROWS}  # NCCL settings of each dimension's groups
-DIMENSIONS = tuple(name for name in TRAFFIC if name != "cp")  # of every mesh; "cp" exists only above size 1
+DIMENSIONS = tuple(name for name in TRAFFIC if name != "cp")  # every mesh has these; "cp" only above size 1
 DENSE = tuple(name for name in TRAFFIC if name != "pp")  # ranks along these hold the same stages
 EXPERTS = tuple(name for name in DENSE if name != "ep")  # ranks along these hold the same experts
 BATCH = tuple(name for name in DENSE if name != "cp")  # ranks along these hold different rows of the global batch
-_FLATTENED = "dualpipe_parts"  # attribute of a mesh from `build_mesh`: meshes of several dimensions, by their names
+# Attribute that `build_mesh` sets on the device mesh: its submeshes for `Mesh.part`, by the names of their dimensions.
+_FLATTENED = "dualpipe_parts"
 _REPLICATE = "replicate"  # the parts of "dp" with `dp_replicate`
 _SHARD = "shard"  # the ranks of one part
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of a mesh, the place of this rank in it, and its process groups if the mesh runs.
+    """Sizes of a mesh, the coordinates of this rank in it, and the device mesh with its process groups.
 
-    sizes, places: by dimension, all of `DIMENSIONS` and any others of the device mesh.
+    sizes, places: the size and this rank's coordinate in each dimension: all of `DIMENSIONS`, and any others of the
+    device mesh. device_mesh: None for this process alone, or for a mesh that is only planned.
     """
 
     sizes: Mapping[str, int]
@@ -64,7 +66,7 @@ class Mesh:
 
     @classmethod
     def planned(cls, **sizes: int) -> Mesh:
-        """Describe a mesh of these sizes (default 1) at its first rank, without processes; ValueError for sizes < 1."""
+        """Return a mesh of these sizes (default 1) without processes, as seen by rank 0; ValueError for sizes < 1."""
         _check_positive(sizes)
         return cls(dict.fromkeys(DIMENSIONS, 1) | sizes, dict.fromkeys((*DIMENSIONS, *sizes), 0))
 
@@ -103,7 +105,7 @@ class Mesh:
 
     @property
     def experts(self) -> DeviceMesh | None:
-        """Mesh of the ranks with the same experts, over which experts are sharded; dimensions as of `dense`."""
+        """Mesh of the ranks with the same experts, over which experts are sharded; dimensions like `dense`."""
         return self._parameter_mesh(*EXPERTS)
 
     def _parameter_mesh(self, *dimensions: str) -> DeviceMesh | None:
@@ -116,7 +118,7 @@ class Mesh:
         return prod(self.sizes.get(name, 1) for name in dimensions)
 
     def rank(self, *dimensions: str) -> int:
-        """Return this rank's index along one dimension, or along several together, the last of which counts fastest."""
+        """Return this rank's index along one dimension, or along several together; the last one varies fastest."""
         index = 0
         for name in dimensions:
             index = index * self.size(name) + self.places.get(name, 0)
@@ -151,15 +153,15 @@ def build_mesh(
 ) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group. Collective.
 
-    Each dimension has its own groups, and so have the dimensions that share parameters, taken together: with NCCL,
-    collectives of one communicator or one stream wait for each other.
+    Each dimension has its own groups, and so does each combination of dimensions that parameters are sharded over: NCCL
+    runs the collectives of one communicator, or of one stream, one after another.
 
-    Each group runs one collective here: communicators that are created within a step, in another order on each rank,
-    can deadlock.
+    Each group runs one collective before this returns: communicators that are created lazily within a step, in a
+    different order on each rank, can deadlock.
 
-    dp: None for the ranks that the other sizes leave. cp: 1 for a mesh without this dimension. dp_replicate: the number
-    of parts of `dp`, each of which has all parameters. timeout: the time after which a rank stops waiting for another
-    (default: that of the default group).
+    dp: None for all ranks that the other dimensions leave. cp: 1 for a mesh without this dimension. dp_replicate: the
+    number of parts of `dp`, each of which has all parameters. timeout: the time after which a rank stops waiting for
+    another (default: that of the default group).
 
     Raises ValueError, with the possible sizes, unless pp * dp * cp * ep is the number of ranks and dp_replicate divides
     dp.
@@ -168,8 +170,8 @@ def build_mesh(
     sizes = mesh_sizes(dist.get_world_size(), pp=pp, dp=dp, ep=ep, **cp_size)  # torch raises without a default group
     check_replicate(sizes["dp"], dp_replicate)
     world = dist.group.WORLD
-    assert world is not None, "the default group has a size"
-    problem = one_queue() if device.type == "cuda" else None
+    assert world is not None, "get_world_size raises without a default group"
+    problem = single_queue_problem() if device.type == "cuda" else None
     if problem:
         warnings.warn(problem, stacklevel=2)
     recorder = Recorder.current()
@@ -178,7 +180,7 @@ def build_mesh(
     layout = _RankLayout(sizes, dp_replicate, cp, world.rank())
     device_mesh, groups = _build_groups(layout, device, world, timeout or timeout_of(world))
     if "cpu" in backends(world):
-        # A missing rank fails this collective by its timeout; the device collectives below would wait forever.
+        # If a rank is missing, this collective times out; the device collectives below would wait forever.
         dist.all_reduce(torch.zeros(1, device="cpu"))
     _connect(device_mesh, sizes, [world, *groups], device)
     return device_mesh
@@ -215,7 +217,7 @@ def _build_groups(
     if layout.dp_replicate > 1:
         hybrid = ((_REPLICATE,), (_SHARD, "cp", "ep"), (_SHARD, "cp"))
         requests += [(layout.ranks_along(*names), SHARDS) for names in hybrid]
-    groups = create_groups(requests, beside=world, timeout=timeout)
+    groups = create_groups(requests, parent=world, timeout=timeout)
     dimension_groups = groups[: len(sizes)]
     device_mesh = DeviceMesh.from_group(
         dimension_groups, device.type, mesh=layout.numbers, mesh_dim_names=tuple(sizes))

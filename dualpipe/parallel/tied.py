@@ -1,8 +1,9 @@
 """Tied parameters: parameters that both ends of a pipeline hold, such as an embedding that is also the head.
 
-In a V both ends are on one rank and share the Parameter. In other placements each end has a copy; after a step the two
-ranks exchange their gradients and both keep the sum, so that the copies stay equal. Sharded parameters exchange their
-shards, after the reductions. A stage declares these parameters by a method `tied_parameters()`.
+In a V-shaped placement both ends are on one rank and share the Parameter. In other placements each end has a copy;
+after a step the two ranks exchange their gradients and both keep the sum, so that the copies stay equal. Sharded
+parameters exchange their shards, after the reductions. A stage declares these parameters by a method
+`tied_parameters()`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class TiedGradients:
     def add(self) -> None:
         """Sum the gradients over both ends; called after a step that has reduced them. Collective over both ends.
 
-        They include gradients of earlier steps that were not reduced.
+        The sums include the gradients that earlier steps did not reduce.
         """
         parameters = tied_parameters(self._stage)
         earlier_sums = self._earlier_sums or [None] * len(parameters)
@@ -58,7 +59,8 @@ class TiedGradients:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             grad = local(parameter.grad)
-            grad += self._exchange(grad.contiguous())  # first: a sum of two is bitwise equal at both ends
+            # Before `earlier` is added: the sum of two tensors is bitwise equal at both ends, in either order.
+            grad += self._exchange(grad.contiguous())
             if earlier is not None:
                 grad += local(earlier)
         self.discard()

@@ -1,4 +1,4 @@
-"""Runs schedules: the engine, its messages, and deferred weight gradients.
+"""Engine that runs schedules: stages as segments, messages between ranks, overlap, and the deferral report.
 
 Imports `parallel`, `nn`, `trace`, `schedule` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""The arguments of a step: what a rank checks on its own, and what the ranks must agree on."""
+"""Arguments of a step: validation on one rank, and agreement of all ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -17,12 +17,20 @@ from dualpipe.pipeline.rank_stages import RankStages
 from dualpipe.pipeline.side_inputs import SideSpec, validate_side_inputs
 from dualpipe.pipeline.stage_program import Target
 
+Labels = Sequence[Tensor | None] | Tensor | None  # arguments of a loss function besides the outputs
+
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's share of a step's arguments, split into micro-batches; empty where this rank has no use for them.
+    """Arguments of a step that this rank uses, split into micro-batches; those that it does not use are empty.
 
-    inputs, side, labels: tensors by micro-batch; side: in the order of `side_names`, the same on all ranks.
+    Attributes:
+        inputs: arguments of stage 0, by micro-batch.
+        side: side inputs by micro-batch, in the order of `side_names`.
+        labels: labels by micro-batch.
+        criterion: the loss function; None without a loss, and on ranks other than that of the last stage.
+        keep_outputs: keep the outputs of the last stage for the caller.
+        side_names: names of the side inputs, the same on all ranks.
     """
 
     inputs: Sequence[tuple[Tensor, ...]]
@@ -33,17 +41,58 @@ class Batch:
     side_names: tuple[str, ...] = ()
 
     def target(self, microbatch: int) -> Target:
-        """Return what the outputs of a micro-batch are compared with."""
+        """Return the criterion and the labels of a micro-batch."""
         labels = self.labels[microbatch] if self.labels else ()
         return Target(self.criterion, labels, self.keep_outputs)
 
 
+class StepCall(NamedTuple):
+    """The arguments of `Pipeline.step` besides the inputs, under one name each."""
+
+    num_microbatches: Any
+    loss_fn: Callable[..., Tensor] | None
+    target: Labels
+    side: dict[str, Tensor]
+
+    @classmethod
+    def of(
+        cls, *, num_microbatches: tuple[Any, Any], loss_fn: tuple[Any, Any], target: tuple[Labels, Labels],
+        side: tuple[Mapping[str, Tensor | None] | None, Mapping[str, Tensor | None]],
+    ) -> StepCall:
+        """Merge the values of both names of each argument; DeepSeek's, and keyword side inputs, come second.
+
+        Raises ValueError if both names of an argument were passed, or for an invalid side input.
+        """
+        mapping, keywords = side
+        if keywords:
+            twice = sorted(keywords.keys() & (mapping or {}).keys())
+            if twice:
+                raise ValueError(f"side inputs {twice} are both in side and keyword arguments; pass each once")
+            mapping = {**(mapping or {}), **keywords}
+        return cls(
+            _either("num_microbatches", num_microbatches[0], "num_chunks", num_microbatches[1]),
+            _either("loss_fn", loss_fn[0], "criterion", loss_fn[1]),
+            _either("target", target[0], "labels", target[1], default=()),
+            validate_side_inputs(mapping),
+        )
+
+
+def _either(name: str, value: Any, other_name: str, other: Any, *, default: Any = None) -> Any:
+    """Return the one of two values that was passed. Raises ValueError if both were."""
+    if other is default:
+        return value
+    if value is not default:
+        raise ValueError(f"got {name} and {other_name}, two names of one argument; pass {name} only")
+    return other
+
+
 @dataclass(frozen=True)
 class StepArguments:
-    """One rank's arguments of a step, reduced to what the ranks compare.
+    """Description of a rank's arguments of a step, which the ranks compare.
 
-    batch_size, side_size, label_size: of the inputs, the side inputs and the labels, where this rank needs them.
-    kind: checksum of what kernels are chosen by: dtypes and classes of shapes, autocast, the kind of step.
+    batch_size, side_size, label_size: sizes of the inputs, side inputs and labels along the batch dimension; None if
+    this rank does not use them. kind: checksum of everything that selects kernels: dtypes and classes of shapes,
+    autocast, gradient mode.
     """
 
     num_chunks: int
@@ -60,10 +109,10 @@ class StepArguments:
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """The conclusion from the arguments of all ranks.
+    """Conclusion from the arguments of all ranks.
 
-    num_larger: the first micro-batches that are larger than the others. kind: a number for the kind of step; of steps
-    of one kind the first loads the kernels of all.
+    num_larger: number of micro-batches, the first ones, that are larger by one than the others. kind: checksum of the
+    kind of step; the first step of a kind loads the kernels of all later ones.
     """
 
     num_chunks: int
@@ -73,33 +122,38 @@ class StepAgreement:
 
 
 def split_batch(
-    stages: RankStages, inputs: Sequence[Tensor | None], num_chunks: int | None,
-    criterion: Callable[..., Tensor] | None, labels: Sequence[Tensor | None] | Tensor | None, return_outputs: bool,
-    side: Mapping[str, Tensor | None] | None, *, sync: bool,
+    stages: RankStages, inputs: Sequence[Tensor | None], call: StepCall, *, return_outputs: bool, sync: bool
 ) -> tuple[Batch, StepArguments]:
     """Split this rank's arguments into micro-batches, and describe them for the other ranks.
 
-    The arguments are those of `Pipeline.step`. Raises ValueError for what a rank can see to be wrong on its own.
+    Takes the arguments of `Pipeline.step`. Raises ValueError for arguments that are invalid on this rank alone.
     """
-    num_chunks = _checked_num_chunks(num_chunks)
-    side = validate_side_inputs(side)
+    num_chunks = _validate_num_chunks(call.num_microbatches)
+    criterion = call.loss_fn
+    labels = call.target
+    side = call.side
     _check_device(stages)
     grad = torch.is_grad_enabled()
     is_first = 0 in stages.modules
     is_last = stages.count - 1 in stages.modules
-    given = [tensor for tensor in inputs if tensor is not None]
+    input_tensors = [tensor for tensor in inputs if tensor is not None]
     if is_last and criterion is None and grad:
-        raise ValueError("criterion is required on the rank of the last stage; evaluate under torch.no_grad()")
-    if is_first and not given:
-        raise ValueError("inputs are required on the rank of the first stage, got none")
-    own_inputs = dict(enumerate(inputs)) if is_first else None
-    own_side = side if is_first and side else None
-    own_labels = _by_number(labels) if is_last and criterion else None
-    cut_inputs, batch_size = _split("input", own_inputs, num_chunks, stages)
-    cut_side, side_size = _split("side input", own_side, num_chunks, stages)
-    cut_labels, label_size = _split("label", own_labels, num_chunks, stages)
+        raise ValueError("got no loss_fn (criterion), which is required on the rank of the last stage; pass one, or "
+                         "evaluate under torch.no_grad()")
+    if is_first and not input_tensors:
+        raise ValueError("got no inputs, which are required on the rank of the first stage; pass them there")
+    used_inputs = dict(enumerate(inputs)) if is_first else None
+    used_side = side if is_first and side else None
+    used_labels = _number_labels(labels) if is_last and criterion else None
+    split_inputs, batch_size = _split("input", used_inputs, num_chunks, stages)
+    split_side, side_size = _split("side input", used_side, num_chunks, stages)
+    split_labels, label_size = _split("label", used_labels, num_chunks, stages)
     batch = Batch(
-        cut_inputs, cut_side, cut_labels, criterion if is_last else None, is_last and return_outputs,
+        inputs=split_inputs,
+        side=split_side,
+        labels=split_labels,
+        criterion=criterion if is_last else None,
+        keep_outputs=is_last and return_outputs,
     )
     autocast = torch.is_autocast_enabled(stages.device.type) and torch.get_autocast_dtype(stages.device.type)
     training = [module.training for module in stages.modules.values()]
@@ -108,39 +162,45 @@ def split_batch(
         grad=grad,
         sync=sync,
         training=training,
-        input_shapes=[list(tensor.shape) for tensor in given],
+        input_shapes=[list(tensor.shape) for tensor in input_tensors],
         side_shapes={name: list(tensor.shape) for name, tensor in side.items()},
         batch_size=batch_size,
         side_size=side_size,
         label_size=label_size,
         kind=_checksum(
-            _kernel_classes(cut_inputs, cut_side, cut_labels), autocast, grad, sync, tuple(training), num_chunks),
+            _kernel_classes(split_inputs, split_side, split_labels), autocast, grad, sync, tuple(training), num_chunks),
     )
     return batch, arguments
 
 
 @lru_cache(maxsize=1024)
 def kernel_class(shape: tuple[int, ...]) -> tuple[tuple[int, bool], ...]:
-    """Return what kernels are chosen by: the power of two of each size, and whether 16 divides it.
+    """Return the class of a shape, all of whose shapes run the same kernels.
 
-    Triton compiles a kernel anew for arguments that are 1, or multiples of 16, and the tiles of a GEMM go by the
-    magnitude of its sizes; so shapes of one class run the same kernels. Kernels see the tokens of all sequences in one
-    dimension, too.
+    The class has, for every size, its number of bits, and True if 16 divides it: Triton compiles a kernel anew for
+    arguments that are 1 or multiples of 16, and the tiles of a GEMM depend on the magnitude of its sizes. Kernels also
+    see the tokens of all sequences as one dimension, so the products of the first two and of all sizes count too.
     """
     sizes = (*shape, prod(shape[:2]), prod(shape))
     return tuple((size.bit_length(), size % 16 == 0) for size in sizes)
 
 
 def _kernel_classes(*batches: Sequence[tuple[Tensor | None, ...]]) -> tuple[Any, ...]:
-    """Return the dtypes and classes of the largest and the smallest micro-batch."""
+    """Return the dtypes and kernel classes of the largest and the smallest micro-batch."""
     tensors = chain.from_iterable((*batch[0], *batch[-1]) for batch in batches if batch)
     return tuple([(tensor.dtype, kernel_class(tensor.shape)) for tensor in tensors if tensor is not None])
 
 
 def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, spec: SideSpec) -> StepAgreement:
-    """Return what follows from the arguments of all ranks; ValueError, with one text everywhere, where they disagree.
+    """Return the agreement from the arguments of all ranks.
 
-    first, last: the ranks of the first and the last stage; spec: what the stages of all ranks take.
+    Raises ValueError if ranks disagree, with the same text on all of them.
+
+    Args:
+        ranks: arguments by rank.
+        first: rank of the first stage.
+        last: rank of the last stage.
+        spec: side inputs that the stages of all ranks take.
     """
     require_same("num_chunks", [r.num_chunks for r in ranks])
     require_same("grad mode", [r.grad for r in ranks])
@@ -151,49 +211,50 @@ def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, 
     require_same("the shapes of the inputs", [r.input_shapes or ranks[first].input_shapes for r in ranks])
     require_same("the side inputs and their shapes", [r.side_shapes or ranks[first].side_shapes for r in ranks])
     names = tuple(ranks[first].side_shapes)
-    if names and spec.hooked:
-        raise ValueError(f"side inputs {list(names)} do not go with overlapped_forward_backward, which has no argument "
-                         "for them; return them from the first stage as tensors that all hand on, or give the stages "
-                         "segments()")
+    if names and spec.is_hooked:
+        raise ValueError(f"got side inputs {list(names)}, for which overlapped_forward_backward has no argument; "
+                         "return them from every stage as further outputs, or give the stages segments()")
     unused = [name for name in names if not spec.takes(name)]
     if unused:
-        raise ValueError(f"no stage takes the side inputs {unused}; the stages' forwards name {list(spec.names)} when "
-                         "the pipeline is built. Name them there as parameters behind the first")
+        raise ValueError(f"no stage takes the side inputs {unused}; the stages' forwards had the parameters "
+                         f"{list(spec.names)} when the pipeline was built: add those names after the first parameter")
     batch_size = ranks[first].batch_size
     assert batch_size is not None, "the rank of the first stage has inputs"
     for what, size in ((f"side inputs {list(names)}", ranks[first].side_size), ("labels", ranks[last].label_size)):
         if size not in (None, batch_size):
-            raise ValueError(f"inputs have batch size {batch_size}, {what} {size}")
+            raise ValueError(f"inputs have batch size {batch_size}, {what} {size}; pass one batch size for all")
     num_chunks = ranks[first].num_chunks
     return StepAgreement(num_chunks, batch_size % num_chunks, names, _checksum(*[r.kind for r in ranks]))
 
 
 def require_same(what: str, values: Sequence[Any]) -> None:
-    """Raise ValueError unless all ranks' values are equal."""
+    """Raise ValueError, naming `what`, unless the values of all ranks are equal."""
     if any(value != values[0] for value in values):
         raise ValueError(f"ranks disagree about {what}: by rank {list(values)}")
 
 
-def _checked_num_chunks(num_chunks: Any) -> int:
+def _validate_num_chunks(num_chunks: Any) -> int:
+    """Return `num_chunks` as an integer. Raises ValueError if it is none, or below 1."""
     remedy = ("the number of micro-batches into which the batch is split; their gradients add up, so divide a mean "
               "loss by it")
     if num_chunks is None:
-        raise ValueError(f"num_chunks is required on every rank: {remedy}")
+        raise ValueError(f"num_microbatches (num_chunks) is required on every rank: {remedy}")
     if not hasattr(num_chunks, "__index__") or int(num_chunks) < 1:
-        raise ValueError(f"num_chunks must be an integer >= 1, got {num_chunks!r}: give {remedy}")
+        raise ValueError(f"num_microbatches (num_chunks) must be an integer >= 1, got {num_chunks!r}: give {remedy}")
     return int(num_chunks)
 
 
 def _check_device(stages: RankStages) -> None:
+    """Raise ValueError if a stage has moved to another device since the pipeline was built."""
     for module in stages.modules.values():
         param = _first_parameter(module)
         if param is not None and param.device != stages.device:
-            raise ValueError(f"a stage is on {param.device}, but the pipeline was built on {stages.device}; build it "
-                             "anew")
+            raise ValueError(f"a stage is on {param.device}, but the pipeline was built on {stages.device}; build the "
+                             "pipeline anew")
 
 
 def _first_parameter(stage: nn.Module) -> nn.Parameter | None:
-    """Return the first parameter of a stage; in a third of the time of `next(stage.parameters())`, in each step."""
+    """Return the first parameter of a stage, in a third of the time of `next(stage.parameters())`."""
     for module in stage.modules():
         for param in module._parameters.values():
             if param is not None:
@@ -201,38 +262,55 @@ def _first_parameter(stage: nn.Module) -> nn.Parameter | None:
     return None
 
 
-def _by_number(labels: Sequence[Tensor | None] | Tensor | None) -> dict[int, Tensor | None]:
-    """Return labels, one or several, by their numbers."""
-    return dict(enumerate((labels,) if isinstance(labels, Tensor) else labels or ()))
+def _number_labels(labels: Labels) -> dict[int, Tensor | None]:
+    """Return one or several labels by their index."""
+    if isinstance(labels, Tensor):
+        return {0: labels}
+    return dict(enumerate(labels or ()))
 
 
 @lru_cache(maxsize=1024)
 def _checksum(*values: Hashable) -> int:
+    """Return a checksum of values, the same on every rank."""
     return crc32(repr(values).encode())
 
 
 def _split(
-    what: str, tensors: Mapping[Any, Tensor | None] | None, num_chunks: int, stages: RankStages
+    role: str, tensors: Mapping[Any, Tensor | None] | None, num_chunks: int, stages: RankStages
 ) -> tuple[Sequence[tuple[Any, ...]], int | None]:
-    """The micro-batches, as `torch.tensor_split` cuts them, and the size of the batch; none of None. ValueError, with
-    `what` and its name or number, where a tensor cannot be cut."""
+    """Split tensors into micro-batches by `torch.tensor_split`.
+
+    Returns the tensors by micro-batch, and the size of the batch: ((), None) for None, and a size of None if all
+    tensors are None. Raises ValueError, naming the tensor, for one that cannot be split.
+
+    role: such as "input", for errors.
+    """
     if tensors is None:
         return (), None
-    dim, given = stages.batch_dim, [(f"{what} {name!r}", t) for name, t in tensors.items() if t is not None]
-    for name, tensor in given:
-        if not isinstance(tensor, Tensor):
-            raise ValueError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        shape = list(tensor.shape)
-        if not -tensor.dim() <= dim < tensor.dim():
-            raise ValueError(f"{name} of shape {shape} has no dimension {dim} to split")
-        if shape[dim] < num_chunks:
-            raise ValueError(f"{name} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension "
-                             f"{dim}")
-        if tensor.device != stages.device:
-            raise ValueError(f"{name} is on {tensor.device}, the stages on {stages.device}; move it there")
-    if len({t.shape[dim] for _, t in given}) > 1:
-        raise ValueError(f"{what}s differ in size along dimension {dim}: {[list(t.shape) for _, t in given]}")
+    dim = stages.batch_dim
+    sizes: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            title = f"{role} {name!r}"
+            _check_splittable(title, tensor, num_chunks, stages)
+            sizes[title] = tensor.shape[dim]
+    if len(set(sizes.values())) > 1:
+        shapes = [list(tensor.shape) for tensor in tensors.values() if tensor is not None]
+        raise ValueError(f"{role}s differ in size along dimension {dim}: {shapes}; pass one batch size for all")
     chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors.values()]
-    return list(zip(*chunks)) if chunks else [()] * num_chunks, given[0][1].shape[dim] if given else None
+    by_microbatch = list(zip(*chunks)) if chunks else [()] * num_chunks
+    return by_microbatch, next(iter(sizes.values()), None)
 
 
+def _check_splittable(title: str, tensor: Any, num_chunks: int, stages: RankStages) -> None:
+    """Raise ValueError, naming the tensor by `title`, if it cannot be split into micro-batches."""
+    dim = stages.batch_dim
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{title} must be a tensor, got {type(tensor).__name__}")
+    shape = list(tensor.shape)
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(f"{title} of shape {shape} has no dimension {dim} to split; see batch_dim")
+    if shape[dim] < num_chunks:
+        raise ValueError(f"{title} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
+    if tensor.device != stages.device:
+        raise ValueError(f"{title} is on {tensor.device}, the stages on {stages.device}; move it there")

@@ -1,8 +1,8 @@
-"""The checks when a pipeline is built: a rank's stages on their own, and what the ranks must agree on."""
+"""Construction of a pipeline: validation of a rank's stages, and agreement of all ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
@@ -21,16 +21,24 @@ from dualpipe.pipeline.arguments import require_same
 from dualpipe.pipeline.side_inputs import SideSpec
 from dualpipe.runtime.dtypes import long_name
 
-_SHOWN = 3  # parameters that are not reduced
+_SHOWN = 3  # maximum number of parameter names in an error
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
-_UNREDUCED = (f"gradients would differ from one data-parallel rank to the next: {_REMEDY}, or, where you reduce them "
-              "yourself, name them in unreduced")
+_UNREDUCED = (f"their gradients would differ between data-parallel ranks: {_REMEDY}, or, if you reduce them yourself, "
+              "name them in unreduced")
 
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """Shapes of the first stage's embeddings and of the last one's matrices, where a config ties them; and what must be
-    alike of the copies that each says to have. Empty for a stage on another rank, and where both ends are on one."""
+    """Description of weights that the first and the last stage of a pipeline share, if they are on different ranks.
+
+    All lists are empty for a stage on another rank, and if both stages are on one rank.
+
+    Attributes:
+        embeddings: shapes of the first stage's embeddings, if its config ties them.
+        matrices: shapes of the last stage's matrices, if its config ties them.
+        first_copies: descriptions of the first stage's `tied_parameters()`, which must equal `last_copies`.
+        last_copies: descriptions of the last stage's `tied_parameters()`.
+    """
 
     embeddings: list[list[int]]
     matrices: list[list[int]]
@@ -40,10 +48,10 @@ class TiedEnds:
 
 @dataclass(frozen=True)
 class PipelineArguments(TiedEnds):
-    """A rank's description of its pipeline when it builds it.
+    """Description of a rank's pipeline, which the ranks compare.
 
-    overlap: whether pairs may overlap; None where nothing here could. side_specs: the fields of the stages'
-    `SideSpec`s. reduces, unreduced: see `check_stages`.
+    overlap: pairs may overlap; None if no stage of this rank has anything to overlap. side_specs: the fields of the
+    stages' `SideSpec`s. reduces, unreduced: see `check_stages`.
     """
 
     schedule: str
@@ -61,9 +69,13 @@ class PipelineArguments(TiedEnds):
 
 @dataclass(frozen=True)
 class PipelineAgreement:
-    """The conclusion from the descriptions of all ranks.
+    """Conclusion from the descriptions of all ranks.
 
-    overlap: whether pairs overlap. has_copies: whether the ends have copies of tied parameters on two ranks.
+    Attributes:
+        overlap: pairs overlap.
+        side: side inputs that the stages of all ranks take.
+        norm_dtype: dtype of the gradient norm.
+        has_copies: the first and the last stage have copies of tied parameters on two ranks.
     """
 
     overlap: bool
@@ -73,7 +85,7 @@ class PipelineAgreement:
 
 
 def compare_pipelines(ranks: Sequence[PipelineArguments]) -> PipelineAgreement:
-    """Return what follows from what all ranks say; ValueError where they do not fit together."""
+    """Return the agreement from the descriptions of all ranks. Raises ValueError if they do not match."""
     require_same("(schedule, its checksum, device, batch_dim, rank_mapping)", [
         [r.schedule, r.schedule_checksum, r.device, r.batch_dim, r.rank_mapping] for r in ranks
     ])
@@ -82,7 +94,11 @@ def compare_pipelines(ranks: Sequence[PipelineArguments]) -> PipelineAgreement:
     overlaps = [r.overlap for r in ranks if r.overlap is not None]
     specs = [SideSpec(*fields) for fields in chain.from_iterable(r.side_specs for r in ranks)]
     names = sorted(set(chain.from_iterable(spec.names for spec in specs)))
-    side = SideSpec(tuple(names), any(spec.every for spec in specs), any(r.is_hooked for r in ranks))
+    side = SideSpec(
+        names=tuple(names),
+        takes_all=any(spec.takes_all for spec in specs),
+        is_hooked=any(r.is_hooked for r in ranks),
+    )
     return PipelineAgreement(
         overlap=any(overlaps),
         side=side,
@@ -92,7 +108,7 @@ def compare_pipelines(ranks: Sequence[PipelineArguments]) -> PipelineAgreement:
 
 
 def _check_tied(ends: Sequence[TiedEnds]) -> None:
-    """Raise ValueError where weights that are to be one would be trained as two, or copies differ."""
+    """Raise ValueError if a tied weight would be trained as two, or its copies differ."""
     matrices = list(chain.from_iterable(end.matrices for end in ends))
     if any(shape in matrices for end in ends for shape in end.embeddings):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
@@ -101,48 +117,58 @@ def _check_tied(ends: Sequence[TiedEnds]) -> None:
     first = list(chain.from_iterable(end.first_copies for end in ends))
     last = list(chain.from_iterable(end.last_copies for end in ends))
     if first != last:
-        raise ValueError("the tied_parameters() of the first and of the last stage must be copies of one another, of "
-                         "one shape, dtype and dtype of gradients, sharded alike, and frozen or not at both ends; they "
-                         f"are {first} and {last}")
+        raise ValueError(f"the tied_parameters() of the first stage are {first}, those of the last stage {last}; they "
+                         "must be copies of each other: same shapes, dtypes, gradient dtypes and sharding, and frozen "
+                         "in both stages or in none")
 
 
 def _check_reduced(ranks: Sequence[PipelineArguments]) -> None:
-    """Raise ValueError where some stages of a pipeline are sharded over several ranks, and others not at all."""
+    """Raise ValueError if some stages of a pipeline are sharded over several ranks, and others are not."""
     plain = list(chain.from_iterable(r.unreduced for r in ranks))
     if plain and any(r.reduces for r in ranks):
-        raise ValueError(f"some stages are sharded, but not the one with {_some(plain)}; {_UNREDUCED}")
+        raise ValueError(f"some stages are sharded, but not the one with {_list_names(plain)}; {_UNREDUCED}")
 
 
-def checked_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
-    """The stages of a rank, and the device of their parameters and buffers, None where they have none. ValueError where
-    they are not modules, one is there twice, or they are on several devices."""
+def validate_modules(modules: Any) -> tuple[nn.ModuleList, torch.device | None]:
+    """Return the stages of a rank, and the device of their parameters and buffers; None if they have none.
+
+    Raises ValueError for objects that are no modules, for a module that comes twice, and for several devices.
+    """
     sequence = isinstance(modules, list | tuple | nn.ModuleList | nn.Sequential)
     if not sequence or not all(isinstance(module, nn.Module) for module in modules):
         kinds = [type(m).__name__ for m in modules] if isinstance(modules, list | tuple) else type(modules).__name__
         raise ValueError(f"modules must be a tuple of nn.Modules, got {kinds}")
     if len(set(modules)) < len(modules):
         names = [type(module).__name__ for module in modules]
-        raise ValueError(f"one module is given twice in {names}; give each stage a module of its own, which may "
-                         "share Parameters with another")
+        raise ValueError(f"one module comes twice in {names}; pass a different module for every stage, which may share "
+                         "Parameters with another")
     devices = {t.device for m in modules for t in chain(m.parameters(), m.buffers())}
     if len(devices) > 1 or any(d.type == "meta" for d in devices):
-        raise ValueError(f"all stages of a rank must be on one real device, found {sorted(map(str, devices))}")
+        raise ValueError(f"all stages of a rank must be on one real device, got {sorted(map(str, devices))}")
     return nn.ModuleList(modules), devices.pop() if devices else None
 
 
-def _copy(parameter: nn.Parameter) -> str:
-    """Describe a copy of a tied parameter by all that both ends must share, as its gradients are exchanged."""
+def _describe_copy(parameter: nn.Parameter) -> str:
+    """Describe a copy of a tied parameter by everything that both copies must share to exchange gradients."""
     dtype = long_name(parameter.dtype)
-    gradient = long_name(parameter.grad_dtype or parameter.dtype)
-    own = local(parameter.detach()).shape
-    return (f"{dtype}{list(parameter.shape)}" + (f" with {gradient} gradients" if gradient != dtype else "")
-            + (f" of which {list(own)} are here" if own != parameter.shape else ""))
+    text = f"{dtype}{list(parameter.shape)}"
+    grad_dtype = long_name(parameter.grad_dtype or parameter.dtype)
+    if grad_dtype != dtype:
+        text += f" with {grad_dtype} gradients"
+    local_shape = local(parameter.detach()).shape
+    if local_shape != parameter.shape:
+        text += f" of which this rank has {list(local_shape)}"
+    return text
 
 
 def tied_ends(first: nn.Module | None, last: nn.Module | None) -> TiedEnds:
-    """Return what a rank has of the ends of a pipeline that may be tied; None stands for a stage on another rank.
+    """Describe the weights of the first and the last stage that may be tied.
 
-    Raises ValueError where both are here, with weights that are to be one, and share no Parameter.
+    Raises ValueError if both stages are on this rank, and tied weights are not the same Parameter.
+
+    Args:
+        first: the first stage; None if it is on another rank.
+        last: the last stage; None if it is on another rank.
     """
     first_copies = tied_parameters(first)
     last_copies = tied_parameters(last)
@@ -155,68 +181,117 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> TiedEnds:
     embedding_shapes = _shapes(embeddings)
     matrix_shapes = _shapes(matrices)
     if first is None or last is None:
-        return TiedEnds(embedding_shapes, matrix_shapes, list(map(_copy, first_copies)), list(map(_copy, last_copies)))
+        return TiedEnds(
+            embeddings=embedding_shapes,
+            matrices=matrix_shapes,
+            first_copies=list(map(_describe_copy, first_copies)),
+            last_copies=list(map(_describe_copy, last_copies)),
+        )
     if any(a is not b for a, b in zip_longest(first_copies, last_copies)):
-        raise ValueError("the first and the last stage are on one rank and must share the Parameters that their "
-                         "tied_parameters() return: give one the other's")
+        raise ValueError("the first and the last stage are on one rank, but their tied_parameters() return different "
+                         "Parameters; give one stage those of the other")
     shares = first is last or bool(set(first.parameters()) & set(last.parameters()))
     if not shares and any(shape in matrix_shapes for shape in embedding_shapes):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
-                         "train two weights; give one the other's, or set it to False in their config")
+                         "train two weights; give one stage that of the other, or set it to False in their config")
     return TiedEnds([], [], [], [])
 
 
 def _ties_embeddings(stage: nn.Module) -> bool:
+    """Return True if the config of a stage ties its embeddings."""
     return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))
 
 
 def _shapes(tensors: Iterable[Tensor]) -> list[list[int]]:
-    """Return the shapes that there are, each once."""
+    """Return the distinct shapes of tensors."""
     return [list(shape) for shape in dict.fromkeys(tensor.shape for tensor in tensors)]
 
 
 def check_stages(
     stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
 ) -> tuple[bool, list[str]]:
-    """Return whether FSDP2 reduces any of a rank's gradients over several ranks, and the first parameter of each stage
-    that it has nothing of.
+    """Check the data-parallel sharding of a rank's stages.
 
-    unreduced: names in their stage, of parameters or modules, with wildcards, whose gradients the caller reduces.
+    Raises ValueError for two stages that are sharded together, for a stage that is sharded in part without naming the
+    rest, and for DistributedDataParallel and the first FSDP: they reduce in hooks of one backward, which would see a
+    part of a gradient or nothing, as weight gradients are computed outside of backwards.
 
-    Raises ValueError for a stage that is sharded together with another one, or in part and does not name the rest, or
-    that reduces in another way: DistributedDataParallel and the first FSDP reduce in hooks of one backward, which would
-    see a part of a gradient, or nothing, as weight gradients are computed outside of backwards.
+    Args:
+        stages: the stages of this rank.
+        parameters: their parameters under FSDP2.
+        unreduced: names in their stage, with wildcards, of parameters or modules whose gradients the caller reduces.
+
+    Returns:
+        True if FSDP2 reduces any gradients over several ranks, and the first names of parameters that it does not.
     """
-    unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
-    patterns = [*unreduced, *(f"{pattern}.*" for pattern in unreduced)]
-    places = [set(its.places()) for its in parameters]
-    managed = set(chain.from_iterable(places))
-    if len(managed) != sum(map(len, places)):
+    managed_names = [set(stage_parameters.places()) for stage_parameters in parameters]
+    managed = set(chain.from_iterable(managed_names))
+    if len(managed) != sum(map(len, managed_names)):
         raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
-                         "at different times; shard each stage by itself, sharing no parameter")
-    meshes = {param.device_mesh for module, name in managed if isinstance(param := getattr(module, name), DTensor)}
-    ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
-    plain: list[str] = []
-    for number, stage in enumerate(stages):
-        missed: list[str] = []
-        for path, module in stage.named_modules():
-            if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
-                raise ValueError(f"module {number} of this rank {'has' if path else 'is'} a {type(module).__name__}"
-                                 f"{path and f', {path}'}, which does not reduce the gradients of a pipeline's step: "
-                                 f"{_REMEDY} instead")
-            for key, param in module.named_parameters(recurse=False):
-                name = f"{path}.{key}".lstrip(".")
-                # Each of the ranks may have another part of it, as of experts, and so nothing to reduce.
-                apart = (isinstance(param, DTensor) and ranks <= set(param.device_mesh.mesh.flatten().tolist())
-                         and not any(placed.is_replicate() for placed in param.placements))
-                named = any(fnmatchcase(name, pattern) for pattern in patterns)
-                if param.requires_grad and (module, key) not in managed and not apart and not named:
-                    missed.append(name)
-        if places[number] and len(ranks) > 1 and missed:
-            raise ValueError(f"module {number} of this rank is sharded in part, but not {_some(missed)}; {_UNREDUCED}")
-        plain += missed
-    return len(ranks) > 1, plain[:_SHOWN]
+                         "at different times; shard every stage by itself, sharing no parameter")
+    patterns = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+    ranks = _sharding_ranks(managed)
+    missed: list[str] = []
+    for index, stage in enumerate(stages):
+        _check_wrappers(index, stage)
+        stage_missed = _unreduced_parameters(stage, managed, ranks, patterns)
+        if managed_names[index] and len(ranks) > 1 and stage_missed:
+            raise ValueError(f"module {index} of this rank is sharded in part, but not {_list_names(stage_missed)}; "
+                             f"{_UNREDUCED}")
+        missed += stage_missed
+    return len(ranks) > 1, missed[:_SHOWN]
 
 
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+def _sharding_ranks(managed: Iterable[tuple[nn.Module, str]]) -> set[int]:
+    """Return the ranks over which parameters, by module and name, are sharded."""
+    parameters = [getattr(module, name) for module, name in managed]
+    meshes = {parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor)}
+    return {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+
+
+def _check_wrappers(index: int, stage: nn.Module) -> None:
+    """Raise ValueError for a stage with DistributedDataParallel or the first FSDP. index: of the stage on this rank."""
+    for path, module in stage.named_modules():
+        if isinstance(module, DistributedDataParallel | FullyShardedDataParallel):
+            kind = type(module).__name__
+            place = f"has a {kind}, {path}" if path else f"is a {kind}"
+            raise ValueError(f"module {index} of this rank {place}, which does not reduce the gradients of a "
+                             f"pipeline's step: {_REMEDY} instead")
+
+
+def _unreduced_parameters(
+    stage: nn.Module, managed: Collection[tuple[nn.Module, str]], ranks: Collection[int], patterns: Sequence[str]
+) -> list[str]:
+    """Return the names of trainable parameters whose gradients must be reduced, but are not.
+
+    Args:
+        stage: the stage.
+        managed: parameters under FSDP2, by module and name.
+        ranks: the ranks over which FSDP2 shards parameters.
+        patterns: names of parameters or modules that the caller reduces, with wildcards.
+    """
+    all_patterns = [*patterns, *(f"{pattern}.*" for pattern in patterns)]
+    names = []
+    for path, module in stage.named_modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{key}".lstrip(".")
+            if not parameter.requires_grad or (module, key) in managed or _is_distributed(parameter, ranks):
+                continue
+            if not any(fnmatchcase(name, pattern) for pattern in all_patterns):
+                names.append(name)
+    return names
+
+
+def _is_distributed(parameter: nn.Parameter, ranks: Collection[int]) -> bool:
+    """Return True if all ranks have different parts of a parameter, as of experts, and so nothing to reduce."""
+    if not isinstance(parameter, DTensor):
+        return False
+    if not set(ranks) <= set(parameter.device_mesh.mesh.flatten().tolist()):
+        return False
+    return not any(placement.is_replicate() for placement in parameter.placements)
+
+
+def _list_names(names: Sequence[str]) -> str:
+    """Return the first names as text."""
+    more = ", ..." if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,7 +1,7 @@
-"""`Pipeline` runs any valid schedule with any number of stages on a rank; `DualPipeV` is its V-shaped case.
+"""`Pipeline`, which runs any valid schedule with any number of stages on a rank, and `DualPipeV`, its V-shaped case.
 
-A step has three parts: the ranks agree on the arguments (a mistake on one raises on all), each interprets its program,
-and they report whether it went well.
+A step has three parts: the ranks agree on the arguments (an error on one raises on all), every rank runs its program,
+and the ranks wait for each other, so that a failure of one raises on all.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, mesh_groups, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
-from dualpipe.pipeline.arguments import Batch, StepAgreement, StepArguments, compare_arguments, split_batch
+from dualpipe.pipeline.arguments import (
+    Batch,
+    Labels,
+    StepAgreement,
+    StepArguments,
+    StepCall,
+    compare_arguments,
+    split_batch,
+)
 from dualpipe.pipeline.construction import (
     PipelineAgreement,
     PipelineArguments,
     check_stages,
-    checked_modules,
     compare_pipelines,
     tied_ends,
+    validate_modules,
 )
 from dualpipe.pipeline.deferral_report import DeferralReport, StepProbe, shortfall
 from dualpipe.pipeline.deferral_report.probe import ParameterWork
@@ -45,35 +53,37 @@ from dualpipe.pipeline.stage_program import OfferedSegments
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.agreement import Agreement, Outcome
 from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
-from dualpipe.runtime.ranks.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import new_gloo_group
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.builders import first_microbatches
 from dualpipe.schedule.by_name.build import search_with_progress
-from dualpipe.schedule.types import Step
+from dualpipe.schedule.types import Kind, Step, v_placement
 from dualpipe.trace.tracer import PipelinePlace, Tracer
 
 
 @dataclass(frozen=True)
 class _ObservedStep:
-    """The weight-gradient work of a step; defers: whether its schedule has a "W"."""
+    """Weight-gradient work of a step. defers: the schedule of the step has a "W"."""
 
     work: tuple[ParameterWork, ...]
     num_chunks: int
     defers: bool
 
     def warn_of_little_deferred(self) -> None:
-        """Warn the caller of `step` where a "W" has little to do."""
-        text = shortfall(self.work) if self.defers else None
+        """Warn the caller of `step` if little of the work can wait for a "W"."""
+        if not self.defers:
+            return
+        text = shortfall(self.work)
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=3)
 
 
 @dataclass
 class _Steps:
-    """The steps of a pipeline: how many were begun, on all ranks alike, and the executor of the one that is running.
+    """State of a pipeline's steps. Assigning an attribute of the pipeline itself, a module, would take 1 us.
 
-    Not attributes of the pipeline itself, as to assign one of a module takes 1 us.
+    begun: number of steps that have begun, the same on all ranks. executor: that of the running step.
     """
 
     begun: int = 0
@@ -81,35 +91,41 @@ class _Steps:
 
 
 class Pipeline(nn.Module):
-    """The ranks of `process_group` as a pipeline; an nn.Module whose parameters are those of this rank's stages.
+    """A pipeline over the ranks of a process group; an nn.Module with the parameters of this rank's stages.
 
-    modules: this rank's stages, in ascending order of stage number, all on one device; `module` holds them. Stage 0
-        takes the step's inputs; every stage returns a tensor or a tuple of tensors, the arguments of the next.
-    process_group: one rank per pipeline rank (default: the default group; without torch.distributed, a single rank).
-    rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
-    schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches. "auto" is
-        searched for on the first rank, for all, in the first step with a number of micro-batches.
-    batch_dim: the dimension along which inputs, labels and outputs are split into micro-batches.
-    overlap: whether the two actions of a pair run in turn, where stages have `segments()`; the results are the same.
-    unreduced: trainable parameters, or modules, whose gradients you reduce over data-parallel ranks yourself: names as
-        in their stage, with wildcards. Needed only beside others that FSDP2 has.
+    Stages, or parts of them, that are sharded by FSDP2's `fully_shard` are driven by the pipeline: gathered once per
+    step, with gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All
+    data-parallel ranks must then take every step together.
 
-    Stages, or parts of them, that were given to FSDP2's `fully_shard` before are driven by the pipeline: gathered once
-    a step, gradients accumulated in the policy's `reduce_dtype` and reduced when the stage is done. All data-parallel
-    ranks must then take every step together.
+    If the first and the last stage are on one rank, as in a V, they share tied Parameters. If they are on two ranks,
+    both have a method `tied_parameters()` that returns their copies, and the pipeline sums the gradients of the copies.
 
-    A parameter that both ends have on one rank, as in a V, they share. Where the ends are on two ranks, each stage with
-    one has a method `tied_parameters()` that returns its copies; the pipeline then sums their gradients over both.
+    Raises ValueError on every rank if the arguments of any rank are invalid.
 
-    Raises ValueError on every rank where arguments of one of them do not fit.
+    Args:
+        modules: this rank's stages, in ascending order of stage number, all on one device; `module` holds them. Stage 0
+            takes the inputs of a step; every stage returns a tensor or a tuple of tensors, the arguments of the next.
+        process_group: one rank per pipeline rank (default: the default group; without torch.distributed, a single
+            rank).
+        schedule: a name for `dualpipe.schedule.build`, or a `Schedule`, which fixes the number of micro-batches. "auto"
+            is searched for on the first rank, for all, in the first step with a number of micro-batches.
+        batch_dim: dimension along which inputs, labels and outputs are split into micro-batches.
+        rank_mapping: `rank_mapping[i]` is the pipeline rank of the group's rank i (default: the same).
+        overlap: overlap the two actions of a pair, for stages with `segments()`; the results are the same.
+        unreduced: names in their stage, with wildcards, of trainable parameters or modules whose gradients the caller
+            reduces over data-parallel ranks. Needed only if FSDP2 shards other parameters.
+        merge_weight_grads: compute the weight gradients of a `GroupedLinear` for several micro-batches in one GEMM,
+            which reads and writes the accumulator once, if the schedule has their actions "W" next to each other. The
+            bits are the same on CPU; on CUDA the micro-batches are summed before they are added to the accumulator, so
+            that float32 rounds in other places. It takes no more memory, as all of them wait for the first "W" anyway.
     """
 
-    _only_v = False  # whether stages must be placed in a V
+    _only_v = False  # True: stages must be placed in a V
 
     def __init__(
         self, modules: Sequence[nn.Module], *, process_group: ProcessGroup | None = None,
         schedule: str | Schedule = "1f1b", batch_dim: int = 0, rank_mapping: Sequence[int] | None = None,
-        overlap: bool = True, unreduced: Sequence[str] = (),
+        overlap: bool = True, unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__()
         if process_group is None and dist.is_initialized():
@@ -118,108 +134,112 @@ class Pipeline(nn.Module):
         self.batch_dim = batch_dim
         self.weight_grad_store = WeightGradStore()
         self._process_group = process_group
-        self._loaded = set[int]()  # the kinds of steps whose kernels are loaded
+        self._loaded = set[int]()  # kinds of steps whose kernels are loaded
         self._steps = _Steps()
-        self._is_reordered = False  # whether steps run in another order, of one micro-batch
-        self._observed: _ObservedStep | None = None  # the first training step in the schedule's order
-        self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # by those whose ranks are traced
-        mapping, members = _mapping(rank_mapping, self.num_ranks)
+        self._is_reordered = False  # True inside of `in_order`
+        self._observed: _ObservedStep | None = None  # the first training step outside of `in_order`
+        self._trace_groups: dict[ProcessGroup | None, ProcessGroup] = {}  # gloo groups, by the group that is traced
+        mapping, members = _parse_mapping(rank_mapping, self.num_ranks)
         self.rank = members.index(process_group.rank()) if process_group else 0
-        given: Any = process_group if isinstance(process_group, P2PGroups) else None  # such as one of threads
-        self._p2p: P2PGroups = given or P2PGroups(process_group, members, self.rank)
+        # Tests pass connections between threads in place of a process group.
+        connections: Any = process_group if isinstance(process_group, P2PGroups) else None
+        self._p2p: P2PGroups = connections or P2PGroups(process_group, members, self.rank)
         build = partial(self._build_stages, modules, schedule, mapping, overlap, unreduced)
         if sorted(mapping) != list(range(self.num_ranks)):
-            build = partial(_refuse_mapping, rank_mapping, self.num_ranks)
-        agreed = self._build(build, modules)
-        self._norm_dtype = agreed.norm_dtype
-        self._side = agreed.side
-        self._programs.pairs = agreed.overlap
-        self._connect(agreed.has_copies)
+            build = partial(_raise_mapping_error, rank_mapping, self.num_ranks)
+        agreement = self._build(build, modules)
+        self._norm_dtype = agreement.norm_dtype
+        self._side = agreement.side
+        self._programs.overlaps_pairs = agreement.overlap
+        self._programs.merges = merge_weight_grads
+        self._connect(agreement.has_copies)
 
     def _build(
         self, build: Callable[[Sequence[OfferedSegments]], PipelineArguments], modules: Any
     ) -> PipelineAgreement:
-        """Build the stages of this rank, and agree on the pipeline with the others; ValueError where one cannot."""
+        """Build the stages of this rank, and agree with all ranks. Raises ValueError if any rank fails."""
         stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
-        # Before anything can fail here alone: those that share the groups hear of it in them.
+        # First collect the replicas' groups, in which a failure of this rank is shared.
         offered = [OfferedSegments(stage) for stage in stages]
         replicas = process_groups(stages, [group for segments in offered for group in segments.groups])
-        built: list[PipelineArguments] = []
-        failed: list[Exception] = []
+        results: list[PipelineArguments] = []
+        errors: list[Exception] = []
         try:
-            built.append(build(offered))
-        except Exception as raised:  # raised again where all ranks hear of it
-            failed.append(raised)
+            results.append(build(offered))
+        except Exception as raised:  # raised again by `arguments`, for all ranks
+            errors.append(raised)
 
-        def own() -> PipelineArguments:
-            if failed:
-                raise failed.pop()
-            return built[0]
+        def arguments() -> PipelineArguments:
+            if errors:
+                raise errors.pop()
+            return results[0]
 
         self._agreement = Agreement(self._p2p.messages(), replicas)
-        outcome = self._agreement.compare(PipelineArguments, own, compare_pipelines)
+        outcome = self._agreement.compare(PipelineArguments, arguments, compare_pipelines)
         try:
             outcome.raise_problem()
             assert outcome.conclusion is not None, "without a problem there is a conclusion"
             return outcome.conclusion
         finally:
-            del outcome  # this frame is in the traceback of its cause
+            del outcome  # this frame is in the traceback of its cause: a cycle
 
     def _build_stages(
         self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str],
         offered: Sequence[OfferedSegments],
     ) -> PipelineArguments:
-        """Build the stages of this rank; return what the ranks compare. ValueError for what does not fit here."""
-        self.module, device = checked_modules(modules)
+        """Build the stages of this rank; return their description. Raises ValueError for invalid ones."""
+        self.module, device = validate_modules(modules)
         parameters = [StageParameters(module) for module in self.module]
         specs = [SideSpec.of(module) for module in self.module]
-        self.device = self._p2p.checked_device(device)
+        self.device = self._p2p.resolve_device(device)
         self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
-        built = self._programs.schedule()  # for the fewest micro-batches
-        self._placement = built.placement
-        ranks = range(self.num_ranks)
-        if self._only_v and built.placement != (*ranks, *reversed(ranks)):
-            where = f"schedule {built.name!r} has them on ranks {built.placement}"
-            raise ValueError(f"DualPipeV needs stages placed in a V, {where}")
-        numbers = built.rank_stages(self.rank)
-        own = dict(zip(numbers, self.module))
+        built_schedule = self._programs.schedule()  # for the smallest number of micro-batches
+        self._placement = built_schedule.placement
+        if self._only_v and built_schedule.placement != v_placement(self.num_ranks):
+            raise ValueError(f"schedule {built_schedule.name!r} has stages on ranks {built_schedule.placement}, but "
+                             "DualPipeV needs stages placed in a V; use Pipeline")
+        numbers = built_schedule.rank_stages(self.rank)
+        stages = dict(zip(numbers, self.module))
         self._stages = RankStages(
-            modules=own,
+            modules=stages,
             specs=dict(zip(numbers, specs)),
             parameters=dict(zip(numbers, parameters)),
-            borrowers={number: each.borrowers(own) for number, each in zip(numbers, parameters)},
-            count=built.num_stages,
+            borrowers={number: stage.borrowers(stages) for number, stage in zip(numbers, parameters)},
+            count=built_schedule.num_stages,
             device=self.device,
             batch_dim=self.batch_dim,
         )
         self._stages.compile_programs(dict(zip(numbers, offered)))
         can_overlap = self._stages.is_hooked or any(p.num_communications for p in self._stages.programs.values())
-        reduces, missed = check_stages(list(self.module), parameters, unreduced)
+        reduces, missing = check_stages(list(self.module), parameters, unreduced)
         return PipelineArguments(
-            schedule=built.name,
-            schedule_checksum=crc32(repr(built).encode()),
+            schedule=built_schedule.name,
+            schedule_checksum=crc32(repr(built_schedule).encode()),
             device=self.device.type,
             batch_dim=self.batch_dim,
             rank_mapping=mapping,
             overlap=bool(overlap) if can_overlap else None,
-            side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # each once: a record has little room
+            side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # without duplicates: a record has little room
             is_hooked=self._stages.is_hooked,
             has_float64=any(p.dtype is torch.float64 for p in self.module.parameters()),
             reduces=reduces,
-            unreduced=missed,
-            **asdict(tied_ends(own.get(0), own.get(built.num_stages - 1))),
+            unreduced=missing,
+            **asdict(tied_ends(stages.get(0), stages.get(built_schedule.num_stages - 1))),
         )
 
     def _connect(self, has_copies: bool) -> None:
-        """Open the links between stages, and what ends a step where a rank fails. has_copies: see `TiedGradients`."""
+        """Open the links between stages, and set up the end of a failed step. has_copies: see `PipelineAgreement`."""
         self._agreement.compare_replicas()
-        first, last = self._placement[0], self._placement[-1]
-        ends = (first,) if has_copies else ()  # the ends exchange gradients as neighbours do
-        self._p2p.connect((*self._placement, *ends), self.device)
+        first = self._placement[0]
+        last = self._placement[-1]
+        # With copies, the first and the last rank exchange gradients like neighbours.
+        placement = (*self._placement, first) if has_copies else self._placement
+        self._p2p.connect(placement, self.device)
         self._tied: TiedGradients | None = None
         if has_copies and self.rank in (first, last):
-            stage, other = (0, last) if self.rank == first else (self._stages.count - 1, first)
-            exchange = partial(self._p2p.exchange, other, around=(last, first))
+            stage = 0 if self.rank == first else self._stages.count - 1
+            peer = last if self.rank == first else first
+            exchange = partial(self._p2p.exchange, peer, around=(last, first))
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
         key = self._agreement.lowest(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
@@ -228,82 +248,104 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
-        """Run the steps inside, of one micro-batch, with whole backwards, or with all weight gradients `deferred`: two
-        orders of the same products. They give the same bits where each of these does."""
-        kept = self._programs
-        schedule = kept.schedule()  # of one micro-batch, unless it is a `Schedule` of more
-        order = partial(_reordered, deferred=deferred)
-        ranks = tuple(tuple(order(first_microbatches(steps, 1))) for steps in schedule.ranks)
-        other = replace(schedule, num_microbatches=1, ranks=ranks)
-        self._programs = Programs(other, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
-        self._programs.pairs = kept.pairs
+        """Run steps of one micro-batch in another order, inside of a `with`.
+
+        Both orders run the same GEMMs, and give the same bits if every GEMM does.
+
+        deferred: defer all weight gradients; False: run whole backwards.
+        """
+        programs = self._programs
+        schedule = programs.schedule()  # of one micro-batch, unless it is a `Schedule` of more
+        ranks = tuple(
+            tuple(_reorder(first_microbatches(steps, 1), deferred=deferred)) for steps in schedule.ranks)
+        reordered = replace(schedule, num_microbatches=1, ranks=ranks)
+        self._programs = Programs(reordered, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+        self._programs.overlaps_pairs = programs.overlaps_pairs
+        self._programs.merges = programs.merges
         self._is_reordered = True
         try:
             yield
         finally:
-            self._programs = kept
+            self._programs = programs
             self._is_reordered = False
 
     # -- a step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse, with a ValueError: a pipeline takes whole steps."""
+        """Raise ValueError: a pipeline runs whole steps."""
         raise ValueError("a pipeline is not called like a module, as it runs forward and backward at once; call "
                          "step(*inputs, num_chunks=..., criterion=..., labels=...), or for outputs alone step(*inputs, "
                          "num_chunks=..., return_outputs=True) under torch.no_grad()")
 
     def step(
-        self, *inputs: Tensor | None, num_chunks: int | None = None, criterion: Callable[..., Tensor] | None = None,
-        labels: Sequence[Tensor | None] | Tensor | None = (), return_outputs: bool = False, sync: bool = True,
-        side: Mapping[str, Tensor | None] | None = None,
+        self, *inputs: Tensor | None, num_microbatches: int | None = None, loss_fn: Callable[..., Tensor] | None = None,
+        target: Labels = (), return_outputs: bool = False, sync: bool = True,
+        side: Mapping[str, Tensor | None] | None = None, num_chunks: int | None = None,
+        criterion: Callable[..., Tensor] | None = None, labels: Labels = (), **side_inputs: Tensor | None,
     ) -> tuple[Tensor | None, Outputs]:
         """Run one batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
-        inputs: the arguments of stage 0, needed on its rank only; each is split along `batch_dim` into `num_chunks`
-            micro-batches (evenly, or as `torch.tensor_split` does). Other ranks pass None or nothing.
-        num_chunks: how many; required on every rank. Losses and gradients are those of single micro-batches, and add
-            up: a criterion that is a mean divides by `num_chunks`.
-        criterion, labels: `criterion(*outputs, *labels)` gives a micro-batch's scalar loss; needed on the rank of the
-            last stage only (in a V that is the first rank), `criterion` always when training. Inputs and labels that
-            are None there are passed on as None.
-        return_outputs: whether to return the last stage's outputs.
-        sync: whether to reduce the gradients of sharded stages over their data-parallel ranks. Without, they are kept
-            and accumulate until a step that does; what drops them is the pipeline's `zero_grad`, not an optimizer's.
-        side: tensors without a gradient that any stage may read, such as position ids, by name; split and given as
-            inputs are, on the rank of stage 0. They go through all stages with the activations. A stage gets those that
-            its `forward` names as parameters behind the first, or all for a `**kwargs`, by keyword; what `segments()`
-            read of them is in their carry, None where it is not given. A name that no stage takes is an error, and
-            so is any beside modules with `overlapped_forward_backward`.
+        Gradients accumulate in `.grad`: the sum of the gradients of the losses of all micro-batches, and for sharded
+        stages the mean of these sums over data-parallel ranks, unless FSDP2 was told to divide by something else.
 
-        Returns (loss, outputs) on the rank of the last stage and (None, None) elsewhere: loss (num_chunks,), detached,
-        or None without a criterion; outputs detached and joined along `batch_dim`, or None unless asked for.
-        Gradients accumulate in `.grad`: the sum over micro-batches of the gradients of their losses, and of sharded
-        stages their mean over data-parallel ranks, unless FSDP2 was told to divide by something else.
+        Args:
+            inputs: arguments of stage 0, needed on its rank only; each is split along `batch_dim` into
+                micro-batches (evenly, or like `torch.tensor_split`). Other ranks pass None or nothing. An input that
+                is None on the rank of stage 0 is passed on as None.
+            num_microbatches: number of micro-batches; required on every rank. Losses and gradients are those of single
+                micro-batches, and add up: a loss function that is a mean divides by `num_microbatches`.
+            loss_fn: `loss_fn(*outputs, *target)` returns the scalar loss of a micro-batch. Needed on the rank of the
+                last stage only (in a V that is the first rank), there always in training.
+            target: a tensor or several, arguments of the loss function, needed and split like the inputs, on the rank
+                of the last stage.
+            num_chunks, criterion, labels: DeepSeek's names of `num_microbatches`, `loss_fn` and `target`; pass either
+                name.
+            return_outputs: return the outputs of the last stage.
+            sync: reduce the gradients of sharded stages over their data-parallel ranks. If False, gradients are kept
+                and accumulate until a step with True; `zero_grad` of the pipeline drops them, that of an optimizer does
+                not.
+            side: tensors without a gradient that any stage may read, such as position ids, by name; needed and split
+                like the inputs. They go through all stages with the activations. A stage gets those that its `forward`
+                names as parameters after the first, or all for `**kwargs`, by keyword; the carry of `segments()` has
+                those that they read, None for a missing one. A name that no stage takes is an error, and so are side
+                inputs with `overlapped_forward_backward`.
+            side_inputs: side inputs as keyword arguments, for names that are not parameters of `step`:
+                `step(x, position_ids=positions, ...)`.
 
-        Raises, on every rank: ValueError for arguments that do not fit or on which ranks disagree, after which the
-        pipeline can be used again; PipelineError where a rank failed during the step. It names the rank, and has ended
-        the process groups of the step, so that no rank waits for another: later steps raise it again. On one rank
-        alone, without any group, the pipeline can be used again; gradients are then undefined and should be zeroed.
-        Gradients that `sync=False` has kept are dropped by a PipelineError.
+        Returns:
+            (loss, outputs) on the rank of the last stage, and (None, None) elsewhere. loss: (num_microbatches,),
+            detached, or None without a loss function. outputs: detached and joined along `batch_dim`, or None unless
+            asked for.
+
+        Raises:
+            ValueError: arguments are invalid, or ranks disagree about them; raised on every rank. The pipeline can be
+                used again.
+            PipelineError: a rank failed during the step; raised on every rank, naming the failed one. The process
+                groups of the step have ended, so that no rank waits for another: later steps raise this error again. A
+                single rank, without any group, can use the pipeline again; its gradients are then undefined and should
+                be zeroed. Gradients that `sync=False` has kept are dropped.
         """
         self._failure.check()
         self._steps.begun += 1
         train = torch.is_grad_enabled()
-        observed = self._observed
-        split: list[Batch] = []
+        observed_before = self._observed
+        number = num_chunks if num_microbatches is None else num_microbatches
+        batches: list[Batch] = []  # the batch of this step, once it is split
 
-        def own_arguments() -> StepArguments:
-            batch, arguments = split_batch(
-                self._stages, inputs, num_chunks, criterion, labels, return_outputs, side, sync=bool(sync))
+        def split_and_describe() -> StepArguments:
+            call = StepCall.of(
+                num_microbatches=(num_microbatches, num_chunks), loss_fn=(loss_fn, criterion), target=(target, labels),
+                side=(side, side_inputs))
+            batch, arguments = split_batch(self._stages, inputs, call, return_outputs=return_outputs, sync=bool(sync))
             self._prepare(arguments.num_chunks, train)
-            split.append(batch)
+            batches.append(batch)
             return arguments
 
         try:
             with self._failure.ending_step(self._running):
-                agreed = self._agree(own_arguments, [str(num_chunks), train, bool(sync)])
-                if agreed.conclusion is not None:
-                    result = self._run(split.pop(), agreed.conclusion, train=train, sync=bool(sync))
+                outcome = self._agree(split_and_describe, [str(number), train, bool(sync)])
+                if outcome.conclusion is not None:
+                    result = self._run(batches.pop(), outcome.conclusion, train=train, sync=bool(sync))
         except BaseException:
             if self._steps.executor is not None:
                 self._steps.executor.abandon()
@@ -312,46 +354,46 @@ class Pipeline(nn.Module):
         finally:
             self._steps.executor = None
         try:
-            agreed.raise_problem()
-            if observed is None and self._observed is not None:
+            outcome.raise_problem()
+            if observed_before is None and self._observed is not None:
                 self._observed.warn_of_little_deferred()
             return result
         finally:
-            del agreed  # this frame is in the traceback of its cause: the cycle would keep the inputs
+            del outcome  # this frame is in the traceback of its cause: the cycle would keep the inputs
 
     def _prepare(self, num_chunks: int, train: bool) -> None:
-        """Do what may fail on a rank alone, before the ranks agree on a step."""
+        """Prepare a step: the work that may fail on one rank alone, before the ranks agree."""
         self._stages.compile_programs()
-        if not self._programs.is_to_search(num_chunks):
+        if not self._programs.needs_search(num_chunks):
             self._programs.program(num_chunks, train=train)
         for parameters in self._stages.parameters.values():
             parameters.check()
 
     def _agree(
-        self, own_arguments: Callable[[], StepArguments], same_everywhere: list[Any]
+        self, describe: Callable[[], StepArguments], same_everywhere: list[Any]
     ) -> Outcome[StepAgreement]:
-        """Agree on the arguments of a step."""
+        """Agree on the arguments of a step. describe: returns those of this rank."""
         compare = partial(
             compare_arguments, first=self._placement[0], last=self._placement[-1], spec=self._side)
-        return self._agreement.compare(StepArguments, own_arguments, compare, same_everywhere=same_everywhere)
+        return self._agreement.compare(StepArguments, describe, compare, same_everywhere=same_everywhere)
 
     def _run(
-        self, batch: Batch, agreed: StepAgreement, *, train: bool, sync: bool
+        self, batch: Batch, agreement: StepAgreement, *, train: bool, sync: bool
     ) -> tuple[Tensor | None, Outputs]:
         """Run a step on which the ranks have agreed."""
-        num_chunks = agreed.num_chunks
-        if self._programs.is_to_search(num_chunks):
+        num_chunks = agreement.num_chunks
+        if self._programs.needs_search(num_chunks):
             search = partial(search_with_progress, self.num_ranks, num_chunks)
             self._programs.add(self._p2p.ranks().first_in_turns(search))
         program = self._programs.program(num_chunks, train=train)
         messages = P2PMessages(
-            self._p2p, program, num_larger=agreed.num_larger, device=self.device,
-            by_host=self.device.type != "cpu" and agreed.kind not in self._loaded,
+            self._p2p, program, num_larger=agreement.num_larger, device=self.device,
+            by_host=self.device.type != "cpu" and agreement.kind not in self._loaded,
         )
         parameters = ParametersStep(
             self._stages.parameters, self._stages.borrowers, train=train, reduce=train and sync)
-        if agreed.side_names:
-            batch = replace(batch, side_names=agreed.side_names)
+        if agreement.side_names:
+            batch = replace(batch, side_names=agreement.side_names)
         executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)
         self._steps.executor = executor
         if self._tied is not None and train:
@@ -366,9 +408,9 @@ class Pipeline(nn.Module):
             self.weight_grad_store.observer = None
         if self._tied is not None and train and sync:
             self._tied.add()
-        self._agreement.wait_for_all()  # so that a failure is raised on all ranks in the step in which it came up
+        self._agreement.wait_for_all()  # a failure is raised on all ranks in the step in which it has occurred
         messages.finish()
-        self._loaded.add(agreed.kind)
+        self._loaded.add(agreement.kind)
         if probe is not None:
             kinds = {action.kind for instruction in program.instructions for action in instruction.actions}
             self._observed = _ObservedStep(probe.work(), num_chunks, defers="W" in kinds)
@@ -380,10 +422,10 @@ class Pipeline(nn.Module):
         return "" if executor is None else executor.running()
 
     def deferral_report(self) -> DeferralReport:
-        """Return how much of this rank's weight-gradient work can wait for a "W", which parameters' cannot, and why.
+        """Return the share of this rank's weight-gradient work that can wait for a "W", and the reasons for the rest.
 
-        It is of the pipeline's first training step, which alone is watched; build the pipeline anew to see what a
-        change does. Only this rank is asked. Raises ValueError before that step.
+        Only the pipeline's first training step is observed: build the pipeline anew to see the effect of a change.
+        Other ranks take no part. Raises ValueError before that step.
         """
         if self._observed is None:
             raise ValueError("deferral_report has no training step to report on; call it after a step(...) with "
@@ -391,37 +433,41 @@ class Pipeline(nn.Module):
         return DeferralReport.of(self.rank, self._observed.work, self._programs.schedule(self._observed.num_chunks))
 
     def trace(self, path: str | Path, *, group: ProcessGroup | None = None) -> Tracer:
-        """For a `with` around steps, which all ranks enter and leave together: what they did, as a file for Perfetto
-        and for `dualpipe trace`, which the first rank writes at the end.
+        """Return a context manager that traces steps, which all ranks enter and leave together.
 
-        path: the file, in a folder that exists; group: the ranks to trace (default: those of this pipeline), such as
-        those of all pipelines that train the model. An error inside goes on, with a note that names the file of what
-        there was until then; of one that may be a rank's alone, each rank's own.
+        At the end, the first rank writes a file for Perfetto and for `dualpipe trace`. After an error, the error has a
+        note that names the file with the trace until then; if other ranks may not have failed, a file of this rank.
+
+        Args:
+            path: the file, in an existing folder.
+            group: the ranks to trace, such as those of all pipelines that train the model (default: those of this
+                pipeline).
         """
         schedule = self._programs.schedule()
         ranks = self._p2p.global_ranks
         place = PipelinePlace(self.rank, ranks or (Recorder.current().rank,), schedule.name, schedule.placement)
         group = group or self._process_group
         if group is not None and group not in self._trace_groups:
-            # Of its own: a step that fails ends the pipeline's groups, and its trace is written all the same.
-            self._trace_groups[group] = gloo_beside(group)
+            # A failed step ends the pipeline's groups, and its trace is still written, over this group.
+            self._trace_groups[group] = new_gloo_group(group)
         return Tracer(Path(path), self._trace_groups.get(group), self.device, place,
                       lambda: self._steps.begun if WeightGradStore.current() is self.weight_grad_store else 0)
 
     @property
     def copied_parameters(self) -> list[nn.Parameter]:
-        """The parameters of this rank that the first stage has as well, on another rank: they count there."""
+        """Return the last stage's copies of parameters of the first stage on another rank, which count there."""
         return [] if self._tied is None else tied_parameters(self._stages.modules.get(self._stages.count - 1))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` for the model of all ranks; every rank must call it, after a step.
+        """Clip the gradients of the whole model, like `torch.nn.utils.clip_grad_norm_`; every rank must call it.
 
-        The norm is that of the gradients of all stages, and of parameters that are sharded over data- or expert-
-        parallel ranks (DTensors) of all parts; what is tied or replicated counts once. Plain parameters are taken to
-        have the same gradients in all data-parallel pipelines. The host waits for nothing before the scaling is queued.
+        The norm is that of the gradients of all stages, with all parts of sharded parameters (DTensors) of data- and
+        expert-parallel ranks; tied and replicated parameters count once. Plain parameters must have the same gradients
+        in all data-parallel pipelines. The host waits for nothing before the scaling is queued.
 
-        Returns the norm before as a scalar, the same on every rank. Raises ValueError where norm_type is not above 0 or
-        max_norm below 0; with `error_if_nonfinite` RuntimeError for a norm that is not finite, gradients untouched.
+        Returns the norm before clipping as a scalar, the same on every rank. Raises ValueError unless norm_type is
+        above 0 and max_norm is at least 0. With `error_if_nonfinite`, raises RuntimeError for a norm that is not finite
+        and leaves the gradients unchanged.
         """
         self._failure.check()
         try:
@@ -439,24 +485,29 @@ class Pipeline(nn.Module):
         self._discard()
 
     def _discard(self) -> None:
+        """Drop gradients kept by `sync=False`."""
         for parameters in self._stages.parameters.values():
             parameters.discard()
         if self._tied is not None:
             self._tied.discard()
 
 
-def _reordered(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
-    """The steps of a rank with "I" and at once "W" in place of every "B", or the other way round."""
+def _reorder(steps: Iterable[Step], *, deferred: bool) -> Iterator[Step]:
+    """Yield the steps of a rank with whole backwards, or with an "I" followed by its "W" in place of each backward."""
     for step in steps:
-        if kept := [action for action in step if action.kind != "W"]:
-            yield tuple(a if a.kind == "F" else replace(a, kind="I" if deferred else "B") for a in kept)
-        for action in kept if deferred else ():
-            if action.kind != "F":
-                yield (replace(action, kind="W"),)
+        actions = [action for action in step if action.kind != "W"]
+        if not actions:
+            continue
+        backward_kind: Kind = "I" if deferred else "B"
+        yield tuple(action if action.kind == "F" else replace(action, kind=backward_kind) for action in actions)
+        if deferred:
+            for action in actions:
+                if action.kind != "F":
+                    yield (replace(action, kind="W"),)
 
 
-def _mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[int]]:
-    """Return the mapping as a list, and the group's rank of each pipeline rank; any where the mapping is wrong."""
+def _parse_mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[int]]:
+    """Return the mapping as a list, and the group's rank of each pipeline rank, which is arbitrary if it is invalid."""
     identity = list(range(num_ranks))
     if rank_mapping is None:
         return identity, identity
@@ -465,16 +516,21 @@ def _mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[int]]:
     return mapping, [mapping.index(rank) for rank in identity] if is_permutation else identity
 
 
-def _refuse_mapping(rank_mapping: Any, num_ranks: int, offered: object) -> PipelineArguments:
+def _raise_mapping_error(rank_mapping: Any, num_ranks: int, offered: object) -> PipelineArguments:
+    """Raise ValueError for an invalid mapping. Called in place of `Pipeline._build_stages`."""
     raise ValueError(f"rank_mapping must be a permutation of 0..{num_ranks - 1}, got {rank_mapping}")
 
 
 class DualPipeV(Pipeline):
     """DeepSeek's DualPipeV: rank r of P holds stages r and 2P-1-r of a V, so the first rank has both ends.
 
-    modules: this rank's two stages. schedule: "dualpipev", "zbv", or a `Schedule` whose stages are placed in a V.
-    The other arguments and `step` are those of `Pipeline`; inputs, criterion and labels are needed on the first rank
-    only. Keeps the signature of https://github.com/deepseek-ai/DualPipe.
+    The signature is that of https://github.com/deepseek-ai/DualPipe. `step` is that of `Pipeline`; inputs, criterion
+    and labels are needed on the first rank only.
+
+    Args:
+        modules: this rank's two stages.
+        batch_dim: see `Pipeline`, like all further arguments.
+        schedule: "dualpipev", "zbv", or a `Schedule` whose stages are placed in a V.
     """
 
     _only_v = True
@@ -482,9 +538,9 @@ class DualPipeV(Pipeline):
     def __init__(
         self, modules: Sequence[nn.Module], batch_dim: int = 0, process_group: ProcessGroup | None = None,
         rank_mapping: Sequence[int] | None = None, *, schedule: str | Schedule = "dualpipev", overlap: bool = True,
-        unreduced: Sequence[str] = (),
+        unreduced: Sequence[str] = (), merge_weight_grads: bool = True,
     ) -> None:
         super().__init__(
             modules, process_group=process_group, schedule=schedule, batch_dim=batch_dim, rank_mapping=rank_mapping,
-            overlap=overlap, unreduced=unreduced,
+            overlap=overlap, unreduced=unreduced, merge_weight_grads=merge_weight_grads,
         )

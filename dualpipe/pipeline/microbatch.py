@@ -1,4 +1,4 @@
-"""The state of one micro-batch in one stage, from its arrival to its last gradient."""
+"""State of one micro-batch in one stage, from its arrival to its last gradient."""
 
 from __future__ import annotations
 
@@ -16,43 +16,48 @@ Slot = tuple[int, int]  # stage and micro-batch
 
 
 class SegmentRun(NamedTuple):
-    """One run of a segment, as traces and observers name it.
+    """Name of one run of a segment in traces and for observers.
 
-    kind: "F" for a forward, "R" for a recomputation, "B" or "I" for a backward. inside: it computes what came from
-    other ranks, as experts do.
+    kind: "F" for a forward, "R" for a recomputation, "B" or "I" for a backward. between_ranks: the segment computes
+    data of other ranks, like experts between dispatch and combine.
     """
 
     kind: str
     stage: int
     microbatch: int
     number: int
-    inside: bool = False
+    between_ranks: bool = False
 
     def __str__(self) -> str:
         return f"segment {self.number} of {self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
 
 
 class RandomStates(NamedTuple):
-    """States of the random number generators that a recomputation starts from; device: None for the CPU alone."""
+    """Random states at which a recomputation starts. device: the CUDA device; None for the CPU alone."""
 
     device: torch.device | None
     states: RandomState
 
 
 class SegmentRecord:
-    """The record of a segment's forward that its backward needs.
+    """Data of a segment's forward that its backward needs.
 
-    leaves: what a compute segment read and needs a gradient; roots: where its autograd graph ends; kept: what it needs
-    to run again; context: of a communication; differentiable: which of a communication's inputs have a gradient;
-    results: kept, with their graphs, for DeepSeek's hook alone.
+    Attributes:
+        leaves: arguments of a compute segment that need a gradient.
+        roots: gradient edges of its results.
+        saved_inputs: arguments for its recomputation.
+        random: random states for its recomputation.
+        context: context of a communication.
+        differentiable: for each argument of a communication, True if it needs a gradient.
+        results: results with their graphs; only for DeepSeek's method.
     """
 
-    __slots__ = ("context", "differentiable", "kept", "leaves", "random", "results", "roots")
+    __slots__ = ("context", "differentiable", "leaves", "random", "results", "roots", "saved_inputs")
 
     def __init__(self) -> None:
         self.leaves: dict[str, Tensor] = {}
         self.roots: dict[str, GradientEdge] = {}
-        self.kept: dict[str, Any] = {}
+        self.saved_inputs: dict[str, Any] = {}
         self.random: RandomStates | None = None
         self.context: Any = None
         self.differentiable: tuple[bool, ...] = ()
@@ -60,24 +65,30 @@ class SegmentRecord:
 
 
 class TensorLike(NamedTuple):
-    """Shape, dtype and device of zeros in place of a gradient."""
+    """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def zeros(self) -> Tensor:
-        """Make the zeros."""
+        """Return zeros of this shape, dtype and device."""
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
 
 class MicrobatchState:
-    """One micro-batch in one stage.
+    """State of one micro-batch in one stage.
 
-    inputs: the activation that has arrived, until the forward takes it. side: the side inputs beside it, until they
-    go on with the result. carry: named values between the segments of a forward. records: one for each segment, from a
-    forward that needs a backward. gradients: by name, between the segments of a backward. results: the names of the
-    outputs that need a gradient, which will arrive. from_caller: inputs of a caller's that need gradients.
+    Attributes:
+        inputs: the received activation, until the forward begins.
+        side: the received side inputs, until they are sent on with the result.
+        slot: stage and micro-batch.
+        carry: named values between the segments of a forward.
+        records: one per segment, of a forward that needs a backward.
+        gradients: by name, between the segments of a backward.
+        results: names of the outputs that will receive a gradient.
+        deferred: computes the weight gradients that a full backward has deferred.
+        from_caller: the caller's inputs to the first stage that need gradients.
     """
 
     __slots__ = ("_from_stage", "carry", "deferred", "from_caller", "gradients", "inputs", "records", "results",
@@ -100,8 +111,8 @@ class MicrobatchState:
     def begin(self, carry: dict[str, Any], inputs: Names = ()) -> None:
         """Start a forward with `carry`.
 
-        inputs: the names in it that came from another stage, which expects their gradients. Gradients of others, of a
-        caller's inputs to the first stage, flow on in the caller's own graph.
+        inputs: names in it of the inputs from another stage, which expects their gradients. Gradients of others, the
+        caller's inputs to the first stage, flow on in the caller's graph.
         """
         self.inputs = ()
         self.carry = carry
@@ -114,29 +125,29 @@ class MicrobatchState:
                 self.from_caller[name] = value
                 carry[name] = value.detach().requires_grad_()
 
-    def arrive(self, gradients: Sequence[Tensor]) -> None:
-        """Take the gradients of the results, in their order."""
+    def set_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Set the gradients of the results, in their order."""
         self.gradients = dict(zip(self.results, gradients))
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
-        """Add a gradient to that of the same name: a tensor may have been read more than once."""
+        """Accumulate a gradient by name: a tensor may have been read more than once."""
         earlier = self.gradients.get(name)
         self.gradients[name] = gradient if earlier is None else earlier + gradient
 
     def compute_deferred(self) -> None:
-        """Compute the weight gradients that a full backward has deferred until now."""
+        """Compute the weight gradients that a full backward has deferred."""
         if self.deferred is not None:
             self.deferred()
 
-    def return_to_caller(self) -> None:
-        """Have gradients of a caller's inputs flow on in the caller's own graph."""
+    def backward_to_caller(self) -> None:
+        """Run the backward of the caller's graph from the gradients of the caller's inputs."""
         for name, tensor in self.from_caller.items():
             gradient = self.gradients.get(name)
             if gradient is not None:
                 torch.autograd.backward(tensor, gradient)
 
     def input_gradients(self) -> list[Tensor]:
-        """Return the gradients for the stage before, zeros where nothing depends on an input."""
+        """Return the gradients for the previous stage: zeros for an input on which nothing depends."""
         gradients = self.gradients
         self.gradients = {}
         results: list[Tensor] = []
@@ -146,7 +157,7 @@ class MicrobatchState:
         return results
 
 
-def arrived(message: tuple[Tensor, ...], num_side: int, slot: Slot) -> MicrobatchState:
-    """Return the state of a micro-batch whose activation and side inputs, the last `num_side`, have arrived."""
+def received_state(message: tuple[Tensor, ...], num_side: int, slot: Slot) -> MicrobatchState:
+    """Return the state of a micro-batch whose message has arrived: the activation, then `num_side` side inputs."""
     end = len(message) - num_side
     return MicrobatchState(message[:end], message[end:], slot)

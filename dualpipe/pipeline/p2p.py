@@ -1,19 +1,18 @@
-"""The messages between the ranks of a pipeline: the connections, and the messages of one step.
+"""Point-to-point messages between the ranks of a pipeline: the connections, and the messages of one step.
 
-Boundary tensors go over a `Link` for each stream of messages, (source, destination, activations or gradients), so that
-a receive which is posted ahead never stands in front of anything else: with gloo a link is a tag, with NCCL, which has
-no tags and runs a communicator's operations one after the other, a communicator of its own. Headers go over gloo and
-never wait for the device.
+Every stream of messages, (source, destination, activations or gradients), has its own `Link`, so that a receive that is
+posted ahead never blocks another message. With gloo, a link is a tag. NCCL has no tags and runs the operations of a
+communicator one after the other, so a link is a communicator. Headers go over gloo and never wait for the device.
 
-A kernel of NCCL keeps the device busy until its peer's has come, and to load a kernel the host waits for the whole
-device: where CUDA loads lazily, and for Triton's in any case. So two hosts could wait for each other's next launch for
-ever: behind a receive that is posted ahead, and as well behind a send of more than NCCL's buffers hold. Therefore the
-first step of a kind on a device, in which its kernels are loaded, sends by the host's memory, over gloo. Shapes are of
-one kind where the same kernels run for them (`kernel_class`), so steps of many lengths are soon of few kinds.
+A kernel of NCCL keeps the device busy until its peer's kernel runs. To load a kernel, the host waits for the whole
+device: always for Triton's kernels, and for all kernels if CUDA loads them lazily. So two hosts could wait forever for
+each other's next launch, after a receive that is posted ahead or after a send that exceeds NCCL's buffers. Therefore
+the first step of a kind on a device, which loads the kernels, sends through host memory, over gloo. Shapes are of one
+kind if they run the same kernels (`kernel_class`), so steps of many lengths soon have few kinds.
 
-A message is the tuple of tensors that crosses from one stage to the next (an activation, and the step's side inputs
-behind it) or back (a gradient). The first activation of each size class is preceded by a header with shapes and dtypes;
-later ones must match it, and the gradients follow from it.
+A message is the tuple of tensors that goes from one stage to the next (an activation, followed by the side inputs of
+the step) or back (gradients). The first activation of each size of micro-batch is preceded by a header with shapes and
+dtypes; later activations must match it, and the gradients have the same shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -34,20 +33,24 @@ from dualpipe.runtime import device as devices
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
-from dualpipe.runtime.ranks.process_groups import backends, create_groups, gloo_beside, timeout_of
+from dualpipe.runtime.ranks.process_groups import backends, create_groups, new_gloo_group, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.messages import Message, MessageStream
 
-SENDS_IN_FLIGHT = 2  # messages per link whose buffers are kept; the one before them is waited for
-_TAGS = {"F": 11, "B": 12, "header": 15}  # gloo's; any that differ
+SENDS_IN_FLIGHT = 2  # unfinished sends per link; a further send waits for the oldest
+_TAGS = {"F": 11, "B": 12, "header": 15}  # distinct tags of gloo
 
 
 class Link(NamedTuple):
-    """One direction between this rank and a peer: a group, the peer's rank inside it, and a tag.
+    """One direction of messages between this rank and a peer.
 
-    as_bytes: for NCCL, which refuses some dtypes; gloo looks at the size only.
+    Attributes:
+        group: the process group.
+        peer: rank of the peer in the group.
+        tag: tag of gloo.
+        as_bytes: send bytes, for NCCL, which refuses some dtypes; gloo looks at the size only.
     """
 
     group: ProcessGroup
@@ -56,57 +59,64 @@ class Link(NamedTuple):
     as_bytes: bool = False
 
     def send(self, tensor: Tensor) -> Work:
-        """Start to send a contiguous tensor; it must stay untouched until the work is done."""
+        """Start sending a contiguous tensor, which must not change until the work is done."""
         return self.group.send([tensor.view(-1).view(torch.uint8) if self.as_bytes else tensor], self.peer, self.tag)
 
     def receive(self, tensor: Tensor) -> Work:
-        """Start to receive into a contiguous tensor of the sent size."""
+        """Start receiving into a contiguous tensor of the size that is sent."""
         return self.group.recv([tensor.view(-1).view(torch.uint8) if self.as_bytes else tensor], self.peer, self.tag)
 
 
 class P2PGroups:
-    """The connections of one pipeline rank.
+    """Connections of one pipeline rank. No rank of another pipeline takes part in making them.
 
-    `members[r]` is the rank inside `group` of pipeline rank r. Where `group` cannot carry host tensors (NCCL alone) a
-    gloo group is created beside it. No rank of another pipeline takes part in any of this.
+    Args:
+        group: the process group of the pipeline. If it cannot carry host tensors (NCCL alone), a gloo group of the same
+            ranks is created. None: this rank alone.
+        members: the rank in `group` of each pipeline rank.
+        rank: the pipeline rank of this process.
     """
 
-    global_ranks: tuple[int, ...] = ()  # by pipeline rank; none without a group
+    global_ranks: tuple[int, ...] = ()  # by pipeline rank; empty without a group
 
     def __init__(self, group: ProcessGroup | None, members: Sequence[int], rank: int) -> None:
-        self._rank, self._size = rank, len(members)
+        self._rank = rank
+        self._size = len(members)
         self._group: Any = group
         self._control: Any = group  # carries host tensors
-        self._peers, self._links = [0], dict[MessageStream, Link]()
+        self._peers = [0]  # ranks in `_control`, by pipeline rank
+        self._links: dict[MessageStream, Link] = {}
         if group is None:
             return
         self.global_ranks = tuple(dist.get_global_rank(group, member) for member in members)
-        Recorder.current().rank = dist.get_rank()  # by which this rank is named in errors
+        Recorder.current().rank = dist.get_rank()  # names this rank in errors
         self._backends = backends(group)
         if "cpu" not in self._backends:
-            self._control = gloo_beside(group)
+            self._control = new_gloo_group(group)
         self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
     def messages(self) -> HostMessages:
-        """Return the ranks of the pipeline, numbered as such, for messages between hosts."""
+        """Return the messages between the hosts of the pipeline's ranks, by pipeline rank."""
         return HostMessages(self._control, self._peers)
 
     def ranks(self) -> RankSync:
-        """Return the ranks of the pipeline, for objects of any size."""
+        """Return the pipeline's ranks for the exchange of objects of any size, by pipeline rank."""
         return RankSync(self._control, self._peers)
 
     def store(self) -> dist.Store:
-        """Return the store of the job, for the cause of a failure."""
+        """Return a connection to the store of the job, for the cause of a failure."""
         return default_store(self._group)
 
     def groups(self) -> list[ProcessGroup]:
-        """Return the process groups that messages go over."""
+        """Return the process groups of all messages."""
         groups = [self._group, self._control, *(link.group for link in self._links.values())]
         return [group for group in dict.fromkeys(groups) if group is not None]
 
-    def checked_device(self, device: torch.device | None) -> torch.device:
-        """The device of the stages, by default the one on which the group works; ValueError where the group cannot
-        carry its tensors between ranks."""
+    def resolve_device(self, device: torch.device | None) -> torch.device:
+        """Return the device of the stages; for None, the device of the group.
+
+        Raises ValueError if the group cannot carry tensors of the device.
+        """
         if device is None:
             on_gpu = self._group is not None and self._backends.get("cuda", "gloo") != "gloo"
             device = devices.current() if on_gpu else torch.device("cpu")
@@ -119,71 +129,98 @@ class P2PGroups:
         return device
 
     def connect(self, placement: Sequence[int], device: torch.device, *, own_groups: bool | None = None) -> None:
-        """Open a link for each stream between stages that are on the ranks of `placement`, and use it once.
+        """Open a link for each stream of messages, and send one message over it.
 
-        own_groups: give each link a process group of its own; by default where the backend has no tags.
+        A communicator that is made lazily in the middle of a step could deadlock. All ranks go through the same rounds.
+
+        Args:
+            placement: rank of each stage.
+            device: device of the stages.
+            own_groups: create a process group for each link; default: if the backend has no tags.
         """
-        own_groups = device.type != "cpu" if own_groups is None else own_groups
+        if own_groups is None:
+            own_groups = device.type != "cpu"
         boundaries = [(a, b) for a, b in pairwise(placement) if a != b]
-        rounds = in_rounds(sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))}))
-        mine = [each.get(self._rank) for each in rounds]
-        groups = [self._group] * len(mine)
-        if own_groups and mine:
-            ends = [(self._rank,) if stream is None else stream[:2] for stream in mine]
-            wanted = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in ends]
-            groups = create_groups(
-                wanted, beside=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type]
-            )
-            dist.all_reduce(torch.zeros(1, device="cpu"), group=self._control)  # NCCL would wait for ever for who fails
-        for stream, group in zip(mine, groups):
+        rounds = stream_rounds(sorted({stream for a, b in boundaries for stream in ((a, b, "F"), (b, a, "B"))}))
+        streams = [streams_by_rank.get(self._rank) for streams_by_rank in rounds]
+        groups = [self._group] * len(streams)
+        if own_groups and streams:
+            groups = self._create_link_groups(streams, device)
+        for stream, group in zip(streams, groups):
             if stream is None:
                 continue
             src, dst, kind = stream
             peer = dist.get_group_rank(group, self.global_ranks[dst if self._rank == src else src])
-            link = self._links[stream] = Link(group, peer, 0 if own_groups else _TAGS[kind], as_bytes=own_groups)
-            # A communicator made lazily in the middle of a step can deadlock; everybody goes through the rounds.
+            link = Link(group, peer, 0 if own_groups else _TAGS[kind], as_bytes=own_groups)
+            self._links[stream] = link
             probe = torch.zeros(1, device=device)
-            (link.send(probe) if self._rank == src else link.receive(probe)).wait()
-        if self._size > 1:
-            dist.all_reduce(torch.zeros(1, device=device), group=self._group)  # that of norms, likewise
+            work = link.send(probe) if self._rank == src else link.receive(probe)
+            work.wait()
+        if self._size > 1:  # make the communicator of gradient norms, too
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
+    def _create_link_groups(
+        self, streams: Sequence[MessageStream | None], device: torch.device
+    ) -> list[ProcessGroup]:
+        """Create a process group for each of this rank's streams; for None, in a round without one, of this rank."""
+        members = [(self._rank,) if stream is None else stream[:2] for stream in streams]
+        requests = [([self.global_ranks[rank] for rank in ranks], LINK) for ranks in members]
+        groups = create_groups(
+            requests, parent=self._control, timeout=timeout_of(self._group), backend=self._backends[device.type])
+        # NCCL would wait forever for a rank that has failed by now; this collective has a timeout.
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self._control)
+        return groups
 
     def link(self, stream: MessageStream, *, by_host: bool = False) -> Link:
-        """Return the link of a stream that starts or ends at this rank. by_host: for tensors in host memory."""
+        """Return the link of a stream that begins or ends at this rank. by_host: for tensors in host memory."""
         if not by_host:
             return self._links[stream]
         src, dst, kind = stream
         return Link(self._control, self._peers[dst if self._rank == src else src], _TAGS[kind])
 
     def exchange(self, peer: int, tensor: Tensor, *, around: tuple[int, int]) -> Tensor:
-        """Send a contiguous tensor to `peer`, and return the tensor that it sends here.
+        """Send a contiguous tensor to a rank, and return the tensor that the rank sends.
 
-        Both call it between steps, with tensors of one shape and dtype. around: the two ranks, as neighbours in the
-        placement that was connected.
+        Both ranks call this between steps, with tensors of the same shape and dtype.
+
+        Args:
+            peer: the other rank.
+            tensor: the tensor to send.
+            around: both ranks, as neighbours in the placement of `connect`.
         """
-        found, (src, dst) = torch.empty_like(tensor), around
-        there, back = self.link((src, dst, "F")), self.link((dst, src, "B"))
-        incoming, outgoing = (there, back) if peer == src else (back, there)
-        recorder, ranks = Recorder.current(), self.global_ranks[peer : peer + 1]
-        with recorder.wait("exchange", "the other end's gradient of a tied parameter", ranks, tensor.nbytes):
-            for work in (incoming.receive(found), outgoing.send(tensor)) if tensor.numel() else ():
+        src, dst = around
+        incoming = self.link((src, dst, "F"))
+        outgoing = self.link((dst, src, "B"))
+        if peer != src:
+            incoming, outgoing = outgoing, incoming
+        received = torch.empty_like(tensor)
+        if not tensor.numel():
+            return received
+        ranks = self.global_ranks[peer : peer + 1]
+        with Recorder.current().wait("exchange", "the peer's gradient of a tied parameter", ranks, tensor.nbytes):
+            works = [incoming.receive(received), outgoing.send(tensor)]
+            for work in works:
                 work.wait()
-        return found
+        return received
 
-    def header(self, peer: int) -> Link:
-        """The link for headers to or from `peer`."""
+    def header_link(self, peer: int) -> Link:
+        """Return the link for headers to or from a rank."""
         return Link(self._control, self._peers[peer], _TAGS["header"])
 
 
-def in_rounds(streams: Iterable[MessageStream]) -> list[dict[int, MessageStream]]:
-    """Rounds of streams by the ranks at both ends, of which each has one in a round: 8 rounds for any length of a V."""
+def stream_rounds(streams: Iterable[MessageStream]) -> list[dict[int, MessageStream]]:
+    """Divide streams into rounds in which every rank has at most one; return the streams of each round by rank.
+
+    A V of any length has 8 rounds.
+    """
     rounds: list[dict[int, MessageStream]] = []
     for stream in streams:
-        ends = dict.fromkeys(stream[:2], stream)
-        free = next((others for others in rounds if not others.keys() & ends.keys()), None)
-        if free is None:
-            rounds.append(ends)
+        by_rank = dict.fromkeys(stream[:2], stream)
+        free_round = next((other for other in rounds if not other.keys() & by_rank.keys()), None)
+        if free_round is None:
+            rounds.append(by_rank)
         else:
-            free.update(ends)
+            free_round.update(by_rank)
     return rounds
 
 
@@ -191,7 +228,7 @@ def in_rounds(streams: Iterable[MessageStream]) -> list[dict[int, MessageStream]
 
 
 class TensorMeta(NamedTuple):
-    """The description of a tensor that its receiver needs."""
+    """Shape, dtype and gradient flag of a tensor, for its receiver."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -199,18 +236,19 @@ class TensorMeta(NamedTuple):
 
     @staticmethod
     def of(tensor: Tensor) -> TensorMeta:
-        """Describe a tensor."""
+        """Return the description of a tensor."""
         return TensorMeta(tensor.shape, tensor.dtype, tensor.requires_grad)
 
     def __str__(self) -> str:
-        return f"{long_name(self.dtype)}{list(self.shape)}{'' if self.requires_grad else ' without grad'}"
+        text = f"{long_name(self.dtype)}{list(self.shape)}"
+        return text if self.requires_grad else f"{text} without grad"
 
 
 Metas = tuple[TensorMeta, ...]
 
 
-def header_of(metas: Metas) -> dict[str, list[Any]]:
-    """Return what travels ahead of tensors, as a JSON value; by column, as it has little room."""
+def make_header(metas: Metas) -> dict[str, list[Any]]:
+    """Return the header of a message as a JSON value; in columns, which take less room."""
     return {
         "shapes": [list(meta.shape) for meta in metas],
         "dtypes": [long_name(meta.dtype) for meta in metas],
@@ -218,34 +256,34 @@ def header_of(metas: Metas) -> dict[str, list[Any]]:
     }
 
 
-def metas_of(header: dict[str, list[Any]]) -> Metas:
-    """Return the inverse of `header_of`."""
+def parse_header(header: dict[str, list[Any]]) -> Metas:
+    """Return the descriptions of the tensors of a message from its header."""
     columns = zip(header["shapes"], header["dtypes"], header["requires_grad"], strict=True)
     return tuple(TensorMeta(torch.Size(shape), dtype_of(name), grad) for shape, name, grad in columns)
 
 
-class Crossing(NamedTuple):
-    """The tensors of a message between two stages, forward or back, and their bytes in all."""
+class MessageLayout(NamedTuple):
+    """Descriptions of the tensors of a message, and their total bytes."""
 
     metas: Metas
     nbytes: int
 
     @staticmethod
-    def of(metas: Metas) -> Crossing:
-        """Add up the bytes of tensors."""
-        return Crossing(metas, sum(meta.shape.numel() * meta.dtype.itemsize for meta in metas))
+    def of(metas: Metas) -> MessageLayout:
+        """Return the layout of a message with these tensors."""
+        return MessageLayout(metas, sum(meta.shape.numel() * meta.dtype.itemsize for meta in metas))
 
 
 class PostedReceive(NamedTuple):
-    """A message whose receives are posted: where its tensors arrive, and what to wait for."""
+    """Posted receives of a message, and the tensors that they fill."""
 
     tensors: tuple[Tensor, ...]
     works: Sequence[Work]
-    crossing: Crossing
+    layout: MessageLayout
 
 
 class StartedSend(NamedTuple):
-    """A message whose sends have started. buffers: what is sent, which must stay until `works` are done."""
+    """Started sends of a message. buffers: the sent tensors, kept until `works` are done."""
 
     works: list[Work]
     buffers: list[Tensor]
@@ -253,28 +291,45 @@ class StartedSend(NamedTuple):
 
 @dataclass(slots=True)
 class Channel:
-    """A stream of messages to or from this rank. peer: the global number of the other end, alone in a tuple."""
+    """State of a stream of messages to or from this rank during a step.
+
+    Attributes:
+        link: link of the stream.
+        peer: global rank of the other end, in a tuple.
+        incoming: messages to receive after `ahead`.
+        ahead: the next message to receive.
+        header: posted receive of the header of `ahead`.
+        posted: posted receive of `ahead`; None until its layout is known.
+        in_flight: unfinished sends, the oldest first.
+    """
 
     link: Link
     peer: tuple[int, ...]
-    incoming: Iterator[Message]  # those whose receives are not posted
-    ahead: Message | None = None  # the one whose receive is posted, or that of its header, which says what to post
+    incoming: Iterator[Message]
+    ahead: Message | None = None
     header: tuple[Work, Tensor] | None = None
     posted: PostedReceive | None = None
     in_flight: deque[StartedSend] = field(default_factory=deque)
 
 
 class P2PMessages:
-    """One rank's messages of one step of `program`. The first `num_larger` micro-batches are larger than the others.
+    """Messages of one rank in one step.
 
-    by_host: send by the host's memory, as the first step of its kind on a device must, on all ranks.
+    Args:
+        groups: the connections.
+        program: the rank's program.
+        num_larger: number of micro-batches, the first ones, that are larger than the others.
+        device: device of the stages.
+        by_host: send through host memory; required on all ranks in the first step of a kind on a device.
     """
 
     def __init__(
         self, groups: P2PGroups, program: Program, *, num_larger: int, device: torch.device, by_host: bool
     ) -> None:
-        self._groups, self._num_larger, self._device = groups, num_larger, device
-        self._memory = torch.device("cpu") if by_host else device  # what is sent and received
+        self._groups = groups
+        self._num_larger = num_larger
+        self._device = device
+        self._buffer_device = torch.device("cpu") if by_host else device
         self._channels: dict[MessageStream, Channel] = {}
         for stream in (*program.incoming, *program.outgoing):
             peer = stream[0] if stream in program.incoming else stream[1]
@@ -282,9 +337,9 @@ class P2PMessages:
                 groups.link(stream, by_host=by_host), groups.global_ranks[peer : peer + 1],
                 iter(program.incoming.get(stream, ())),
             )
-        # What crosses forward and back between two stages, agreed once a step for the micro-batches of one size: by the
-        # second stage and whether they are larger.
-        self._agreed: dict[tuple[int, bool], tuple[Crossing, Crossing]] = {}
+        # Layouts of the activation and the gradient at each boundary, set once a step for each size of micro-batch: by
+        # the stage after the boundary, and True for the larger micro-batches.
+        self._layouts: dict[tuple[int, bool], tuple[MessageLayout, MessageLayout]] = {}
         self._recorder = Recorder.current()
 
     def start(self) -> None:
@@ -293,164 +348,166 @@ class P2PMessages:
             self._post_next(channel)
 
     def take(self, message: Message) -> tuple[Tensor, ...]:
-        """Wait for a message, and post the receive of the one after it."""
+        """Wait for a message, and post the receive of the next one of its stream."""
         channel = self._channels[message.src, message.dst, message.kind]
         assert channel.ahead is message, f"took {message.route} out of order"
         posted = channel.posted
-        if posted is None:  # the shapes were not known when it could have been posted ahead
+        if posted is None:  # the layout was not known when it could have been posted ahead
             if channel.header is not None:
                 self._take_header(channel, message)
-            posted = self._post(channel, message, self._known_crossing(message))
+            posted = self._post(channel, message, self._known_layout(message))
         channel.posted = None
-        tensors, works, crossing = posted
+        tensors, works, layout = posted
         del posted
         if works:
-            self._wait("receive", message, works, channel, crossing.nbytes)
+            self._wait("receive", message, works, channel, layout.nbytes)
         self._post_next(channel)
-        if self._memory is not self._device:
+        if self._buffer_device is not self._device:
             tensors = tuple([tensor.to(self._device) for tensor in tensors])
         if message.kind == "F":
-            for tensor, meta in zip(tensors, crossing.metas):
+            for tensor, meta in zip(tensors, layout.metas):
                 if meta.requires_grad:
                     tensor.requires_grad_()
         return tensors
 
     def send(self, message: Message, tensors: Sequence[Tensor]) -> None:
-        """Start to send the result of an action.
+        """Start sending the result of an action.
 
-        Raises ValueError for tensors that cannot be sent or do not match what was agreed for micro-batches of this
-        size.
+        Raises ValueError for tensors that cannot be sent, or differ from those of earlier micro-batches of this size.
         """
         channel = self._channels[message.src, message.dst, message.kind]
         for tensor in tensors:
             if tensor.layout is not torch.strided or tensor.device != self._device:
-                raise ValueError(f"a result for stage {message.stage} is {tensor.layout} on {tensor.device}; only "
-                                 f"dense tensors on {self._device} go between ranks")
+                raise ValueError(f"a result for stage {message.stage} is {tensor.layout} on {tensor.device}; return "
+                                 f"dense tensors on {self._device}, as no others go between ranks")
         started = StartedSend([], [])
         if message.kind == "F":
-            if self._boundary(message) not in self._agreed:
+            if self._boundary(message) not in self._layouts:
                 self._send_header(channel, message, tensors, started)
-            crossing = self._check(message.stage, message.microbatch, tensors)
+            layout = self._check(message.stage, message.microbatch, tensors)
         else:
-            crossing = self._known_crossing(message)
+            layout = self._known_layout(message)
         channel.in_flight.append(started)
-        self._recorder.begin("send", message, channel.peer, crossing.nbytes)
+        self._recorder.begin("send", message, channel.peer, layout.nbytes)
         for tensor in tensors:
             if tensor.numel():
                 buffer = _sendable(tensor)
-                if self._memory is not self._device:
-                    buffer = buffer.to(self._memory)
-                started.works.append(self._started(channel.link.send, buffer, message, channel))
+                if self._buffer_device is not self._device:
+                    buffer = buffer.to(self._buffer_device)
+                started.works.append(self._start(channel.link.send, buffer, message, channel))
                 started.buffers.append(buffer)
         self._recorder.end()
-        # After the new send has started, which raises if the peer has closed. gloo never wakes a wait for a send that
-        # was partly written then.
+        # Only after the new send has started, which raises if the peer has closed: gloo never wakes a wait for a send
+        # that was partly written at that moment.
         if len(channel.in_flight) > SENDS_IN_FLIGHT:
             self._wait_for_oldest_send(channel)
 
-    def hand_over(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
-        """Hold an output that stays on this rank, for `stage`, to the same: ValueError where it differs from that of an
-        earlier micro-batch of its size, as one does that is detached."""
+    def check_local(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> None:
+        """Check an output for a stage on this rank like one that is sent.
+
+        Raises ValueError if it differs from that of an earlier micro-batch of its size, for example by being detached.
+        """
         boundary = stage, microbatch < self._num_larger
-        if boundary not in self._agreed:
-            self._agree(boundary, tuple(map(TensorMeta.of, tensors)))
+        if boundary not in self._layouts:
+            self._set_layouts(boundary, tuple(map(TensorMeta.of, tensors)))
         self._check(stage, microbatch, tensors)
 
     def finish(self) -> None:
-        """Wait for all sends, after a step in which all ranks have taken all messages.
+        """Wait for all sends, once all ranks have taken all messages of the step.
 
-        A peer that fails before then closes its connection, and gloo (torch 2.13) never wakes a wait for a send that is
+        Earlier, a peer could fail and close its connection, and gloo (torch 2.13) never wakes a wait for a send that is
         partly written at that moment.
         """
         for channel in self._channels.values():
             while channel.in_flight:
                 self._wait_for_oldest_send(channel)
 
-    # -- what crosses
+    # -- layouts
 
     def _boundary(self, message: Message) -> tuple[int, bool]:
-        """Return where a message crosses, and whether it is a larger one: the key of what was agreed for it."""
-        # A gradient has the shapes of the activation that crossed there.
+        """Return the key of a message in `_layouts`, which an activation and its gradient share."""
         return message.stage + (message.kind == "B"), message.microbatch < self._num_larger
 
-    def _crossing(self, message: Message) -> Crossing | None:
-        """Return the shapes and dtypes of a message; None where they are not known yet."""
-        both = self._agreed.get(self._boundary(message))
-        return None if both is None else both[message.kind == "B"]
+    def _layout(self, message: Message) -> MessageLayout | None:
+        """Return the layout of a message; None if it is not known yet."""
+        layouts = self._layouts.get(self._boundary(message))
+        return None if layouts is None else layouts[message.kind == "B"]
 
-    def _known_crossing(self, message: Message) -> Crossing:
-        """Return the shapes and dtypes of a message that is sent, or whose header has come."""
-        return self._agreed[self._boundary(message)][message.kind == "B"]
+    def _known_layout(self, message: Message) -> MessageLayout:
+        """Return the layout of a message that is sent, or whose header has arrived."""
+        return self._layouts[self._boundary(message)][message.kind == "B"]
 
     def _take_header(self, channel: Channel, message: Message) -> None:
-        """Wait for the shapes and dtypes of the first activation of its size."""
+        """Wait for the header of the first activation of its size."""
         assert channel.header is not None, "its receive was posted"
         work, header = channel.header
         channel.header = None
         with self._recorder.wait("receive", message, channel.peer):
             work.wait()
-        self._agree(self._boundary(message), metas_of(unpack_json(header)))
+        self._set_layouts(self._boundary(message), parse_header(unpack_json(header)))
 
     def _send_header(
         self, channel: Channel, message: Message, tensors: Sequence[Tensor], started: StartedSend
     ) -> None:
-        """Start to send shapes and dtypes, which the receiver does not know, as a part of `started`."""
+        """Start sending the header of the first activation of its size, as a part of `started`."""
         metas = tuple(map(TensorMeta.of, tensors))
-        header = pack_json(header_of(metas))
-        self._agree(self._boundary(message), metas)
-        started.works.append(self._started(self._groups.header(message.dst).send, header, message, channel))
+        header = pack_json(make_header(metas))
+        self._set_layouts(self._boundary(message), metas)
+        started.works.append(self._start(self._groups.header_link(message.dst).send, header, message, channel))
         started.buffers.append(header)
 
-    def _agree(self, boundary: tuple[int, bool], metas: Metas) -> None:
-        """Fix what crosses forward, and so what comes back."""
-        back = tuple(meta for meta in metas if meta.requires_grad)
-        self._agreed[boundary] = Crossing.of(metas), Crossing.of(back)
+    def _set_layouts(self, boundary: tuple[int, bool], metas: Metas) -> None:
+        """Set the layouts of the activation and of its gradient at a boundary."""
+        gradients = tuple(meta for meta in metas if meta.requires_grad)
+        self._layouts[boundary] = (MessageLayout.of(metas), MessageLayout.of(gradients))
 
-    def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> Crossing:
-        """Return what crosses to `stage`; ValueError where the tensors differ from it."""
-        crossing = self._agreed[stage, microbatch < self._num_larger][0]
-        metas = crossing.metas
+    def _check(self, stage: int, microbatch: int, tensors: Sequence[Tensor]) -> MessageLayout:
+        """Return the layout of the activation for `stage`. Raises ValueError if the tensors differ from it."""
+        layout = self._layouts[stage, microbatch < self._num_larger][0]
+        metas = layout.metas
         fits = len(tensors) == len(metas)
         for tensor, (shape, dtype, grad) in zip(tensors, metas):
             if tensor.shape != shape or tensor.dtype is not dtype or tensor.requires_grad is not grad:
                 fits = False
         if not fits:
-            given = _described(map(TensorMeta.of, tensors))
-            earlier = _described(metas)
             raise ValueError(
-                f"the output for stage {stage} changed within the step: micro-batch {microbatch} gives {given}, an "
-                f"earlier one gave {earlier}, side inputs included. Micro-batches of one size must give outputs of one "
-                "shape and dtype"
+                f"the output for stage {stage} changed within the step: micro-batch {microbatch} gives "
+                f"{_describe(map(TensorMeta.of, tensors))}, an earlier one gave {_describe(metas)}, side inputs "
+                "included; return outputs of one shape and dtype for all micro-batches of one size"
             )
-        return crossing
+        return layout
+
+    # -- sends and receives
 
     def _post_next(self, channel: Channel) -> None:
-        message = channel.ahead = next(channel.incoming, None)
+        """Post the receive of the next message of a stream, or of its header if its layout is not known."""
+        message = next(channel.incoming, None)
+        channel.ahead = message
         if message is None:
             return
-        crossing = self._crossing(message)
-        if crossing is not None:
-            self._post(channel, message, crossing)
+        layout = self._layout(message)
+        if layout is not None:
+            self._post(channel, message, layout)
         elif message.kind == "F":
             header = empty_record()
-            receive = self._groups.header(message.src).receive
-            channel.header = self._started(receive, header, message, channel), header
+            receive = self._groups.header_link(message.src).receive
+            channel.header = (self._start(receive, header, message, channel), header)
 
-    def _post(self, channel: Channel, message: Message, crossing: Crossing) -> PostedReceive:
-        """Post the receive of a message whose shapes are known."""
+    def _post(self, channel: Channel, message: Message, layout: MessageLayout) -> PostedReceive:
+        """Post the receives of a message."""
         receive = channel.link.receive
         tensors = []
         works = []
-        for shape, dtype, _ in crossing.metas:
-            tensor = torch.empty(shape, dtype=dtype, device=self._memory)
+        for shape, dtype, _ in layout.metas:
+            tensor = torch.empty(shape, dtype=dtype, device=self._buffer_device)
             tensors.append(tensor)
             if tensor.numel():
-                works.append(self._started(receive, tensor, message, channel))
-        channel.posted = PostedReceive(tuple(tensors), works, crossing)
+                works.append(self._start(receive, tensor, message, channel))
+        channel.posted = PostedReceive(tuple(tensors), works, layout)
         return channel.posted
 
-    def _started(self, start: Callable[[Tensor], Work], tensor: Tensor, message: Message, channel: Channel) -> Work:
-        """Start to send or receive a tensor; RankLost where the connection has closed."""
+    def _start(self, start: Callable[[Tensor], Work], tensor: Tensor, message: Message, channel: Channel) -> Work:
+        """Start sending or receiving a tensor. Raises RankLost if the connection has closed."""
         try:
             return start(tensor)
         except RuntimeError as error:
@@ -458,12 +515,12 @@ class P2PMessages:
                 raise error
 
     def _wait_for_oldest_send(self, channel: Channel) -> None:
-        """Wait until the oldest message of a channel that is on its way has been taken."""
+        """Wait for the oldest unfinished send of a stream."""
         started = channel.in_flight.popleft()
-        self._wait("send", "what was sent to be taken", started.works, channel)
+        self._wait("send", "the receipt of a message", started.works, channel)
 
     def _wait(self, kind: str, what: object, works: Sequence[Work], channel: Channel, nbytes: int = 0) -> None:
-        """Wait for sends or receives that have started, as one entry of the record; RankLost where the peer is gone."""
+        """Wait for started sends or receives, with one recorder entry. Raises RankLost if the peer is gone."""
         recorder = self._recorder
         entry = recorder.begin(kind, what, channel.peer, nbytes)
         try:
@@ -476,9 +533,10 @@ class P2PMessages:
 
 
 def _sendable(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor contiguous in memory."""
+    """Return the values of a tensor, contiguous in memory."""
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
 
 
-def _described(metas: Iterable[TensorMeta]) -> str:
+def _describe(metas: Iterable[TensorMeta]) -> str:
+    """Return descriptions of tensors as text."""
     return f"({', '.join(map(str, metas))})"

@@ -1,4 +1,4 @@
-"""The stages of a rank: their modules, programs, side inputs and parameters."""
+"""Stages of a rank: modules, programs, side inputs and parameters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from dualpipe.pipeline.stage_program import OfferedSegments, StageProgram, compi
 
 @dataclass(frozen=True)
 class RankStages:
-    """The stages of a rank, by number, of `count` in the whole pipeline.
+    """Stages of a rank, by stage number.
 
-    borrowers: of each stage, the others that see parameters which FSDP2 has in it. batch_dim: along which batches are
-    cut. programs: what `compile_programs` has made of the modules. known_groups: over which the segments communicated
-    when the pipeline was built: those that a failure ends.
+    Attributes:
+        modules: the stages.
+        specs: side inputs that the stages take.
+        parameters: parameters of the stages under FSDP2.
+        borrowers: for each stage, the other stages that use parameters which FSDP2 manages in it.
+        count: number of stages of the whole pipeline.
+        device: device of all stages.
+        batch_dim: dimension along which batches are split.
+        programs: compiled stages; filled by `compile_programs`.
+        known_groups: process groups of the segments when the pipeline was built, which a failure ends.
     """
 
     modules: Mapping[int, nn.Module]
@@ -36,18 +43,17 @@ class RankStages:
 
     @property
     def is_hooked(self) -> bool:
-        """Return True for stages of one type that offers DeepSeek's `overlapped_forward_backward`, and that do not run
-        as segments."""
+        """Return True if the stages have one type with `overlapped_forward_backward`, and none runs as segments."""
         types = set(map(type, self.modules.values()))
         if len(types) != 1 or not hasattr(types.pop(), "overlapped_forward_backward"):
             return False
         return all(program.is_module for program in self.programs.values())
 
     def compile_programs(self, offered: Mapping[int, OfferedSegments] | None = None) -> None:
-        """Compile the stages that were not compiled yet, or whose `segments_key` has changed.
+        """Compile the stages that have not been compiled yet, or whose `segments_key` has changed.
 
-        offered: the segments of stages, when the pipeline is built. Raises ValueError where stages that are compiled
-        again communicate over other groups than when the pipeline was built.
+        offered: the segments of the stages; only when the pipeline is built. Raises ValueError if a stage communicates
+        over another process group than when the pipeline was built.
         """
         for number, module in self.modules.items():
             key = segments_key(module)
@@ -60,7 +66,7 @@ class RankStages:
                 self.known_groups.extend(groups)
             elif not set(groups) <= set(self.known_groups):
                 raise ValueError(f"the segments of stage {number} communicate over another process group than when the "
-                                 "pipeline was built; build it anew")
+                                 "pipeline was built; build the pipeline anew")
             self.programs[number] = program
             self._keys[number] = key
 

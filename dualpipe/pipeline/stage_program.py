@@ -1,11 +1,11 @@
-"""A stage, compiled: its segments in order, and what each of them reads, keeps and hands on.
+"""Compiled stages: the segments of a stage in order, with the names that each one reads, writes and saves.
 
-A stage is compiled once, when the pipeline is built. A module with `segments()` that communicate or are recomputed
-becomes these segments; neighbouring compute segments are merged. Any other module becomes one compute segment that
-calls the module, so that its forward hooks and `torch.compile` work as everywhere.
+A stage is compiled once, when the pipeline is built. If a module has `segments()` that communicate or are recomputed,
+it is run as these segments, with neighbouring compute segments merged. Any other module becomes one compute segment
+that calls the module, so that its forward hooks and `torch.compile` work as usual.
 
-The last segment of the last stage also applies the criterion, in the same autograd graph. What the step gives it, the
-criterion and the labels of a micro-batch, is in the carry as `TARGET`.
+The last segment of the last stage also applies the criterion, in the same autograd graph. The criterion and the labels
+of a micro-batch are in the carry as `TARGET`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from dualpipe.nn.segments import (
 from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
 from dualpipe.pipeline.side_inputs import SideSpec
 
-# Names in a carry that no segment of a user's can have: they are no identifiers.
-SIDE = "(side inputs)"  # those of a plain module, by name
+# Names in a carry. They are no identifiers, so no segment of a user can have them.
+SIDE = "(side inputs)"  # side inputs by name, for a module that is called as a whole
 TARGET = "(target)"  # a `Target`, in the last stage
 
 
 class Target(NamedTuple):
-    """The labels and the criterion of the last stage, for one micro-batch."""
+    """Criterion and labels of one micro-batch, for the last stage. keep_outputs: keep the outputs beside the loss."""
 
     criterion: Callable[..., Tensor] | None
     labels: tuple[Any, ...]
@@ -52,20 +52,29 @@ class Target(NamedTuple):
 class ProgramSegment:
     """One segment of a `StageProgram`.
 
-    reads: names of its arguments; None: everything in the carry, in order. writes: names of its results; None: `fn`
-    returns them as a dict, which replaces the carry. needed: names that stay in the carry after it.
+    Attributes:
+        number: index in the program.
+        reads: names of its arguments; None: everything in the carry, in order.
+        writes: names of its results; None: `fn` returns them as a dict, which replaces the carry.
+        fn: function of a compute segment.
+        communication: communication of a communication segment.
+        recompute: run the forward again before the backward.
+        needed: names that stay in the carry after it.
+        saved: names of arguments that are saved in the forward for the recomputation.
+        region: numbers of the segments that are recomputed before the backward of this one.
+        between_ranks: it computes data of other ranks, like experts between dispatch and combine.
     """
 
     number: int
     reads: Names | None
     writes: Names | None
-    fn: Callable[..., Any] | None  # of a compute segment
+    fn: Callable[..., Any] | None
     communication: Communication | None
     recompute: bool
     needed: frozenset[str]
-    kept: Names  # what it reads that a recomputed region must keep from the forward
-    region: tuple[int, ...]  # the segments that run again before the backward of this one; none: nothing does
-    between_ranks: bool  # whether it computes what came from other ranks, as experts do
+    saved: Names
+    region: tuple[int, ...]
+    between_ranks: bool
 
     def named(self, results: Any) -> dict[str, Any]:
         """Return the results by name."""
@@ -76,10 +85,10 @@ class ProgramSegment:
 
 @dataclass(frozen=True)
 class StageProgram:
-    """The segments of a stage, in the order of a forward.
+    """Segments of a stage in the order of the forward.
 
-    backward_order: their numbers in the order of a backward. outputs: the names that a forward leaves in the carry;
-    None where the last segment decides (see `ProgramSegment.writes`).
+    backward_order: their numbers in the order of the backward. outputs: names that a forward leaves in the carry; None
+    if the last segment returns a dict (see `ProgramSegment.writes`).
     """
 
     segments: tuple[ProgramSegment, ...]
@@ -88,105 +97,105 @@ class StageProgram:
 
     @cached_property
     def is_module(self) -> bool:
-        """Return True for a module that is called as a whole."""
+        """Return True if the stage is a module that is called as a whole."""
         return self.segments[0].reads is None
 
     @cached_property
     def num_communications(self) -> int:
-        """The number of communications that a forward starts."""
+        """Return the number of communications of a forward."""
         return sum(segment.communication is not None for segment in self.segments)
 
 
 class OfferedSegments:
-    """The segments that a module offers, and the process groups that they communicate over.
+    """Result of a module's `segments()`, and the process groups over which they communicate.
 
-    An error of `segments()` is raised when they are asked for, so that the groups of other stages are known before.
+    An error of `segments()` is raised by `take`, so that the groups of all stages can be collected before.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        offered = getattr(module, "segments", None)
+        method = getattr(module, "segments", None)
         self._error: Exception | None = None
         self._segments: list[Segment] | None = None
         try:
-            self._segments = None if offered is None else list(offered())
+            self._segments = None if method is None else list(method())
         except Exception as raised:
             self._error = raised
         communications = [s.communication for s in self._segments or () if isinstance(s, Communicate)]
         self.groups = [c.group for c in communications if c.group is not None]
 
     def take(self) -> list[Segment] | None:
-        """Return the segments; None where the module offers none. Raises the error of `segments()`."""
+        """Return the segments; None if the module has no `segments()`. Raises the error of `segments()`."""
         if self._error is not None:
             raise self._error
         return self._segments
 
 
 def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *, is_last: bool) -> StageProgram:
-    """Compile a stage; ValueError for `segments()` that do not fit together."""
+    """Compile a stage. Raises ValueError for inconsistent `segments()`. is_last: the last stage of the pipeline."""
     segments = stage_segments(module, offered, side)
     if segments is None:
         return compile_module(module, is_last=is_last)
     outputs = output_names(segments)
     if not is_last:
         return compile_segments(segments, outputs)
-    if isinstance(segments[-1], Communicate) or segments[-1].recompute:  # the criterion is not to be computed twice
+    if isinstance(segments[-1], Communicate) or segments[-1].recompute:  # the criterion must not be recomputed
         segments.append(Compute(_identity, outputs, outputs))
-    *before, last = _merged(segments, outputs)
-    assert isinstance(last, Compute), "a compute segment was appended behind a communication"
+    *first_segments, last = _merge_neighbours(segments, outputs)
+    assert isinstance(last, Compute), "a compute segment was appended after a communication"
     writes = tuple(last.writes)
-    end = Compute(partial(_end_stage, last.fn, writes, outputs), (*last.reads, TARGET), writes)
-    program = compile_segments([*before, end], writes)
-    ending = replace(program.segments[-1], writes=None)
-    return StageProgram((*program.segments[:-1], ending), program.backward_order, None)
+    with_criterion = Compute(partial(_run_last_segment, last.fn, writes, outputs), (*last.reads, TARGET), writes)
+    program = compile_segments([*first_segments, with_criterion], writes)
+    returns_dict = replace(program.segments[-1], writes=None)
+    return StageProgram((*program.segments[:-1], returns_dict), program.backward_order, None)
 
 
 def compile_module(module: nn.Module, *, is_last: bool) -> StageProgram:
-    """Compile a module that is called as a whole: one compute segment, which reads the whole carry."""
+    """Compile a module that is called as a whole into one compute segment, which reads the whole carry."""
     call = ProgramSegment(
         number=0, reads=None, writes=None, fn=partial(_call_last_module if is_last else _call_module, module),
         communication=None, recompute=False,
-        needed=frozenset(), kept=(), region=(), between_ranks=False,
+        needed=frozenset(), saved=(), region=(), between_ranks=False,
     )
     return StageProgram((call,), (0,), None)
 
 
 def compile_segments(segments: Sequence[Segment], results: Names) -> StageProgram:
     """Compile segments that leave `results` in the carry."""
-    merged = _merged(segments, results)
-    return StageProgram(tuple(_compiled(merged, results)), tuple(backward_order(merged)), results)
+    merged = _merge_neighbours(segments, results)
+    return StageProgram(tuple(_compile_merged(merged, results)), tuple(backward_order(merged)), results)
 
 
 def segments_key(module: nn.Module) -> Hashable:
-    """Return what the segments of a stage depend on besides the stage itself.
+    """Return the key of a stage's current segments.
 
-    A stage whose `segments()` differ from step to step has a method `segments_key()`; it is asked at the start of each
-    step, and a stage with a new key is compiled again. Without the method, segments are taken once.
+    A stage whose `segments()` change between steps has a method `segments_key()`. It is called at the start of every
+    step, and a stage with a new key is compiled again. Without the method, a stage is compiled once.
     """
     key = getattr(module, "segments_key", None)
     return None if key is None else key()
 
 
 def stage_segments(module: nn.Module, offered: OfferedSegments, side: SideSpec) -> list[Segment] | None:
-    """Return the segments of a stage between its forward hooks; None where the module is to be called as a whole."""
-    taken = offered.take()
-    if taken is None:
+    """Return the segments of a stage, with its forward hooks; None if the module is called as a whole."""
+    segments = offered.take()
+    if segments is None:
         return None
-    segments = validate_segments(taken, side.names)
+    segments = validate_segments(segments, side.names)
     if not any(isinstance(segment, Communicate) or segment.recompute for segment in segments):
         return None
     return with_forward_hooks(module, segments, _inputs(segments), output_names(segments))
 
 
 def as_tuple(outputs: object) -> tuple[Tensor, ...]:
-    """Return what a stage returned as a tuple; ValueError where it is not one or several tensors."""
+    """Return the outputs of a stage as a tuple. Raises ValueError unless they are one or several tensors."""
     if isinstance(outputs, Tensor):
         return (outputs,)
     if not isinstance(outputs, tuple | list) or not all(isinstance(t, Tensor) for t in outputs):
         kinds = [type(t).__name__ for t in outputs] if isinstance(outputs, tuple | list) else type(outputs).__name__
-        raise ValueError(f"a stage must return a tensor or a tuple of tensors, not {kinds}")
+        raise ValueError(f"a stage must return a tensor or a tuple of tensors, got {kinds}")
     if not outputs:
-        raise ValueError("a stage must return a tensor or a tuple of tensors, not an empty one; return what it was "
-                         "given where it has nothing to add")
+        raise ValueError("a stage must return a tensor or a tuple of tensors, got an empty tuple; return its inputs if "
+                         "it has nothing to add")
     return tuple(outputs)
 
 
@@ -208,7 +217,7 @@ def _call_last_module(module: nn.Module, *values: Any) -> dict[str, Any]:
 
 
 def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
-    """Return the outputs by name; with a criterion the loss, and the outputs where they are kept."""
+    """Return the outputs by name; with a criterion, the loss, and the outputs only if they are kept."""
     if target.criterion is None:
         return dict(zip(input_names(len(outputs)), outputs))
     results = {"loss": target.criterion(*outputs, *target.labels)}
@@ -217,7 +226,7 @@ def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
     return results
 
 
-def _end_stage(fn: Callable[..., Any], writes: Names, outputs: Names, *values: Any) -> dict[str, Any]:
+def _run_last_segment(fn: Callable[..., Any], writes: Names, outputs: Names, *values: Any) -> dict[str, Any]:
     """Run the last compute segment of the last stage, and apply the criterion."""
     *inputs, target = values
     results = dict(zip(writes, as_results(writes, fn(*inputs))))
@@ -225,10 +234,12 @@ def _end_stage(fn: Callable[..., Any], writes: Names, outputs: Names, *values: A
 
 
 def _identity(*values: Any) -> tuple[Any, ...]:
+    """Return the arguments."""
     return values
 
 
 def _run_merged(parts: Sequence[Segment], reads: Names, writes: Names, *values: Any) -> tuple[Any, ...]:
+    """Run merged compute segments; return the results that are needed later."""
     carry = run_segments(parts, dict(zip(reads, values)))
     return tuple(carry[name] for name in writes)
 
@@ -237,7 +248,7 @@ def _run_merged(parts: Sequence[Segment], reads: Names, writes: Names, *values: 
 
 
 def _inputs(segments: Sequence[Segment]) -> Names:
-    """Return the names of a stage's inputs in their order: what segments read before one of them writes it."""
+    """Return the names of a stage's inputs in their order: those that are read before a segment writes them."""
     written: set[str] = set()
     inputs: dict[str, None] = {}
     for segment in segments:
@@ -246,15 +257,16 @@ def _inputs(segments: Sequence[Segment]) -> Names:
     return tuple(sorted(inputs, key=lambda name: int(name[1:] or 0)))
 
 
-def _compiled(segments: Sequence[Segment], results: Names) -> Iterable[ProgramSegment]:
+def _compile_merged(segments: Sequence[Segment], results: Names) -> Iterable[ProgramSegment]:
+    """Yield the compiled segments of a stage after its neighbouring compute segments have been merged."""
     needed = needed_after(segments, results)
-    kept: dict[int, Names] = {}
-    region_of: dict[int, tuple[int, ...]] = {}
+    saved: dict[int, Names] = {}
+    regions: dict[int, tuple[int, ...]] = {}  # by number of the last segment
     for region in recomputed_regions(segments):
-        kept |= region
-        region_of[max(region)] = tuple(region)
-    to_experts = [isinstance(segment, Communicate) and not segment.of_attention for segment in segments]
-    sent = list(accumulate(to_experts))
+        saved |= region
+        regions[max(region)] = tuple(region)
+    is_dispatch_or_combine = [isinstance(s, Communicate) and not s.of_attention for s in segments]
+    num_before = list(accumulate(is_dispatch_or_combine))  # odd between a dispatch and its combine
     for number, segment in enumerate(segments):
         is_compute = isinstance(segment, Compute)
         yield ProgramSegment(
@@ -265,14 +277,14 @@ def _compiled(segments: Sequence[Segment], results: Names) -> Iterable[ProgramSe
             communication=segment.communication if isinstance(segment, Communicate) else None,
             recompute=segment.recompute,
             needed=frozenset(needed[number]),
-            kept=kept.get(number, ()),
-            region=region_of.get(number, ()),
-            between_ranks=is_compute and sent[number] % 2 == 1,
+            saved=saved.get(number, ()),
+            region=regions.get(number, ()),
+            between_ranks=is_compute and num_before[number] % 2 == 1,
         )
 
 
 def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
-    """Return, for each segment, the names that a later one reads before it is written again, or that are results."""
+    """Return for each segment the names whose values are read later, or are results."""
     needed = set(results)
     after = []
     for segment in reversed(segments):
@@ -282,8 +294,10 @@ def needed_after(segments: Sequence[Segment], results: Names) -> list[set[str]]:
 
 
 def recomputed_regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
-    """Return the runs of neighbouring segments that are recomputed together: by number, the names that each reads and
-    none of them has written before it."""
+    """Return the regions of neighbouring segments that are recomputed together.
+
+    A region has, by number of a segment, the names that the segment reads and no earlier one of the region writes.
+    """
     regions: list[dict[int, Names]] = []
     for recompute, group in groupby(enumerate(segments), key=lambda pair: pair[1].recompute):
         if not recompute:
@@ -300,17 +314,14 @@ def recomputed_regions(segments: Sequence[Segment]) -> list[dict[int, Names]]:
 def backward_order(segments: Sequence[Segment]) -> list[int]:
     """Return the numbers of the segments in the order of their backwards.
 
-    The last segment comes first, but a communication comes as soon as all segments that use its results are through, so
-    that its gradients travel while the segments before them compute.
+    The last segment comes first, but a communication comes right after all segments that use its results, so that its
+    gradients are in flight while the segments before those compute.
     """
     order: list[int] = []
-    waiting: list[tuple[int, int]] = []  # a communication, and the first compute segment whose backward comes before
-    for number, sent in enumerate(segments):
-        if isinstance(sent, Communicate):  # which uses what it brings, or renews what it has sent
-            until = (later for later in range(number + 1, len(segments)) if isinstance(segments[later], Compute) and (
-                {*segments[later].reads, *segments[later].writes}.intersection(sent.writes)
-                or set(segments[later].writes).intersection(sent.reads)))
-            waiting.append((number, next(until, len(segments))))
+    waiting: list[tuple[int, int]] = []  # a communication, and the compute segment after whose backward it comes
+    for number, segment in enumerate(segments):
+        if isinstance(segment, Communicate):
+            waiting.append((number, _first_dependent(segment, number, segments)))
     for number in reversed(range(len(segments))):
         if isinstance(segments[number], Compute):
             order.append(number)
@@ -319,22 +330,37 @@ def backward_order(segments: Sequence[Segment]) -> list[int]:
     return order
 
 
-def _merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
-    """Merge neighbouring compute segments that are alike in `recompute`: tensors between them are not kept apart.
+def _first_dependent(communicate: Communicate, number: int, segments: Sequence[Segment]) -> int:
+    """Return the first compute segment that uses the results of a communication, or overwrites its arguments.
 
-    A segment that is the first to read what a communication brings is not merged with those before it, which run while
-    the communication is under way.
+    The number of segments if there is none. number: that of the communication.
     """
-    under_way: set[str] = set()
-    num_arrived = 0
+    for later in range(number + 1, len(segments)):
+        segment = segments[later]
+        if not isinstance(segment, Compute):
+            continue
+        uses_results = {*segment.reads, *segment.writes}.intersection(communicate.writes)
+        if uses_results or set(segment.writes).intersection(communicate.reads):
+            return later
+    return len(segments)
+
+
+def _merge_neighbours(segments: Sequence[Segment], results: Names) -> list[Segment]:
+    """Merge neighbouring compute segments with the same `recompute`, so that tensors between them need no leaves.
+
+    The first segment that reads the results of a communication is not merged with those before it, which run while the
+    communication is in flight.
+    """
+    in_flight: set[str] = set()
+    num_finished = 0
     keys: list[tuple[bool, bool, int]] = []
     for segment in segments:
         if isinstance(segment, Communicate):
-            under_way = set(segment.writes)
-        elif under_way.intersection(segment.reads):
-            num_arrived += 1
-            under_way = set()
-        keys.append((isinstance(segment, Compute), segment.recompute, num_arrived))
+            in_flight = set(segment.writes)
+        elif in_flight.intersection(segment.reads):
+            num_finished += 1
+            in_flight = set()
+        keys.append((isinstance(segment, Compute), segment.recompute, num_finished))
     merged: list[Segment] = []
     rows = zip(segments, needed_after(segments, results), keys)
     for (is_compute, recompute, _), group in groupby(rows, itemgetter(2)):
@@ -347,7 +373,7 @@ def _merged(segments: Sequence[Segment], results: Names) -> list[Segment]:
 
 
 def _merge(parts: Sequence[Segment], needed: set[str], recompute: bool) -> Compute:
-    """Merge compute segments into one that writes those of their results that are needed later."""
+    """Merge compute segments into one that writes the results that are needed later."""
     reads: dict[str, None] = {}
     written: dict[str, None] = {}
     for segment in parts:

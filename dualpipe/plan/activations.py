@@ -8,7 +8,7 @@ weight gradients are left out: on GPUs they do not grow with the micro-batch.
 In a run of equal neighbouring layers, each layer from the third on adds the same number of bytes, so that long runs are
 extrapolated from two and three layers.
 
-Dimension letters: T tokens, H hidden, K experts per token, R rows that a rank's experts receive.
+Dimension letters: S sequence.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from dualpipe.plan.on_meta.counted_models import CountedModel, CountedStage, Wor
 from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
 from dualpipe.train.config.model_config import TrainedModel
 
-# Temporaries of the references on the CPU at half precision, in float32 copies of their largest tensor, as torch's
-# allocator counts them, which a test repeats. Kernels have none, and other references few.
+# Temporaries of the CPU references at half precision, by operator: how many float32 copies of its largest tensor are
+# alive at the peak. A test measures them with torch's allocator. References that are not listed have few temporaries;
+# the kernels of GPUs have none.
 REFERENCES = {
     "rms_norm": 2.0, "rms_norm_backward": 6.0, "rotate_heads": 2.5, "rotate_heads_backward": 6.5,
     "grouped_gemm_swiglu": 2.25, "swiglu_backward": 4.0, "cross_entropy": 2.0, "cross_entropy_backward": 2.0,
@@ -82,8 +83,8 @@ def activation_bytes(
         dtype: compute dtype.
         recompute: rules of `Recompute`.
         ep: number of expert-parallel ranks, over which tokens are taken to be spread evenly.
-        last: True for the last stage: count the head and the loss too, once, and once more per layer for multi-token
-            prediction in `layers`, with the tokens that these embed.
+        last: True for the last stage, which also has the head and the loss. Each layer for multi-token prediction in
+            `layers` adds a head, a loss and the tokens that it embeds.
         cpu: count for a CPU, not for GPUs.
         has_documents: sequences hold several documents. The masks that separate them count for models of transformers;
             native models need no masks.

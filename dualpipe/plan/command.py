@@ -16,9 +16,9 @@ from dualpipe.plan.machines import read_machine
 from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
-from dualpipe.runtime.files import write_wanted
+from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.page import WholeStep, to_html
-from dualpipe.train.config.load import PATHS, load_config
+from dualpipe.train.config.load import INPUT_PATHS, load_config
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config
 
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     if args.explain:
         yield from ("", *explain(runs[int(args.explain) - 1]))
     row, path = args.write or (1, "")
-    yield from write_wanted(
+    yield from write_texts(
         (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
         (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=request.by_memory)),
     )
@@ -151,7 +151,7 @@ def to_toml(config: Config, path: Path) -> str:
     for table, defaults in asdict(Config()).items():
         values: Mapping[str, Any] = asdict(getattr(config, table))
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        for name, keywords in PATHS.get(table, {}).items():
+        for name, keywords in INPUT_PATHS.get(table, {}).items():
             if changed.get(name) and changed[name] not in keywords:
                 changed[name] = os.path.relpath(Path(changed[name]).resolve(), folder)
         subtables = {name: value for name, value in changed.items() if _is_list_of_tables(value)}

@@ -56,21 +56,24 @@ def _operator_rows(run: Prediction) -> Iterator[Row]:
 def _compute_rows(run: Prediction) -> Iterator[Row]:
     """Yield the rows of the parts that compute."""
     pp = run.config.parallel.pp
-    chunks = run.config.train.num_chunks
+    num_microbatches = run.config.train.num_chunks
     all_operators = sum(totals.seconds for totals in run.spent.values())
     not_recomputed = 1 - sum(stage.recomputed for stage in run.stages) / all_operators
     for name in ("products", "memory traffic", "host"):
-        formula = f"its operators x {chunks} micro-batches / {pp} pipeline ranks x {not_recomputed:.3f} not recomputed"
+        formula = (f"its operators x {num_microbatches} micro-batches / {pp} pipeline ranks x {not_recomputed:.3f} not "
+                   "recomputed")
+        if name == "products" and run.merged_seconds:
+            formula += f", less {_ms(run.merged_seconds)} by merged weight gradients"
         yield name, formula, _ms(run.parts[name])
     recomputed = _ms(all_operators * (1 - not_recomputed))
-    yield "recomputation", f"{recomputed} x {chunks} / {pp}", _ms(run.parts["recomputation"])
+    yield "recomputation", f"{recomputed} x {num_microbatches} / {pp}", _ms(run.parts["recomputation"])
 
 
 def _transfer_rows(run: Prediction) -> Iterator[Row]:
     """Yield the rows of the all-to-all, of context parallelism, and of sends between stages."""
     m = run.machine
     p = run.config.parallel
-    chunks = run.config.train.num_chunks
+    num_microbatches = run.config.train.num_chunks
     setting = run.setting
     sent = sum(stage.sent for stage in run.stages)
     links = f"{min(p.ep, m.node) - 1}/{p.ep} at {m.nvlink:g} x {m.links:g} GB/s"
@@ -80,8 +83,8 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
     if p.cp > 1:
         seconds = sum(sum(context_seconds(setting, layer)) for layer in run.model.all_layers)
         yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(seconds)
-    sent_per_rank = sent * chunks / p.pp
-    yield "  per rank", f"{_ms(sent)} x {chunks} / {p.pp}", _ms(sent_per_rank)
+    sent_per_rank = sent * num_microbatches / p.pp
+    yield "  per rank", f"{_ms(sent)} x {num_microbatches} / {p.pp}", _ms(sent_per_rank)
     if sent:
         hidden = 1 - run.parts["all-to-all"] / sent_per_rank
         yield (

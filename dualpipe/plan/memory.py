@@ -3,11 +3,11 @@
     parameters   stored parameters: this rank's shard
     optimizer    two moments (one for Muon) and, if parameters are stored narrower than float32, master weights: of the
                  shard
-    gathered     unsharded parameters in the dtype or format of their compute, where they are sharded, until the last
-                 action of their stage; and transposed copies of weights in blocks of 128 x 128, for input gradients in
-                 FP8
-    gradients    float32 accumulators, from a stage's first weight gradient on. After its last action, for parameters
-                 that several ranks share, also the shard's gradients, and the copy of the largest unit to be reduced
+    gathered     if parameters are sharded, their unsharded copies in the compute dtype or format, until the last action
+                 of their stage; and transposed copies of weights in blocks of 128 x 128, for input gradients in FP8
+    gradients    float32 accumulators, from a stage's first weight gradient on. After the stage's last action, its
+                 gradients are reduced over ranks that share parameters: then also this rank's shard of the result, and
+                 the copy of the largest unit that is reduced at once
     activations  micro-batches that the schedule has alive, with logits, recomputed tensors and messages in transit:
                  counted by `dualpipe.plan.activations`. With context parallelism, for the tokens of one rank, with the
                  communication buffers of one layer. Layers of transformers that cannot run on meta are left out:
@@ -31,7 +31,7 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.pipeline.lower import one_at_a_time
+from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
@@ -178,10 +178,11 @@ class _LiveMemory:
                 at_end += min(peak, deferred + activations.backward - activations.saved)
                 self.saved -= activations.saved
                 self.pending += deferred
-        not_at_once = sum(temporaries) - max(temporaries, default=0)  # of a pair's references, one runs at a time
+        # The two references of a pair run one after the other, so that only the larger temporaries count.
+        not_alive = sum(temporaries) - max(temporaries, default=0)
         return [
-            (gradients_before, saved_before + at_start - not_at_once, pending_before),
-            (self.gradients, self.saved + at_end - not_at_once, pending_before),
+            (gradients_before, saved_before + at_start - not_alive, pending_before),
+            (self.gradients, self.saved + at_end - not_alive, pending_before),
         ]
 
     def end_stage(self, stage: int) -> tuple[int, int, int]:
@@ -241,7 +242,7 @@ def sent_bytes(model: TrainedModel, dtype: torch.dtype) -> int:
 
 
 def tokens_of_rank(config: Config) -> int:
-    """Return the largest number of tokens of a sequence that a rank has."""
+    """Return the tokens per sequence of the context-parallel rank that has the most."""
     return max(SequenceSplit(0, config.parallel.cp).counts(config.train.sequence_length))
 
 
@@ -251,7 +252,7 @@ def _schedule(config: Config, chunks: int) -> Schedule:
     has_pairs = (p.ep > 1 or p.cp > 1) and p.overlap
     if p.schedule == "auto":
         schedule = build_schedule(p, config.train.num_chunks)
-        return schedule if has_pairs else one_at_a_time(schedule)
+        return schedule if has_pairs else without_pairs(schedule)
     if has_pairs:
         return cached_schedule(p.schedule, p.pp, chunks)
     return _unpaired_schedule(p.schedule, p.pp, chunks)
@@ -269,7 +270,7 @@ built = cached_schedule  # earlier name
 @lru_cache(maxsize=64)
 def _unpaired_schedule(name: str, ranks: int, chunks: int) -> Schedule:
     """Return a schedule without pairs, as the engine runs it if they have no communication to hide."""
-    return one_at_a_time(cached_schedule(name, ranks, chunks))
+    return without_pairs(cached_schedule(name, ranks, chunks))
 
 
 def layers_of(stage: nn.Module) -> range:
@@ -281,13 +282,13 @@ def layers_of(stage: nn.Module) -> range:
 def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int:
     """Return the bytes of a rank's NCCL buffers.
 
-    They are CHANNEL for each channel of a ring, and of an all-to-all to each peer in the node, and half of it for each
-    channel of a link between stages, which has one direction.
+    Each channel of a ring takes CHANNEL bytes. An all-to-all has its channels once per peer in the node. A link between
+    stages sends in one direction only: its channels take half as much.
     """
     if p.device == "cpu":
         return 0
     neighbours = {a + b - rank for a, b in pairwise(placement) if a != b and rank in (a, b)}
-    num_links = 4 * len(neighbours)
+    num_links = 4 * len(neighbours)  # activations and gradients, in both directions
     dp = max(1, p.dp)
     expert_replicas = dp * p.cp
     rings = [

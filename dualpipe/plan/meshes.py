@@ -95,7 +95,7 @@ described = describe  # earlier name
 
 
 def _best(request: PlanRequest, runs: list[Prediction]) -> Prediction | None:
-    """Return the best run that fits, or None. runs: in the order of their floors."""
+    """Return the best run that fits, or None. runs: sorted by `request.floor`."""
     best: Prediction | None = None
     best_score = inf
     too_large = set[str]()  # schedules whose parameters, gradients and optimizer states alone do not fit
@@ -151,16 +151,16 @@ def _runs(request: PlanRequest, pp: int, dp: int, cp: int, ep: int) -> Iterator[
     max_stages = request.model.num_hidden_layers + 2
     sizes = MICRO_BATCHES[:1] if request.by_memory else MICRO_BATCHES
     for schedule, size, rules in product(SCHEDULES, sizes, RECOMPUTED):
-        chunks, rest = divmod(request.sequences, size * dp * ep)
+        num_microbatches, rest = divmod(request.sequences, size * dp * ep)
         num_stages = cached_schedule(schedule, pp, 1).num_stages
         is_redundant = "dispatch" in rules and ep == 1
-        if rest or not chunks or num_stages > max_stages or is_redundant:
+        if rest or not num_microbatches or num_stages > max_stages or is_redundant:
             continue
         run_config = replace(
             config,
             parallel=replace(config.parallel, pp=pp, dp=dp, cp=cp, ep=ep, schedule=schedule,
                              layers_per_stage=(), schedule_costs="", schedule_memory=0.0),
-            train=replace(config.train, micro_batch_size=size, num_chunks=chunks, batch_size=0),
+            train=replace(config.train, micro_batch_size=size, num_chunks=num_microbatches, batch_size=0),
             memory=replace(config.memory, recompute=rules),
         )
         yield Prediction(run_config, request.model, request.machine)

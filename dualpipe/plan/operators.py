@@ -26,8 +26,8 @@ from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
-# Launches of operators that launch several kernels, and of building and packing a dispatch plan for other ranks, which
-# is not recorded. tests/models/test_launches.py counts them.
+# Numbers of kernels that operators launch, if more than one; and the number that a rank launches to build and pack a
+# dispatch plan, which the stand-in for the dispatch does not do. tests/models/test_launches.py counts them.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
 _PLANNING = 36
 FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
@@ -38,7 +38,7 @@ _NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_emp
 class Operator(NamedTuple):
     """Operator of a layer.
 
-    flops: operations per token. token_bytes: bytes moved per token. bytes: bytes moved whatever the number of tokens.
+    flops: operations per token. token_bytes: bytes moved per token. bytes: other bytes moved, such as weights.
     launches: kernels that the host launches. is_triton: True if one of them is a kernel of `dualpipe.kernels`.
     """
 
@@ -131,6 +131,7 @@ def _run_layer(
 ) -> tuple[list[ActionPart], list[ActionPart]]:
     """Run a layer on one sequence of `length` tokens; return the parts of its forward and backward for all tokens."""
     stage = stage_of_kinds(config, [kind], ep, dtype)
+    # Parameters by their names in the whole model, which `fp8` has: the only layer of the stage has the number 0.
     storages = {name.replace(".0.", f".{kind.first}.", 1): param.untyped_storage()._cdata
                 for name, param in stage.named_parameters()}
     fp8_weights = {storages[name] for name in fp8.weights & storages.keys()}
@@ -245,7 +246,10 @@ class _OperatorRecorder(TorchDispatchMode):
         return operators
 
     def take_sent_bytes(self) -> float:
-        """Return the bytes of the communication that was just started. Its stand-in has copied the sent tensors."""
+        """Return the bytes of the communication that was just started.
+
+        Its stand-in has cloned the sent tensors. A clone is recorded with the bytes that it reads and writes.
+        """
         sizes = [copy.bytes / 2 for copy in self.take()]
         if self._fp8_rows and len(sizes) == 3:  # a dispatch: rows, weights, choices
             sizes[0] *= FP8_BYTES / 2
@@ -298,7 +302,7 @@ def _is_scores(tensor: Tensor) -> bool:
 
 
 def _flops(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> tuple[Kind, float]:
-    """Return the kind and the operations of an operator: for a GEMM, two per row, column and step of the sum."""
+    """Return the kind and the operations of an operator: for a GEMM, two per multiply-add."""
     if name in ("aten::mm", "aten::bmm", "aten::addmm"):
         a, b = inputs[1:3] if name == "aten::addmm" else inputs[:2]
         return "gemm", 2.0 * prod(a.shape) * b.shape[-1]

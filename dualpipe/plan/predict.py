@@ -2,13 +2,14 @@
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
-An average rank computes its operators, recomputes some of them, and waits for the all-to-all that is not hidden, which
-includes the multiprocessors that communication takes from compute. The rest of the schedule is the bubble, with that of
-unequal stages, and the time that sends and reductions add.
+In the schedule, an average rank computes its operators, recomputes some of them, and waits for the all-to-all that is
+not hidden; that wait includes the slowdown of compute beside communication. The rest of the schedule is the bubble,
+part of which comes from unequal stages, and the time that sends and reductions add.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -27,7 +28,7 @@ from dualpipe.plan.stage_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.optim.muon import operations
+from dualpipe.train.optim.muon import count_flops
 
 # Kinds of operators that count as "products": GEMMs and attention.
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
@@ -94,11 +95,12 @@ class Prediction:
 
     @property
     def bound(self) -> float:
-        """Lower bound of any schedule of these stages, in seconds: the work of the busiest rank."""
+        """Lower bound on the time of any schedule of these stages, in seconds: the work of the busiest rank."""
         ranks = [0.0] * self.shape.num_ranks
         for rank, stage in zip(self.shape.placement, self.stages):
             costs = stage.costs
-            split = costs.F + (costs.I or 0.0) + costs.W
+            weights = min((costs.W, *stage.merged_w))
+            split = costs.F + (costs.I or 0.0) + weights
             ranks[rank] += min(costs.F + costs.B, split, costs.FB or 0.0)
         return max(ranks) * self.config.train.num_chunks
 
@@ -152,7 +154,8 @@ class Prediction:
     def timeline(self) -> Timeline:
         """Simulate the schedule of a step, in seconds."""
         p = self.config.parallel
-        return simulate(cached_schedule(p.schedule, p.pp, self.config.train.num_chunks), self.costs())
+        schedule = cached_schedule(p.schedule, p.pp, self.config.train.num_chunks)
+        return simulate(schedule, self.costs(), merged_w=self.merged_w)
 
     @cached_property
     def optimizer(self) -> float:
@@ -170,7 +173,7 @@ class Prediction:
         """Operations of Muon's GEMMs on the slowest rank. Ranks with the same stages share them."""
         p = self.config.parallel
         stages = meta_stages(self.model, self.shape.num_stages, layers_per_stage=p.layers_per_stage)
-        stage_flops = [sum(map(operations, muon_shapes(self.config.optimizer, stage))) for stage in stages]
+        stage_flops = [sum(map(count_flops, muon_shapes(self.config.optimizer, stage))) for stage in stages]
         rank_flops = [sum(stage_flops[stage] for stage in self.shape.rank_stages(rank)) for rank in range(p.pp)]
         return max(rank_flops) / p.dense_shards
 
@@ -187,21 +190,22 @@ class Prediction:
     @cached_property
     def parts(self) -> dict[str, float]:
         """Seconds of a step on an average rank by the names in `PARTS`. Their sum is `step_seconds`."""
-        chunks_per_rank = self.config.train.num_chunks / self.shape.num_ranks
-        operators = {kind: totals.seconds * chunks_per_rank for kind, totals in self.spent.items()}
-        recomputed = sum(stage.recomputed for stage in self.stages) * chunks_per_rank
+        microbatches_per_rank = self.config.train.num_chunks / self.shape.num_ranks
+        operators = {kind: totals.seconds * microbatches_per_rank for kind, totals in self.spent.items()}
+        recomputed = sum(stage.recomputed for stage in self.stages) * microbatches_per_rank
         products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
         all_operators = sum(operators.values())
-        not_recomputed = 1 - recomputed / all_operators  # fraction; recompute has about the mix of the rest
+        not_recomputed = 1 - recomputed / all_operators  # fraction, taken to be equal for all kinds of operators
         makespan, busy = self._simulate()
+        merged = self.merged_seconds
         unreduced = self._simulate(reduce=False).makespan
         plain = self._simulate(reduce=False, send=False).makespan
         return {
-            "products": products * not_recomputed,
+            "products": products * not_recomputed - merged,
             "memory traffic": operators["memory"] * not_recomputed,
             "host": operators["host"] * not_recomputed,
             "recomputation": recomputed,
-            "all-to-all": busy - all_operators,
+            "all-to-all": busy + merged - all_operators,
             "sends": unreduced - plain,
             "gather": self.gather,
             "reduce": makespan - unreduced,
@@ -224,7 +228,7 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilization, as a fraction. Attention counts all pairs of positions."""
+        """Model FLOPs utilization, as a fraction. For attention it counts all pairs of positions, causal or not."""
         flops = flops_per_token(self.model, self.setting.length).both
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
@@ -234,10 +238,27 @@ class Prediction:
                   for stage, shards in zip(self.stages, self.shards)]
         return Costs(p2p=self.send if send else 0.0, per_stage=stages)
 
-    def _simulate(self, *, reduce: bool = True, send: bool = True) -> SimulatedTime:
-        """Return the times of the schedule, without reductions or sends if they are False."""
+    @cached_property
+    def merged_w(self) -> dict[int, tuple[float, ...]]:
+        """Seconds of merged "W" by stage, as `simulate` takes them; empty if none are merged.
+
+        None are merged with fp8_weight_grad: rows saved in FP8 are dequantized one micro-batch at a time.
+        """
+        if not self.config.parallel.merge_weight_grads or self.config.dtypes.fp8_weight_grad:
+            return {}
+        return {number: stage.merged_w for number, stage in enumerate(self.stages) if stage.merged_w}
+
+    @cached_property
+    def merged_seconds(self) -> float:
+        """Seconds per step that an average rank saves by merged weight gradients."""
+        return self._simulate(merge=False).busy - self._simulate().busy if self.merged_w else 0.0
+
+    def _simulate(self, *, reduce: bool = True, send: bool = True, merge: bool = True) -> SimulatedTime:
+        """Return the times of the schedule, without reductions, sends or merging if they are False."""
         p = self.config.parallel
-        return simulate_long(p.schedule, p.pp, self.config.train.num_chunks, self.costs(reduce=reduce, send=send))
+        costs = self.costs(reduce=reduce, send=send)
+        merged_w = self.merged_w if merge else {}
+        return simulate_long(p.schedule, p.pp, self.config.train.num_chunks, costs, merged_w)
 
 
 @lru_cache(maxsize=16)
@@ -261,7 +282,9 @@ def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
     return FP8Usage(frozenset(weights), frozenset(square), dtypes.fp8_dispatch)
 
 
-def simulate_long(name: str, ranks: int, chunks: int, costs: Costs) -> SimulatedTime:
+def simulate_long(
+    name: str, ranks: int, chunks: int, costs: Costs, merged_w: Mapping[int, Sequence[float]] | None = None
+) -> SimulatedTime:
     """Simulate a schedule, and extrapolate the middle of a long step.
 
     The middle repeats itself every 2P micro-batches on P ranks. The number of simulated periods is doubled until a
@@ -272,27 +295,30 @@ def simulate_long(name: str, ranks: int, chunks: int, costs: Costs) -> Simulated
         ranks: number of pipeline ranks, P.
         chunks: number of micro-batches.
         costs: costs of the stages, in seconds.
+        merged_w: costs of merged "W", as `simulate` takes them.
     """
     period = 2 * ranks
     periods, rest = divmod(chunks, period)
     times: list[SimulatedTime] = []
     count = 1  # periods simulated next: 1, 2, 4 and so on
     while count < periods:
-        times.append(_simulate(name, ranks, count * period + rest, costs))
+        times.append(_simulate(name, ranks, count * period + rest, costs, merged_w))
         if len(times) >= 3:
-            first, second, third = times[-3:]
+            first, second, third = times[-3:]  # of count / 4, count / 2 and count periods
             previous_period_time = (second.makespan - first.makespan) / (count // 4)
             period_time = (third.makespan - second.makespan) / (count // 2)
             if abs(period_time - previous_period_time) <= STEADY * period_time:
                 remaining = (periods - count) / (count // 2)  # in units of the difference between the last two runs
                 return SimulatedTime(*(long + remaining * (long - short) for short, long in zip(second, third)))
         count *= 2
-    return _simulate(name, ranks, chunks, costs)
+    return _simulate(name, ranks, chunks, costs, merged_w)
 
 
-def _simulate(name: str, ranks: int, chunks: int, costs: Costs) -> SimulatedTime:
+def _simulate(
+    name: str, ranks: int, chunks: int, costs: Costs, merged_w: Mapping[int, Sequence[float]] | None
+) -> SimulatedTime:
     """Simulate all of a schedule."""
-    timeline = simulate(cached_schedule(name, ranks, chunks), costs)
+    timeline = simulate(cached_schedule(name, ranks, chunks), costs, merged_w=merged_w)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
     return SimulatedTime(timeline.makespan, busy / ranks)
 

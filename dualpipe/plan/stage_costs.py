@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from dualpipe.kernels.grouped_gemm_tiles import merged_sizes, most_merged
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
@@ -29,6 +30,7 @@ from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
+MERGED = range(2, 9)  # numbers of merged "W" that are priced; larger ones cost what the last does
 ATTENTION_BACKWARD = 2.5  # times the operations of the forward: five GEMMs instead of two
 
 
@@ -79,25 +81,30 @@ Spent = OperatorTotal  # earlier name
 class LayerCosts(NamedTuple):
     """Times of a layer's forward and backward parts, and the totals of both by kind of operator.
 
-    The kind "host" has the host time that exceeds the device's.
+    The kind "host" is the time by which launches on the host exceed compute on the device. merged: seconds of the
+    weight gradients per micro-batch if those of several micro-batches are merged, one value for each number in
+    `MERGED`; empty if they never are.
     """
 
     forward: Times
     backward: Times
     spent: tuple[tuple[str, OperatorTotal], ...]
+    merged: tuple[float, ...] = ()
 
 
 class StageCosts(NamedTuple):
     """Costs of a stage for one micro-batch.
 
     costs: seconds of its actions. spent: totals of forward and backward by kind of operator, recompute included.
-    recomputed: seconds of recompute. sent: seconds of communication, hidden or not.
+    recomputed: seconds of recompute. sent: seconds of communication, hidden or not. merged_w: seconds of a "W" that is
+    merged with others, one value for each number in `MERGED`; empty if they never are.
     """
 
     costs: Costs
     spent: dict[str, OperatorTotal]
     recomputed: float
     sent: float
+    merged_w: tuple[float, ...] = ()
 
     @property
     def again(self) -> float:
@@ -136,7 +143,36 @@ def _time_parts(
     shared_forward, shared_backward = shared
     forward = tuple(chain.from_iterable(timer.part_seconds(part, shared_forward) for part in parts.forward))
     backward = tuple(chain.from_iterable(timer.part_seconds(part, shared_backward) for part in parts.backward))
-    return LayerCosts(forward, backward, timer.totals())
+    deferred = [operator for part in parts.backward for operator in part.deferred]
+    return LayerCosts(forward, backward, timer.totals(), _merged_seconds(deferred, setting))
+
+
+def _merged_seconds(deferred: Sequence[Operator], setting: Setting) -> tuple[float, ...]:
+    """Return the seconds of deferred weight gradients per micro-batch, if those of several are merged.
+
+    One grouped GEMM then takes the operations and rows of all, but reads and writes the accumulators once. The
+    reference on the CPU adds one micro-batch after the other, so that merging saves nothing there.
+    """
+    machine = setting.machine
+    if machine.host_waits:
+        return ()
+    most = most_merged(90 if machine.fp8 else 80)
+    of_size = {size: _seconds_if_merged(deferred, setting, size) for size in range(1, most + 1)}
+    return tuple(sum(size * of_size[size] for size in merged_sizes(count, most)) / count for count in MERGED)
+
+
+def _seconds_if_merged(deferred: Iterable[Operator], setting: Setting, size: int) -> float:
+    """Return the seconds per micro-batch with grouped GEMMs for `size` micro-batches."""
+    device = 0.0
+    host = 0.0
+    for operator in deferred:
+        count = 1
+        if operator.kind == "grouped":
+            count = size
+            operator = operator._replace(flops=size * operator.flops, token_bytes=size * operator.token_bytes)
+        device += operator_seconds(operator, setting, 0.0)[2] / count
+        host += host_seconds(operator, setting.machine) / count
+    return max(device, host)
 
 
 class _PartTimer:
@@ -259,7 +295,9 @@ def stage_costs(setting: Setting, layers: range, *, last: bool) -> StageCosts:
         plain = total(costs.spent for costs in plain_costs)
         recomputed = sum(spent[kind].seconds - plain[kind].seconds for kind in plain)
     costs = Costs(F=f, B=b, W=w, I=i, FB=fb, pairs={("F", "I"): fi})
-    return StageCosts(costs, spent, recomputed, sent=sum(part.sent for part in (*forward, *backward)))
+    sent = sum(part.sent for part in (*forward, *backward))
+    merged_w = tuple(map(sum, zip(*(costs.merged for costs in all_costs))))
+    return StageCosts(costs, spent, recomputed, sent, merged_w)
 
 
 def _slowdown(machine: Machine) -> float:
@@ -272,7 +310,7 @@ def _slowdown(machine: Machine) -> float:
 def _costs_by_layer(setting: Setting, layers: range, last: bool) -> list[LayerCosts]:
     """Return the costs of each layer of a stage, and of the head on the last one."""
     model = setting.model
-    is_causal = not setting.machine.host_waits
+    is_causal = not setting.machine.host_waits  # attention on the CPU computes the scores of all pairs
     indices = (*layers, *model.mtp_layers) if last else tuple(layers)
     all_costs = []
     for kind, index in zip(kinds_of(model, indices, setting.recompute), indices):

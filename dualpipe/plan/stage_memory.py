@@ -18,7 +18,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from dualpipe.train.optim.groups import algorithm_of, parameter_places
+from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
 from dualpipe.train.step.dtype_plan import plan_run
 
 _FP32_BYTES = 4
@@ -76,15 +76,15 @@ def stage_bytes(
 @lru_cache(maxsize=4096)
 def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of a stage that Muon updates."""
-    return [tuple(param.shape) for param, (name, owner) in parameter_places([stage]).items()
-            if algorithm_of(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
+    return [tuple(param.shape) for param, (name, owner) in find_trainable_parameters([stage]).items()
+            if choose_algorithm(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
 
 
 class StageSizes(NamedTuple):
     """Numbers of parameters of a stage.
 
-    dense: dense parameters. experts: parameters of one rank's experts. dense_unit, expert_unit: the most of each that
-    are reduced at once, those of one layer, or of all modules around the layers.
+    dense: dense parameters. experts: parameters of one rank's experts. dense_unit, expert_unit: parameters of each in
+    the largest unit that is reduced at once. A layer is a unit, and all modules around the layers are one.
     """
 
     dense: int
@@ -96,7 +96,7 @@ class StageSizes(NamedTuple):
         """Return the largest number reduced at once if `sharing` ranks have the same experts."""
         if sharing > 1:
             return max(self.dense_unit, self.expert_unit)
-        return self.dense_unit  # accumulators of experts that no other rank has become their gradients
+        return self.dense_unit  # experts on one rank only are not reduced: their accumulators are the gradients
 
 
 @lru_cache(maxsize=256)
@@ -135,8 +135,8 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 class _FormatSaving(NamedTuple):
     """Change of a stage's bytes by quantized formats.
 
-    stored: bytes fewer of stored parameters. masters: bytes more of master weights, which unquantized weights do
-    without. gathered: bytes fewer of gathered parameters, less those of transposed copies.
+    stored: bytes saved in stored parameters. masters: bytes added for master weights; float32 weights that are not
+    quantized need none. gathered: bytes saved in gathered parameters, less the bytes of transposed copies.
     """
 
     stored: int

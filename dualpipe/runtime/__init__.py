@@ -1,4 +1,4 @@
-"""Ground floor: devices and streams, what ranks agree on, records of what they do, errors, files, dtypes.
+"""Ground floor: devices and streams, agreement of ranks, the recorder, errors, files and dtypes.
 
 Knows nothing of models, schedules or training. Imports nothing.
 """

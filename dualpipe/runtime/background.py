@@ -1,4 +1,4 @@
-"""Work on a thread that no end of this process waits for. Imports no torch."""
+"""Work on daemon threads, which never delay the end of the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def in_background(work: Callable[[], T], name: str = "") -> Future[T]:
-    """Run `work` on a thread that the end of this process does not wait for; return its future."""
-    found: Future[T] = Future()
+def run_in_background(work: Callable[[], T], name: str = "") -> Future[T]:
+    """Run `work` on a daemon thread called `name`; return its future."""
+    future: Future[T] = Future()
 
     def run() -> None:
         try:
-            found.set_result(work())
-        except BaseException as error:  # raised where the result is asked for
-            found.set_exception(error)
+            future.set_result(work())
+        except BaseException as error:  # raised by `future.result()`
+            future.set_exception(error)
 
     Thread(target=run, daemon=True, name=name).start()
-    return found
+    return future
 
 
-def limited(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
-    """Return the result of `work`, which may hang; None where it has not come after so many seconds."""
-    found = in_background(work, name)
-    wait([found], seconds)
-    return found.result() if found.done() else None
+def run_with_timeout(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
+    """Return the result of `work`, which may hang; None if it takes longer than `seconds`. Raises its error."""
+    future = run_in_background(work, name)
+    wait([future], seconds)
+    return future.result() if future.done() else None

@@ -1,4 +1,4 @@
-"""`dualpipe doctor`: what is installed here, and what of it this library will use or miss.
+"""`dualpipe doctor`: report the installed software and hardware, and the consequences of everything missing.
 
 Imports nothing at the top that may be missing or broken.
 """
@@ -15,11 +15,12 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from itertools import permutations
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 from dualpipe import __version__
 
 REQUIRED = ("einops", "numpy", "rich", "safetensors", "tokenizers", "xxhash")
-OPTIONAL = {
+OPTIONAL = {  # name of a package: consequence where it is missing
     "triton": "the kernels are their PyTorch references",
     "tensorboard": "training writes no TensorBoard events",
     "matplotlib": "training draws no picture of the loss",
@@ -28,111 +29,172 @@ OPTIONAL = {
     "wandb": "--metrics.wandb is refused",
     "transformers": "nothing in training; the tests compare with its models",
 }
+OLDEST_TORCH = (2, 11)
+OLDEST_CUDA_MAJOR = 8  # compute capability
 
-Finding = tuple[str, str]  # "ok", "missing" or "error" (`dualpipe train` cannot run); what there is, or what it costs
+
+class Finding(NamedTuple):
+    """A line of the report. state: "error" if `dualpipe train` cannot run."""
+
+    state: Literal["ok", "missing", "error"]
+    text: str
 
 
 def run() -> int:
-    """Print a line for each finding; the exit status is 1 where one is an error."""
-    failed = 0
-    for state, text in examine():
-        print(f"{state:<8} {text}", flush=True)
-        failed |= state == "error"
-    return failed
+    """Print a line for every finding; return the exit status, 1 if one is an error."""
+    status = 0
+    for finding in examine():
+        print(f"{finding.state:<8} {finding.text}", flush=True)
+        if finding.state == "error":
+            status = 1
+    return status
 
 
 def examine() -> Iterator[Finding]:
-    """Everything there is to say, the most basic first."""
-    yield "ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}"
-    packages = []
-    for name in (*REQUIRED, *OPTIONAL):
-        try:
-            packages.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            cost = OPTIONAL.get(name)
-            yield "missing" if cost else "error", f"{name}: {cost or 'no training'}; pip install {name}"
-    yield "ok", ", ".join(packages)
+    """Yield all findings, the most basic first."""
+    yield Finding("ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}")
+    yield from _examine_packages()
     try:
         import torch
 
-        old = tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11)
-    except Exception as error:  # a broken build raises anything; what it says is what is to be known
-        yield "error", f"torch cannot be imported ({type(error).__name__}: {error}): no training"
+        torch_version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    except Exception as error:  # a broken build raises anything; the text of the error is the finding
+        yield Finding("error", f"torch cannot be imported ({type(error).__name__}: {error}): no training")
         return
-    yield "error" if old else "ok", f"torch {torch.__version__}{', but 2.11 is needed' if old else ''}"
+    if torch_version < OLDEST_TORCH:
+        yield Finding("error", f"torch {torch.__version__}, but {'.'.join(map(str, OLDEST_TORCH))} is needed")
+    else:
+        yield Finding("ok", f"torch {torch.__version__}")
     from dualpipe.runtime import device as cuda
 
-    count = cuda.count()
-    for index in range(count):
-        found = cuda.properties(index)
-        text = f"cuda:{index} {found.name}, sm_{found.major}{found.minor}, {found.total_memory / 2**30:.0f} GiB"
-        yield ("ok", text) if found.major >= 8 else ("missing", f"{text}: too old for bf16 and Triton's kernels")
-    if not count:
-        cause = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
-        cause += ", though nvidia-smi is here" if shutil.which("nvidia-smi") else ""
-        yield "missing", f"CUDA devices: {cause}; training runs on {os.cpu_count()} CPU cores, with gloo"
+    num_devices = cuda.count()
+    yield from _examine_devices(num_devices)
+    yield _examine_compiler(num_devices)
+    yield _examine_gloo()
+    queue_problem = cuda.single_queue_problem()
+    if queue_problem is not None:
+        yield Finding("missing", queue_problem)
+    if num_devices > 1:
+        yield from _examine_nccl()
+        yield _examine_peer_access(num_devices)
+        yield _examine_nvlink()
+        yield _examine_fabric()
+
+
+def _examine_packages() -> Iterator[Finding]:
+    """Yield a finding for every missing package, then one with the versions of the others."""
+    versions = []
+    for name in (*REQUIRED, *OPTIONAL):
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            if name in OPTIONAL:
+                yield Finding("missing", f"{name}: {OPTIONAL[name]}; pip install {name}")
+            else:
+                yield Finding("error", f"{name}: no training; pip install {name}")
+    yield Finding("ok", ", ".join(versions))
+
+
+def _examine_devices(num_devices: int) -> Iterator[Finding]:
+    """Yield a finding for every CUDA device, or the reason why there is none."""
+    import torch
+
+    from dualpipe.runtime import device as cuda
+
+    for index in range(num_devices):
+        device = cuda.properties(index)
+        text = f"cuda:{index} {device.name}, sm_{device.major}{device.minor}, {device.total_memory / 2**30:.0f} GiB"
+        if device.major >= OLDEST_CUDA_MAJOR:
+            yield Finding("ok", text)
+        else:
+            yield Finding("missing", f"{text}: too old for bf16 and Triton's kernels")
+    if not num_devices:
+        reason = "torch is built without CUDA" if torch.version.cuda is None else "torch sees none"
+        if shutil.which("nvidia-smi"):
+            reason += ", though nvidia-smi is installed"
+        yield Finding("missing", f"CUDA devices: {reason}; training runs on {os.cpu_count()} CPU cores, with gloo")
+
+
+def _examine_compiler(num_devices: int) -> Finding:
+    """Look for the C compiler of Triton and torch.compile."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
-    used = "Triton's kernels and --train.compile" if count else "--train.compile"
-    yield ("ok", f"C compiler {compiler}") if compiler else ("missing", f"C compiler: no {used}; set CC")
-    yield _gloo()
-    if wrong := cuda.one_queue():
-        yield "missing", wrong
-    if count > 1:
-        yield from _links(count)
+    if compiler:
+        return Finding("ok", f"C compiler {compiler}")
+    users = "Triton's kernels and --train.compile" if num_devices else "--train.compile"
+    return Finding("missing", f"C compiler: no {users}; set CC")
 
 
-def _gloo() -> Finding:
-    """The address that gloo gives to other ranks: of GLOO_SOCKET_IFNAME, otherwise what the host's name means."""
+def _examine_gloo() -> Finding:
+    """Find the address that gloo gives to other ranks: of GLOO_SOCKET_IFNAME, otherwise of the host's name."""
     import torch
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        return "error", "gloo: this build of torch has none; only one rank can train"
-    names = [name for _, name in socket.if_nameindex()]
-    if wanted := os.environ.get("GLOO_SOCKET_IFNAME"):
-        if set(wanted.split(",")) <= set(names):
-            return "ok", f"gloo on {wanted} (GLOO_SOCKET_IFNAME)"
-        return "error", f"gloo: GLOO_SOCKET_IFNAME={wanted} is none of {', '.join(names)}"
-    host, address = socket.gethostname(), "127.0.0.1"
+        return Finding("error", "gloo: this build of torch has none; only one rank can train")
+    interfaces = [name for _, name in socket.if_nameindex()]
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME")
+    if chosen:
+        if set(chosen.split(",")) <= set(interfaces):
+            return Finding("ok", f"gloo on {chosen} (GLOO_SOCKET_IFNAME)")
+        return Finding("error", f"gloo: GLOO_SOCKET_IFNAME={chosen} is none of {', '.join(interfaces)}")
+    host = socket.gethostname()
+    address = "127.0.0.1"
     with suppress(OSError):
         address = socket.gethostbyname(host)
     if address.startswith("127."):
-        return "missing", (f"gloo between machines: {host} means {address} here; set GLOO_SOCKET_IFNAME, one of "
-                           f"{', '.join(names)}")
-    return "ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface"
+        return Finding("missing", f"gloo between machines: {host} resolves to {address}; set GLOO_SOCKET_IFNAME to one "
+                                  f"of {', '.join(interfaces)}")
+    return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
 
 
-def _links(count: int) -> Iterator[Finding]:
-    """Check what several devices need to train together: NCCL, links between them, a fabric between nodes."""
+def _examine_nccl() -> Iterator[Finding]:
+    """Yield whether NCCL is there, and whether its kernels fit the device when all of them wait at once."""
     import torch
 
     from dualpipe.runtime import device as cuda
     from dualpipe.runtime.nccl import waiting_blocks
 
-    if torch.distributed.is_nccl_available():
-        yield "ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}"
-        blocks, room = waiting_blocks(), cuda.properties(0).multi_processor_count
-        text = f"NCCL's kernels, where all wait at once: up to {blocks} blocks on {room} multiprocessors"
-        yield ("ok", text) if blocks < room else ("missing", f"{text}; they can wait for each other: set "
-                                                  "NCCL_MAX_NCHANNELS=8 for all ranks")
+    if not torch.distributed.is_nccl_available():
+        yield Finding("error", "NCCL: this build of torch has none; GPUs cannot train together")
+        return
+    yield Finding("ok", f"NCCL {'.'.join(map(str, cuda.nccl_version()))}")
+    blocks = waiting_blocks()
+    multiprocessors = cuda.properties(0).multi_processor_count
+    text = f"NCCL's kernels, if all wait at once: up to {blocks} blocks on {multiprocessors} multiprocessors"
+    if blocks < multiprocessors:
+        yield Finding("ok", text)
     else:
-        yield "error", "NCCL: this build of torch has none; GPUs cannot train together"
-    apart = [f"cuda:{a} to {b}" for a, b in permutations(range(count), 2) if not cuda.reaches(a, b)]
-    if apart:
-        yield "missing", (f"peer access from {', '.join(apart[:4])}{', ...' * (len(apart) > 4)}: what they send goes "
-                          "through host memory")
-    else:
-        yield "ok", f"peer access between all {count} devices"
+        yield Finding("missing", f"{text}; they can wait for each other: set NCCL_MAX_NCHANNELS=8 for all ranks")
+
+
+def _examine_peer_access(num_devices: int) -> Finding:
+    """Check that every device can access the memory of all others."""
+    from dualpipe.runtime import device as cuda
+
+    pairs = permutations(range(num_devices), 2)
+    refused = [f"cuda:{index} to {peer}" for index, peer in pairs if not cuda.can_access_peer(index, peer)]
+    if not refused:
+        return Finding("ok", f"peer access between all {num_devices} devices")
+    more = ", ..." if len(refused) > 4 else ""
+    return Finding("missing", f"peer access from {', '.join(refused[:4])}{more}: messages go through host memory")
+
+
+def _examine_nvlink() -> Finding:
+    """Check that all devices are linked by NVLink, by the table of `nvidia-smi topo -m`."""
     rows: list[list[str]] = []  # a device, and its links to all: X to itself, NV18, PIX, SYS, ...
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=2)
-        rows = [line.split() for line in done.stdout.splitlines() if line.startswith("GPU")]
+        process = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, timeout=2)
+        rows = [line.split() for line in process.stdout.splitlines() if line.startswith("GPU")]
     kinds = sorted({kind for row in rows for kind in row[1 : len(rows) + 1]} - {"X"})
     if kinds and all(kind.startswith("NV") for kind in kinds):
-        yield "ok", f"NVLink between all devices ({', '.join(kinds)})"
-    else:
-        seen = f" ({', '.join(kinds)} in nvidia-smi's words)" if kinds else ": nvidia-smi says nothing of it"
-        yield "missing", f"NVLink between all devices{seen}; experts' all-to-all is slower by far over PCIe"
-    fabric = Path("/sys/class/infiniband")
-    cards = sorted(path.name for path in fabric.iterdir()) if fabric.is_dir() else []
-    text = f"InfiniBand or RoCE: {', '.join(cards) or 'none; between nodes NCCL uses sockets'}"
-    yield "ok" if cards else "missing", text
+        return Finding("ok", f"NVLink between all devices ({', '.join(kinds)})")
+    seen = f" ({', '.join(kinds)} by nvidia-smi)" if kinds else " (nvidia-smi does not show the links)"
+    return Finding("missing", f"NVLink between all devices{seen}; experts' all-to-all is far slower over PCIe")
+
+
+def _examine_fabric() -> Finding:
+    """Look for the cards of a fabric between nodes."""
+    folder = Path("/sys/class/infiniband")
+    cards = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if cards:
+        return Finding("ok", f"InfiniBand or RoCE: {', '.join(cards)}")
+    return Finding("missing", "InfiniBand or RoCE: none; between nodes NCCL uses sockets")

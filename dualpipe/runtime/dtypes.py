@@ -17,26 +17,32 @@ _LONG = {short: long for long, short in _SHORT.items()}
 
 
 def long_name(dtype: object) -> str:
-    """torch.bfloat16 -> 'bfloat16'; what is no dtype, such as a format, by the name that it has."""
+    """Return torch's name of a dtype: torch.bfloat16 -> 'bfloat16'. Other objects, such as formats: their `str`."""
     return str(dtype).removeprefix("torch.")
 
 
 def short_name(dtype: object) -> str:
-    """torch.bfloat16 -> 'bf16'; the rest as `long_name`."""
+    """Return the short name of a dtype: torch.bfloat16 -> 'bf16'; `long_name` if it has none."""
     name = long_name(dtype)
     return _SHORT.get(name, name)
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """'bf16' or 'bfloat16' -> torch.bfloat16; raises ValueError where there is none of that name."""
-    found = getattr(torch, _LONG.get(name, str(name)), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"torch has no dtype {name!r}")
-    return found
+    """Return the dtype of a short or long name: 'bf16' or 'bfloat16' -> torch.bfloat16.
+
+    Raises ValueError for a name that torch does not have.
+    """
+    dtype = getattr(torch, _LONG.get(name, str(name)), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}; give a name such as bf16 or bfloat16")
+    return dtype
 
 
 def dtype_of_code(code: str, name: str) -> torch.dtype:
-    """The dtype of a safetensors code, for the tensor `name`; raises ValueError for one that torch lacks."""
+    """Return the dtype of a safetensors code such as "BF16". Raises ValueError, naming the tensor, for an unknown code.
+
+    name: of the tensor.
+    """
     if code not in SAFETENSORS:
-        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(SAFETENSORS)}")
+        raise ValueError(f"{name} is stored as {code}, which is none of {', '.join(SAFETENSORS)}; convert it to one")
     return SAFETENSORS[code]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, on the disk when that matters, and of one job at a time."""
+"""Atomic file writes, checksums, flushes to the disk, and locks between jobs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from typing import Any, NamedTuple
 import xxhash
 
 CHECKSUMS: dict[str, Any] = {"xxh3_128": xxhash.xxh3_128, "sha256": hashlib.sha256}
-_FALLOCATE, _KEEP_SIZE = getattr(ctypes.CDLL(None), "fallocate", None), 1  # of <fcntl.h>; on Linux
+_FALLOCATE = getattr(ctypes.CDLL(None), "fallocate", None)  # Linux only
+_FALLOC_FL_KEEP_SIZE = 1  # of <fcntl.h>
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-_POLLED = 0.1  # seconds between two looks at a lock that another has
-_PIECE = 2**22  # bytes that are hashed, and then written while they are in the cache
-_REPORTED = 2**26  # bytes after which a writer is heard of
-_FLUSHED = 2**30  # bytes that the system may hold back: the flush at the end tells of no progress
+_LOCK_POLL = 0.1  # seconds between two attempts at a lock that another holder has
+_CHUNK = 2**22  # bytes that are hashed, and then written while they are in the cache
+_REPORT_INTERVAL = 2**26  # bytes between two reports of a writer
+_FLUSH_INTERVAL = 2**30  # bytes that the system may hold back: the flush at the end reports no progress
 
 
 class Written(NamedTuple):
-    """The size and checksum of a file that was written."""
+    """Size and checksum of a written file."""
 
     size: int  # bytes
-    checksum: str  # "" where none was wanted
+    checksum: str  # "" if none was asked for
 
 
-def node_of(path: Path) -> int | None:
-    """Return the number that tells a file from a later one of its name; None where there is none."""
+def inode(path: Path) -> int | None:
+    """Return the inode of a file, which a later file of the same name does not have; None if there is no file."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -42,7 +43,7 @@ def node_of(path: Path) -> int | None:
 
 
 def sync(path: Path) -> None:
-    """Have the system write a file, or the names in a directory, to the disk."""
+    """Flush a file, or the names in a directory, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,8 +52,8 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """An OSError of what is written inside names the file, as those of a full disk do not."""
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Add the file name to an OSError inside of a `with` that has none, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -62,40 +63,45 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
-    """Write a new file, on the disk when this returns; with the checksum (of `CHECKSUMS`) of its bytes.
+    """Write a new file and flush it to the disk; return its size and checksum.
 
-    Raises OSError where the file exists or the disk refuses.
+    checksum: name of an algorithm in `CHECKSUMS`; "": none. Raises OSError if the file exists or the disk fails.
     """
-    total = CHECKSUMS[checksum]() if checksum else None
+    digest = CHECKSUMS[checksum]() if checksum else None
     with open(path, "xb") as out:
         for piece in pieces:
             view = memoryview(piece)
-            if _FALLOCATE is not None and len(view) > _PIECE:  # set aside at once, it is written a quarter faster
-                _FALLOCATE(out.fileno(), _KEEP_SIZE, ctypes.c_int64(out.tell()), ctypes.c_int64(len(view)))
-            for start in range(0, len(view), _PIECE):
-                part = view[start : start + _PIECE]
-                if total is not None:
-                    total.update(part)
-                out.write(part)
-                if out.tell() % _FLUSHED < len(part):
+            if _FALLOCATE is not None and len(view) > _CHUNK:  # preallocated, it is written a quarter faster
+                _FALLOCATE(out.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(out.tell()), ctypes.c_int64(len(view)))
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                if digest is not None:
+                    digest.update(chunk)
+                out.write(chunk)
+                if out.tell() % _FLUSH_INTERVAL < len(chunk):
                     os.fdatasync(out.fileno())
         out.flush()
         os.fsync(out.fileno())
-        return Written(out.tell(), "" if total is None else total.hexdigest())
+        return Written(out.tell(), "" if digest is None else digest.hexdigest())
 
 
 def write_files(
     folder: Path, files: Mapping[str, Iterable[bytes | memoryview]], checksum: str = ""
 ) -> dict[str, Written]:
-    """Write new files by name into a folder, each as `write_file` does."""
+    """Write new files into a folder by `write_file`; return the result of each by name."""
     return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
 
 
-class reporting:
-    """The same bytes for `write_file`, in pieces after each of which `report` is called with its size, once written.
+def report_writes(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterable[memoryview]:
+    """Split `pieces` for `write_file`, and call `report` with the size of every part once it has been written.
 
-    Can be iterated as often as `pieces`.
+    The result can be iterated as often as `pieces`.
     """
+    return _ReportedPieces(pieces, report)
+
+
+class _ReportedPieces:
+    """The iterable that `report_writes` returns."""
 
     def __init__(self, pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> None:
         self._pieces = pieces
@@ -104,14 +110,14 @@ class reporting:
     def __iter__(self) -> Iterator[memoryview]:
         for piece in self._pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), _REPORTED):
-                part = view[start : start + _REPORTED]
+            for start in range(0, len(view), _REPORT_INTERVAL):
+                part = view[start : start + _REPORT_INTERVAL]
                 yield part
                 self._report(len(part))
 
 
 def checksum_of(path: Path, checksum: str) -> str:
-    """The checksum of a file; raises OSError where it cannot be read."""
+    """Return the checksum of a file by an algorithm in `CHECKSUMS`. Raises OSError if the file cannot be read."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, CHECKSUMS[checksum]).hexdigest()
 
@@ -119,15 +125,15 @@ def checksum_of(path: Path, checksum: str) -> str:
 def replace_file(
     path: Path, content: str | Iterable[bytes | memoryview], *, is_shared: bool = False, flush: bool = True
 ) -> None:
-    """Give a file other content: at any moment, after a crash of the system too, it has the one or the other, whole.
+    """Replace the content of a file atomically: even a crash of the system leaves the old content or the new one.
 
-    is_shared: other processes may write it at the same time, so each writes aside under a name of its own. flush: wait
-    for the disk; without, a crash of the system may leave an empty file.
+    is_shared: other processes may write the file at the same time, so the temporary file is named after this process.
+    flush: wait for the disk; without it, a crash of the system may leave an empty file.
     """
     temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}" if is_shared else f".tmp-{path.name}")
     pieces = [content.encode()] if isinstance(content, str) else content
     try:
-        temporary.unlink(missing_ok=True)  # of a process that died here
+        temporary.unlink(missing_ok=True)  # left by a process that died while writing
         if flush:
             write_file(temporary, pieces)
         else:
@@ -137,46 +143,45 @@ def replace_file(
         temporary.unlink(missing_ok=True)
 
 
-def write_wanted(*wanted: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
-    """Write a text into each file that is given; a line on it."""
-    for path, content in wanted:
+def write_texts(*files: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
+    """Write the text of every file with a path; yield a printable line for each. Texts of the others are not made."""
+    for path, content in files:
         if path:
             Path(path).write_text(content(), encoding="utf-8")
             yield f"wrote {path}"
 
 
-def read_toml(path: Path, what: str = "") -> dict[str, Any]:
-    """Return the content of a TOML file; ValueError where it cannot be read.
+def read_toml(path: Path, role: str = "") -> dict[str, Any]:
+    """Return the content of a TOML file. Raises ValueError if it cannot be read.
 
-    what: the name of the file in errors, such as "the config ".
+    role: put before the path in errors, such as "the config ".
     """
     try:
         return tomllib.loads(path.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read {what}{path}: {error.strerror}; give the path of a TOML file") from error
+        raise ValueError(f"cannot read {role}{path}: {error.strerror}; give the path of a TOML file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 class Lock:
-    """A lock on a file or directory, until `release` or the end of this process; made by `hold`."""
+    """A lock on a file or directory, held until `release` or the end of this process; made by `hold`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Free it; any thread may."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # first: a forked child keeps what is only closed
+        """Release the lock, from any thread."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing alone leaves it to a forked child
         os.close(self._descriptor)
 
 
 def hold(path: Path, patience: float = 0.0) -> Lock:
-    """Lock a directory, or a file, which is made where there is none. It is freed with the process.
+    """Lock a directory or a file, which is created if it does not exist; the lock ends with the process.
 
-    Not the mere existence of a file is the lock, which a process that is killed would leave.
+    The lock is not the existence of the file: a killed process would leave that behind.
 
-    Raises BlockingIOError where another holder has it for `patience` seconds; OSError where that cannot be, as on a
-    file system without locks.
+    Raises BlockingIOError if another holder keeps it for `patience` seconds; OSError on a file system without locks.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags, 0o644)
@@ -189,21 +194,21 @@ def hold(path: Path, patience: float = 0.0) -> Lock:
             except BlockingIOError:
                 if time.monotonic() >= deadline:
                     raise
-                time.sleep(_POLLED)
+                time.sleep(_LOCK_POLL)
     except BaseException:
         os.close(descriptor)
         raise
 
 
 def lock(file: Path, patience: float) -> Lock | None:
-    """Lock a directory for one job by a file in it, as `hold` does; None where the file system has no locks.
+    """Lock the directory of `file` for one job; return None, with a warning, on a file system without locks.
 
-    Raises ValueError where another job has it for `patience` seconds: one that was just killed may take a moment.
+    Raises ValueError if another job holds it for `patience` seconds: one that was just killed may take a moment.
     """
     try:
         return hold(file, patience)
     except BlockingIOError:
-        raise ValueError(f"another job saves to {file.parent}; end it, or give each a directory") from None
+        raise ValueError(f"another job saves to {file.parent}; end it, or give every job its own directory") from None
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -1,9 +1,9 @@
-"""Peak TFLOP/s of GPUs by name, which MFU is a share of, here and in `dualpipe plan`."""
+"""Peak TFLOP/s of GPUs by name: the denominator of MFU in training and in `dualpipe plan`."""
 
 from __future__ import annotations
 
-# 10^12 operations per second in dense bf16 products, of NVIDIA's data sheets (half of what they give "with sparsity").
-# The first row whose words are all in the device's name counts.
+# 10^12 operations per second of dense bf16 GEMMs, by NVIDIA's data sheets (half of their values "with sparsity").
+# The first entry whose words are all in the device's name counts.
 PEAKS = {
     ("GB300",): 2500, ("GB200",): 2500, ("B300",): 2250, ("B200",): 2250,
     ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
@@ -13,7 +13,14 @@ PEAKS = {
 
 
 def peak_tflops(model: str) -> float | None:
-    """10^12 operations per second in dense bf16 products by a GPU of this name; None for an unknown one, or a part."""
-    words = set(model.replace("-", " ").split())
-    whole = "MIG" not in words
-    return next((float(peak) for row, peak in PEAKS.items() if whole and words.issuperset(row)), None)
+    """Return 10^12 operations per second of dense bf16 GEMMs on a GPU; None for an unknown one and for a MIG slice.
+
+    model: the device's name, such as "NVIDIA H100 80GB HBM3".
+    """
+    model_words = set(model.replace("-", " ").split())
+    if "MIG" in model_words:
+        return None
+    for peak_words, peak in PEAKS.items():
+        if model_words.issuperset(peak_words):
+            return float(peak)
+    return None

@@ -1,4 +1,4 @@
-"""Lines that a run prints. Where nobody can read them any more, the run goes on without."""
+"""Printed lines of a run, which goes on when nobody can read them any more."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 def say(text: str, console: rich.console.Console | None = None) -> None:
-    """Print a line."""
+    """Print a line to stdout, or to a console of rich; discard further output if that fails."""
     try:
         print(text, flush=True) if console is None else console.print(text, markup=False)
     except OSError as error:
-        go_on_without(error)
+        discard_output(error)
 
 
 def warn(text: str) -> None:
-    """Print a line on stderr, if that is possible."""
+    """Print a warning to stderr; do nothing if that fails."""
     with suppress(OSError):
         print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def go_on_without(error: OSError) -> None:
-    """Discard what is printed from now on, after stdout has failed with `error`, and say so on stderr."""
-    with suppress(OSError):  # where stdout is no file of the system's
+def discard_output(error: OSError) -> None:
+    """Discard further output after stdout has failed with `error`, and say so on stderr."""
+    with suppress(OSError):  # stdout has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     reason = "nobody reads it any more" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
     warn(f"what is printed is lost from here on: {reason}; the run goes on without it (Ctrl-C ends it)")

@@ -1,4 +1,4 @@
-"""This process as a rank of a job: its number, and how it reports its end to the process that started it.
+"""This process as a rank of a job: its rank, and the report of its end to the process that started it.
 
 Does not import torch.
 """
@@ -14,25 +14,26 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from dualpipe.runtime.errors import PLAIN, PipelineError, RankLost, die_with, error_line, exit_status
+from dualpipe.runtime.errors import ONE_LINE_ERRORS, PipelineError, RankLost, die_with, error_line, exit_status
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import rank_name
 
-LAUNCHER = "DUALPIPE_LAUNCHER"  # its process
-LISTENER = "DUALPIPE_LISTEN_FD"  # of rank 0: where its store is to listen
-CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # the configuration as the process that started this rank has parsed it
-ERROR_FILE = "DUALPIPE_ERROR_FILE"  # where a rank leaves its error for the process that started it
-# What the launcher sends a rank for Ctrl-C: a terminal sends SIGINT to ranks as well, so they ignore that.
+# Environment variables from the launcher, the process that starts the ranks of a machine.
+LAUNCHER = "DUALPIPE_LAUNCHER"  # its process id
+LISTENER = "DUALPIPE_LISTEN_FD"  # file descriptor of the socket of rank 0's store
+CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # file of the configuration that it has parsed
+ERROR_FILE = "DUALPIPE_ERROR_FILE"  # file for the error of this rank
+# The launcher's signal to the ranks for Ctrl-C. A terminal sends SIGINT to the ranks as well, which ignore it.
 INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)
-_loaded = time.monotonic()
+_loaded_at = time.monotonic()
 
 
 class RankInfo(NamedTuple):
-    """This process among all ranks of the job, and among those of its machine."""
+    """Rank of this process in the job and on its machine, with the number of ranks of each."""
 
     rank: int
     world_size: int
@@ -40,69 +41,91 @@ class RankInfo(NamedTuple):
     local_world_size: int
 
 
-def starts_before() -> int:
-    """Return the number of earlier starts of the job, after failures, by torchrun's variable."""
+def restart_count() -> int:
+    """Return the number of restarts of the job after failures, from torchrun's variable."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def process_age(pid: int | str = "self") -> float:
-    """The seconds since a process was started; since this module was loaded where /proc does not tell."""
+    """Return the seconds since the start of a process; without /proc, since this module was loaded."""
     with suppress(OSError, IndexError, ValueError, AttributeError):
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[19])  # starttime of proc(5)
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.monotonic() - _loaded
+    return time.monotonic() - _loaded_at
+
+
+@dataclass
+class Ending:
+    """The exit status of a rank that ends without an error."""
+
+    status: int = 0
 
 
 @contextmanager
-def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[SimpleNamespace]:
-    """Do what is in a `with` block as a rank of a job. Where the job has others, the process ends with the block.
+def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[Ending]:
+    """Run the work inside of a `with` as a rank of a job, then end the process, unless the job has one rank.
 
-    sizes: of the mesh's dimensions, by which the rank is named.
+    The exit status is that of the returned `Ending`, or that of an error. An error is reported to the launcher, which
+    prints the first one that does not come from another rank; without a launcher it is printed to stderr. A process
+    that is the only rank, and has no launcher, goes on after the `with`, and errors are raised.
 
-    It ends with the `status` of what this gives, 0 unless set, or with that of an error, which is told to the launcher,
-    which says the first one that is no other rank's, and on stderr where this process has none.
+    sizes: sizes of the mesh's dimensions, outermost first, for the name of the rank.
     """
-    ending = SimpleNamespace(status=0)
-    text, lost, report = "", False, os.environ.get(ERROR_FILE)
-    if info.world_size == 1 and report is None:
+    ending = Ending()
+    has_launcher = ERROR_FILE in os.environ
+    if info.world_size == 1 and not has_launcher:
         yield ending
         return
-    if report is not None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the launcher
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # of which a rank would die that has left its watchdog
+    if has_launcher:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
+        signal.signal(signal.SIGUSR2, lambda *_: None)  # it would kill a rank that has left its watchdog
         die_with(int(os.environ[LAUNCHER]))
+    text = ""
+    from_another_rank = False
     try:
         yield ending
     except BaseException as error:
-        ending.status, text, lost = exit_status(error), error_line(error), is_victim(error)
-        if not lost and not isinstance(error, PLAIN):
-            trace = "".join(traceback.format_exception(error))
-            # What ranks agree on says by itself on which one it failed.
-            name = "" if re.match(r"ranks? \d", str(error)) else f"{rank_name(info.rank, sizes or {})}: "
-            text = f"{trace}error: {name}{type(error).__name__ + ': ' if name else ''}{error}"
-    leave_word(text, ending.status, lost=lost)
-    with suppress(OSError):  # nobody may be reading any more
+        ending.status = exit_status(error)
+        from_another_rank = is_from_another_rank(error)
+        text = _error_text(error, rank_name(info.rank, sizes or {}), from_another_rank)
+    report_exit(text, ending.status, from_another_rank=from_another_rank)
+    with suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
-    # Not through the destructors of process groups: after a failure they wait for the others, and after success torch
+    # The destructors of process groups are skipped: after a failure they wait for other ranks, and after success torch
     # 2.11 was once seen to abort in them.
     os._exit(ending.status)
 
 
-def is_victim(error: BaseException) -> bool:
-    """Return True if an error comes from another rank: one that was lost, or one that says what failed there."""
+def _error_text(error: BaseException, name: str, from_another_rank: bool) -> str:
+    """Return the text of a rank's error: with a traceback if the error is unexpected. name: of the rank."""
+    if from_another_rank or isinstance(error, ONE_LINE_ERRORS):
+        return error_line(error)
+    trace = "".join(traceback.format_exception(error))
+    if re.match(r"ranks? \d", str(error)):  # an error that the ranks have agreed on names the rank that has failed
+        return f"{trace}error: {error}"
+    return f"{trace}error: {name}: {type(error).__name__}: {error}"
+
+
+def is_from_another_rank(error: BaseException) -> bool:
+    """Return True if an error comes from another rank: a lost rank, or the published failure of one."""
     cause = error.__cause__
-    return isinstance(error, RankLost) or isinstance(cause, RankLost) or (
-        isinstance(error, PipelineError) and cause is None)
+    if isinstance(error, RankLost) or isinstance(cause, RankLost):
+        return True
+    return isinstance(error, PipelineError) and cause is None
 
 
-def leave_word(text: str, status: int, *, lost: bool = False) -> None:
-    """Tell the process that started this rank how it ends, or say it on stderr where there is none.
+def report_exit(text: str, status: int, *, from_another_rank: bool = False) -> None:
+    """Report the end of this rank to the launcher; without one, print its error to stderr.
 
-    text: empty where all is said. lost: for want of another rank, and so not the cause.
+    Args:
+        text: the error, or "" if it has been printed.
+        status: the exit status.
+        from_another_rank: the error is the consequence of another rank's, and so not the cause.
     """
-    if status and (report := os.environ.get(ERROR_FILE)) is not None:
-        word = {"time": time.time(), "text": text, "status": status, "lost": lost}
-        replace_file(Path(report), json.dumps(word))
+    file = os.environ.get(ERROR_FILE)
+    if status and file is not None:
+        report = {"time": time.time(), "text": text, "status": status, "lost": from_another_rank}
+        replace_file(Path(file), json.dumps(report))
     elif text:
         print(text, file=sys.stderr, flush=True)

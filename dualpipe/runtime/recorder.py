@@ -1,8 +1,8 @@
-"""The record of a rank's work and waits: a ring of its last entries, and those that are open.
+"""Recorder of a rank's work and waits: a ring of its latest entries, and the open ones.
 
-Always on: an entry costs the host less than a microsecond. Everything that takes time on a rank, or may wait for
-another one, is between `begin` and `end`; so whoever looks from outside, as a watchdog does, can tell what a rank is at
-and since when, and the states of all ranks together tell which one the others wait for. An `Observer` subscribes to the
+It is always on: an entry costs the host less than a microsecond. All work that takes time on a rank, or may wait for
+another rank, is between `begin` and `end`. So an outside reader such as the watchdog knows the running work of a rank
+and its start, and the states of all ranks together show which rank is being waited on. An `Observer` subscribes to the
 same places: a trace to entries, a check of numbers to results.
 """
 
@@ -18,74 +18,77 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import groupby, takewhile
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from dualpipe.runtime.errors import RankLost
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-ENTRIES = 2**12  # that are kept
-_SHOWN = 64  # of these, in a state
+ENTRIES = 2**12  # size of the ring
+_STATE_ENTRIES = 64  # latest entries in a state
 _running: ContextVar[Recorder | None] = ContextVar("dualpipe_recorder", default=None)
 
 
-# An entry, a list as that is made fastest: nanoseconds of time.perf_counter_ns, 0 for not yet; the optimizer step; the
-# ranks that are waited for (global numbers); of a collective the how manyth it is on its channel, as on all its ranks.
+# Indices into an entry, which is a list because that is the fastest to make. Times are nanoseconds of perf_counter_ns;
+# ENDED is 0 before the end. STEP is the optimizer step, RANKS the global ranks being waited on. NUMBER is the sequence
+# number of a collective among those of its kind and ranks, the same on all its ranks.
 BEGAN, ENDED, STEP, KIND, WHAT, RANKS, BYTES, NUMBER = range(8)
 Entry = list[Any]
 
 
 class Observer:
-    """Interface of a subscriber to a recorder's entries and results. Every method does nothing here."""
+    """Interface of a subscriber to a recorder's entries and results. Every method of this class does nothing."""
 
-    lanes = False  # whether it observes the recorders of threads that work beside this one, too
+    lanes = False  # True: observes the recorders of lanes, too
 
     def before(self, recorder: Recorder, kind: str, what: object) -> None:
-        """An entry is about to begin; what is raised here is so before there is one."""
+        """Called before an entry begins; an error raised here leaves no entry."""
 
     def began(self, recorder: Recorder, entry: Entry) -> None:
-        """An entry has begun."""
+        """Called after an entry has begun."""
 
     def ended(self, recorder: Recorder, entry: Entry) -> None:
-        """An entry has ended."""
+        """Called after an entry has ended."""
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
-        """Results were just made, not all of them tensors; nothing has read them yet."""
+        """Called with new results, not all of them tensors, before anything has read them."""
 
 
 class Recorder:
-    """The entries of one thread of a rank.
+    """Entries of one thread of a rank, and the recorders of its lanes: threads of the same rank with a name.
 
-    rank: the global number; sizes: of the mesh's dimensions, outermost first, by which ranks are named.
+    rank: the global rank. sizes: sizes of the mesh's dimensions, outermost first, for the names of ranks.
     """
 
     def __init__(self, rank: int = 0, sizes: Mapping[str, int] | None = None) -> None:
-        self.rank, self.sizes = rank, dict(sizes or {})
-        self.step = 0  # the optimizer step that is under way, from 1
-        self.lost: str | None = None  # what is said of the first rank that did not come or is gone
-        self._lost_in: Entry | None = None  # the wait that ended so,
-        self._before: tuple[list[Entry], Counter[Any]] | None = None  # and the entries and numbers until then
-        self.whole = False  # whether nothing falls out of the ring, and details are recorded
+        self.rank = rank
+        self.sizes = dict(sizes or {})
+        self.step = 0  # the current optimizer step, from 1
+        self.is_observed = False  # True if there are observers
+        self.lost: str | None = None  # the error text of the first wait that ended with the loss of a rank
+        self._loss: _Loss | None = None
+        # True while a trace is recorded: no entry falls out of the ring, and details are recorded.
+        self.keeps_all = False
         self._ring: deque[Entry] = deque(maxlen=ENTRIES)
         self._open: list[Entry] = []
-        self._numbers: Counter[tuple[str, Sequence[int]]] = Counter()  # of collectives, by kind and ranks
-        self._members: dict[str, tuple[int, ...]] = {}
+        self._numbers: Counter[tuple[str, Sequence[int]]] = Counter()  # latest sequence numbers, by kind and ranks
+        self._members: dict[str, tuple[int, ...]] = {}  # global ranks by name of the group
         self._lanes: dict[str, Recorder] = {}
         self._observers: tuple[Observer, ...] = ()
-        self.is_observed = False  # whether anybody subscribes
 
     @staticmethod
     def current() -> Recorder:
-        """The recorder of this thread, made where there is none."""
-        if (found := _running.get()) is None:
-            found = Recorder()
-            _running.set(found)
-        return found
+        """Return the active recorder of this thread; make one if there is none."""
+        recorder = _running.get()
+        if recorder is None:
+            recorder = Recorder()
+            _running.set(recorder)
+        return recorder
 
     @contextmanager
     def activate(self) -> Iterator[Self]:
-        """Make this the one that `current` finds in this thread."""
+        """Make this the active recorder of the thread inside of a `with`."""
         token = _running.set(self)
         try:
             yield self
@@ -93,10 +96,10 @@ class Recorder:
             _running.reset(token)
 
     def lane(self, name: str) -> Recorder:
-        """The recorder of a thread that works beside this one, under a name of its own; to be made active there."""
+        """Return the recorder of another thread of this rank, by its name; the thread activates it."""
         if name not in self._lanes:
             self._lanes[name] = Recorder(self.rank, self.sizes)
-            self._lanes[name].keep(self.whole)
+            self._lanes[name].keep_all(self.keeps_all)
         lane = self._lanes[name]
         lane.step = self.step
         lane._observers = tuple(observer for observer in self._observers if observer.lanes)
@@ -104,28 +107,31 @@ class Recorder:
         return lane
 
     def subscribe(self, observer: Observer) -> None:
-        """Tell `observer` of everything from now on, after those that subscribed before."""
+        """Call an observer from now on, after the earlier ones."""
         self._observers += (observer,)
         self.is_observed = True
 
     def unsubscribe(self, observer: Observer) -> None:
-        """Tell `observer` nothing more."""
+        """Stop calling an observer."""
         self._observers = tuple(other for other in self._observers if other is not observer)
         self.is_observed = bool(self._observers)
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Tell `observer` of everything while the `with` lasts."""
+        """Call an observer inside of a `with`."""
         self.subscribe(observer)
         try:
             yield
         finally:
             self.unsubscribe(observer)
 
-    # -- what is recorded
+    # -- recording
 
     def begin(self, kind: str, what: object = "", ranks: Sequence[int] = (), nbytes: int = 0) -> Entry:
-        """Open an entry. what: its text is only made when somebody looks; ranks: those that are waited for."""
+        """Open an entry.
+
+        what: converted to text only when the entry is read. ranks: the global ranks being waited on.
+        """
         for observer in self._observers:
             observer.before(self, kind, what)
         entry = [perf_counter_ns(), 0, self.step, kind, what, ranks, nbytes, 0]
@@ -136,30 +142,30 @@ class Recorder:
         return entry
 
     def end(self) -> None:
-        """Close the innermost entry."""
+        """Close the innermost open entry."""
         entry = self._open.pop()
         entry[ENDED] = perf_counter_ns()
         for observer in self._observers:
             observer.ended(self, entry)
 
     def made(self, what: object, *results: object) -> None:
-        """Tell observers of results that were just made, not all of them tensors, before anything reads them."""
+        """Show new results, not all of them tensors, to the observers, before anything reads them."""
         for observer in self._observers:
             observer.made(self, what, results)
 
     @property
     def depth(self) -> int:
-        """The number of open entries."""
+        """Return the number of open entries."""
         return len(self._open)
 
     def unwind(self, depth: int) -> None:
-        """Close what an error has left open, down to `depth` entries."""
+        """Close the entries that an error has left open, down to `depth`."""
         while len(self._open) > depth:
             self.end()
 
     @contextmanager
     def doing(self, kind: str, what: object = "") -> Iterator[None]:
-        """Record the work inside of a `with` as an entry."""
+        """Record the work inside of a `with` as one entry."""
         depth = len(self._open)
         self.begin(kind, what)
         try:
@@ -169,114 +175,146 @@ class Recorder:
 
     def wait(
         self, kind: str, what: object, ranks: Sequence[int] = (), nbytes: int = 0, *, since: int = 0
-    ) -> Waiting:
-        """For a `with`, in which this rank waits for what `ranks` (global numbers) send. An error there of the backend,
-        a RuntimeError, is raised as RankLost, which says what was waited for, how long, and from whom.
+    ) -> RecordedWait:
+        """Return a context manager for a wait on other ranks.
 
-        since: when the wait began (ns), where other ranks were waited for before.
+        An error of the communication backend inside of it is raised as RankLost, which names `what`, the duration and
+        the ranks.
+
+        Args:
+            kind: the kind of the entry.
+            what: the awaited object, such as "the activation".
+            ranks: the global ranks being waited on.
+            nbytes: the size of the awaited data.
+            since: start of the wait (ns), if it began before the entry, with waits on other ranks.
         """
-        return Waiting(self, self.begin(kind, what, ranks, nbytes), since)
+        return RecordedWait(self, self.begin(kind, what, ranks, nbytes), since)
 
     def end_wait(self, entry: Entry, error: BaseException | None, *, since: int = 0) -> None:
-        """Close the entry of a wait, and what `error` has left open inside of it.
+        """Close the entry of a wait, and those left open inside of it.
 
-        error: what ended the wait, if it failed; since: see `wait`.
-
-        Raises RankLost from an `error` of the backend.
+        error: the error that ended the wait, or None. since: see `wait`. Raises RankLost if the error is one of the
+        backend.
         """
         while not entry[ENDED]:
             self.end()
         if error is None or not entry[RANKS] or not _of_backend(error):
             return
-        lost = [rank for rank in entry[RANKS] if rank != self.rank]
+        ranks = [rank for rank in entry[RANKS] if rank != self.rank]
+        text = self._describe_loss(entry, ranks, error, since)
+        if self.lost is None:
+            self.lost = text
+            self._loss = _Loss(entry, self._latest(), Counter(self._numbers))
+        raise RankLost(text, ranks) from error
+
+    def _describe_loss(self, entry: Entry, ranks: Sequence[int], error: BaseException, since: int) -> str:
+        """Return the text of a wait on `ranks` that an error of the backend has ended."""
         seconds = (entry[ENDED] - (since or entry[BEGAN])) / 1e9
-        waited = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
+        duration = f"{seconds:.3g} s" if seconds >= 0.001 else "less than 1 ms"
         reason = _reason(error)
         left = ""
         if _CLOSED.search(reason):
-            left = ", which has left" if len(lost) == 1 else ", of which one has left"
-        text = f"waited {waited} for {entry[WHAT]} from {', '.join(map(self.name, lost))}{left} ({reason})"
-        if self.lost is None:
-            self.lost = text
-            self._lost_in = entry
-            self._before = list(self._ring)[-_SHOWN:], Counter(self._numbers)
-        raise RankLost(text, lost) from error
+            left = ", which has left" if len(ranks) == 1 else ", of which one has left"
+        return f"waited {duration} for {entry[WHAT]} from {', '.join(map(self.name, ranks))}{left} ({reason})"
 
-    def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> Waiting:
-        """Like `wait`, for all ranks of a group, counted."""
+    def collective(self, kind: str, what: object, ranks: Sequence[int], nbytes: int = 0) -> RecordedWait:
+        """Return a context manager like `wait`, for a collective of `ranks`; gives the entry a sequence number."""
         entry = self.begin(kind, what, ranks, nbytes)
         entry[NUMBER] = self.count(kind, ranks)
-        return Waiting(self, entry)
+        return RecordedWait(self, entry)
 
     def count(self, kind: str, ranks: Sequence[int] = ()) -> int:
-        """One more of a kind, which these ranks count alike; the how manyth it is."""
+        """Return the next sequence number of a kind, counted alike by all of `ranks`."""
         self._numbers[kind, ranks] = number = self._numbers[kind, ranks] + 1
         return number
 
     def members(self, group: ProcessGroup | None) -> tuple[int, ...]:
-        """The global numbers of a group's ranks; none where there is no group."""
+        """Return the global ranks of a group; () for None."""
         if group is None:
             return ()
         name = group.group_name
         if name not in self._members:
-            import torch.distributed as dist  # not at the top: for processes that load no torch
+            import torch.distributed as dist  # not at the top: some processes load no torch
 
             self._members[name] = tuple(dist.get_process_group_ranks(group))
         return self._members[name]
 
     def entries(self) -> list[Entry]:
-        """Return the entries of the current step, in the order of their beginnings, as far as they are kept."""
-        found = list(takewhile(lambda entry: entry[STEP] == self.step, reversed(self._ring)))
-        return found[::-1]
+        """Return the entries of the current step that are still in the ring, in the order of their beginnings."""
+        newest_first = list(takewhile(lambda entry: entry[STEP] == self.step, reversed(self._ring)))
+        return newest_first[::-1]
 
-    def keep(self, whole: bool) -> None:
-        """Have nothing fall out from now on, as while a trace is taken, or again all but the last `ENTRIES`."""
-        for each in self.threads():
-            each.whole, each._ring = whole, deque(each._ring, maxlen=None if whole else ENTRIES)
+    def keep_all(self, keeps_all: bool) -> None:
+        """Keep all entries from now on, for a trace; or only the latest `ENTRIES` again."""
+        for recorder in self.threads():
+            recorder.keeps_all = keeps_all
+            recorder._ring = deque(recorder._ring, maxlen=None if keeps_all else ENTRIES)
 
     def since(self, began: int) -> dict[str, list[Entry]]:
-        """Return the entries since `began` (ns): of this thread by the name "", of its lanes by theirs."""
-        threads = {"": self, **self._lanes}
-        return {name: [entry for entry in list(each._ring) if entry[BEGAN] >= began] for name, each in threads.items()}
+        """Return the entries that began at `began` (ns) or later, by lane; those of this thread have the name ""."""
+        recorders = {"": self, **self._lanes}
+        return {
+            name: [entry for entry in list(recorder._ring) if entry[BEGAN] >= began]
+            for name, recorder in recorders.items()
+        }
 
-    # -- what is said of it
+    # -- state
 
     def name(self, rank: int) -> str:
-        """Such as "rank 3 (pp 1, dp 1)": a global number with its place in the mesh, dimensions of one left out."""
+        """Return a global rank with its place in the mesh; see `rank_name`."""
         return rank_name(rank, self.sizes)
 
     def threads(self) -> list[Recorder]:
-        """This one and those of its lanes."""
-        return [self, *(each for lane in list(self._lanes.values()) for each in lane.threads())]
+        """Return this recorder and those of its lanes."""
+        return [self, *(recorder for lane in list(self._lanes.values()) for recorder in lane.threads())]
 
     def progress(self) -> tuple[int, ...]:
-        """Return a value that differs from an earlier one if an entry was begun or ended since."""
+        """Return a value that changes whenever an entry begins or ends."""
         last = self._ring[-1] if self._ring else [0, 0]
         lanes = [number for lane in list(self._lanes.values()) for number in lane.progress()]
         return last[BEGAN], last[ENDED], len(self._open), *lanes
 
+    def _latest(self) -> list[Entry]:
+        """Return the latest entries, as many as a state has."""
+        return list(self._ring)[-_STATE_ENTRIES:]
+
     def state(self) -> dict[str, Any]:
-        """Return the state for a reader outside, as JSON; of open entries the outermost comes first."""
+        """Return the state as JSON for an outside reader. The outermost open entry comes first.
+
+        After the loss of a rank, the latest entries and the sequence numbers are those at that moment.
+        """
         now = perf_counter_ns()
-        last, numbers = self._before or (list(self._ring)[-_SHOWN:], self._numbers)
+        loss = self._loss
+        latest = self._latest() if loss is None else loss.latest
+        numbers = self._numbers if loss is None else loss.numbers
         return {
             "rank": self.rank, "name": self.name(self.rank), "sizes": self.sizes, "step": self.step,
             "pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "lost": self.lost,
             "open": [_to_dict(entry, now) for entry in list(self._open)],
-            "last": [_to_dict(entry, now) for entry in last],
-            "lost_in": self._lost_in and _to_dict(self._lost_in, now),
+            "last": [_to_dict(entry, now) for entry in latest],
+            "lost_in": None if loss is None else _to_dict(loss.wait, now),
             "counts": [[kind, list(ranks), number] for (kind, ranks), number in list(numbers.items()) if ranks],
             "lanes": {name: lane.state() for name, lane in list(self._lanes.items())},
         }
 
 
-class Waiting:
-    """An entry that is open inside of a `with`; see `Recorder.wait`."""
+class _Loss(NamedTuple):
+    """The recorder's content at the loss of a rank."""
+
+    wait: Entry  # the wait that ended with the loss
+    latest: list[Entry]
+    numbers: Counter[tuple[str, Sequence[int]]]  # latest sequence numbers
+
+
+class RecordedWait:
+    """Context manager of an open entry; see `Recorder.wait`."""
 
     __slots__ = ("_entry", "_recorder", "_since")
 
     def __init__(self, recorder: Recorder, entry: Entry, since: int = 0) -> None:
-        self._recorder, self._entry, self._since = recorder, entry, since
+        self._recorder = recorder
+        self._entry = entry
+        self._since = since
 
     def __enter__(self) -> None:
         pass
@@ -286,41 +324,56 @@ class Waiting:
 
 
 def rank_name(rank: int, sizes: Mapping[str, int]) -> str:
-    """See `Recorder.name`."""
-    places, rest = [], rank
+    """Return a global rank with its place in the mesh, such as "rank 3 (pp 1, dp 1)".
+
+    Dimensions of size 1 are left out; a rank outside of the mesh has no place.
+
+    sizes: sizes of the mesh's dimensions, outermost first.
+    """
+    places = []
+    rest = rank
     for name, size in reversed(list(sizes.items())):
         rest, place = divmod(rest, size)
         if size > 1:
             places.append(f"{name} {place}")
-    return f"rank {rank} ({', '.join(reversed(places))})" if places and not rest else f"rank {rank}"
+    if not places or rest:
+        return f"rank {rank}"
+    return f"rank {rank} ({', '.join(reversed(places))})"
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
-    """[0, 1, 2, 5] -> "ranks 0-2, 5"."""
+    """Return ranks as text: [0, 1, 2, 5] -> "ranks 0-2, 5"."""
     ordered = sorted(ranks)
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])]
     text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     return f"rank{'s' if len(ordered) > 1 else ''} {text}"
 
 
-_CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")  # what gloo says where the other end is gone
+_CLOSED = re.compile("closed by peer|reset by peer|Broken pipe")  # in gloo's errors when the other end is gone
 
 
 def _reason(error: BaseException) -> str:
-    """The first sentence of what gloo says, without the place in its source."""
+    """Return the first sentence of an error of gloo, without the place in its source."""
     line = str(error).partition("\n")[0]
     return re.sub(r"^\[[^]]*\.(cc|h|cpp):\d+\] ", "", line).partition(". ")[0].rstrip(".")
 
 
 def _of_backend(error: BaseException) -> bool:
-    """Return True if a communication failed: gloo raises plain RuntimeErrors, which name a place in its source."""
-    of_torch = isinstance(error, RuntimeError) and type(error).__name__.startswith("Dist")  # of torch.distributed
-    return of_torch or (type(error) is RuntimeError and "gloo" in str(error))
+    """Return True for an error of the communication backend.
+
+    torch.distributed's errors have names such as DistBackendError; gloo raises plain RuntimeErrors, which name a place
+    in its source.
+    """
+    if type(error) is RuntimeError:
+        return "gloo" in str(error)
+    return isinstance(error, RuntimeError) and type(error).__name__.startswith("Dist")
 
 
 def _to_dict(entry: Entry, now: int) -> dict[str, Any]:
-    """Return an entry as JSON: the seconds that it took, or has taken until `now`, and how many ago it began."""
+    """Return an entry as JSON: with its duration, until `now` if it is open, and the seconds since its beginning."""
     began, ended, step, kind, what, ranks, nbytes, number = entry
-    found = {"kind": kind, "what": str(what), "step": step, "bytes": nbytes, "done": bool(ended),
-             "seconds": ((ended or now) - began) / 1e9, "ago": (now - began) / 1e9}
-    return found | ({"ranks": list(ranks), "number": number} if ranks else {})
+    fields = {"kind": kind, "what": str(what), "step": step, "bytes": nbytes, "done": bool(ended),
+              "seconds": ((ended or now) - began) / 1e9, "ago": (now - began) / 1e9}
+    if ranks:
+        fields |= {"ranks": list(ranks), "number": number}
+    return fields

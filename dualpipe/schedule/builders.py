@@ -18,11 +18,11 @@ from dualpipe.schedule.types import Action, Kind, Schedule, Step, v_placement
 def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build DualPipeV: a V-shaped schedule whose forwards overlap the backwards of other micro-batches.
 
-    With at least two micro-batches per rank this is DeepSeek's order. DeepSeek's engine, like torch's, refuses fewer;
-    here, they give DeepSeek's order for two per rank without the micro-batches that do not exist. The makespan is then
-    that of one micro-batch passing through all stages. To keep it short, a "B" that overlaps nothing and whose input
-    gradient another rank waits for is split into "I" and "W". With 9 micro-batches on 8 ranks the makespan is 68
-    instead of 82 (F = W = 1, B = 2); 1F1B takes 96.
+    With at least two micro-batches per rank this is DeepSeek's order. The engines of DeepSeek and torch refuse fewer
+    micro-batches. This function then builds the order for two micro-batches per rank, and removes the actions of the
+    surplus micro-batches. The makespan of such a schedule is that of one micro-batch passing through all stages. To
+    shorten it, a "B" that overlaps nothing and whose input gradient another rank waits for is split into "I" and "W".
+    With 9 micro-batches on 8 ranks the makespan is 68 instead of 82 (F = W = 1, B = 2); 1F1B takes 96.
 
     Source: github.com/deepseek-ai/DualPipe (DualPipe is section 3.2.1 of arXiv:2412.19437), based on the "cut-in-half"
     of DualPipe by Sea AI Lab. The eight phases of `_dualpipev_pattern` are the numbered phases of DeepSeek's step.
@@ -33,7 +33,8 @@ def dualpipev(num_ranks: int, num_microbatches: int) -> Schedule:
         steps = steps_from_pattern(_dualpipev_pattern(rank, num_ranks, num_built), _v_stages(rank, num_ranks))
         kept_steps = first_microbatches(steps, num_microbatches)
         if num_microbatches < num_built:
-            # The input gradients of stage 0 and of the V's turn leave no rank, so that no other rank waits for them.
+            # No other rank waits for the input gradients of these two stages: stage 0 has none to send, and stage
+            # `num_ranks`, the first after the V's turn, passes its own to a stage of the same rank.
             kept_steps = _split_lone_backwards(kept_steps, except_stages=(0, num_ranks))
         ranks.append(kept_steps)
     return Schedule("dualpipev", num_ranks, 2 * num_ranks, num_microbatches, tuple(ranks), v_placement(num_ranks))
@@ -47,14 +48,16 @@ def _dualpipev_pattern(rank: int, num_ranks: int, num_microbatches: int) -> list
     pattern += ["I1", "W1", "F1"] * ranks_below  # 3: nI1W1F1
     steady = ["F0&B1", "F1&B0"] * (num_microbatches - 2 * num_ranks + rank + 1)  # 4: nF0B1F1B0
     if ranks_below == 0:
-        # On the last rank F0 feeds the very next F1: apart, the way down is free one backward earlier.
+        # On the last rank F0 feeds the next F1. Run apart from B1, as in DeepSeek's order, F0 is done one backward
+        # earlier.
         steady = ["F0", "B1", *steady[1:]]
     pattern += steady
     pattern += ["B1", "F1&B0"] * ranks_below  # 5: nB1F1B0
+    # 6: nB1B0. The second half of these backwards are "I", whose weight gradients fill the bubble of phases 7 and 8.
     drain_halves = ["1", "0"] * (rank + 1)
-    pattern += ["B" + half for half in drain_halves[: rank + 1]]  # 6: nB1B0, the first half of it full backwards,
-    pattern += ["I" + half for half in drain_halves[rank + 1 :]]  # the second half with deferred weight gradients,
-    deferred_halves = drain_halves[rank + 1 :] + ["0"] * ranks_below  # which fill the bubble of phases 7 and 8
+    pattern += ["B" + half for half in drain_halves[: rank + 1]]
+    pattern += ["I" + half for half in drain_halves[rank + 1 :]]
+    deferred_halves = drain_halves[rank + 1 :] + ["0"] * ranks_below
     for half in deferred_halves[:ranks_below]:  # 7: nW0B0
         pattern += ["W" + half, "I0"]
     pattern += ["W" + half for half in deferred_halves[ranks_below:]]  # 8: nW0
@@ -93,8 +96,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build ZB-V: the zero-bubble schedule on a V, with the memory of 1F1B.
 
     Its steady state has no bubble if F = I = W. A rank runs as many forwards as fill the V, then F0 I0 W0 F1 I1 W1 in
-    turn, then the remaining backwards, input gradients first. With fewer than 2P-1 micro-batches on P ranks, this is
-    the order for 2P-1 without the micro-batches that do not exist.
+    turn, then the remaining backwards, input gradients first. With fewer than 2P-1 micro-batches on P ranks, it is
+    the order for 2P-1 micro-batches, less the actions of the surplus ones.
 
     Source: section 6 of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
     """
@@ -117,13 +120,13 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
 
     On P ranks, a rank holds the activations of at most P + 2 stages instead of 2P. It runs F0, F1, I1 and I0 of the
     first micro-batch in fixed slots, those of each following micro-batch 6 slots later, and weight gradients in the
-    free slots. From one rank to the next, half 0 moves by two slots and half 1 by one, so that the activations of the
-    two halves live, in sum, equally long on all ranks.
+    free slots. From one rank to the next, F0 and I1 run two slots later, and F1 and I0 one slot earlier. Activations of
+    half 0 then live three slots shorter and those of half 1 three slots longer, so that the sum is equal on all ranks.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
     github.com/sail-sg/zero-bubble-pipeline-parallelism, without its reordering of the ends.
     """
-    shift = 0 if num_ranks % 2 else 3  # without it, an even number of ranks would take slots twice
+    shift = 0 if num_ranks % 2 else 3  # with an even number of ranks, two actions would otherwise share a slot
     ranks = []
     for rank in range(num_ranks):
         first_slots = {
@@ -157,20 +160,22 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
 
     A rank runs forwards until its first backward can arrive, then forwards and backwards in turn, then the remaining
     backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple of P; for
-    other numbers this is the order for the next multiple, without the micro-batches that do not exist.
+    other numbers it is the order for the next multiple, less the actions of the surplus micro-batches.
 
     Source: Megatron-LM, arXiv:2104.04473.
     """
-    turns = [
-        (chunk, group_start + i)
+    visits = [  # index among the rank's stages, micro-batch
+        (local_stage, group_start + i)
         for group_start in range(0, num_microbatches, num_ranks)
-        for chunk in range(stages_per_rank)
+        for local_stage in range(stages_per_rank)
         for i in range(num_ranks)
     ]
     ranks = []
     for rank in range(num_ranks):
-        forwards = [Action("F", chunk * num_ranks + rank, mb) for chunk, mb in turns]
-        backwards = [Action("B", (stages_per_rank - 1 - chunk) * num_ranks + rank, mb) for chunk, mb in turns]
+        forwards = [Action("F", local_stage * num_ranks + rank, mb) for local_stage, mb in visits]
+        backwards = [
+            Action("B", (stages_per_rank - 1 - local_stage) * num_ranks + rank, mb) for local_stage, mb in visits
+        ]
         warmup = num_ranks - rank - 1
         if stages_per_rank > 1:
             warmup = 2 * warmup + (stages_per_rank - 1) * num_ranks
@@ -214,7 +219,7 @@ def steps_from_pattern(pattern: Iterable[str], stages: Sequence[int]) -> list[St
         pattern: names such as "F0", or "F1&B0" for a pair: a kind, and an index into `stages`.
         stages: the rank's stages.
     """
-    next_microbatch: Counter[tuple[bool, str]] = Counter()  # by whether it is a forward, and index of the stage
+    next_microbatch: Counter[tuple[bool, str]] = Counter()  # by (is a forward, index of the stage)
     deferred: defaultdict[str, deque[int]] = defaultdict(deque)  # micro-batches of weight gradients
     names = list(pattern)
     parsed = {name: [cast("tuple[Kind, str]", tuple(part)) for part in name.split("&")] for name in set(names)}

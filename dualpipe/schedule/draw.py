@@ -152,11 +152,11 @@ def _columns_needed(timeline: Timeline) -> int:
 def table(timelines: Sequence[Timeline], sizes: Sequence[float]) -> str:
     """Return a table with a row per timeline that compares it with the first.
 
-    The columns are the makespan, alone and relative to the first; the bubble; the peak of live activations, which live
-    until their "W"; and the peak of memory, of which an "I" frees a part (see `Timeline.peak_memory`). Both peaks are
-    in activations of a stage of the first timeline.
+    The columns are the makespan, alone and relative to the first; the bubble; `Timeline.peak_activations`, which counts
+    an activation until its "W"; and `Timeline.peak_memory`, in which an "I" frees a part of it. The unit of both peaks
+    is the activations of one stage of the first timeline.
 
-    sizes: size of the stages of each timeline, in stages of the first.
+    sizes: size of a stage of each timeline, relative to a stage of the first.
     """
     rows = [("schedule", "stages", "makespan", "relative", "bubble", "peak activations", "peak memory")]
     for timeline, size in zip(timelines, sizes):

@@ -10,7 +10,7 @@ ways on the two sides: rank 1 receives its first gradients from rank 0 before an
 
 Receives of a stream are posted ahead: `RECEIVE_AHEAD` at the start, and one more each time a message is received. A
 step receives all its messages, then computes, then sends. `validate` proves that this is free of deadlocks even if each
-send blocks until its receive is posted, and it is the least that an engine must do.
+send blocks until its receive is posted. An engine must post at least these receives.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def required_input(schedule: Schedule, action: Action) -> Result | None:
 def message_input(schedule: Schedule, action: Action) -> Result | None:
     """Return the result that `action` needs and that a message can carry; None for a "W".
 
-    A "W" runs on the rank of its "I". The gradient that the "I" sends on is not an input of the "W".
+    For a "W", `required_input` names its "I" by the result of the "I": an input gradient, which may go to another rank.
+    The "W" does not receive that gradient; it runs on the rank of its "I".
     """
     return None if action.kind == "W" else required_input(schedule, action)
 
@@ -156,8 +157,8 @@ def completed_stages(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[in
     """Return, for each step, the stages that have their last action of `kinds` in it, ascending.
 
     With the default kinds the gradients of these stages are complete after the step, so that data parallelism can
-    reduce them. The steps alone determine this, so a schedule does not store it and a schedule from elsewhere has it
-    too. With `kinds="F"`, stages are complete after their last forward, as in an evaluation.
+    reduce them. A `Schedule` does not store this: it follows from the steps, also for a schedule read from a CSV.
+    With `kinds="F"`, stages are complete after their last forward, as in an evaluation.
 
     Example: of the steps (0I0), (0I1), (0W0), (0W1), the last one completes stage 0.
     """

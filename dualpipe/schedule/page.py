@@ -106,7 +106,10 @@ def _timeline_data(timeline: Timeline, name: str, whole_step: WholeStep | None) 
 
 
 def _heading(timeline: Timeline, whole_step: WholeStep | None, length: float) -> tuple[str, ...]:
-    """Return the parts of a timeline's heading: size, name of its length, name of its idle time, causes, memory.
+    """Return the texts of a timeline's heading.
+
+    They are the numbers of ranks, stages and micro-batches; the word for the duration ("makespan" or "step"); the word
+    for the idle time ("bubble" or "idle"); the causes of the idle time; and the memory.
 
     length: duration of the whole step.
     """

@@ -34,7 +34,8 @@ def costs_from(
     """Return the costs in the content of a JSON file.
 
     Args:
-        content: an object with the names of the fields of `Costs`. Names of two kinds other than FB are pairs.
+        content: an object with the names of the fields of `Costs`. A name of two kinds, such as "FI", is a pair in
+            `Costs.pairs`, except for the field "FB".
         base: costs of the names that `content` leaves out.
         source: name of `content` in error messages.
 

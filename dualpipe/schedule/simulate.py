@@ -8,6 +8,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
+from dualpipe.schedule.merged_weights import merged_weights
 from dualpipe.schedule.messages import Result, completed_stages, play, required_input, result
 from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
 
@@ -28,8 +29,9 @@ class Costs:
         pairs: other overlapped pairs by their two kinds, in either order: {("F", "I"): 1.7}. Default: the sum of both.
         p2p: time from the end of a step until its result is on another rank. It takes no time of either rank.
         per_stage: costs of stages that differ from these, by stage; a sequence gives them from stage 0 on. Their
-            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of the savings on each.
-        R: reduction of a stage's gradients over data-parallel ranks, beside computation, once they are complete.
+            `p2p` and `per_stage` are ignored. A pair on two stages saves the mean of what it would save on either.
+        R: reduction of a stage's gradients over data-parallel ranks. It starts when they are complete, and runs beside
+            computation.
 
     Raises:
         ValueError: a cost is negative or not finite, or a pair is shorter than one of its actions.
@@ -201,16 +203,21 @@ class Timeline:
         return peak
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, *, merged_w: Mapping[int, Sequence[float]] | None = None
+) -> Timeline:
     """Compute when each step of a schedule runs.
 
     Each rank runs its steps in order, each as soon as its inputs are available. An input from another rank is available
-    `costs.p2p` after the step that computes it. Sends and receives cost a rank no time and never block it otherwise.
-    The two actions of a pair start and end together.
+    `costs.p2p` after the step that computes it. Sends and receives take no time of a rank, and sends never
+    block. The two actions of a pair start and end together.
 
     Args:
         schedule: the schedule; it need not be validated.
         costs: costs of the actions. Default: `Costs()`.
+        merged_w: costs of a merged "W", by stage: the first if two are merged, the second if three are, and so on; the
+            last also for larger numbers. `merged_weights` says which are merged. A "W" of a stage without an entry
+            costs the same merged or not.
 
     Raises:
         ScheduleError: a step can never start (`validate` says why), or does not have one action or two.
@@ -225,6 +232,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     spans: list[list[Span]] = [[] for _ in schedule.ranks]
     rank_ends = [0.0] * len(spans)  # end of the last step so far
     durations: dict[tuple[tuple[str, int], ...], float] = {}  # by the kinds and stages of a step
+    merged_costs = _merged_costs(schedule, merged_w) if merged_w else {}
 
     def arrival(rank: int, action: Action) -> float | None:
         """Return when the action's input is on the rank; None if it is not computed yet."""
@@ -249,7 +257,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         work = tuple([(action.kind, action.stage) for action in step])
         if work not in durations:
             durations[work] = costs.of(step)
-        end = start + durations[work]
+        end = start + merged_costs.get(step, durations[work])
         rank_ends[rank] = end
         spans[rank].append(Span(rank, start, end, step))
         for action in step:
@@ -262,6 +270,17 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
                                 "validate() says why")
     reductions = tuple(_reductions(rank, row, costs) for rank, row in enumerate(spans))
     return Timeline(schedule, costs, tuple(map(tuple, spans)), reductions)
+
+
+def _merged_costs(schedule: Schedule, merged_w: Mapping[int, Sequence[float]]) -> dict[Step, float]:
+    """Return the cost of each step whose "W" is merged with others."""
+    costs: dict[Step, float] = {}
+    for steps in schedule.ranks:
+        for step, merged in zip(steps, merged_weights(steps)):
+            if merged and merged_w.get(step[0].stage):
+                stage_costs = merged_w[step[0].stage]  # the first is for two merged "W"
+                costs[step] = stage_costs[min(len(merged), len(stage_costs) + 1) - 2]
+    return costs
 
 
 def _reductions(rank: int, spans: Sequence[Span], costs: Costs) -> tuple[Reduction, ...]:

@@ -224,7 +224,7 @@ def _check_stream_order(schedule: Schedule, streams: dict[tuple[str, int], Messa
                 if arrived not in received:
                     message = all_messages(schedule)[rank][index].incoming[position]
                     next_message = sent_message(schedule, Action(cast("Kind", arrived[0]), *arrived[1:]))
-                    assert next_message is not None, "what arrives was sent"
+                    assert next_message is not None, "`arriving` has only results that are sent"
                     cause = f"receives the {message.route}, but the next to arrive is the {next_message.route}"
                     _refuse(schedule, rank, index, cause)
 

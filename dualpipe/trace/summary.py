@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from statistics import mean
 from typing import Any
 
-from dualpipe.runtime.files import write_wanted
+from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.draw import aligned, to_svg
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.read_costs import costs_from
@@ -269,7 +269,7 @@ def report(path: str, svg: str | None, html: str | None = None) -> str:
         *(f"  {line}" for line in summary.slowest()),
     ]
     text = "\n".join(lines) + "\n"
-    written_lines = write_wanted(
+    written_lines = write_texts(
         (svg, lambda: to_svg(middle, _WIDEST)),
         (html, lambda: to_html((middle, summary.ideal), title=path, notes=text, names=("measured", "simulated"),
                                unit="ms")),

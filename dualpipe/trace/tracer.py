@@ -91,7 +91,7 @@ class Tracer(Observer):
         """tokens of each rank's experts by optimizer step; filled in by the caller if it knows them"""
 
     def __enter__(self) -> Self:
-        if self._recorder.whole:
+        if self._recorder.keeps_all:
             raise ValueError(f"a trace is being taken already; end it before the trace {self._path} begins")
         self._open: list[Entry] = []
         self._runs: dict[int, int] = {}  # number of the run by the id of an action's entry
@@ -105,7 +105,7 @@ class Tracer(Observer):
         zero_event = devices.record(self._device, timed=True)
         self._since = perf_counter_ns()
         self._zero_event: Any = zero_event  # None on CPU
-        self._recorder.keep(True)
+        self._recorder.keep_all(True)
         self._recorder.subscribe(self)
         return self
 
@@ -123,7 +123,7 @@ class Tracer(Observer):
         self._recorder.unsubscribe(self)
         entries = self._recorder.since(self._since)
         until = perf_counter_ns()
-        self._recorder.keep(False)
+        self._recorder.keep_all(False)
         if isinstance(error, PipelineError) and error.is_loss:
             together = False
         try:

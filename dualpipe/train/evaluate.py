@@ -1,4 +1,4 @@
-"""Evaluation on held-out batches: the loss and, with multi-token prediction, how good the drafts are."""
+"""Evaluation on validation batches: the loss and, with multi-token prediction, the quality of the drafts."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from torch import Tensor
 
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.step.loss import MicroBatchLoss, accepted
+from dualpipe.train.step.loss import MicroBatchLoss, count_accepted
 from dualpipe.train.step.step_runner import PipelinedModel
 
 
 @torch.no_grad()
 def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
-    """Return means over the held-out batches, by the names of `StepMetrics`; none on ranks without the last stage.
+    """Return means over the validation batches, by the names of `StepMetrics`. Collective.
 
-    step: how many are done. Collective.
+    The result is empty on ranks without the last stage. step: number of completed steps.
     """
-    losses, drafts = [], []
+    losses = []
+    drafts = []
     for stage in model.model.stages:
         stage.eval()
-    with data.held_out_batches() as batches:
+    with data.validation_batches() as batches:
         for batch in batches:
             criterion = model.criterion(step)
             loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)
             if loss is not None:
                 losses.append(loss)
             if criterion.greedy:
-                drafts.append(_accepted(model, criterion))
+                drafts.append(_count_accepted(model, criterion))
     for stage in model.model.stages:
         stage.train()
     if not losses:
@@ -37,19 +38,24 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     mean = torch.stack(losses).mean(0)
     metrics: dict[str, Any] = {"eval_loss": mean[0].item()}
     if drafts:
-        both = torch.stack(drafts).sum(0)
-        model.all_reduce("drafts", "accepted drafts", both, model.job.place.group(*DENSE))
+        counts = torch.stack(drafts).sum(0)
+        model.all_reduce("drafts", "accepted drafts", counts, model.job.place.group(*DENSE))
+        num_accepted, num_positions = counts
         metrics["eval_mtp_loss"] = mean[1:].tolist()
-        metrics["acceptance_length"] = 1 + (both[0] / both[1]).item()
+        metrics["acceptance_length"] = 1 + (num_accepted / num_positions).item()
     return metrics
 
 
-def _accepted(model: PipelinedModel, criterion: MicroBatchLoss) -> Tensor:
-    """See `accepted`; what the model says of tokens of other context-parallel ranks is fetched from them."""
-    greedy, targets = map(torch.cat, zip(*criterion.greedy))
+def _count_accepted(model: PipelinedModel, criterion: MicroBatchLoss) -> Tensor:
+    """Return `count_accepted` of a batch.
+
+    The greedy tokens of other context-parallel ranks, which verify this rank's drafts, are fetched from them.
+    """
+    greedy = torch.cat([tokens for tokens, _ in criterion.greedy])
+    targets = torch.cat([targets for _, targets in criterion.greedy])
     length = model.config.train.sequence_length
     columns = torch.cat([torch.arange(*chunk, device=greedy.device) for chunk in model.split.chunks(length)])
     main = greedy.new_zeros(len(greedy), length)
     main[:, columns] = greedy[..., 0]
     model.all_reduce("drafts", "the likeliest tokens", main, model.job.place.group("cp"))
-    return accepted(greedy, targets, main, columns)
+    return count_accepted(greedy, targets, main, columns)

@@ -1,4 +1,4 @@
-"""Writing the model in Hugging Face's form at the end of a run, as [export] says."""
+"""Export of the trained model to Hugging Face's format at the end of a run, as configured in [export]."""
 
 from __future__ import annotations
 
@@ -20,31 +20,44 @@ from dualpipe.train.step.transformers_stages import save_transformers_stages
 
 
 def check_export(config: Config, model: Model) -> None:
-    """Refuse what `save_hf` would refuse at the end."""
-    target, source = cast(Path, config.export_directory), config.init.from_hf
-    is_free = not target.is_symlink() and (not target.exists() or (target.is_dir() and not any(target.iterdir())))
-    if config.export.to_hf != AUTO and not is_free:
-        raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a directory to make")
+    """Raise ValueError before training for an export that would fail at the end."""
+    target = cast(Path, config.export_directory)
+    source = config.init.from_hf
+    if config.export.to_hf != AUTO and not _is_free(target):
+        raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a new directory")
     if source and Path(source).resolve() == target.resolve():
-        raise ValueError(f"export.to_hf would take the place of init.from_hf = {source!r}, which it is made from; give "
-                         "another output.dir or export.to_hf")
+        raise ValueError(f"export.to_hf would replace init.from_hf = {source!r}, which it is made from; give another "
+                         "output.dir or export.to_hf")
     if config.export.quantized:
-        check_quantized(cast(HubConfig, model.config), model.plan)  # others are refused when they are read
+        # A transformers model with this option is refused when the configuration is read.
+        check_quantized(cast(HubConfig, model.config), model.plan)
     # Without model.config the model is that of init.from_hf.
-    if isinstance(model.config, HubConfig) and source and config.model.config and (
-        replace(read_config(source), mtp_depth=model.config.mtp_depth) != model.config
-    ):
-        raise ValueError(f"export.to_hf takes config.json from init.from_hf = {source!r}, but model.config says "
-                         "another model; change the config.json there and leave out model.config")
+    has_two_configs = source and config.model.config and isinstance(model.config, HubConfig)
+    if has_two_configs and not _is_same_model(source, cast(HubConfig, model.config)):
+        raise ValueError(f"export.to_hf copies config.json from init.from_hf = {source!r}, but model.config is another "
+                         "model; change the config.json there and leave out model.config")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"export.to_hf = {str(target)!r} cannot be made: {error.strerror}") from error
+        raise ValueError(f"export.to_hf = {str(target)!r} cannot be made: {error.strerror}; give another") from error
+
+
+def _is_same_model(source: str, model: HubConfig) -> bool:
+    """Return True if the checkpoint `source` has this configuration, apart from its number of MTP layers."""
+    return replace(read_config(source), mtp_depth=model.mtp_depth) == model
+
+
+def _is_free(target: Path) -> bool:
+    """Return True if `target` does not exist or is an empty directory."""
+    if target.is_symlink():
+        return False
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
 def export(config: Config, model: Model, job: Job) -> None:
-    """Write the model in Hugging Face's form, where that is wanted. Collective."""
-    target, settings = config.export_directory, config.export
+    """Write the model in Hugging Face's format if [export] asks for it. Collective."""
+    target = config.export_directory
+    settings = config.export
     if target is None:
         return
     with Recorder.current().doing("export", str(target)):

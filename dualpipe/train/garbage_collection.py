@@ -1,7 +1,7 @@
 """Garbage collection of Python's reference cycles after the same steps on all ranks.
 
-By itself it runs whenever a process has made enough objects, on each rank at another moment, and a rank that pauses
-holds up its pipeline.
+Python collects whenever a process has allocated enough objects, which is at a different time on every rank. A rank that
+pauses for it holds up its pipeline.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Self
 
 
 class GarbageCollection:
-    """Collects garbage after every `interval` steps and at no other time; 0: whenever Python does.
+    """Collects garbage after every `interval` steps and at no other time; with 0, whenever Python does.
 
-    For a `with` around all steps, after which Python's collector is as it was. What exists at the start of it is not
-    looked at, which makes a collection short.
+    Use it as a context manager around all steps; at the end it restores Python's collector. Objects that exist at the
+    start are frozen, that is exempt from collection, which makes a collection short.
     """
 
     def __init__(self, interval: int) -> None:
@@ -36,6 +36,6 @@ class GarbageCollection:
                 gc.enable()
 
     def after(self, step: int) -> None:
-        """Collect, where it is time after `step`, counted from 1."""
+        """Collect garbage if it is due after `step`, counted from 1."""
         if self._interval and step % self._interval == 0:
             gc.collect()

@@ -1,4 +1,4 @@
-"""The reports of a run: a JSON line, TensorBoard scalars and a live line for every step, and pictures at its end.
+"""Metrics of a run: a JSON line, TensorBoard scalars and a live line for every step, and pictures at the end.
 
 Only the rank that knows the loss has a `MetricsWriter`.
 """
@@ -6,14 +6,12 @@ Only the rank that knows the loss has a `MetricsWriter`.
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -28,52 +26,58 @@ from rich.table import Column
 
 from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.printing import go_on_without, say, warn
+from dualpipe.runtime.printing import discard_output, say, warn
 from dualpipe.schedule import Schedule, simulate, to_svg
+from dualpipe.train.runs.metrics_file import METRICS, json_line, read_metrics
 
-METRICS = "metrics.jsonl"
-PICTURES = {"tensorboard": "no TensorBoard events", "matplotlib": "no picture of the loss"}  # what it costs to lack one
+OPTIONAL_PACKAGES = {  # and the consequence of a missing one
+    "tensorboard": "no TensorBoard events",
+    "matplotlib": "no picture of the loss",
+}
+
+WriteStep = Callable[[int, dict[str, Any]], None]  # writes the values of a step, by name
+OpenOutput = Callable[[int], WriteStep]  # opens an output after a number of completed steps
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One line of `metrics.jsonl`; what is None is absent there."""
+    """The fields of a line of `metrics.jsonl`, which lacks those that are None."""
 
-    step: int  # optimizer steps done, from 1
+    step: int  # completed optimizer steps, from 1
     loss: float  # mean over the tokens of the global batch, in nats
     grad_norm: float  # of the whole model's gradient, before clipping
     lr: float  # of this step
-    tokens_per_second: float  # the whole job's
-    # 10^12 floating-point operations per second of each rank, in the model's matrix products as they are counted by
+    tokens_per_second: float  # of the whole job
+    # 10^12 floating-point operations per second and rank, in the model's GEMMs as counted by
     # `dualpipe.models.flops.flops_per_token`.
     tflops_per_rank: float
-    memory_bytes: int  # this rank's: the peak on its CUDA device, or what the process has resident
-    mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes, or where unknown
-    eval_loss: float | None = None  # on held-out data after this step; None where there was no evaluation
-    # Of multi-token prediction, None where there is none: as loss and eval_loss, of each depth, and how many tokens a
-    # greedy verification of the drafts would give at a time (see `train.step.loss.accepted`), from 1 to 1 + depths.
+    memory_bytes: int  # of this rank: the peak on its CUDA device, or the resident memory of the process on CPU
+    mfu: float | None = None  # tflops_per_rank over the device's peak in bf16; None in other dtypes or if unknown
+    eval_loss: float | None = None  # on validation data after this step; None without an evaluation
+    # Multi-token prediction, None without it: loss and eval_loss of each depth, and the mean number of tokens per
+    # greedy verification of the drafts, from 1 to 1 + depths (see `train.step.loss.count_accepted`).
     mtp_loss: list[float] | None = None
     eval_mtp_loss: list[float] | None = None
     acceptance_length: float | None = None
-    # Largest over mean of the tokens that the global batch gave each expert, in the layer where it is largest: from 1,
-    # where all experts have as many, to experts / top_k, where one has every token. This and what follows are None
-    # where the model has no router.
+    # Largest over mean number of tokens of an expert in the global batch, in the layer where the ratio is largest: from
+    # 1 (all experts have the same number) to experts / top_k (one expert has every token). This and the following are
+    # None for a model without routers.
     load_max_over_mean: float | None = None
-    dropped: float | None = None  # tokens without a place at their expert: 0, because no expert has a capacity
-    balance_loss: float | None = None  # mean over the layers, without its coefficient; None where that is 0
-    z_loss: float | None = None  # as balance_loss
+    dropped: float | None = None  # tokens beyond the capacity of their expert: 0, because capacity is unlimited
+    balance_loss: float | None = None  # mean over the layers, without its coefficient; None if that is 0
+    z_loss: float | None = None  # like balance_loss
 
 
 class Throughput(NamedTuple):
-    """The speed of a step, by its duration."""
+    """The work of a step, from which its duration gives the speed."""
 
     tokens: int  # of a step, on all ranks
     ranks: int
     flops_per_token: float  # forward and backward
-    peak_tflops: float | None  # of a rank's device, in bf16; None where it is unknown or another dtype is used
+    peak_tflops: float | None  # of a rank's device, in bf16; None if unknown or in another dtype
 
     def metrics(self, seconds: float) -> dict[str, float | None]:
-        """Return the speed of a step of so many seconds, by the names of `StepMetrics`."""
+        """Return the speed of a step that took `seconds`, by the names of `StepMetrics`."""
         tokens_per_second = self.tokens / seconds
         tflops = tokens_per_second * self.flops_per_token / 1e12 / self.ranks
         return {
@@ -83,37 +87,39 @@ class Throughput(NamedTuple):
 
 
 class MetricsWriter:
-    """Writes `folder`/metrics.jsonl, TensorBoard events, W&B and progress; use it as a context manager.
+    """Writes `folder`/metrics.jsonl, TensorBoard events, W&B and progress lines; use it as a context manager.
 
-    None of it is worth the run: what cannot be written is said once, and training goes on without it.
+    A failing output never ends the run: it is warned about once, and training continues without it.
     """
 
     def __init__(
         self, folder: Path, *, total_steps: int, start_step: int = 0, console: Console | None = None,
         log_interval: int = 1, print_interval: int = 1, wandb: str = "", settings: Mapping[str, object] | None = None,
     ) -> None:
-        """start_step: steps already done. Lines that an earlier run left for later steps are kept in another file.
-        log_interval: the steps between those that are written; with an evaluation, and the last, a step always is.
-        print_interval: the steps between those of them that are printed on what is no terminal; the first is, too.
-        wandb: the project at Weights & Biases, or nothing; settings: what it is told of the run.
+        """Open all outputs.
+
+        Args:
+            start_step: number of completed steps. Lines of later steps, from an earlier run, move to another file.
+            log_interval: steps between two that are written. A step with an evaluation and the last one always are.
+            print_interval: steps between two of the written ones that are printed if the console is no terminal. The
+                first one always is.
+            wandb: project at Weights & Biases, or "".
+            settings: description of the run for Weights & Biases.
         """
-        self._total, self._interval = total_steps, log_interval
+        self._total = total_steps
+        self._interval = log_interval
         self._print_interval = print_interval
-        self._printed: int | None = None  # the last step that was
+        self._last_printed: int | None = None  # step
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._progress: Progress | None = None  # a live line, on a terminal
         if self._console.is_terminal:
-            steps = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total_steps)) + 1))
-            text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, ratio=1))
-            rest = (BarColumn(bar_width=6), TimeRemainingColumn(compact=True)) if self._console.width >= 80 else ()
-            self._progress = Progress(steps, *rest[:1], text, *rest[1:], console=self._console)
+            self._progress = _live_line(self._console, total_steps)
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step, text="")
-        missing = {package: cost for package, cost in PICTURES.items() if find_spec(package) is None}
+        missing = {package: cost for package, cost in OPTIONAL_PACKAGES.items() if find_spec(package) is None}
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
-        self._outputs: dict[str, Callable[[int, dict[str, Any]], None]] = {}  # each takes a step and its values
-        self._files: dict[str, Callable[[int], Callable[[int, dict[str, Any]], None]]] = {
-            METRICS: lambda start: _Lines(folder / METRICS, start).add}
+        self._outputs: dict[str, WriteStep] = {}
+        self._files: dict[str, OpenOutput] = {METRICS: lambda start: _Lines(folder / METRICS, start).add}
         if "tensorboard" not in missing:
             self._files["TensorBoard"] = lambda start: _tensorboard(folder / "tensorboard", start)
         self.go_back(start_step)
@@ -121,47 +127,51 @@ class MetricsWriter:
             with self._optional("W&B"):
                 from wandb import init
 
-                self._run = run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
+                run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
+                self._run = run
                 self._outputs["W&B"] = lambda step, values: run.log(scalars(values), step=step)
 
     def go_back(self, step: int) -> None:
-        """Go on after this step: what is written of later ones is kept apart, as where a run goes on."""
-        for name, begin in self._files.items():
+        """Continue after `step`. Lines of later steps move to another file, as when a run resumes."""
+        for name, open_output in self._files.items():
             with self._optional(name):
-                self._outputs[name] = begin(step)
+                self._outputs[name] = open_output(step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record one step, at once and flushed; the live line shows every one."""
-        step, evaluated = metrics.step, metrics.eval_loss is not None
-        due = step % self._interval == 0 or step == self._total or evaluated
-        values = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
-        del values["step"]
-        for name, add in list(self._outputs.items()) if due else ():
-            with self._optional(name):
-                add(step, dict(values))
+        """Record a step and flush. The live line shows every step."""
+        step = metrics.step
+        has_evaluation = metrics.eval_loss is not None
+        is_due = step % self._interval == 0 or step == self._total or has_evaluation
+        if is_due:
+            self._write_outputs(metrics)
         # With counter, bar and remaining time it fits a terminal of 80 columns.
         text = (f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"grad norm {metrics.grad_norm:.2f}  {metrics.memory_bytes / 2**20:,.0f} MiB")
-        held_out = f"  held-out loss {metrics.eval_loss:.4f}" if evaluated else ""
-        if metrics.eval_mtp_loss is not None:
-            held_out += f" (MTP {', '.join(f'{loss:.4f}' for loss in metrics.eval_mtp_loss)})"
-            held_out += f"  acceptance length {metrics.acceptance_length:.3f}"
+        evaluation = _evaluation_text(metrics)
         if self._progress is not None:
             self._progress.update(self._task, completed=step, text=text)
-            if evaluated:
-                self.say(f"step {step}: loss {metrics.loss:.4f}{held_out}")
-        elif due and self._is_printed(step, evaluated=evaluated):
-            self._printed = step
-            self.say(f"step {step}/{self._total}  {text}{held_out}")
+            if has_evaluation:
+                self.say(f"step {step}: loss {metrics.loss:.4f}{evaluation}")
+        elif is_due and self._is_printed(step, has_evaluation=has_evaluation):
+            self._last_printed = step
+            self.say(f"step {step}/{self._total}  {text}{evaluation}")
 
-    def _is_printed(self, step: int, *, evaluated: bool) -> bool:
-        """Return True if a step that is written is printed where there is no live line."""
-        if evaluated or step == self._total or self._printed is None:
+    def _write_outputs(self, metrics: StepMetrics) -> None:
+        """Write a step to every output that still works."""
+        values = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
+        step = values.pop("step")
+        for name, write_step in list(self._outputs.items()):  # a copy: `_optional` removes outputs that fail
+            with self._optional(name):
+                write_step(step, dict(values))
+
+    def _is_printed(self, step: int, *, has_evaluation: bool) -> bool:
+        """Return True if a written step is also printed on a console without a live line."""
+        if has_evaluation or step == self._total or self._last_printed is None:
             return True
-        return step // self._print_interval != self._printed // self._print_interval
+        return step // self._print_interval != self._last_printed // self._print_interval
 
     def say(self, text: str) -> None:
-        """Print a line above the progress."""
+        """Print a line above the live line."""
         say(text, self._console)
 
     def __enter__(self) -> Self:
@@ -178,54 +188,83 @@ class MetricsWriter:
 
     @contextmanager
     def _optional(self, name: str) -> Iterator[None]:
-        """Say where the work inside fails, and leave this output alone from then on."""
+        """Warn if the work inside fails, and drop this output."""
         try:
             yield
-        except Exception as error:  # whatever these packages raise
+        except Exception as error:  # these packages raise errors of many kinds
             self._outputs.pop(name, None)
             text = str(error).split("\n")[0] or repr(error)
             warn(f"{name} cannot be written: {text}; training goes on without it")
 
 
+def _live_line(console: rich.console.Console, total_steps: int) -> Progress:
+    """Return a progress line: the step counter and the metrics; from 80 columns on, also a bar and the time left."""
+    steps = MofNCompleteColumn(table_column=Column(no_wrap=True, min_width=2 * len(str(total_steps)) + 1))
+    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, ratio=1))
+    if console.width < 80:
+        return Progress(steps, text, console=console)
+    return Progress(steps, BarColumn(bar_width=6), text, TimeRemainingColumn(compact=True), console=console)
+
+
+def _evaluation_text(metrics: StepMetrics) -> str:
+    """Return the results of a step's evaluation, to append to a line; "" without an evaluation."""
+    if metrics.eval_loss is None:
+        return ""
+    text = f"  validation loss {metrics.eval_loss:.4f}"
+    if metrics.eval_mtp_loss is not None:
+        text += f" (MTP {', '.join(f'{loss:.4f}' for loss in metrics.eval_mtp_loss)})"
+        text += f"  acceptance length {metrics.acceptance_length:.3f}"
+    return text
+
+
 class _Lines:
-    """Lines of JSON in a file, which is opened for each: one that was removed meanwhile is there again."""
+    """Lines of JSON in a file. Every line opens the file, so one that was removed in the meantime is created anew."""
 
     def __init__(self, path: Path, start_step: int) -> None:
-        """Keep the lines up to `start_step`; a file with lines of steps that will now be run gets another name."""
+        """Keep the lines up to `start_step`; copy the file first if it has others, or lines that cannot be read."""
         self._path = path
-        self._torn = self._warned = False  # torn: the last line may be there in part
+        self._is_torn = False  # the last line may be incomplete
+        self._has_warned = False
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = read_metrics(path) if path.exists() else []
-        keep = [row for row in earlier if row["step"] <= start_step]
-        if path.exists() and len(keep) < len(path.read_bytes().splitlines()):
+        rows = [row for row in earlier if row["step"] <= start_step]
+        if path.exists() and len(rows) < len(path.read_bytes().splitlines()):
             shutil.copyfile(path, _unused_name(path))
-        replace_file(path, "".join(map(json_line, keep)))
+        replace_file(path, "".join(map(json_line, rows)))
 
     def add(self, step: int, values: Mapping[str, object]) -> None:
-        """Add a line, flushed. A failure is warned about once, and the next line tried again."""
+        """Append a line and flush. The first failure is warned about; the next line is tried nevertheless."""
         line = json_line({"step": step, **values, "time": datetime.now(UTC).isoformat(timespec="milliseconds")})
+        if self._is_torn:
+            line = "\n" + line
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write("\n" * self._torn + line)
-            self._torn = False
+                file.write(line)
+            self._is_torn = False
         except OSError as error:
-            if not self._warned:
+            if not self._has_warned:
                 warn(f"{self._path} cannot be written at step {step}: {error.strerror or error}; training goes on, and "
                      "tries again with each line")
-            self._torn = self._warned = True
+            self._is_torn = True
+            self._has_warned = True
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """The values with each of a list by itself: name/1, name/2, ..."""
-    lists = {name: value if isinstance(value, list) else None for name, value in values.items()}
-    return {name if each is None else f"{name}/{number}": value for name, each in lists.items()
-            for number, value in enumerate(each or [values[name]], 1)}
+    """Return `values` with lists flattened: name/1, name/2, ..."""
+    flat: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list) and value:
+            flat |= {f"{name}/{number}": item for number, item in enumerate(value, 1)}
+        else:
+            flat[name] = value
+    return flat
 
 
-def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, Any]], None]:
-    """TensorBoard's events. A new run gets the folder for itself: all that is in one is drawn as one curve.
+def _tensorboard(folder: Path, start_step: int) -> WriteStep:
+    """Return a function that writes a step as TensorBoard events.
 
-    Written here and not by torch's SummaryWriter, whose thread meets a full disk with a traceback of its own.
+    A new run renames the folder of an earlier one, because TensorBoard draws one folder as one curve. Torch's
+    SummaryWriter is not used: its thread answers a full disk with a traceback.
     """
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # for the one rank that writes
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -240,44 +279,27 @@ def _tensorboard(folder: Path, start_step: int) -> Callable[[int, dict[str, Any]
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
     write(file_version="brain.Event:2")
-    write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides what came later
+    write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides later steps of earlier runs
     return lambda step, values: write(step=step, summary=Summary(
         value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
     ))
 
 
 def set_aside(path: Path) -> None:
-    """Give what an earlier run has left another name."""
+    """Rename the file or folder of an earlier run, if there is one."""
     if path.is_symlink() or path.exists():
         path.rename(_unused_name(path))
 
 
 def _unused_name(path: Path) -> Path:
+    """Return the first of name.1, name.2, ... that does not exist."""
     candidates = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
     return next(candidate for candidate in candidates if not candidate.exists())
 
 
-def json_line(values: Mapping[str, object]) -> str:
-    """One line of valid JSON: a number that is not finite, which JSON does not have, becomes null."""
-    def clean(value: object) -> object:
-        if isinstance(value, list):
-            return [clean(each) for each in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps({name: clean(value) for name, value in values.items()}, allow_nan=False) + "\n"
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The steps of a `metrics.jsonl`, but for lines that a crash or a full disk cut short, or that are damaged."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(json.JSONDecodeError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict) and "step" in row]
-
-
 def memory_bytes(device: torch.device) -> int:
-    """Peak memory of a CUDA device; on CPU what the process has resident now (its peak where /proc is missing)."""
+    """Return the peak memory of a CUDA device, or the resident memory of the process on CPU (its peak without /proc).
+    """
     return peak_memory(device) if device.type == "cuda" else memory_in_use(device)
 
 
@@ -285,31 +307,33 @@ def memory_bytes(device: torch.device) -> int:
 
 
 def draw(folder: Path, schedule: Schedule, *, unigram: float | None) -> None:
-    """Draw loss.png from the metrics in `folder`, and schedule.svg, timed with unit costs; say where everything is.
+    """Draw loss.png from the metrics in `folder`, and schedule.svg with unit costs, and print all paths.
 
-    unigram: the loss of a unigram model, a line in the picture.
+    unigram: loss of a unigram model, a horizontal line in the picture; None for no line.
     """
-    loss, picture = folder / "loss.png", folder / "schedule.svg"
+    loss_picture = folder / "loss.png"
+    schedule_picture = folder / "schedule.svg"
     board = f" (TensorBoard: {folder / 'tensorboard'})" if find_spec("tensorboard") else ""
     say(f"metrics: {folder / METRICS}{board}")
     if find_spec("matplotlib"):
         try:
-            _draw_loss(read_metrics(folder / METRICS), loss, unigram)
-            say(f"loss curve: {loss}")
-        except Exception as error:  # matplotlib's too: the run is done, and no picture is worth its exit status
-            warn(f"{loss} cannot be drawn: {error}")
+            _draw_loss(read_metrics(folder / METRICS), loss_picture, unigram)
+            say(f"loss curve: {loss_picture}")
+        except Exception as error:  # also matplotlib's: a missing picture must not change the run's exit status
+            warn(f"{loss_picture} cannot be drawn: {error}")
     try:
-        picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
-        say(f"schedule: {picture}")
+        schedule_picture.write_text(to_svg(simulate(schedule)), encoding="utf-8")
+        say(f"schedule: {schedule_picture}")
     except OSError as error:
-        warn(f"{picture} cannot be drawn: {error}")
+        warn(f"{schedule_picture} cannot be drawn: {error}")
 
 
 def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None) -> None:
+    """Draw training and validation loss over the steps."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second, for the one rank that draws
     from matplotlib.figure import Figure
 
-    held_out = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
+    validation = [(row["step"], row["eval_loss"]) for row in rows if row.get("eval_loss") is not None]
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -317,8 +341,8 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
     axes.plot(steps, [row["loss"] for row in rows], color="#1f77b4", linewidth=1.2, label="training")
     for depth, losses in enumerate(zip(*(row.get("mtp_loss") or () for row in rows)), 1):
         axes.plot(steps, losses, linewidth=0.8, linestyle=":", label=f"training, {depth} further ahead")
-    if held_out:
-        axes.plot(*zip(*held_out), color="#d62728", marker="o", markersize=4, label="held out")
+    if validation:
+        axes.plot(*zip(*validation), color="#d62728", marker="o", markersize=4, label="validation")
     if unigram is not None:
         axes.axhline(unigram, color="#7f7f7f", linestyle="--", linewidth=1, label=f"unigram model, {unigram:.2f}")
     axes.set(xlabel="step", ylabel="loss (nats per token)")
@@ -331,8 +355,8 @@ def _draw_loss(rows: list[dict[str, Any]], picture: Path, unigram: float | None)
 
 
 class Console(rich.console.Console):
-    """Rich's console, which would end the process where the reader of a pipe has gone."""
+    """Rich's console, without its exit of the process when the reader of a pipe has gone."""
 
     def on_broken_pipe(self) -> None:
-        """Go on without the console."""
-        go_on_without(BrokenPipeError())
+        """Continue without the console."""
+        discard_output(BrokenPipeError())

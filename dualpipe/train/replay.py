@@ -1,12 +1,13 @@
-"""`dualpipe replay BUNDLE`: run a recorded step again on the layout that it had, and compare all bit for bit.
+"""`dualpipe replay BUNDLE`: repeat a recorded step on its own layout and compare the results bit for bit.
 
 A bundle is a checkpoint of the state before the step, with the random state of every rank and the batch; see
-`checkpointing.bundle`. The data of the run need not exist any more.
+`checkpointing.bundle`. It does not need the data of the run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,64 +20,87 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.anomaly.localize import run_again
+from dualpipe.train.anomaly.localize import rerun_step
 from dualpipe.train.checkpointing.bundle import batch_tensors
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import model_tensors
 from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.model_config import model_from_dict
 from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig, InitConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
 from dualpipe.train.step.step_runner import StepRunner
 
 
 def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
-    """The configuration to run a bundle with, and what was recorded. ValueError where it is no bundle, or changed."""
+    """Return the configuration to replay a bundle with, and the manifest of the bundle.
+
+    Raises ValueError if `path` is no bundle or its config.json was changed.
+    """
     path = Path(path).resolve()
     manifest = Checkpoint.read(path).manifest
     extra = manifest.extra if isinstance(manifest.extra, dict) else {}
     if not isinstance(manifest.config, dict) or not {"then", "again"} <= extra.keys():
-        raise ValueError(f"{path} is a checkpoint, but no bundle; give one of those in `bundles` of output.dir")
+        raise ValueError(f"{path} is a checkpoint, not a bundle; give a folder in `bundles` of output.dir")
     config = recorded_config(manifest.config["run"])
     backend = config.model.backend
     file, hub = read_hub_json(path)
     if model_from_dict(hub, backend) != model_from_dict(manifest.config["model"], backend):
-        raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest")
-    return dataclasses.replace(
-        config, init=InitConfig(), export=ExportConfig(), model=dataclasses.replace(config.model, config=str(path)),
-        checkpoint=CheckpointConfig(dir=str(path / "none"), resume=str(path)),
-    ), manifest
+        raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest; restore it")
+    model = dataclasses.replace(config.model, config=str(path))
+    checkpoint = CheckpointConfig(dir=str(path / "none"), resume=str(path))
+    config = dataclasses.replace(
+        config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
+    return config, manifest
 
 
 def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
-    """Run the step as rank `info`; the exit status: 0 where it gives the same bits, else 1, which rank 0 tells."""
+    """Replay the step as rank `info` and return the exit status: 0 if it gives the same bits, else 1.
+
+    Rank 0 prints the result.
+    """
     recorder = Recorder(info.rank)
-    with ExitStack() as held:
-        held.enter_context(recorder.activate())
-        held.enter_context(deterministic(config.train.deterministic))
-        job, resolved = held.enter_context(join(config, info))
-        saver = held.enter_context(Saver(config, job))
+    with ExitStack() as resources:
+        resources.enter_context(recorder.activate())
+        resources.enter_context(deterministic(config.train.deterministic))
+        job, resolved = resources.enter_context(join(config, info))
+        saver = resources.enter_context(Saver(config, job))
         runner = StepRunner(resolved, job, saver.source_dtypes)
-        train, model, split = config.train, runner.model, runner.split
         recorder.step = manifest.step
-        own = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0
-        here = split.counts(train.sequence_length)[split.rank]
-        depths = (1 + depth,) if (depth := model.config.mtp_depth) else ()
-        batch = TokenBatch(*(torch.zeros(own, *shape, dtype=torch.int64, device=job.device)
-                        for shape in ((here,), (here, *depths), (train.sequence_length,))))
-        tensors = model_tensors(model, runner.optimizer) | runner.routers.state_tensors()
-        load(config.checkpoint.resume, tensors | batch_tensors(runner, batch), mesh=job.mesh)
-        runner.optimizer.round_parameters()
-        found = run_again(runner, batch, manifest.step)
-        now = found.record()
-        then, again = manifest.extra["then"], manifest.extra["again"]
-        same = now == again and all(now[name] == value for name, value in then.items())
+        batch = _load_state(runner, config.checkpoint.resume)
+        rerun = rerun_step(runner, batch, manifest.step)
+        result = rerun.to_record()
+        in_run = manifest.extra["then"]
+        rerun_in_run = manifest.extra["again"]
+        is_same = result == rerun_in_run and _agrees(result, in_run)
         if job.rank == 0:
-            say(f"step {manifest.step}, run again: {found.text()}")
-            for name, recorded in (("in the run", then), ("run again there", again)):
+            say(f"step {manifest.step}, run again: {rerun.describe()}")
+            for name, recorded in (("in the run", in_run), ("run again there", rerun_in_run)):
                 numbers = ", ".join(f"{key} {float.fromhex(recorded[key])}" for key in ("loss", "norm"))
-                equal = all(now[key] == value for key, value in recorded.items())
-                say(f"{name}: {numbers}; {'the same bits' if equal else 'other bits'} now")
-            say("reproduced" if same else f"NOT reproduced: loss {found.loss}, norm {found.norm}")
-    return 0 if same else 1
+                verdict = "the same bits" if _agrees(result, recorded) else "other bits"
+                say(f"{name}: {numbers}; {verdict} now")
+            say("reproduced" if is_same else f"NOT reproduced: loss {rerun.loss}, norm {rerun.norm}")
+    return 0 if is_same else 1
+
+
+def _load_state(runner: StepRunner, path: str) -> TokenBatch:
+    """Load the state before the step from the bundle at `path`, and return the batch of this rank. Collective."""
+    train = runner.config.train
+    model = runner.model
+    split = runner.split
+    length = train.sequence_length
+    num_rows = train.micro_batch_size * train.num_chunks if model.has_first or model.has_last else 0
+    num_tokens = split.counts(length)[split.rank]  # of a sequence, on this context-parallel rank
+    depths = (1 + model.config.mtp_depth,) if model.config.mtp_depth else ()
+    shapes = ((num_tokens,), (num_tokens, *depths), (length,))  # tokens, targets, positions
+    batch = TokenBatch(*(
+        torch.zeros(num_rows, *shape, dtype=torch.int64, device=runner.job.device) for shape in shapes))
+    tensors = model_tensors(model, runner.optimizer) | runner.routers.state_tensors()
+    load(path, tensors | batch_tensors(runner, batch), mesh=runner.job.mesh)
+    runner.optimizer.round_parameters()
+    return batch
+
+
+def _agrees(result: Mapping[str, object], recorded: Mapping[str, object]) -> bool:
+    """Return True if `result` has the same bits as every recorded value."""
+    return all(result[name] == value for name, value in recorded.items())

@@ -1,4 +1,4 @@
-"""The report of a run's steps: metrics, remarks, pictures at its end. One rank reports."""
+"""The report of a run: metrics, remarks, and pictures at the end. One rank reports."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw
 
 
 class RunReport:
-    """The metrics and remarks of a run; nothing on ranks without a writer.
+    """The metrics and remarks of a run. Does nothing on ranks without a writer.
 
-    throughput: says how fast a step was.
+    throughput: computes the speed of a step.
     """
 
     def __init__(self, throughput: Throughput) -> None:
         self.throughput = throughput
         self.writer: MetricsWriter | None = None
-        self.unigram: float | None = None  # the held-out loss of a unigram model
+        self.unigram: float | None = None  # validation loss of a unigram model
         self._remarks: list[str] = []
 
     def remark(self, text: str) -> None:
-        """Say `text`, if there is any, with the next step that is written."""
+        """Print `text`, unless it is empty, with the next step that is written."""
         if self.writer is not None and text:
             self._remarks.append(text)
 
     def write(self, metrics: dict[str, Any], warnings: Iterable[str]) -> None:
-        """Write a step's metrics, and say what there is to say of it. warnings: taken only where there is a writer."""
+        """Write the metrics of a step and print remarks and warnings.
+
+        warnings: read only if there is a writer.
+        """
         if self.writer is None:
             return
         self.writer.write(StepMetrics(**metrics))
@@ -37,12 +40,12 @@ class RunReport:
         self._remarks.clear()
 
     def go_back(self, step: int) -> None:
-        """Keep what is written of the steps after this one apart."""
+        """Continue after `step`; metrics of later steps move to another file."""
         if self.writer is not None:
             self.writer.go_back(step)
 
     def say(self, text: str) -> None:
-        """Say `text` now."""
+        """Print `text` at once."""
         if self.writer is not None:
             self.writer.say(text)
 

@@ -1,4 +1,4 @@
-"""The time that a run takes to start: its parts, up to the end of the first step."""
+"""The start-up time of a run, by phase, up to the end of the first step."""
 
 from __future__ import annotations
 
@@ -9,28 +9,34 @@ from dualpipe.runtime.recorder import Recorder
 
 
 class StartUp:
-    """The seconds that each part of a start takes, from the start of this process to the end of the first step."""
+    """Measures the seconds of each phase, from the start of this process to the end of the first step."""
 
     def __init__(self, recorder: Recorder | None = None) -> None:
-        """To be made when everything is imported. recorder: this thread's, unless given."""
+        """Take the age of the process as the time of its imports: construct it after all of them.
+
+        recorder: that of this thread by default.
+        """
         self._recorder = recorder or Recorder.current()
         self._seconds = {"imports": process_age()}
-        self._part, self._since = "", time.perf_counter()
+        self._phase = ""
+        self._phase_start = time.perf_counter()
 
-    def begin(self, part: str = "") -> None:
-        """End the part that is under way, and begin this one (or none)."""
+    def begin(self, phase: str = "") -> None:
+        """End the current phase, if any, and begin `phase`, unless it is empty."""
         now = time.perf_counter()
-        if self._part:
-            self._seconds[self._part] = self._seconds.get(self._part, 0.0) + now - self._since
+        if self._phase:
+            elapsed = now - self._phase_start
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + elapsed
             self._recorder.end()
-        self._part, self._since = part, now
-        if part:
-            self._recorder.begin("start", part)
+        self._phase = phase
+        self._phase_start = now
+        if phase:
+            self._recorder.begin("start", phase)
 
     def end(self) -> str:
-        """End the last part; what is to be said of them all, nothing when called again."""
-        if not self._part:
+        """End the last phase and return a summary of all; return "" if it has ended before."""
+        if not self._phase:
             return ""
         self.begin()
-        parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in self._seconds.items())
-        return f"first step {process_age():.1f} s after the start: {parts}"
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._seconds.items())
+        return f"first step {process_age():.1f} s after the start: {phases}"

@@ -1,7 +1,7 @@
-"""Stopping a run before its last step, after a signal or at a time limit: all ranks after the same step.
+"""Early stops, after a signal or at a time limit: all ranks stop after the same step.
 
-Each rank votes on every step, and all learn the votes with the step's numbers: one small all-reduce, on the device. No
-host waits for it but where it waits for the numbers anyway.
+In every step each rank reports whether it requests a stop, in one small all-reduce on the device. The host reads the
+reports together with the values of the step, so it waits no longer for them.
 """
 
 from __future__ import annotations
@@ -23,67 +23,81 @@ from dualpipe.runtime.storage import Location
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 
-_STEPS = 16  # by whose times the next one's is guessed
+_STEPS = 16  # latest steps whose times predict the next one
 
 
-class Vote(NamedTuple):
-    """A rank's word on a step: numbers, or scalars on the device, 0 unless there is something to say.
+class RankReport(NamedTuple):
+    """The report of a rank on a step: numbers, or scalars on the device.
 
-    status: the exit status with which it asks for an end after this step. load: tokens that its experts got, where a
-    trace is taken.
+    exit_status: to request a stop after this step; 0 to continue. load: tokens of the rank's experts while a trace is
+    taken, else 0.
     """
 
-    status: float | Tensor = 0.0
+    exit_status: float | Tensor = 0.0
     load: float | Tensor = 0.0
 
 
-class StopVotes:
-    """The words of all ranks of a job, in which a rank asks for an end when its watchdog or `time_limit` says so."""
+class RankReports:
+    """Exchanges the reports of all ranks of a job.
+
+    A rank requests a stop after a signal that its watchdog received; rank 0 also at `time_limit`, in seconds.
+    """
 
     def __init__(self, job: Job, time_limit: float) -> None:
-        self._job, self._recorder = job, Recorder.current()
+        self._job = job
+        self._recorder = Recorder.current()
         self._ranks = self._recorder.members(job.group)
         self._time_limit = TimeLimit(time_limit, 1 if job.device.type == "cpu" else 3)
 
-    def cast(self, load: Tensor | float) -> Tensor:
-        """All ranks' votes, for `read`: (ranks * fields,) float64 on the device. Collective; the host does not wait
-        for a device."""
-        vote = Vote(self._status(), load)
-        votes = torch.zeros(self._job.ranks.size, len(vote), dtype=torch.float64, device=self._job.device)
-        for number, value in enumerate(vote):
-            if isinstance(value, Tensor) or value:  # each is a launch
-                votes[self._job.rank, number] = value
-        if self._job.group is not None:
-            with self._recorder.collective("vote", "the words of all ranks on the step", self._ranks, votes.nbytes):
-                dist.all_reduce(votes, group=self._job.group)
-        return votes.flatten()
+    def gather(self, load: Tensor | float) -> Tensor:
+        """Return the reports of all ranks for `decode`: (ranks * fields,) float64 on the device.
 
-    def _status(self) -> int:
-        """The exit status with which this rank asks for an end, 0 to go on."""
+        Collective. The host does not wait for a device. load: see `RankReport`.
+        """
+        report = RankReport(self._exit_status(), load)
+        reports = torch.zeros(self._job.ranks.size, len(report), dtype=torch.float64, device=self._job.device)
+        for column, value in enumerate(report):
+            if isinstance(value, Tensor) or value:  # skip zeros: every assignment launches a kernel
+                reports[self._job.rank, column] = value
+        if self._job.group is not None:
+            with self._recorder.collective("vote", "the reports of all ranks", self._ranks, reports.nbytes):
+                dist.all_reduce(reports, group=self._job.group)
+        return reports.flatten()
+
+    def _exit_status(self) -> int:
+        """Return the exit status with which this rank requests a stop, 0 to continue."""
         if self._job.watchdog is not None and self._job.watchdog.stop:
             return 128 + self._job.watchdog.stop
-        return os.EX_TEMPFAIL if self._job.rank == 0 and self._time_limit.reached() else 0
+        if self._job.rank == 0 and self._time_limit.reached():
+            return os.EX_TEMPFAIL
+        return 0
 
     @staticmethod
-    def read(numbers: Sequence[float]) -> list[Vote]:
-        """Return the votes that were cast, by rank."""
-        fields = len(Vote._fields)
-        return [Vote(*numbers[first : first + fields]) for first in range(0, len(numbers), fields)]
+    def decode(numbers: Sequence[float]) -> list[RankReport]:
+        """Return the reports that `gather` collected, by rank."""
+        num_fields = len(RankReport._fields)
+        starts = range(0, len(numbers), num_fields)
+        return [RankReport(*numbers[start : start + num_fields]) for start in starts]
 
 
 class TimeLimit:
-    """The time limit of a run, of `limit` seconds; 0: none. To be asked once a step.
+    """A time limit for a run. Call `reached` once per step.
 
-    A step takes as long as the longest of the last ones, with what came between them, an evaluation or a checkpoint.
-    queued: steps that begin before anybody can stop, with the next one.
+    The next step is predicted to take as long as the longest of the last steps. The time of a step includes everything
+    up to the next one, such as an evaluation or a checkpoint.
+
+    Args:
+        limit: seconds since the start of the launcher; 0: no limit.
+        queued: steps that begin before a stop can take effect, including the next one.
     """
 
     def __init__(self, limit: float, queued: int) -> None:
-        self._limit, self._queued = limit, queued
+        self._limit = limit
+        self._queued = queued
         self._ages: deque[float] = deque(maxlen=_STEPS + 1)
 
     def reached(self) -> bool:
-        """Return True if the job, counted from its launcher's start, would be older than that after the next step."""
+        """Return True if the job is predicted to exceed the limit with the queued steps."""
         if not self._limit:
             return False
         self._ages.append(process_age(os.environ.get(LAUNCHER, "self")))
@@ -91,12 +105,21 @@ class TimeLimit:
         return self._ages[-1] + self._queued * longest > self._limit
 
 
-def farewell(config: Config, status: int, step: int, saved: Location | None) -> str:
-    """Return the text for a run that a vote has ended after `step`, with the checkpoint that was saved for it."""
-    limit = f"train.time_limit = {config.train.time_limit:g}"
-    stopped = f"stopped by {limit if status == os.EX_TEMPFAIL else signal.Signals(status - 128).name} after step {step}"
-    if saved is None:
-        off = "mode = 'off'" if config.checkpoint.mode == "off" else "interval = 0"
-        return f"{stopped}; nothing is saved: checkpoint.{off}; the same command starts anew"
-    how = "with checkpoint.resume = 'auto' " if config.checkpoint.resume == "never" else ""
-    return f"{stopped}; saved: {saved}; {how}the same command goes on from there"
+def stop_message(config: Config, status: int, step: int, checkpoint: Location | None) -> str:
+    """Return the last message of a run that stopped early: the cause, and how to continue.
+
+    Args:
+        status: exit status with which the stop was requested.
+        step: last completed step.
+        checkpoint: that was saved at the stop, or None.
+    """
+    if status == os.EX_TEMPFAIL:
+        cause = f"train.time_limit = {config.train.time_limit:g}"
+    else:
+        cause = signal.Signals(status - 128).name
+    stopped = f"stopped by {cause} after step {step}"
+    if checkpoint is None:
+        option = "mode = 'off'" if config.checkpoint.mode == "off" else "interval = 0"
+        return f"{stopped}; nothing is saved: checkpoint.{option}; the same command starts anew"
+    resume = "with checkpoint.resume = 'auto' " if config.checkpoint.resume == "never" else ""
+    return f"{stopped}; saved: {checkpoint}; {resume}the same command goes on from there"

@@ -1,6 +1,6 @@
-"""The training loop of one rank: a batch, a step of the pipeline, an update; and what is said, saved and checked of it.
+"""The training loop of one rank: batches, pipeline steps, optimizer updates, and the reports, checkpoints and checks.
 
-The way of a step: `Trainer._steps` -> `Trainer._step` -> `StepRunner.run_step` -> `Pipeline.step`.
+Call path of a step: `Trainer._run_steps` -> `Trainer._step` -> `StepRunner.run_step` -> `Pipeline.step`.
 """
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from dualpipe.nn.attention import AttentionChoice, choose_attention_kernel, head_size, use_attention_kernel
 from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.peak_tflops import peak_tflops
@@ -26,14 +27,14 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.anomaly.guard import BadStep, Guard
 from dualpipe.train.anomaly.rank_checks import RankChecks
-from dualpipe.train.anomaly.reruns import Kept, StepReruns
+from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import flops_per_token
-from dualpipe.train.config.resolve import Resolved, keep_batch, saved_batch
+from dualpipe.train.config.resolve import Resolved, find_saved_batch, keep_batch
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import TokenBatch
 from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export
 from dualpipe.train.garbage_collection import GarbageCollection
@@ -43,101 +44,133 @@ from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
 from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
 from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
-from dualpipe.train.observers.windows import ObservedSteps
+from dualpipe.train.observers.windows import StepWindows
 from dualpipe.train.optim.lr_schedule import run_learning_rate
 from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.run_report import RunReport
+from dualpipe.train.runs.run_file import Start, record_start
 from dualpipe.train.start_up import StartUp
+from dualpipe.train.step.expert_gemm_choice import ExpertWork, choose_expert_gemm
 from dualpipe.train.step.step_runner import StepRunner
-from dualpipe.train.stop import StopVotes, farewell
+from dualpipe.train.stop import RankReports, stop_message
 
 
 def train(
     config: Config, info: RankInfo, traced: Steps | None = None, *, profiled: Steps | None = None,
     snapshot: bool = False,
 ) -> int:
-    """Train as rank `info` of the job; return the exit status: 0, or what asked for an end (see `Vote`).
+    """Train as rank `info` of the job and return the exit status.
 
-    traced, profiled: steps to take a trace of, and to profile by torch. snapshot: record what allocates the memory of
-    each rank's CUDA device. Raises on failure.
+    The status is 0 after the last step, else the one with which a rank requested a stop (see `RankReport`). Raises on
+    failure.
+
+    Args:
+        traced: steps to trace.
+        profiled: steps to profile with torch.profiler.
+        snapshot: record the allocations in the memory of the rank's CUDA device.
     """
     recorder = Recorder(info.rank)
     start_up = StartUp(recorder)
-    start_up.begin("meeting")
+    start_up.begin("rendezvous")
     with (
         recorder.activate(), deterministic(config.train.deterministic), Watchdog(recorder) as watchdog,
-        join(config, info, watchdog) as (job, resolved), ExitStack() as held,
+        join(config, info, watchdog) as (job, resolved), ExitStack() as resources,
     ):
-        job.ranks.first(partial(_hold, Path(config.output.dir), held))
-        resolved, note = keep_batch(resolved, job.ranks.first(partial(saved_batch, config)))
+        job.ranks.first(partial(_lock_output, Path(config.output.dir), resources))
+        resolved, note = keep_batch(resolved, job.ranks.first(partial(find_saved_batch, config)))
         if note and job.rank == 0:
             say(note)
         if snapshot:
             check_memory_snapshot(job.device)
-            held.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
+            resources.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
         with Saver(resolved.config, job) as saver:
             trainer = Trainer(resolved, job, saver, start_up, traced=traced, profiled=profiled)
             status = trainer.train()
     return status
 
 
-def _hold(folder: Path, held: ExitStack) -> None:
-    """Make the output directory and let no other job write to it while `held` is open; ValueError where it cannot."""
+def _expert_work(resolved: Resolved, job: Job) -> ExpertWork:
+    """Return the work of a rank's expert layers in one micro-batch, if all experts get the same number of tokens."""
+    config = resolved.config
+    tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
+    rows = tokens * getattr(resolved.model, "num_experts_per_tok", 0)
+    return ExpertWork(rows, config.parallel.ep, resolved.dtypes.compute, job.device)
+
+
+def _choose_attention(resolved: Resolved, job: Job, stages: Iterable[nn.Module]) -> AttentionChoice:
+    """Choose the kernel of causal attention for the heads of this rank's stages; ValueError if it does not run."""
+    sizes = [size for stage in stages for module in stage.modules() if (size := head_size(module)) is not None]
+    return choose_attention_kernel(resolved.config.model.attention, job.device, sizes, dtype=resolved.dtypes.compute)
+
+
+def _lock_output(folder: Path, resources: ExitStack) -> None:
+    """Create the output directory and lock it against other jobs until `resources` is closed.
+
+    Raises ValueError if the directory cannot be created or written to.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (taken := lock(folder / ".metrics.lock", patience=10.0)) is not None:
-            held.callback(taken.release)
+        file_lock = lock(folder / ".metrics.lock", patience=10.0)
     except OSError as error:
-        cannot = f"cannot be {'written to' if folder.is_dir() else 'made'}: {error.strerror}"
-        raise ValueError(f"output.dir = {str(folder)!r} {cannot}; choose another") from error
+        problem = "cannot be written to" if folder.is_dir() else "cannot be made"
+        raise ValueError(f"output.dir = {str(folder)!r} {problem}: {error.strerror}; choose another") from error
+    if file_lock is not None:
+        resources.callback(file_lock.release)
 
 
 class QueuedStep(NamedTuple):
-    """A training step that the device has been given, and its numbers, on their way to the host."""
+    """A training step that was queued on the device, with its values on their way to the host."""
 
-    step: int  # from 1
+    step: int  # counted from 1
     lr: float
-    seconds: float  # of the host
-    names: tuple[str, ...]
-    # float64, by `names`, then all ranks' votes; on the host, in pinned memory where they come from a device
-    numbers: Tensor
-    began: Event | None
-    arrived: Event | None  # after which the numbers may be read
-    kept: Kept  # to run it again
+    host_seconds: float  # that the host took to queue it
+    names: tuple[str, ...]  # of the first values
+    # float64: the values of `names`, then the reports of all ranks; on the host, pinned if copied from a device
+    values: Tensor
+    start_event: Event | None  # recorded on the device before the step
+    copy_event: Event | None  # recorded after the copy of `values`, which may be read then
+    rerun_state: StepSnapshot  # to run the step once more
 
 
 @dataclass
 class Progress:
-    """The progress of a run. done: steps; status: what ended them before the last one, as an exit status."""
+    """The progress of a run. done: completed steps; status: exit status of a requested stop, 0 while there is none."""
 
     done: int = 0
     status: int = 0
 
 
 class Trainer:
-    """Everything that one rank needs to train. The rank of the last stage knows the loss and writes the metrics; of
-    several pipelines (`parallel.dp`, `cp` and `ep`) that of the first.
+    """The training of one rank.
 
-    On CUDA the host does not wait for a step: it reads the numbers when it has given the device the next one, or before
-    anything is evaluated or saved. A gradient that is not finite leaves the parameters as they were, which the device
-    sees to; the next step may be under way when the host comes to know.
+    The rank with the last stage knows the loss and writes the metrics. With several pipelines (`parallel.dp`, `cp` and
+    `ep`) that is the rank of the first one.
+
+    On CUDA the host does not wait for a step: it reads the values of a step after it has queued the next one, or before
+    an evaluation or a checkpoint. The device leaves the parameters unchanged if a gradient is not finite, because the
+    next step may already run when the host learns of it.
     """
 
     def __init__(
         self, resolved: Resolved, job: Job, saver: Saver, start_up: StartUp | None = None, *,
         traced: Steps | None = None, profiled: Steps | None = None,
     ) -> None:
-        """start_up: times the start; traced, profiled: see `train`.
+        """Build model, data and checks. Collective.
 
-        Raises ValueError, on all ranks, for what cannot be trained so.
+        start_up: measures the time to the first step. traced, profiled: see `train`. Raises ValueError, on all ranks,
+        if the configuration cannot be trained.
         """
         self.start_up = start_up or StartUp()
         self.start_up.begin("model")
         config = resolved.config
-        self.runner = runner = StepRunner(resolved, job, saver.source_dtypes)
+        self.runner = StepRunner(resolved, job, saver.source_dtypes)
+        runner = self.runner
         model = runner.model
         if config.export_directory is not None:
-            job.ranks.first(partial(check_export, config, model))  # before the work of hours
+            job.ranks.first(partial(check_export, config, model))  # before hours of training
+        self.expert_gemm = choose_expert_gemm(
+            model.stages, config.model.expert_gemm, _expert_work(resolved, job), job.ranks)
+        self.attention = job.ranks.agree(partial(_choose_attention, resolved, job, model.stages))
         self.start_up.begin("data")
         self.data = RunData(
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
@@ -147,9 +180,9 @@ class Trainer:
         self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state), saver, self.state)
         self.rank_checks = RankChecks(config.guard, runner, self.state)
-        self.votes = StopVotes(job, config.train.time_limit)
+        self.rank_reports = RankReports(job, config.train.time_limit)
         folder = Path(config.output.dir)
-        self.observed = ObservedSteps(
+        self.windows = StepWindows(
             TracedSteps(traced, job, runner.pipeline, folder), ProfiledSteps(profiled, job.rank, job.device, folder))
         self.report = RunReport(Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
@@ -157,7 +190,7 @@ class Trainer:
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
         ))
         self.progress = Progress()
-        self.unread: deque[QueuedStep] = deque()  # at most two
+        self.unread: deque[QueuedStep] = deque()  # steps whose values the host has not read, at most two
 
     @property
     def config(self) -> Config:
@@ -170,49 +203,61 @@ class Trainer:
         return self.runner.job
 
     def train(self) -> int:
-        """Run all steps, with evaluations, then write the model in Hugging Face's form, where wanted, and the pictures.
+        """Run all steps and evaluations, then export the model if requested, and draw the pictures.
 
-        Returns 0, or the exit status with which a rank asked for an end before.
+        Returns 0, or the exit status with which a rank requested an earlier stop.
         """
         progress = self.progress
-        try:
+        with self._place_in_os_errors():
             self.start_up.begin("checkpoint")
             progress.done = self.saver.resume(self.state)
             self.start_up.begin("step")
             garbage = GarbageCollection(self.config.train.gc_interval)
-            with self._writer() as self.report.writer, self.observed, garbage:
+            with use_attention_kernel(self.attention), self._open_writer() as writer, self.windows, garbage:
+                self.report.writer = writer
                 while progress.done < self.config.train.steps and not progress.status:
                     try:
-                        self._steps(garbage)
+                        self._run_steps(garbage)
                     except BadStep as bad:
                         self._resolve(bad)
-                self._stop_early()
-            self.start_up.end()  # where no step was left
+                self._save_at_stop()
+            self.start_up.end()  # for a run that had no step left
             if progress.status:
                 return progress.status
-            # Also where the last checkpoint could not be written, which is said at the end.
+            # Export even if the last checkpoint could not be written: that is reported at the end.
             export(self.config, self.runner.model, self.job)
-        except OSError as error:
-            if error.errno is None:  # a text of ours
-                raise
-            place = f"{error.strerror} (rank {self.job.rank}, after step {progress.done})"
-            raise OSError(error.errno, place, error.filename) from error
         if self.runner.reports:
             self.report.draw(Path(self.config.output.dir), self.runner.schedule)
         return 0
 
+    @contextmanager
+    def _place_in_os_errors(self) -> Iterator[None]:
+        """Add the rank and the step to the message of an OSError of the system inside of a `with`."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # raised by this library, with a complete message
+                raise
+            place = f"{error.strerror} (rank {self.job.rank}, after step {self.progress.done})"
+            raise OSError(error.errno, place, error.filename) from error
+
     def _resolve(self, bad: BadStep) -> None:
-        """Do what is to be done about a step that must not count, or raise FloatingPointError. Collective."""
+        """Let the guard skip or undo a step that must not count; it may raise FloatingPointError. Collective."""
         resolution = self.guard.resolve(bad)
         self.progress.done = resolution.done
-        if resolution.went_back:
+        if resolution.rolled_back:
             self.report.go_back(resolution.done)
         self.report.say(f"WARNING: {resolution.text}")
         self._close_windows()
 
-    def _writer(self) -> AbstractContextManager[MetricsWriter | None]:
-        """The writer of metrics, having said what the run is; None on ranks that report nothing. Collective."""
-        config, train, runner = self.config, self.config.train, self.runner
+    def _open_writer(self) -> AbstractContextManager[MetricsWriter | None]:
+        """Print the description of the run and return the writer of its metrics.
+
+        The writer is None on ranks that report nothing. Collective.
+        """
+        config = self.config
+        train = config.train
+        runner = self.runner
         parameters = count_parameters(runner)
         if not runner.reports:
             return nullcontext()
@@ -221,138 +266,180 @@ class Trainer:
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
             settings=describe(config, runner.model),
         )
-        if self.data.splits.held_out.num_tokens:
+        record_start(Path(config.output.dir), Start.now(self.progress.done, describe(config, runner.model)))
+        if self.data.splits.validation.num_tokens:
             self.report.unigram = self.data.splits.unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
+        if self.expert_gemm:
+            writer.say(self.expert_gemm)
+        if self.job.device.type == "cuda":
+            writer.say(str(self.attention))
         if train.compile and self.progress.done < train.steps:
             writer.say(f"step {self.progress.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer
 
-    def _stop_early(self) -> None:
-        """Save where a rank has asked for an end, and say how to go on."""
-        done, status = self.progress.done, self.progress.status
-        if status:
-            saved = self.saver.save(self.state, done, now=True)
-            if self.job.rank == 0:
-                say(farewell(self.config, status, done, saved))
+    def _save_at_stop(self) -> None:
+        """Save a checkpoint if a rank has requested a stop, and print how to continue the run."""
+        progress = self.progress
+        if not progress.status:
+            return
+        checkpoint = self.saver.save(self.state, progress.done, now=True)
+        if self.job.rank == 0:
+            say(stop_message(self.config, progress.status, progress.done, checkpoint))
 
-    def _steps(self, garbage: GarbageCollection) -> None:
-        """Run all steps that are left, or until a rank asks for an end.
+    def _run_steps(self, garbage: GarbageCollection) -> None:
+        """Run the remaining steps, until a rank requests a stop.
 
-        Raises BadStep where one must not count, with nothing after it done.
+        Raises BadStep if a step must not count; no later step has changed anything then.
         """
-        steps, progress = self.config.train.steps, self.progress
+        steps = self.config.train.steps
+        progress = self.progress
         try:
             with self.data.training_batches(steps) as batches:
                 while progress.done < steps and not progress.status:
-                    self.observed.before(progress.done + 1)
+                    self.windows.before(progress.done + 1)
                     self.unread.append(self._step(progress.done, batches))
                     progress.done += 1
                     garbage.after(progress.done)  # while the device computes
                     if len(self.unread) > 1:
                         self._write(self._read())  # the step before, while the device computes this one
-                    if self._reads_now():
+                    if self._needs_values_now():
                         self._write(self._read_and_check())
                     self.saver.save(self.state, progress.done)
                     self._close_windows()
         except BaseException:
-            with suppress(BadStep, RuntimeError):  # the latter where the device has failed
-                # Without waiting, which could be for ranks that have failed.
-                while self.unread and (self.unread[0].arrived is None or self.unread[0].arrived.query()):
-                    self._write(self._read())
+            with suppress(BadStep, RuntimeError):  # RuntimeError: the device has failed
+                self._write_arrived()
             raise
 
+    def _write_arrived(self) -> None:
+        """Write the metrics of steps whose values have reached the host.
+
+        It does not wait for others: their values may depend on ranks that have failed.
+        """
+        while self.unread and _has_arrived(self.unread[0]):
+            self._write(self._read())
+
     def _write(self, metrics: dict[str, Any]) -> None:
-        """Write a step's metrics, on the rank that reports."""
+        """Write the metrics of a step, on the rank that reports."""
         self.report.write(metrics, self.guard.warnings(metrics))
 
     def _close_windows(self) -> None:
-        """Write the trace and the profile, if their last step is done or the run ends."""
+        """Write the trace and the profile if their last step is done or the run ends."""
         progress = self.progress
         run_ends = bool(progress.status) or progress.done == self.config.train.steps
-        self.observed.after(progress.done, run_ends=run_ends)
+        self.windows.after(progress.done, run_ends=run_ends)
 
-    def _evaluates(self) -> bool:
-        """Return True if an evaluation is due after the last step."""
-        interval, done = self.config.train.eval_interval, self.progress.done
+    def _is_evaluation_due(self) -> bool:
+        """Return True if an evaluation is due after the last completed step."""
+        interval = self.config.train.eval_interval
+        done = self.progress.done
         is_last = done == self.config.train.steps
-        return bool(self.data.held_out) and (is_last or (interval > 0 and done % interval == 0))
+        return bool(self.data.validation_windows) and (is_last or (interval > 0 and done % interval == 0))
 
-    def _reads_now(self) -> bool:
-        """Return True if the numbers of the last step are needed before the next one."""
+    def _needs_values_now(self) -> bool:
+        """Return True if the values of the last step are needed before the next step."""
         done = self.progress.done
         on_cpu = self.job.device.type == "cpu"
         is_last = done == self.config.train.steps
-        something_is_due = self._evaluates() or self.rank_checks.is_due(done) or self.saver.is_due(done)
-        trace_ends = self.observed.traced.ends(done)  # with the loads of this step
+        something_is_due = self._is_evaluation_due() or self.rank_checks.is_due(done) or self.saver.is_due(done)
+        trace_ends = self.windows.traced.ends(done)  # it contains the expert loads of this step
         return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
 
     def _read_and_check(self) -> dict[str, Any]:
-        """Read the last step's metrics, check the ranks and evaluate, where due."""
-        recorder, done = self.runner.recorder, self.progress.done
-        batch = self.unread[-1].kept.batch
+        """Read the last step's metrics, then compare ranks and evaluate if either is due."""
+        recorder = self.runner.recorder
+        done = self.progress.done
+        batch = self.unread[-1].rerun_state.batch
         metrics = self._read()
         if self.rank_checks.is_due(done):
-            with recorder.doing("check", "whether ranks compute right"):
+            with recorder.doing("check", "the results of all ranks"):
                 self.rank_checks.check(done, batch)
-        if self._evaluates() and not self.progress.status:  # who asks for an end may not have the time
+        if self._is_evaluation_due() and not self.progress.status:  # after a stop request there may be no time
             with recorder.doing("evaluate"):
                 metrics |= evaluate(self.runner, self.data, done)
         return metrics
 
     def _step(self, step: int, batches: Iterator[TokenBatch]) -> QueuedStep:
-        """Give the device a training step, counted from 0. The host does not wait."""
-        runner, optimizer = self.runner, self.config.optimizer
-        start, began = time.perf_counter(), record(self.job.device, timed=True)
+        """Queue a training step, counted from 0, on the device. The host does not wait for it."""
+        runner = self.runner
+        optimizer = self.config.optimizer
+        start_time = time.perf_counter()
+        start_event = record(self.job.device, timed=True)
         runner.recorder.step = step + 1
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
-        kept = self.guard.keep(batch)
-        with kept.watch:
+        rerun_state = self.guard.snapshot(batch)
+        with rerun_state.watch:
             losses = runner.run_step(batch, step + 1)
-        norm = self.guard.judge(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
+        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
         lr = run_learning_rate(step, optimizer, self.config.train.steps)
         runner.update(lr, norm)
-        found = {"grad_norm": norm}
-        if self.config.guard.spike and self.job.group is not None:  # spikes are looked for on all ranks
-            found["loss"] = runner.everywhere(None if losses is None else losses[0])
+        values = self._step_values(norm, losses)
+        packed = torch.cat([torch.stack([value.double() for value in values.values()]), self._gather_reports()])
+        numbers, copy_event = to_host(packed, timed=True)
+        host_seconds = time.perf_counter() - start_time
+        return QueuedStep(step + 1, lr, host_seconds, tuple(values), numbers, start_event, copy_event, rerun_state)
+
+    def _step_values(self, norm: Tensor, losses: Tensor | None) -> dict[str, Tensor]:
+        """Return the values of a step that this rank knows: scalars on the device, by the names of `StepMetrics`."""
+        values = {"grad_norm": norm}
+        if self.config.guard.spike and self.job.group is not None:  # all ranks look for spikes
+            values["loss"] = self.runner.broadcast_loss(None if losses is None else losses[0])
         elif losses is not None:
-            found["loss"] = losses[0]
+            values["loss"] = losses[0]
         if losses is not None:
-            found |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(losses) if depth}
-            found |= runner.routers.metrics()
-        own = torch.stack([value.double() for value in found.values()])
-        place = self.job.place
-        load = runner.routers.load(place.rank("ep"), place.size("ep")) if self.observed.traced.is_open else 0.0
-        numbers, arrived = to_host(torch.cat([own, self.votes.cast(load)]), timed=True)
-        return QueuedStep(step + 1, lr, time.perf_counter() - start, tuple(found), numbers, began, arrived, kept)
+            values |= {f"mtp_loss/{depth}": loss for depth, loss in enumerate(losses) if depth}
+            values |= self.runner.routers.metrics()
+        return values
+
+    def _gather_reports(self) -> Tensor:
+        """Return the `RankReport` of every rank, on the device. Collective."""
+        load: Tensor | float = 0.0
+        if self.windows.traced.is_open:
+            place = self.job.place
+            load = self.runner.routers.load(place.rank("ep"), place.size("ep"))
+        return self.rank_reports.gather(load)
 
     def _read(self) -> dict[str, Any]:
-        """Wait for the numbers of the first step that is unread; return its metrics.
+        """Wait for the values of the oldest unread step and return its metrics.
 
-        Raises BadStep, on every rank, where it must not count; then nothing is unread.
+        Raises BadStep, on every rank, if the step must not count; later steps are discarded then.
         """
-        if (arrived := self.unread[0].arrived) is not None:
-            with self.runner.recorder.doing("device", "what the device was given to be done"):
-                arrived.synchronize()  # orders: the step and the copy of its numbers, then the host
+        copy_event = self.unread[0].copy_event
+        if copy_event is not None:
+            with self.runner.recorder.doing("device", "the work queued on the device"):
+                copy_event.synchronize()  # orders: the step and the copy of its values, then the host
         queued = self.unread.popleft()
-        numbers, known = queued.numbers.tolist(), len(queued.names)
-        values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN where it is not known
-        votes = StopVotes.read(numbers[known:])
-        self.progress.status = self.progress.status or int(max(vote.status for vote in votes))
-        self.observed.traced.loads(queued.step, [float(vote.load) for vote in votes])
-        remark = self.start_up.end()
+        numbers = queued.values.tolist()
+        num_values = len(queued.names)
+        values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN on ranks that do not know the loss
+        reports = RankReports.decode(numbers[num_values:])
+        self.progress.status = self.progress.status or int(max(report.exit_status for report in reports))
+        self.windows.traced.loads(queued.step, [float(report.load) for report in reports])
+        start_up_times = self.start_up.end()
         try:
-            self.guard.check(queued.step, values, queued.kept)
+            self.guard.check(queued.step, values, queued.rerun_state)
         except BadStep:
             self.unread.clear()
             raise
         finally:
-            self.report.remark(remark)
+            self.report.remark(start_up_times)
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
-        seconds = queued.began.elapsed_time(arrived) / 1e3 if queued.began and arrived else queued.seconds
         return {
-            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None, "step": queued.step,
-            "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
+            **values, **self.report.throughput.metrics(_duration(queued)), "mtp_loss": mtp_loss or None,
+            "step": queued.step, "lr": queued.lr, "memory_bytes": memory_bytes(self.job.device),
         }
+
+
+def _has_arrived(queued: QueuedStep) -> bool:
+    """Return True if the host can read the values of a step without waiting."""
+    return queued.copy_event is None or queued.copy_event.query()
+
+
+def _duration(queued: QueuedStep) -> float:
+    """Return the seconds that a step took: on the device if it has events, else on the host."""
+    if queued.start_event is None or queued.copy_event is None:
+        return queued.host_seconds
+    return queued.start_event.elapsed_time(queued.copy_event) / 1e3

@@ -118,7 +118,7 @@ def test_a_candidate_that_fails_is_recorded(tuner, monkeypatch):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_kernels_are_found(tuner):
-    assert set(tuner.kernels()) == {"_rows_kernel", "_weight_kernel"}
+    assert set(tuner.kernels()) == {"_rows_kernel", "_weight_kernel", "_merged_weight_kernel"}
 
 
 def test_compiling_ahead_launches_nothing(tuner):

@@ -35,7 +35,7 @@ def paced(folder, content, checksum, *, seconds):
 def save_slowly(rank, folder, how):
     """Rank 1 takes 3 s for each of two saves, and 0.3 s for each piece; 1 s without any would be an error."""
     mesh, state = build_mesh(2, 1, 1, torch.device("cpu")), {f"{rank}": torch.arange(10_000.0)}
-    files._REPORTED = 4000
+    files._REPORT_INTERVAL = 4000
     saving.write_files = partial(paced, seconds=0.3) if rank == 1 else WRITE
     start = time.monotonic()
     with Checkpoints(folder, mesh, timeout=timedelta(seconds=1.5)) as checkpoints:

@@ -1,4 +1,4 @@
-"""The implementation of experts: one that does not run is refused, the choice is logged."""
+"""Choice of the experts implementation: it is logged, and one that does not run is refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_choice_is_logged_and_trains(experts, caplog):
     assert all(parameter.grad is not None for parameter in pipe.parameters())
     undeferred = {name for parameter in pipe.deferral_report().parameters if parameter.flops_share
                   for name in [parameter.name] if ".experts." in name}
-    assert bool(undeferred) is (experts != "dualpipe"), "only ours defers the weight gradients of experts"
+    assert bool(undeferred) is (experts != "dualpipe"), "only dualpipe defers the weight gradients of experts"
 
 
 @pytest.mark.parametrize("experts", ["deepgemm", "sonicmoe"])
@@ -51,21 +51,21 @@ def test_an_unknown_implementation_is_refused(family):
 ])
 def test_the_fastest_one_is_taken_and_logged_with_all_times(faster, slower, caplog, monkeypatch):
     seconds = {"deepgemm": float("inf"), faster: 0.001}
-    monkeypatch.setattr(experts_choice, "_seconds", lambda stages, name: seconds.get(name, 0.002))
+    monkeypatch.setattr(experts_choice, "_measure_seconds", lambda stages, name: seconds.get(name, 0.002))
     with caplog.at_level(logging.INFO, LOG):
         stages = load_stages(config_of("qwen3_moe"), 1, (0,), experts="auto")
     assert implementations_of(stages) == {faster}
     assert f"experts run by '{faster}': 4096 tokens, forward and backward, take " in caplog.text
-    assert "deepgemm" not in caplog.text, "it does not run here"
+    assert "deepgemm" not in caplog.text, "deepgemm does not run here"
     assert f"1.00 ms by '{faster}'" in caplog.text and f"2.00 ms by '{slower}'" in caplog.text
     assert "only those of 'dualpipe' defer weight gradients" in caplog.text
 
 
-def test_both_are_measured_at_the_models_shapes():
+def test_implementations_are_measured_at_the_models_shapes():
     (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))
-    seconds = [experts_choice._seconds([stage], name) for name in ("dualpipe", "grouped_mm", "deepgemm")]
+    seconds = [experts_choice._measure_seconds([stage], name) for name in ("dualpipe", "grouped_mm", "deepgemm")]
     assert 0 < seconds[0] < 60 and 0 < seconds[1] < 60 and seconds[2] == float("inf")
-    assert implementations_of([stage]) == {"dualpipe"}, "as before"
+    assert implementations_of([stage]) == {"dualpipe"}, "measuring does not change it"
 
 
 def test_a_model_without_experts_needs_no_choice(caplog):

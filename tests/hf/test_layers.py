@@ -1,4 +1,4 @@
-"""Decoder layers of transformers' models, cut at their experts: two runs that compute what one does."""
+"""Decoder layers of transformers' models, cut at their experts: two parts compute the same as the whole layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_families import MOE, error_of, tiny_model
 
 
 def layers_of(family, **changes):
-    """The layers of a tiny model, with what each is called with, and hidden states to call them with."""
+    """Return the layers of a tiny model, the arguments of every layer, and hidden states."""
     model = tiny_model(family, **changes)
     model.set_experts_implementation(NAME)
     cut_model(model, range(4), is_first=False, is_last=True)
@@ -30,35 +30,35 @@ def layers_of(family, **changes):
 
 
 def run(forward, layer, x):
-    own = x.clone().requires_grad_()
-    y = forward(own)
-    wanted = [own, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
-    gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+    leaf = x.clone().requires_grad_()
+    y = forward(leaf)
+    inputs = [leaf, *(parameter for parameter in layer.parameters() if parameter.requires_grad)]
+    gradients = torch.autograd.grad(y.square().sum(), inputs, allow_unused=True)
     return [y, *gradients]
 
 
-def in_parts(split, given, x):
-    return run_segments(split.hooked_segments("a"), {"x": x, "a": given})["x"]
+def run_in_parts(split, arguments, x):
+    return run_segments(split.hooked_segments("a"), {"x": x, "a": arguments})["x"]
 
 
 @pytest.mark.parametrize("family", MOE)
 def test_two_parts_compute_what_the_layer_does(family):
     layers, arguments, x = layers_of(family)
     split_layers = 0
-    for layer, given in zip(layers, arguments):
+    for layer, layer_arguments in zip(layers, arguments):
         if not any(is_interface_experts(module) for module in layer.modules()):
             with pytest.raises(CannotSplit, match="has no experts"):
-                check_split(layer, x, given)
+                check_split(layer, x, layer_arguments)
             continue
-        split = check_split(layer, x, given)
-        whole = run(partial(layer, **given.kwargs), layer, x)
-        parts = run(partial(in_parts, split, given), layer, x)
+        split = check_split(layer, x, layer_arguments)
+        whole = run(partial(layer, **layer_arguments.kwargs), layer, x)
+        parts = run(partial(run_in_parts, split, layer_arguments), layer, x)
         assert max(map(error_of, parts, whole)) < 1e-10
         split_layers += 1
     assert split_layers >= 2
 
 
-def test_what_is_called_before_the_experts_is_called_once():
+def test_modules_before_the_experts_are_called_once():
     layers, arguments, x = layers_of("qwen3_moe")
     split = check_split(layers[0], x, arguments[0])
     calls = []
@@ -72,17 +72,17 @@ def test_what_is_called_before_the_experts_is_called_once():
 def test_a_layer_of_the_same_form_needs_no_check():
     layers, arguments, x = layers_of("gpt_oss")
     first = check_split(layers[0], x, arguments[0])
-    second = first.like(layers[1])
-    found = run_segments(second.segments("a"), {"x": x, "a": arguments[1]})["x"]
-    assert error_of(found, layers[1](x, **arguments[1].kwargs)) < 1e-12
+    second = first.split_same(layers[1])
+    y = run_segments(second.segments("a"), {"x": x, "a": arguments[1]})["x"]
+    assert error_of(y, layers[1](x, **arguments[1].kwargs)) < 1e-12
 
 
 def test_forward_hooks_of_the_layer_run_once_around_both_parts():
     layers, arguments, x = layers_of("qwen3_moe")
     split = check_split(layers[0], x, arguments[0])
     layers[0].register_forward_hook(lambda module, args, y: 2 * y)
-    found = run_segments(split.hooked_segments("a"), {"x": x, "a": arguments[0]})["x"]
-    assert error_of(found, layers[0](x, **arguments[0].kwargs)) < 1e-12
+    y = run_segments(split.hooked_segments("a"), {"x": x, "a": arguments[0]})["x"]
+    assert error_of(y, layers[0](x, **arguments[0].kwargs)) < 1e-12
 
 
 def test_a_layer_with_random_numbers_runs_as_a_whole():
@@ -127,12 +127,12 @@ def test_experts_that_are_not_called_are_noticed():
         check_split(Idle(layers[0].mlp.experts), x, arguments[0]._replace(kwargs={}))
 
 
-def test_a_layer_that_changes_its_mind_is_an_error_and_not_a_wrong_result():
+def test_a_layer_that_changes_its_calls_is_an_error_and_not_a_wrong_result():
     layers, arguments, x = layers_of("qwen3_moe")
     split = check_split(layers[0], x, arguments[0])
-    split._called.append("mlp.gate")  # as if it had been called once more when it was checked
+    split._called_paths.append("mlp.gate")  # as if the check had recorded one more call
     with pytest.raises(RuntimeError, match="it cannot run in two parts"):
-        split.first(x, arguments[0])
+        split.run_before_experts(x, arguments[0])
 
 
 def test_gradient_checkpointing_by_transformers_runs_as_a_whole():

@@ -1,4 +1,4 @@
-"""transformers' models in a pipeline of real ranks: loaded by stages, sharded, trained, and saved again."""
+"""Models of transformers in a pipeline of real ranks: loaded by stages, sharded, trained, and saved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CASES = [
 
 
 def pipeline(rank, folder, layout, **options):
-    """The mesh, this rank's stages of a V, and their pipeline."""
+    """Return the mesh, this rank's stages of a V, and their pipeline."""
     pp, dp, ep = layout
     mesh = build_mesh(pp, dp, ep, torch.device("cpu"))
     place = Mesh.of(mesh)
@@ -55,7 +55,7 @@ def pipeline(rank, folder, layout, **options):
 
 
 def train_step(mesh, pipe):
-    """One step on this replica's batch; returns the losses on the rank of the last stage."""
+    """Run one step on this replica's batch; return the losses on the rank of the last stage."""
     place = Mesh.of(mesh)
     tokens, labels = batch_of(place.replica)
     is_end = place.rank("pp") == 0
@@ -65,7 +65,7 @@ def train_step(mesh, pipe):
 
 
 def errors_of(rank, folder, layout):
-    """The largest errors of losses and gradients of a step against the whole model, and the layers that were cut."""
+    """Return the errors of losses and gradients against the whole model, and the number of layers that are cut."""
     mesh, stages, pipe = pipeline(rank, folder, layout)
     losses = train_step(mesh, pipe)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
@@ -90,7 +90,7 @@ def test_losses_and_gradients_are_those_of_the_whole_model(family, layout, tmp_p
     tolerance = 1e-5 if family in ROUNDING_ROUTERS else 1e-10
     for errors, num_splits in results:
         assert max(errors.values()) < tolerance, {n: e for n, e in errors.items() if e >= tolerance}
-        assert (num_splits > 0) is (family in MOE and layout[2] > 1), "layers are cut where tokens travel"
+        assert (num_splits > 0) is (family in MOE and layout[2] > 1), "layers are cut if tokens change ranks"
     assert "losses" in results[0][0]
 
 
@@ -102,7 +102,7 @@ def test_tied_embeddings_at_both_ends(layout, tmp_path):
 
 
 def tied_over_two_ranks(rank, folder):
-    """The gradients of both copies of a tied embedding, in a pipeline that is no V."""
+    """Return the gradient of this rank's copy of a tied embedding, in a pipeline with one stage per rank."""
     from dualpipe import Pipeline
 
     mesh = build_mesh(2, 1, 1, torch.device("cpu"))
@@ -130,7 +130,7 @@ def saved(rank, folder, target, layout):
 @pytest.mark.parametrize("family, tied", [
     ("qwen3_moe", True), ("gpt_oss", False), pytest.param("deepseek_v3", False, marks=pytest.mark.slow),
     pytest.param("qwen3_next", False, marks=pytest.mark.slow), pytest.param("mixtral", True, marks=pytest.mark.slow)])
-def test_what_four_ranks_save_transformers_loads_with_the_same_bits(family, tied, tmp_path):
+def test_transformers_loads_the_checkpoint_of_four_ranks_with_the_same_bits(family, tied, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     save_tiny(source, family, tie_word_embeddings=tied)
     run_ranks(saved, 4, source, target, PP2_EP2, timeout=120)
@@ -158,11 +158,11 @@ def test_a_model_is_not_overwritten(tmp_path):
 
 
 def test_a_tensor_of_two_stages_is_not_saved(tmp_path):
-    """One of them would be lost without a word."""
+    """Otherwise one of the two would be lost silently."""
     stages = load_stages(config_of("llama"), 2, (0, 1))
     stages[1].causal_lm.model.scale = torch.nn.Parameter(torch.ones(()))
     stages[0].causal_lm.model.scale = torch.nn.Parameter(torch.zeros(()))
-    with pytest.raises(ValueError, match=r"several stages have the tensors model\.scale; each must be in one stage"):
+    with pytest.raises(ValueError, match=r"several stages have the tensors model\.scale; expected each in one stage"):
         save_stages(stages, tmp_path / "saved")
     assert not list((tmp_path / "saved").glob("*.safetensors")), "a folder without a model"
 
@@ -202,7 +202,7 @@ def remove_a_weight(folder: Path, name: str) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused_on_all_ranks(tmp_path):
-    """Of one stage alone: the other rank would wait for the first one for ever."""
+    """The weight is missing from one stage only; otherwise the other rank would wait forever."""
     save_tiny(tmp_path, "llama")
     name = "model.layers.1.self_attn.q_proj.weight"
     remove_a_weight(tmp_path, name)
@@ -221,18 +221,18 @@ def test_wrong_arguments_are_refused_on_all_ranks(options, match, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, "bfloat16", torch.complex64])
 def test_a_dtype_that_cannot_be_trained_is_refused(dtype):
-    with pytest.raises(ValueError, match=r"cannot be that of parameters that are trained; expected one of torch\.f"):
+    with pytest.raises(ValueError, match=r"dtype=.* cannot be trained; expected one of torch\.f"):
         load_stages(config_of("llama"), 2, (0, 1), dtype=dtype)
 
 
-def test_layers_run_whole_where_no_token_travels():
-    """Their split is not tried either: it would bring nothing."""
+def test_layers_run_whole_without_an_all_to_all():
+    """Without an all-to-all, splits are not checked either."""
     (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))
     assert not stage.splits
 
 
 def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"mine must name stages from 0 to 1; got \[2\]"):
+    with pytest.raises(ValueError, match=r"mine contains \[2\]; expected stages from 0 to 1"):
         load_stages(config_of("llama"), 2, (0, 2))
 
 
@@ -245,7 +245,7 @@ def test_other_implementations_of_experts_run_whole(tmp_path):
 
 
 def whole_with_jitter(rank, folder):
-    """A step with layers that run as a whole, their all-to-all inside, and are named in the log with the reason."""
+    """Run a step with layers that run as a whole; the log names them and the reason."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -265,7 +265,7 @@ def test_layers_that_cannot_be_cut_train_over_ranks_of_experts(tmp_path):
 
 
 def bfloat16_grads(rank, folder):
-    """The gradients of this rank's stages, in bfloat16."""
+    """Return the gradients of this rank's stages, in bfloat16."""
     mesh = build_mesh(2, 1, 2, torch.device("cpu"))
     place = Mesh.of(mesh)
     number = place.rank("pp")
@@ -277,7 +277,7 @@ def bfloat16_grads(rank, folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_bfloat16_is_as_near_to_float64_as_transformers_is(family, tmp_path):
-    """In the mean over all gradients: routers choose by rounded numbers, so single ones differ by their own size."""
+    """Compare the mean error of all gradients: routers use rounded values, so single gradients differ by 100%."""
     save_tiny(tmp_path, family)
     grads = []
     for dtype in (torch.float64, torch.bfloat16):
@@ -303,13 +303,13 @@ def uncut_errors(rank, folder):
     return max(error_of(grad, expected[name]) for name, grad in found.items())
 
 
-def test_layers_run_as_a_whole_where_that_is_wanted(tmp_path):
+def test_layers_run_as_a_whole_without_overlap(tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
     assert max(run_ranks(uncut_errors, 4, tmp_path, timeout=120)) < 1e-10
 
 
 def twenty_losses(stages):
-    """The losses of 20 steps of AdamW on one batch."""
+    """Return the losses of 20 steps of AdamW on one batch."""
     pipe = DualPipeV(stages)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
     tokens, labels = batch_of(0)
@@ -335,7 +335,7 @@ def test_our_own_qwen3_moe_and_that_of_transformers_train_alike(tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_least_95_percent_of_the_weight_gradients_are_deferred(family):
-    """Their FLOPs. The rest are routers, which are bare parameters, and convolutions of linear attention."""
+    """By FLOPs. The rest are routers, which are bare parameters, and convolutions of linear attention."""
     pipe = DualPipeV(load_stages(config_of(family), 2, (0, 1), dtype=torch.float64))
     tokens, labels = batch_of(0)
     pipe.step(tokens, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,))
@@ -347,7 +347,7 @@ def test_at_least_95_percent_of_the_weight_gradients_are_deferred(family):
 
 def context_mesh(rank):
     mesh = build_mesh(1, 1, 1, torch.device("cpu"), cp=2)
-    with pytest.raises(ValueError, match="2 context-parallel ranks, which models of transformers cannot share"):
+    with pytest.raises(ValueError, match="2 context-parallel ranks, but models of transformers cannot share"):
         load_stages(config_of("llama"), 2, (0, 1), mesh=mesh)
 
 
@@ -357,12 +357,12 @@ def test_context_parallel_ranks_are_refused():
 
 @pytest.mark.parametrize("mine", [(1, 0), (0, 0), ()])
 def test_stages_that_are_not_in_order_are_refused(mine):
-    with pytest.raises(ValueError, match="mine must be ascending, without repetition"):
+    with pytest.raises(ValueError, match="expected at least one stage, ascending, without repetition"):
         load_stages(config_of("llama"), 2, mine)
 
 
 def test_experts_that_cannot_be_divided_are_refused_on_all_ranks(tmp_path):
-    """Also on the rank whose layers are dense."""
+    """The rank with dense layers raises as well."""
     save_tiny(tmp_path, "glm4_moe", n_routed_experts=9, n_group=1)
     options = {"layout": PP2_EP2, "layers_per_stage": (1, 1, 1, 1)}
     run_ranks(failing, 4, tmp_path, "9 experts cannot be divided evenly among 2 expert-parallel ranks", options)
@@ -376,7 +376,7 @@ def test_a_model_that_calls_its_norm_twice_is_refused():
         load_stages(config, 2, (0, 1))
 
 
-def test_the_policy_holds_where_nothing_is_sharded():
+def test_the_policy_applies_without_sharding():
     policy = DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16)
     pipe = DualPipeV(load_stages(config_of("qwen3_moe"), 2, (0, 1), dtype=torch.bfloat16, policy=policy))
     tokens, labels = batch_of(0)
@@ -385,7 +385,7 @@ def test_the_policy_holds_where_nothing_is_sharded():
 
 
 def test_a_configuration_with_a_language_model_inside(tmp_path):
-    """As Qwen3.5-MoE's on the hub, of which transformers' causal LM is the text part."""
+    """Like Qwen3.5-MoE's configuration on the hub; transformers' causal LM is its text part."""
     save_tiny(tmp_path, "qwen3_5_moe_text")
     path = tmp_path / "config.json"
     text = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""What a trainer asks of a model of transformers, without memory."""
+"""Model descriptions of transformers for the trainer, on the meta device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_documents_of_a_row_that_are_mixed(family):
-    """Against the second document alone, by positions that start anew."""
+    """Compare with the second document alone; its positions start at 0."""
     model = tiny_model(family)
     tokens = torch.randint(3, 64, (1, 12), generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[*range(5), *range(7)]])
@@ -43,7 +43,7 @@ def test_documents_of_a_row_that_are_mixed(family):
 
 
 def test_operations_of_a_dense_model():
-    """Of a layer: queries, keys, values and output, an MLP of three matrices, and the scores; then the head."""
+    """Count a layer's queries, keys, values and output, its MLP of three matrices, and scores; then the head."""
     model = TransformersModel.from_dict(config_of("llama").to_dict())
     layer = 32 * (32 + 16 + 16 + 32) + 3 * 32 * 48
     scores = 4 * (8 + 8) * 10
@@ -51,7 +51,7 @@ def test_operations_of_a_dense_model():
 
 
 def test_a_family_that_transformers_lacks_is_refused():
-    with pytest.raises(ValueError, match="model_type 'nothing' is not one of those of transformers"):
+    with pytest.raises(ValueError, match="model_type 'nothing' is unknown to transformers"):
         TransformersModel.from_dict({"model_type": "nothing"})
     with pytest.raises(ValueError, match="has no embed_tokens, layers, norm"):
         TransformersModel.from_dict({"model_type": "gpt2"})

@@ -1,4 +1,4 @@
-"""Modules that take the place of others for one call."""
+"""Stand-ins: modules that replace others for one call."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from dualpipe.hf.stand_ins import ForwardStop, ForwardStopped, OutputRecorder, OutputReplay, standing_in
+from dualpipe.hf.stand_ins import ForwardStop, ForwardStopped, OutputRecorder, OutputReplay, swap_modules
 
 
 def test_everything_is_back_in_its_place_after_an_error():
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh(), nn.Linear(2, 2)))
     before = dict(model.named_modules())
     stand_ins = {"0": OutputRecorder(model[0]), "1.1": ForwardStop()}
-    with pytest.raises(ForwardStopped) as stopped, standing_in(model, stand_ins):
+    with pytest.raises(ForwardStopped) as stopped, swap_modules(model, stand_ins):
         model(torch.ones(1, 2))
     assert dict(model.named_modules()) == before
     assert torch.equal(stopped.value.inputs[0], model[1][0](model[0](torch.ones(1, 2))))
@@ -35,6 +35,6 @@ def test_what_a_module_returns_is_noted_in_order():
 def test_a_place_that_is_not_there_is_an_error_and_changes_nothing():
     model = nn.Sequential(nn.Linear(2, 2))
     before = dict(model.named_modules())
-    with pytest.raises((AttributeError, KeyError)), standing_in(model, {"0": ForwardStop(), "1": ForwardStop()}):
+    with pytest.raises((AttributeError, KeyError)), swap_modules(model, {"0": ForwardStop(), "1": ForwardStop()}):
         pass
     assert dict(model.named_modules()) == before

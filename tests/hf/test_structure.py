@@ -1,4 +1,4 @@
-"""Models whose layers pass on more than hidden states are refused before anything is loaded; others run by stages."""
+"""Models whose layers pass on more than hidden states are refused before loading; others run as stages."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from dualpipe.hf import load_stages
-from dualpipe.hf.structure import LayerCall, refuse_other_parameters, uses_state
+from dualpipe.hf.structure import LayerCall, check_parameter_owners, uses_state
 from dualpipe.parallel.mesh import build_mesh
 from hf_families import config_of
 from hf_sweep import outcome_of, sweep_config
 from ranks import run_ranks
 
 REFUSED = {
-    "glm_moe_dsa": "hands a GlmMoeDsaDecoderLayer 'prev_topk_indices', which the layer before it returns",
+    "glm_moe_dsa": "passes 'prev_topk_indices' to a GlmMoeDsaDecoderLayer, which the layer before it returns",
     "deepseek_v4": r"parameters outside of embedding, layers, norm and head.*: model\.hc_head\.hc_fn",
     "gemma3n_text": r"parameters outside of .*: model\.embed_tokens_per_layer\.weight.* and 6 more",
     "zaya": r"parameters outside of .*: model\.input_hidden_states_scale",
@@ -25,7 +25,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_before_anything_is_loaded(model_type, tmp_path):
-    """The folder has no weights: a refusal comes before they are looked for."""
+    """The folder has no weights: the model is refused before weights are read."""
     sweep_config(model_type).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=REFUSED[model_type]):
         load_stages(tmp_path, 2, (0, 1))
@@ -48,7 +48,7 @@ def test_layers_that_return_tuples_run_by_stages_also_by_those_without_layers(mo
 
 
 def test_a_model_with_more_hidden_layers_than_layers_runs_by_stages():
-    """A layer of LongCat counts twice, for its two attentions."""
+    """LongCat counts a layer twice, for its two attentions."""
     assert outcome_of("longcat_flash") == "equal"
 
 
@@ -61,7 +61,7 @@ def test_other_models_run_by_stages(model_type):
 
 
 class SharingLayer(nn.Module):
-    """Leaves keys and values for later layers in a dictionary, or takes them from there."""
+    """Layer that stores keys and values for later layers in a dictionary, or reads them from it."""
 
     def __init__(self, *, reads, writes):
         super().__init__()
@@ -82,7 +82,7 @@ def test_a_dictionary_that_layers_share_values_in_is_noticed(reads, writes):
 
 
 def test_gemma4_without_shared_keys_and_per_layer_embeddings_runs_by_stages():
-    """All its layers get a dictionary for keys and values, which none of them uses then."""
+    """All layers get a dictionary for keys and values, but none uses it."""
     assert outcome_of("gemma4_text") == "equal"
 
 
@@ -91,13 +91,13 @@ def test_parameters_that_layers_share_are_named():
         model = AutoModelForCausalLM.from_config(config_of("llama"))
     model.model.layers[2].mlp = model.model.layers[1].mlp
     with pytest.raises(ValueError, match=r"layers\.2\.mlp\.gate_proj\.weight \(also in layers\.1\).*only a head may"):
-        refuse_other_parameters(model)
+        check_parameter_owners(model)
 
 
 def test_a_tied_head_is_no_other_parameter():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config_of("llama", tie_word_embeddings=True))
-        refuse_other_parameters(model)
+        check_parameter_owners(model)
         model.model.scale = nn.Parameter(torch.ones(()))
     with pytest.raises(ValueError, match=r"has parameters outside of .* train separately: model\.scale; expected none"):
-        refuse_other_parameters(model)
+        check_parameter_owners(model)

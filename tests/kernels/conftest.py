@@ -21,6 +21,7 @@ NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_model
 SMOKE = {
     "test_cross_entropy.py": {"test_loss_and_gradient"},
     "test_grouped_gemm.py": {"test_products_equal_a_loop"},
+    "test_grouped_gemm_merged.py": {"test_equals_a_loop"},
     "test_grouped_gemm_quantized.py": {"test_dequantized_products_equal_a_loop", "test_fp8_products_equal_a_loop"},
     "test_grouped_gemm_swiglu.py": {"test_equals_the_two_functions"},
     "test_grouped_gemm_tiles.py": {"test_worked_example"},

@@ -1,4 +1,4 @@
-"""Cross-entropy against torch's in float64, with poisoned results and poisoned rows that do not count."""
+"""Cross-entropy against torch's in float64, with poisoned results and poisoned ignored rows."""
 
 import importlib
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make(tokens, vocabulary, dtype, device, ignored=slice(1, None, 3)):
-    """Logits and labels; the rows that are ignored hold NaN."""
+    """Return logits and labels; ignored rows are NaN."""
     generator = torch.Generator().manual_seed(0)
     logits = 4 * torch.randn(tokens, vocabulary, generator=generator, dtype=torch.float64)
     labels = torch.randint(vocabulary, (tokens,), generator=generator)
@@ -29,7 +29,7 @@ def make(tokens, vocabulary, dtype, device, ignored=slice(1, None, 3)):
 
 
 def expected(logits, labels, denominator):
-    """(loss, gradient) in float64."""
+    """Compute the loss and the gradient in float64."""
     counts = labels != -100
     wide = logits.detach().double().where(counts[:, None], 0).requires_grad_()
     total = F.cross_entropy(wide, labels.long(), reduction="sum") / denominator
@@ -37,7 +37,7 @@ def expected(logits, labels, denominator):
 
 
 def check(logits, labels, denominator=None, scale=3.0, **options):
-    """A step in which the gradient of the loss is `scale`; returns the gradient of the logits."""
+    """Run forward and backward with the loss gradient `scale`; return the gradient of the logits."""
     dtype = logits.dtype
     loss_dtype = torch.promote_types(dtype, torch.float32)
     wanted, wanted_grad = expected(logits, labels, denominator or max(1, int((labels != -100).sum())))
@@ -121,7 +121,7 @@ def test_strides(device):
 
 
 def test_infinite_logits(device):
-    """Words that are masked out get no probability, a whole block of them as well."""
+    """Words with logits of -inf get no probability, even a whole block of them."""
     logits, labels = make(3, 9001, torch.float32, device, ignored=[])
     logits[:, :5000], labels[:] = -float("inf"), 8000
     check(logits, labels)
@@ -220,13 +220,13 @@ def test_nothing_is_read_back():
 
 @pytest.mark.parametrize("label", [40, -1])
 def test_label_out_of_range(label, device):
-    """An error on CPU; from the kernel a loss that cannot be overlooked."""
+    """Raises ValueError on CPU; the kernel returns a NaN loss."""
     logits, labels = make(3, 40, torch.float32, device)
     labels[0] = label
     if device.type == "cuda" or INTERPRET:
         assert cross_entropy(logits, labels).isnan()
     else:
-        with pytest.raises(ValueError, match=f"between 0 and 39, or ignore_index=-100; got {label}"):
+        with pytest.raises(ValueError, match=f"contain {label}, expected numbers between 0 and 39, or ignore_index=-"):
             cross_entropy(logits, labels)
 
 
@@ -241,18 +241,18 @@ def test_label_out_of_range_fails_with_the_debug_switch():
 
 
 BAD = {
-    r"\(T, V\).*shape \(2, 3, 4\)": {"logits": torch.zeros(2, 3, 4)},
+    r"logits are .* of shape \(2, 3, 4\), expected floating-point \(T, V\)": {"logits": torch.zeros(2, 3, 4)},
     "V of at least 1": {"logits": torch.zeros(3, 0)},
-    "logits must be a floating-point": {"logits": torch.zeros(3, 4, dtype=torch.long)},
-    r"labels must be int32 or int64 of shape \(3,\)": {"labels": torch.zeros(4, dtype=torch.long)},
-    "got torch.float32": {"labels": torch.zeros(3)},
-    "one device": {"labels": torch.zeros(3, dtype=torch.long, device="meta")},
-    "got 'none'": {"reduction": "none"},
-    "divides by nothing": {"reduction": "sum", "denominator": 3},
+    "logits are torch.int64": {"logits": torch.zeros(3, 4, dtype=torch.long)},
+    r"labels are .* expected int32 or int64 of shape \(3,\)": {"labels": torch.zeros(4, dtype=torch.long)},
+    "labels are torch.float32": {"labels": torch.zeros(3)},
+    "labels on meta, expected one device": {"labels": torch.zeros(3, dtype=torch.long, device="meta")},
+    "reduction is 'none'": {"reduction": "none"},
+    "reduction='sum', which does not divide": {"reduction": "sum", "denominator": 3},
     "with one element": {"denominator": torch.ones(2)},
     "denominator.detach": {"denominator": torch.ones((), requires_grad=True)},
-    r"in_place needs rows.*\(0, 1\)": {"in_place": True, "logits": torch.zeros(1, 4).expand(3, 4)},
-    r"in_place needs rows.*\(1, 3\)": {"in_place": True, "logits": torch.zeros(4, 3).t()},
+    r"strides \(0, 1\), but in_place requires": {"in_place": True, "logits": torch.zeros(1, 4).expand(3, 4)},
+    r"strides \(1, 3\), but in_place requires": {"in_place": True, "logits": torch.zeros(4, 3).t()},
 }
 
 

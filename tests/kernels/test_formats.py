@@ -1,4 +1,4 @@
-"""The formats' references: how far off, what becomes of odd blocks, idempotence, and other encoders of the same."""
+"""References of the formats: errors, incomplete blocks, idempotence, and comparison with other encoders."""
 
 import pytest
 import torch
@@ -23,12 +23,12 @@ SMALLEST = {"mxfp8": 2.0**-127, "mxfp4": 2.0**-127}  # scale; of float32 ones 2^
 
 
 def blocks(x, format):
-    """(N, K) -> (bands, rows of a block, blocks across, columns of a block); both must be multiples."""
+    """Split (N, K) -> (block rows, rows of a block, blocks across, columns of a block); both must be multiples."""
     return x.unflatten(1, (-1, format.block[1])).unflatten(0, (-1, format.block[0]))
 
 
 def spread(kind, shape, generator):
-    """Gaussians whose magnitudes differ from row to row, from number to number, or by matrix; many zeros."""
+    """Return Gaussian values with magnitudes that differ by row, by element or by matrix, and many zeros."""
     x = torch.randn(shape, generator=generator)
     if kind == "sparse":
         return torch.where(torch.rand(shape, generator=generator) < 0.7, 0.0, x)
@@ -124,7 +124,7 @@ def test_a_block_that_is_not_finite_is_nan_and_no_other_is(format, value):
 
 
 def test_elements_are_those_of_ml_dtypes():
-    """Every float16 that is not past the largest element, rounded to the nearest, ties to even."""
+    """Round every float16 up to the largest element: to the nearest, ties to even."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
     for name, theirs in (("fp8_block", ml_dtypes.float8_e4m3fn), ("mxfp4", ml_dtypes.float4_e2m1fn)):
@@ -170,7 +170,7 @@ def test_nvfp4_bytes_are_those_of_torchao():
 
 
 def test_mxfp4_is_what_transformers_reads():
-    """Two elements in a byte, the first in its low half, under 2^(scale - 127)."""
+    """Two elements per byte, the first in the low half, with the scale 2^(scale - 127)."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     torch.manual_seed(0)
     x, format = torch.randn(3, 40, 96), FORMATS["mxfp4"]
@@ -185,14 +185,14 @@ def test_misuse_is_a_value_error():
         format_of("fp8")
     assert format_of(FORMATS["nvfp4"]) is format_of("nvfp4")
     for name in ("nvfp4", "mxfp4"):
-        with pytest.raises(ValueError, match=r"must be even; got \(4, 5\)"):
+        with pytest.raises(ValueError, match=r"the shape is \(4, 5\), .* must be even"):
             quantize_reference(torch.zeros(4, 5), FORMATS[name])
-    with pytest.raises(ValueError, match=r"matrices.*got the shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"the shape is \(4,\), but mxfp8 stores matrices"):
         FORMATS["mxfp8"].check((4,))
 
 
 def test_bytes_as_documented():
-    """What the module's table says, and bytes an element of large matrices."""
+    """Bytes per row of the module's table, and bytes per element of large matrices."""
     assert FORMATS["mxfp8"].row_bytes(64) == 80 and FORMATS["nvfp4"].row_bytes(64) == 48
     size = {name: format.row_bytes(4096) / format.block[0] / 4096 for name, format in FORMATS.items()}
     assert size == pytest.approx({"mxfp8": 1.031, "nvfp4": 0.566, "fp8_block": 1.0, "fp8_block_pow2": 1.0,

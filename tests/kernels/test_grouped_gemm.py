@@ -1,4 +1,4 @@
-"""Grouped products against a plain loop in float64, on odd and empty sizes, with poisoned results and unused rows.
+"""Grouped GEMMs against a plain loop in float64, on odd and empty sizes, with poisoned results and unused rows.
 
 On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
 """
@@ -30,7 +30,7 @@ FAST_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def make(counts, hidden, out, dtype, device, extra=2):
-    """Operands with `extra` rows of NaN past the last offset."""
+    """Return operands with `extra` rows of NaN past the last offset."""
     generator = torch.Generator().manual_seed(0)
     experts, rows = len(counts), sum(counts)
     x, dy, w = (torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
@@ -44,7 +44,7 @@ def ends(counts, device="cpu"):
 
 
 def loop(function, counts, *operands):
-    """`function(e, *rows of the operands)` of every expert, in float64."""
+    """Apply `function(e, *rows of the operands)` to every expert, in float64."""
     start, results = 0, []
     for e, count in enumerate(counts):
         results.append(function(e, *(operand[start : start + count].double() for operand in operands)))
@@ -76,7 +76,7 @@ def check_products(counts, hidden, out, dtype, device, accumulators=None):
 
 @pytest.fixture(params=[80, 90] if INTERPRET else [None])
 def chip(request, monkeypatch):
-    """Interpreted, the kernel runs with pointers as on sm_80 and with descriptors as on sm_90."""
+    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
     if request.param is not None:
         monkeypatch.setattr(MODULE, "architecture", lambda device: request.param)
 
@@ -90,7 +90,7 @@ def test_products_equal_a_loop(counts, hidden, out, dtype, device, chip):
 
 @pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
 def test_products_of_several_tiles(dtype, device, chip):
-    """Several of rows, columns and depth; float32 and float64 have tiles of 32 x 64 x 32 and 32 x 32 x 16 at most."""
+    """Several tiles of rows, columns and depth; tiles of float32 have at most 32 x 64 x 32, of float64 32 x 32 x 16."""
     half = dtype in (torch.float16, torch.bfloat16)
     check_products([66, 0, 1, 129] if half else [34, 0, 1, 65], 136 if half else 72, 264 if half else 72, dtype, device)
 
@@ -112,7 +112,7 @@ def test_numbers_of_experts(experts, dtype, device, chip):
 
 
 def test_more_than_a_group_of_tiles(device, chip):
-    """Tiles of rows come in groups."""
+    """Several groups of row tiles."""
     dtype = torch.float16
     check_products([1300, 0, 400], 16, 136, dtype, device)
 
@@ -213,7 +213,7 @@ def test_every_run_has_the_same_bits(device, chip):
 
 
 def test_bits_depend_neither_on_the_order_of_programs_nor_on_their_number(device, chip, monkeypatch):
-    """As when others hold multiprocessors and the tiles go to those that are left; the grid is an upper bound."""
+    """Like tiles on a device with occupied multiprocessors; the grid is an upper bound."""
     if not (INTERPRET or device.type == "cuda"):
         pytest.skip("the reference has no programs")
     x, dy, w, offs = make([70, 0, 30], 72, 136, torch.float16, device, extra=0)
@@ -272,7 +272,7 @@ def test_views_work(dtype, device, chip):
 
 
 def test_more_than_two_billion_elements(tmp_path):
-    """Row 2 starts past 2^31 elements: a sparse file stands for memory that nobody has to own."""
+    """Row 2 starts past 2^31 elements; a sparse file replaces memory of that size."""
     row = 2**30 + 8
     size = 2 * row + 8  # 4.3 GB of float16, of which a few pages exist
     storage = torch.from_file(str(tmp_path / "sparse"), shared=True, size=size, dtype=torch.float16)
@@ -347,10 +347,10 @@ def test_offsets_are_checked_on_the_device_when_asked(call, monkeypatch):
     wrong = good | {"offs": torch.tensor([3, 6], dtype=torch.int32, device="cuda")}
     call(**wrong)  # not asked: ends past the rows count as rows
     monkeypatch.setenv("DUALPIPE_CHECK_OFFSETS", "1")
-    with pytest.raises(ValueError, match="offs must rise from 0 to at most 5"):
+    with pytest.raises(ValueError, match="expected ends that rise from 0 to at most 5"):
         call(**wrong)
     if call is not CALLS["dgrad"]:
-        with pytest.raises(ValueError, match="gather must stay within the 5 rows"):
+        with pytest.raises(ValueError, match="expected values within the 5 rows of x"):
             call(**good, gather=torch.tensor([0, 1, 5, 2, 3], device="cuda"))
 
 
@@ -364,37 +364,37 @@ def test_nothing_is_read_back(call, dtype):
 
 
 def operands(device="cpu"):
-    """Some that fit."""
+    """Return operands that match."""
     offs = torch.tensor([2, 5], dtype=torch.int32, device=device)
     return {"x": torch.zeros(5, 4, device=device), "dy": torch.zeros(5, 6, device=device),
             "w": torch.zeros(2, 6, 4, device=device), "offs": offs}
 
 
 BAD = {
-    "x must be a floating-point": {"x": torch.zeros(5, 4, dtype=torch.long)},
-    "dy must be a floating-point": {"dy": torch.zeros(5, 6, 1)},
-    "(w|out) must be a floating-point": {"w": torch.zeros(3, 4)},
-    "x.shape\\[1\\] must equal": {"x": torch.zeros(5, 3)},
-    "dy.shape\\[1\\] must equal": {"dy": torch.zeros(5, 7)},
-    "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16), "dy": torch.zeros(5, 6).half()},
-    "offs must be int32": {"offs": torch.tensor([1, 2])},
+    "x is torch.int64 .* expected a floating-point tensor": {"x": torch.zeros(5, 4, dtype=torch.long)},
+    r"dy is .* of shape \(5, 6, 1\), expected a floating-point tensor with 2": {"dy": torch.zeros(5, 6, 1)},
+    r"(w|out) is .* of shape \(3, 4\), expected a floating-point tensor with 3": {"w": torch.zeros(3, 4)},
+    r"x\.shape\[1\] is 3": {"x": torch.zeros(5, 3)},
+    r"dy\.shape\[1\] is 7": {"dy": torch.zeros(5, 7)},
+    "expected one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16), "dy": torch.zeros(5, 6).half()},
+    "offs is torch.int64, expected int32": {"offs": torch.tensor([1, 2])},
     "one end for each of 2": {"offs": torch.tensor([1, 2, 3], dtype=torch.int32)},
-    "at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
-    "offs must rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
-    "offs must rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
-    "offs must rise from 0": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
-    "one device": {"w": torch.zeros(2, 6, 4, device="meta")},
-    "one device; got": {"offs": torch.zeros(2, dtype=torch.int32, device="meta")},
-    "bias must have shape": {"bias": torch.zeros(6)},
-    "gather must be": {"gather": torch.zeros(5)},
-    "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
-    "gather must stay within the 5 rows of x; got -1": {"gather": torch.tensor([0, 1, -1, 2, 3])},
-    "rows of dy": {"dy": torch.zeros(4, 6)},
+    "expected at least one expert": {"w": torch.zeros(0, 6, 4), "offs": torch.zeros(0, dtype=torch.int32)},
+    r"offs is \[3, 2\], expected ends that rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
+    "expected ends that rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
+    r"offs is \[-1, 2\], expected ends that rise": {"offs": torch.tensor([-1, 2], dtype=torch.int32)},
+    "expected one device": {"w": torch.zeros(2, 6, 4, device="meta")},
+    r"operands are on \[.*'meta'\], expected one": {"offs": torch.zeros(2, dtype=torch.int32, device="meta")},
+    "bias is .* one row for each expert": {"bias": torch.zeros(6)},
+    "gather is torch.float32": {"gather": torch.zeros(5)},
+    "expected values within the 5 rows of x": {"gather": torch.tensor([0, 1, 5, 2, 3])},
+    "gather has values from -1 to 3, expected values within": {"gather": torch.tensor([0, 1, -1, 2, 3])},
+    r"dy\.shape\[0\] is 4": {"dy": torch.zeros(4, 6)},
 }
 ONLY = {  # the others refuse every entry that they have the operand of
-    "dy.shape\\[1\\] must equal": {"dgrad"},
-    "x.shape\\[1\\] must equal": {"gemm"},
-    "rows of dy": {"wgrad"},
+    r"dy\.shape\[1\] is 7": {"dgrad"},
+    r"x\.shape\[1\] is 3": {"gemm"},
+    r"dy\.shape\[0\] is 4": {"wgrad"},
 }
 
 
@@ -409,13 +409,13 @@ def test_misfit_is_a_value_error(message, call):
 
 def test_wgrad_refuses_a_wrong_out():
     x, dy, w, offs = make([2, 3], 4, 6, torch.float32, "cpu", extra=0)
-    with pytest.raises(ValueError, match=r"out must have shape \(E, 6, 4\)"):
+    with pytest.raises(ValueError, match=r"out has shape .* expected \(E, 6, 4\)"):
         grouped_gemm_wgrad(dy, x, offs, out=w.transpose(1, 2), accumulate=False)
-    with pytest.raises(ValueError, match="rows of dy"):
+    with pytest.raises(ValueError, match=r"dy\.shape\[0\] is 4"):
         grouped_gemm_wgrad(dy[:4], x, offs, out=w, accumulate=False)
     with pytest.raises(ValueError, match="share memory"):
         grouped_gemm_wgrad(dy, x, offs, out=w[:1].expand(2, 6, 4), accumulate=False)
-    with pytest.raises(ValueError, match="must have one dtype"):
+    with pytest.raises(ValueError, match="expected one dtype"):
         grouped_gemm_wgrad(dy.half(), x, offs, out=w, accumulate=False)
-    with pytest.raises(ValueError, match="out must be a floating-point"):
+    with pytest.raises(ValueError, match=r"out is torch\.int64"):
         grouped_gemm_wgrad(dy, x, offs, out=w.long(), accumulate=False)

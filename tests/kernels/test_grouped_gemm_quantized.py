@@ -1,4 +1,4 @@
-"""Products with quantized weights against a plain loop over what was dequantized, in float64.
+"""Grouped GEMMs with quantized weights against a plain loop over dequantized operands, in float64.
 
 On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
 """
@@ -34,7 +34,7 @@ def ends(counts, device="cpu"):
 
 
 def make(format, counts, n, k, device, extra=2):
-    """Weights of all magnitudes as (bytes, float64), x and dy with `extra` rows of NaN past the last end, offs.
+    """Return weights of all magnitudes as (bytes, float64), x and dy with `extra` rows of NaN past the last end, offs.
 
     Halves of a matrix that has a scale have their own, as those that a checkpoint in parts was loaded into.
     """
@@ -51,7 +51,7 @@ def make(format, counts, n, k, device, extra=2):
 
 
 def loop(counts, x, w):
-    """x[m] w[e] for the rows m of each expert e, float64."""
+    """Compute x[m] w[e] for the rows m of every expert e, in float64."""
     return torch.cat([rows.double() @ w[e] for e, rows in enumerate(x[: sum(counts)].split(counts))])
 
 
@@ -62,13 +62,13 @@ def check(actual, expected, tolerance):
 
 @pytest.fixture(autouse=INTERPRET)
 def larger_tiles(monkeypatch):
-    """Of float32: steps are what takes the interpreter time."""
+    """Use the tiles of float32: few steps, whose number determines the interpreter's time."""
     monkeypatch.setitem(dequantize_configs(), "float32", GemmConfig(64, 64, 64, 4, 2))
 
 
 @pytest.fixture(params=[80, 90] if INTERPRET else [None])
 def chip(request, monkeypatch):
-    """Interpreted, the kernel runs with pointers as on sm_80 and with descriptors as on sm_90."""
+    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
     if request.param is not None:
         for module in MODULES:
             monkeypatch.setattr(module, "architecture", lambda device: request.param)
@@ -133,7 +133,7 @@ def test_many_experts(format, device):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=ids)
 def test_bias_and_gather(format, device, chip):
-    """What `gather` holds past the last end is not looked at, and rows that are taken twice are two rows."""
+    """Indices past the last end are not read, and a row may be gathered twice."""
     counts, n, k = [2, 0, 3], 72, 48
     data, w, x, _dy, offs = make(format, counts, n, k, device, extra=0)
     gather, bias = torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device), torch.randn(3, n, device=device)
@@ -149,7 +149,7 @@ def test_bias_and_gather(format, device, chip):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=ids)
 def test_exact_numbers(format, device):
-    """The largest element times powers of two is what every format holds exactly."""
+    """Every format represents the largest element times a power of two exactly."""
     offs, w = torch.tensor([2, 2, 4], dtype=torch.int32, device=device), torch.zeros(3, 2, 16, device=device)
     w[0], w[2] = 2 * format.largest, 4 * format.largest
     data = quantize_reference(w, format)
@@ -202,7 +202,7 @@ def test_scales_of_any_size(format, size, device):
 
 @pytest.mark.parametrize("format", FORMATS.values(), ids=ids)
 def test_bytes_that_lie_apart(format, device, chip):
-    """Some experts and some rows of a gathered buffer, rows of every second token, results of an expanded gradient."""
+    """Slices of experts and rows, rows of every second token, and an expanded gradient."""
     data, w, x, _dy, offs = make(format, [2, 3], 144, 48, device, extra=0)
     buffer = torch.full((4, data.shape[1] + 2, data.shape[2] + 32), 255, dtype=torch.uint8, device=device)
     apart = buffer[1:3, 1:-1, 16:-16].copy_(data)
@@ -221,7 +221,7 @@ def test_bytes_that_lie_apart(format, device, chip):
 
 
 def test_more_than_two_billion_bytes(tmp_path):
-    """Expert 1 starts past 2^31 bytes: a sparse file stands for memory that nobody has to own."""
+    """Expert 1 starts past 2^31 bytes; a sparse file replaces memory of that size."""
     for format in (FORMATS["fp8_block"], FORMATS["mxfp8"], FORMATS["mxfp4"]):
         data, _w, x, _dy, offs = make(format, [2, 3], 16, 32, "cpu", extra=0)
         apart = 2**31 + 16
@@ -258,7 +258,7 @@ def test_float64_is_multiplied_as_it_is(device):
 
 
 def operators(device, dtype=torch.float16):
-    """Arguments of the operators, by name."""
+    """Return the arguments of the operators, by name."""
     format = FORMATS["mxfp8"]
     data, _w, x, _dy, offs = make(format, [3, 0, 2], 24, 48, device, extra=0)
     gather, bias = torch.tensor([1, 0, 4, 4, 2], device=device), torch.randn(3, 24, device=device).to(dtype)
@@ -305,22 +305,23 @@ def call_dequantize(format=FORMATS["fp8_block"], **changes):
 
 @pytest.mark.parametrize(("call", "changes", "message"), [
     (call_fp8, {"format": FORMATS["nvfp4"]}, "use grouped_gemm_dequantize"),
-    (call_fp8, {"elements": torch.zeros(5, 48)}, "a matrix of float8_e4m3fn; got torch.float32"),
+    (call_fp8, {"elements": torch.zeros(5, 48)}, "are torch.float32 .* expected a matrix of float8_e4m3fn"),
     (call_fp8, {"scales": torch.zeros(5, 2)}, r"scales \(5, 1\)"),
     (call_fp8, {"format": FORMATS["mxfp8"]}, r"scales \(5, 2\) in torch.float8_e8m0fnu"),
-    (call_fp8, {"data": torch.zeros(2, 1, 6160)}, "must be uint8"),
-    (call_fp8, {"bias": torch.zeros(2, 24, dtype=torch.bfloat16)}, r"bias must have shape \(2, 24\)"),
-    (call_fp8, {"gather": torch.zeros(5)}, "gather must be"),
-    (call_fp8, {"offs": ends([2, 4])}, "offs must rise from 0 to at most 5"),
-    (call_fp8, {"out_dtype": torch.int32}, "out_dtype must be a floating-point"),
-    (call_dequantize, {"data": torch.zeros(2, 2, 6160, dtype=torch.uint8)}, r"shape \(2, 1, 6160\); got"),
-    (call_dequantize, {"x": torch.zeros(5, 48, dtype=torch.long)}, "x must be a floating-point tensor"),
-    (call_dequantize, {"x": torch.zeros(5, 24)}, r"x.shape\[1\] must equal w.shape\[2\]; got 24 and 48"),
-    (call_dequantize, {"transposed": True}, r"x.shape\[1\] must equal w.shape\[1\]; got 48 and 24"),
-    (call_dequantize, {"offs": torch.tensor([2, 5])}, "offs must be int32"),
+    (call_fp8, {"data": torch.zeros(2, 1, 6160)}, r"data is torch.float32 .* expected uint8"),
+    (call_fp8, {"bias": torch.zeros(2, 24, dtype=torch.bfloat16)}, r"bias is torch.bfloat16 .* of shape \(2, 24\)"),
+    (call_fp8, {"gather": torch.zeros(5)}, "gather is torch.float32"),
+    (call_fp8, {"offs": ends([2, 4])}, "expected ends that rise from 0 to at most 5"),
+    (call_fp8, {"out_dtype": torch.int32}, "out_dtype is torch.int32"),
+    (call_dequantize, {"data": torch.zeros(2, 2, 6160, dtype=torch.uint8)},
+     r"of shape \(2, 2, 6160\), expected uint8 of shape \(2, 1, 6160\)"),
+    (call_dequantize, {"x": torch.zeros(5, 48, dtype=torch.long)}, "x is torch.int64 .* expected a floating-point"),
+    (call_dequantize, {"x": torch.zeros(5, 24)}, r"x\.shape\[1\] is 24 and w\.shape\[2\] is 48"),
+    (call_dequantize, {"transposed": True}, r"x\.shape\[1\] is 48 and w\.shape\[1\] is 24"),
+    (call_dequantize, {"offs": torch.tensor([2, 5])}, "offs is torch.int64, expected int32"),
     (call_dequantize, {"offs": ends([1, 1, 1])}, "one end for each of 2 experts"),
-    (call_dequantize, {"gather": torch.tensor([0, 9, 1, 1, 1])}, "gather must stay within the 5 rows"),
-    (call_dequantize, {"data": torch.zeros(2, 1, 6160, dtype=torch.uint8, device="meta")}, "on one device"),
+    (call_dequantize, {"gather": torch.tensor([0, 9, 1, 1, 1])}, "expected values within the 5 rows of x"),
+    (call_dequantize, {"data": torch.zeros(2, 1, 6160, dtype=torch.uint8, device="meta")}, "expected one device"),
 ])
 def test_misfit_is_a_value_error(call, changes, message):
     call()
@@ -328,8 +329,8 @@ def test_misfit_is_a_value_error(call, changes, message):
         call(**changes)
 
 
-def test_errors_of_weight_only_products():
-    """Of Gaussians: below 3% in eight bits, below 10% in four with scales for 16."""
+def test_errors_of_weight_only_gemms():
+    """Errors for Gaussian values: below 3% in eight bits, below 10% in four bits with blocks of 16."""
     generator = torch.Generator().manual_seed(0)
     w, x, offs = torch.randn(1, 128, 256, generator=generator), torch.randn(64, 256, generator=generator), ends([64])
     exact = grouped_gemm(x, w, offs)
@@ -340,12 +341,12 @@ def test_errors_of_weight_only_products():
 
 @pytest.mark.parametrize(("arch", "format", "shape", "rows", "reason"), [
     (90, "fp8_block", (8, 5760, 2880), 4096, None),
-    (90, "fp8_block", (8, 512, 2048), 4096, "fp8_block with 4096 rows an expert and 512 columns takes about 1.5 times"),
+    (90, "fp8_block", (8, 512, 2048), 4096, "4096 rows per expert and 512 columns takes about 1.5 times"),
     (90, "fp8_block", (8, 1536, 2048), 4096, "takes about 1.1 times as long"),
     (90, "mxfp8", (8, 5760, 2880), 4096, "takes about 1.6 times as long"),
     (90, "mxfp8", (8, 5760, 2880), 30, None),  # reading the weights is all that takes time
     (100, "mxfp8", (8, 5760, 2880), 4096, None),
-    (80, "mxfp8", (8, 5760, 2880), 4096, "sm_80 has no products of e4m3"),
+    (80, "mxfp8", (8, 5760, 2880), 4096, "sm_80 has no e4m3 GEMMs"),
     (90, "fp8_block", (8, 5760, 2888), 4096, "2888 columns are not a multiple of 16"),
 ])
 def test_where_fp8_is_slower(arch, format, shape, rows, reason, monkeypatch):

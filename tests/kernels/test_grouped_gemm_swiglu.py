@@ -1,4 +1,4 @@
-"""The first product of the experts with its activation, against the two functions that it stands for, bit for bit.
+"""First GEMM of the experts, fused with its activation, against the two separate functions, bit for bit.
 
 On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
 """
@@ -21,7 +21,7 @@ TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 8e-3, to
 
 
 def make(counts, hidden, width, dtype, device, extra=2):
-    """x (M + extra, H), w (E, 2I, H), offs, bias (E, 2I), weight (M + extra,); NaN past the last offset."""
+    """Return x (M + extra, H), w (E, 2I, H), offs, bias (E, 2I), weight (M + extra,); NaN past the last offset."""
     generator = torch.Generator().manual_seed(0)
     experts, rows = len(counts), sum(counts)
     shapes = (rows + extra, hidden), (experts, 2 * width, hidden), (experts, 2 * width), (rows + extra,)
@@ -31,7 +31,7 @@ def make(counts, hidden, width, dtype, device, extra=2):
 
 
 def formula(x, w, offs, bias, weight, clamped, alpha=1.702, limit=7.0):
-    """(h, gate_up) of the rows up to the last end, in float64."""
+    """Compute (h, gate_up) of the rows up to the last end, in float64."""
     expert = torch.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)).long())
     x, w, bias, weight = (None if t is None else t.double() for t in (x[: len(expert)], w, bias, weight))
     gate_up = torch.einsum("mh,mnh->mn", x, w[expert]) + (0 if bias is None else bias[expert])
@@ -68,7 +68,7 @@ def check(x, w, offs, bias, weight, clamped, gather=None):
 
 @pytest.fixture(params=[80, 90] if INTERPRET else [None])
 def chip(request, monkeypatch):
-    """Interpreted, the kernel runs with pointers as on sm_80 and with descriptors as on sm_90."""
+    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
     if request.param is not None:
         monkeypatch.setattr(MODULE, "architecture", lambda device: request.param)
 
@@ -97,7 +97,7 @@ def test_weight_bias_and_gather(hidden, width, dtype, clamped, device, chip):
 @pytest.mark.parametrize("clamped", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize(("counts", "width"), [([300], 136), ([300], 40), ([70, 0, 40], 200)], ids=str)
 def test_every_class_of_tiles(counts, width, clamped, device, chip):
-    """wide and narrow, with more than one tile."""
+    """Wide and narrow shapes with several tiles."""
     check(*make(counts, 16, width, torch.float16, device), clamped)
 
 
@@ -221,22 +221,23 @@ def test_nothing_is_read_back(dtype):
 
 
 BAD = {
-    "w must hold gate and up": {"w": torch.zeros(2, 5, 4)},
-    "x must be a floating-point": {"x": torch.zeros(5, 4, dtype=torch.long)},
-    "x.shape\\[1\\] must equal": {"x": torch.zeros(5, 3)},
-    "must have one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16)},
-    "offs must be int32": {"offs": torch.tensor([1, 2])},
+    r"w has shape \(2, 5, 4\), expected .* gate and up": {"w": torch.zeros(2, 5, 4)},
+    "x is torch.int64 .* expected a floating-point tensor": {"x": torch.zeros(5, 4, dtype=torch.long)},
+    r"x\.shape\[1\] is 3": {"x": torch.zeros(5, 3)},
+    "expected one dtype": {"x": torch.zeros(5, 4, dtype=torch.bfloat16)},
+    "offs is torch.int64, expected int32": {"offs": torch.tensor([1, 2])},
     "one end for each of 2": {"offs": torch.tensor([1, 2, 3], dtype=torch.int32)},
-    "offs must rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
-    "offs must rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
-    "one device": {"w": torch.zeros(2, 6, 4, device="meta")},
-    "bias must have shape": {"bias": torch.zeros(2, 3)},
-    "gather must be": {"gather": torch.zeros(5)},
-    "gather must stay within the 5 rows": {"gather": torch.tensor([0, 1, 5, 2, 3])},
-    "weight must be floating-point of shape \\(5,\\)": {"weight": torch.zeros(2)},
-    "weight must be floating-point of shape \\(6,\\)": {"weight": torch.zeros(5), "gather": torch.zeros(6).int()},
-    "weight must be on one device": {"weight": torch.zeros(5, device="meta")},
-    "limit must be positive": {"limit": 0.0, "clamped": True},
+    r"offs is \[3, 2\], expected ends that rise": {"offs": torch.tensor([3, 2], dtype=torch.int32)},
+    "expected ends that rise from 0 to at most 5": {"offs": torch.tensor([3, 6], dtype=torch.int32)},
+    "expected one device": {"w": torch.zeros(2, 6, 4, device="meta")},
+    "bias is .* one row for each expert": {"bias": torch.zeros(2, 3)},
+    "gather is torch.float32": {"gather": torch.zeros(5)},
+    "expected values within the 5 rows of x": {"gather": torch.tensor([0, 1, 5, 2, 3])},
+    "weight is .*, expected floating-point of shape \\(5,\\)": {"weight": torch.zeros(2)},
+    "weight is .*, expected floating-point of shape \\(6,\\)":
+        {"weight": torch.zeros(5), "gather": torch.zeros(6).int()},
+    "weight is on meta": {"weight": torch.zeros(5, device="meta")},
+    "limit is 0.0, expected a positive number": {"limit": 0.0, "clamped": True},
 }
 
 

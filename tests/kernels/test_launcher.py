@@ -9,7 +9,14 @@ from unittest import mock
 import pytest
 import torch
 
-from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
+from dualpipe.kernels import (
+    WgradOperands,
+    grouped_gemm,
+    grouped_gemm_dgrad,
+    grouped_gemm_swiglu,
+    grouped_gemm_wgrad,
+    grouped_gemm_wgrad_merged,
+)
 from dualpipe.kernels.common import INTERPRET, tl, triton
 from dualpipe.kernels.launcher import Launcher
 from dualpipe.kernels.norm import rms_norm
@@ -126,6 +133,8 @@ def test_grouped_products(driver, case):
         lambda: grouped_gemm_swiglu(x, w, offs), lambda: grouped_gemm_swiglu(x, w, offs, weight=x[:, 0].float()),
         lambda: grouped_gemm_dgrad(dy, w, offs), lambda: grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True),
         lambda: grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=False, gather=gather),
+        lambda: grouped_gemm_wgrad_merged([WgradOperands(dy, x, offs)] * 2, out=out, accumulate=True),
+        lambda: grouped_gemm_wgrad_merged([WgradOperands(dy, x, offs, gather)] * 4, out=out, accumulate=True),
         *((lambda: rms_norm(x, norm_weight, 1e-6), lambda: rms_norm(x, norm_weight, 1e-6, x)) if len(x) else ()),
     )
     for call in calls:

@@ -1,4 +1,4 @@
-"""RMSNorm with its residual against the formula and its autograd in float64, with poisoned results."""
+"""RMSNorm with residual against the formula and its autograd in float64, with poisoned results."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make(rows, width, dtype, device, seed=0):
-    """x, residual, weight, dy, d_sum."""
+    """Return x, residual, weight, dy, d_sum."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((rows, width), (rows, width), (width,), (rows, width), (rows, width))
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype) for shape in shapes]
@@ -62,7 +62,7 @@ def test_values_and_gradients_matrix(rows, width, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_weight_of_half_precision_rows(dtype, device):
-    """As where a dtype plan keeps norms in float32: the result is float32, and x is rounded as before."""
+    """With norms in float32 by a dtype plan, the result is float32, and x is rounded like without."""
     x, residual, weight, dy, d_sum = make(5, 40, dtype, device)
     y, total, dx, _ = check(x, residual, weight.float(), dy.float(), d_sum, TOLERANCE[dtype])
     assert y.dtype is torch.float32 and total.dtype is dx.dtype is dtype
@@ -70,7 +70,7 @@ def test_float32_weight_of_half_precision_rows(dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_residual_of_float32_rows(dtype, device):
-    """As under autocast."""
+    """Dtypes like under autocast."""
     x, residual, weight, dy, d_sum = make(5, 40, torch.float32, device)
     y, total, dx, _ = check(x, residual.to(dtype), weight, dy, d_sum, TOLERANCE[torch.float32])
     assert y.dtype is total.dtype is dx.dtype is torch.float32
@@ -155,9 +155,9 @@ def test_nothing_is_read_back():
 
 
 BAD = {
-    r"got \(5,\) for torch.float32 of shape \(3, 4\)": {"weight": torch.zeros(5)},
-    "for torch.int64": {"x": torch.zeros(3, 4, dtype=torch.long)},
-    r"residual must have the shape of x, \(3, 4\); got \(4,\)": {"residual": torch.zeros(4)},
+    r"x is torch.float32 of shape \(3, 4\) and weight has shape \(5,\)": {"weight": torch.zeros(5)},
+    "x is torch.int64": {"x": torch.zeros(3, 4, dtype=torch.long)},
+    r"residual has shape \(4,\), expected that of x, \(3, 4\)": {"residual": torch.zeros(4)},
 }
 
 

@@ -1,4 +1,4 @@
-"""The kernels' bytes against the references', with poisoned results; what the references do is in test_formats.py."""
+"""Bytes of the kernels against those of the references, with poisoned results; test_formats.py tests the references."""
 
 import importlib
 
@@ -30,7 +30,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
 def make(shape, dtype, device, seed=0):
-    """Numbers of all magnitudes, zeros of both signs, the tiniest and largest, infinities and NaN."""
+    """Return values of all magnitudes, zeros of both signs, the smallest and largest numbers, infinities and NaN."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     x *= 2.0 ** torch.randint(-30, 15, (*shape[:-1], 1), generator=generator)
@@ -42,7 +42,7 @@ def make(shape, dtype, device, seed=0):
 
 
 def bits(x):
-    """What can be compared, NaN with NaN too."""
+    """Convert to values that compare equal for equal bits, NaN included."""
     return x.nan_to_num(nan=12345.0).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
@@ -69,7 +69,7 @@ def test_bytes_and_numbers(format, dtype, device):
 @pytest.mark.slow
 @ALL
 def test_bytes_at_every_scale(format, device):
-    """Mantissas of 8 bits at every exponent, and so each side of each step of a scale, and of ties of elements."""
+    """All 8-bit mantissas at every exponent: both sides of every change of a scale and of every tie of elements."""
     steps = 2.0 ** torch.arange(-150, 127, dtype=torch.float64)[:, None] * (1 + torch.arange(2**8) / 2**8)
     x = (steps[..., None] * torch.linspace(1, -1, 32, dtype=torch.float64)).float().to(device)  # (exponents, 256, 32)
     x = x if format.block[0] == 1 else x[:, :, None, :].expand(-1, -1, 4, -1).flatten(0, 1)
@@ -185,18 +185,18 @@ def test_registration(device):
 X = torch.zeros(2, 4, 6)
 BAD = {
     "there is no format 'int8'": lambda: quantize(X, "int8"),
-    r"must be even; got \(4, 5\)": lambda: quantize(X[0, :, :5], "nvfp4"),
-    r"matrices.*shape \(6,\)": lambda: quantize(X[0, 0], "mxfp8"),
-    "got torch.int64": lambda: quantize(X.long(), "mxfp8"),
-    r"amax must be \(2,\).*got \(4,\)": lambda: quantize(X, "nvfp4", torch.zeros(4)),
-    r"out must be uint8 of shape \(2, 4, 16\).*got torch.float32": lambda: quantize(X, "mxfp8", out=X),
-    r"uint8 \(..., 4, 16\); got torch.uint8 of shape \(2, 4, 32\)":
+    r"the shape is \(4, 5\), .* must be even": lambda: quantize(X[0, :, :5], "nvfp4"),
+    r"the shape is \(6,\), but mxfp8 stores matrices": lambda: quantize(X[0, 0], "mxfp8"),
+    "x is torch.int64": lambda: quantize(X.long(), "mxfp8"),
+    r"amax has shape \(4,\) .* expected \(2,\)": lambda: quantize(X, "nvfp4", torch.zeros(4)),
+    r"out is torch.float32 .* expected uint8 of shape \(2, 4, 16\)": lambda: quantize(X, "mxfp8", out=X),
+    r"data is torch.uint8 of shape \(2, 4, 32\), .* uint8 \(..., 4, 16\)":
         lambda: dequantize(torch.zeros(2, 4, 32, dtype=torch.uint8), "mxfp8", 4, 6),
     "blocks of mxfp8 are 1 x 32, not square": lambda: transpose_blocks(quantize(X, "mxfp8"), "mxfp8", 4, 6),
-    "blocks of 128 or 32; got 64": lambda: quantize_rows(X[0], 64),
-    r"\(M, K\); got torch.float32 of shape \(2, 4, 6\)": lambda: quantize_rows(X, 32),
-    r"weight must be floating-point of shape \(4,\)": lambda: swiglu_quantize(X[0], torch.zeros(3), block=32),
-    "limit must be positive": lambda: swiglu_quantize(X[0], block=32, clamped=True, limit=0.0),
+    "block is 64, .* blocks of 128 or 32": lambda: quantize_rows(X[0], 64),
+    r"x is torch.float32 of shape \(2, 4, 6\), expected floating-point \(M, K\)": lambda: quantize_rows(X, 32),
+    r"weight is .*, expected floating-point of shape \(4,\)": lambda: swiglu_quantize(X[0], torch.zeros(3), block=32),
+    "limit is 0.0, expected a positive number": lambda: swiglu_quantize(X[0], block=32, clamped=True, limit=0.0),
 }
 
 

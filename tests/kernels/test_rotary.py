@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make(shape, dtype, device, *, documents=False, seed=0):
-    """[q, k, q_weight, k_weight, dq, dk], (cos, sin)."""
+    """Return [q, k, q_weight, k_weight, dq, dk], (cos, sin)."""
     generator = torch.Generator().manual_seed(seed)
     batch, length, heads, kv_heads, dim = shape
     shapes = [(batch, length, heads, dim), (batch, length, kv_heads, dim)]
@@ -28,7 +28,7 @@ def make(shape, dtype, device, *, documents=False, seed=0):
 
 
 def formula(x, weight, cos, sin, interleaved):
-    """By complex numbers (B, S, A, D / 2)."""
+    """Rotate heads as complex numbers (B, S, A, D / 2)."""
     if weight is not None:
         x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2))) if interleaved else torch.complex(*x.chunk(2, -1))
@@ -69,7 +69,7 @@ def test_values_and_gradients(shape, dtype, interleaved, norm, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_float32_weights_of_half_precision_heads(dtype, device):
-    """As where a dtype plan keeps norms in float32: queries and keys come out in float32."""
+    """With norms in float32 by a dtype plan, rotated queries and keys are float32."""
     (q, k, *weights, dq, dk), tables = make((2, 5, 4, 2, 16), dtype, device)
     operands = [q, k, *(weight.float() for weight in weights), dq.float(), dk.float()]
     turned, found = check(operands, tables, norm=True, interleaved=False, tolerance=TOLERANCE[dtype])
@@ -86,7 +86,7 @@ def test_results_are_those_of_the_operations_one_by_one():
 
 @pytest.mark.parametrize("norm", [False, True])
 def test_strides(norm, device):
-    """Parts of wider heads, as latent attention has them, and gradients as attention gives them, by heads."""
+    """Slices of wider heads, like in latent attention, and gradients transposed by attention."""
     operands, tables = make((2, 5, 4, 2, 16), torch.float32, device)
     options = {"norm": norm, "interleaved": False, "tolerance": TOLERANCE[torch.float32]}
     wide = []
@@ -132,16 +132,16 @@ def test_nothing_is_read_back():
     (q, k, *weights, dq, dk), tables = make((2, 70, 4, 2, 128), torch.bfloat16, "cpu")
     q, k, q_weight, k_weight, dq, dk, cos, sin = (
         t.pin_memory().cuda(non_blocking=True) for t in (q, k, *weights, dq, dk, *tables))
-    turned = rotate_heads(q, k, cos, sin, q_weight, k_weight, EPS)
-    rotate_heads_backward(dq, dk, q, k, cos, sin, q_weight, k_weight, *turned[2:])
+    rotated = rotate_heads(q, k, cos, sin, q_weight, k_weight, EPS)
+    rotate_heads_backward(dq, dk, q, k, cos, sin, q_weight, k_weight, *rotated[2:])
 
 
 BAD = {
-    r"even D are needed; got \(2, 5, 4, 7\)": {"q": torch.zeros(2, 5, 4, 7), "k": torch.zeros(2, 5, 2, 7)},
-    r"and \(2, 6, 2, 8\)": {"k": torch.zeros(2, 6, 2, 8)},
-    r"cos and sin must be \(5, 8\).*got \(6, 8\)": {"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)},
-    r"both be \(8,\), or None; got \[\(8,\), None\]": {"q_weight": torch.zeros(8)},
-    r"got \[\(8,\), \(4,\)\]": {"q_weight": torch.zeros(8), "k_weight": torch.zeros(4)},
+    r"queries have shape \(2, 5, 4, 7\).* even D": {"q": torch.zeros(2, 5, 4, 7), "k": torch.zeros(2, 5, 2, 7)},
+    r"keys \(2, 6, 2, 8\)": {"k": torch.zeros(2, 6, 2, 8)},
+    r"cos has shape \(6, 8\).*expected \(5, 8\)": {"cos": torch.zeros(6, 8), "sin": torch.zeros(6, 8)},
+    r"the shapes \[\(8,\), None\], expected \(8,\) for both": {"q_weight": torch.zeros(8)},
+    r"the shapes \[\(8,\), \(4,\)\]": {"q_weight": torch.zeros(8), "k_weight": torch.zeros(4)},
 }
 
 

@@ -1,4 +1,4 @@
-"""Sorting tokens by expert and bringing them back, against plain indexing in float64, with poisoned results."""
+"""Sort, dispatch and combine of tokens against plain indexing in float64, with poisoned results."""
 
 import importlib
 
@@ -28,7 +28,7 @@ def random(shape, dtype, device, seed=0):
 
 
 def unsorted(rows, device):
-    """Rows that are in order already, all of one expert."""
+    """Return the order of rows that are sorted already, all of one expert."""
     return SortedTokens(*(torch.arange(rows, dtype=torch.int32, device=device),) * 2,
                         torch.tensor([rows], dtype=torch.int32, device=device),
                         torch.zeros(rows, dtype=torch.int32, device=device))
@@ -46,7 +46,7 @@ def check_sorted(expert_idx, num_experts):
 
 
 def check_rows(expert_idx, num_experts, hidden, dtype, weight_dtype=None):
-    """Dispatch and combine, forward and backward."""
+    """Run dispatch and combine, forward and backward."""
     (count, top_k), device = expert_idx.shape, expert_idx.device
     tokens = sort_tokens(expert_idx, num_experts)
     x, y = random((count, hidden), dtype, device), random((count * top_k, hidden), dtype, device, 1)
@@ -195,7 +195,7 @@ def test_same_bits_on_every_run(device):
 
 
 def test_second_derivative(device):
-    """Right where the operator is linear; refused for the weighted sum."""
+    """A second backward is correct for linear operators, and refused for the weighted sum."""
     tokens = sort_tokens(choose(5, 2, 4, device), 4)
     x, weights = (random((5, n), torch.float64, device).requires_grad_() for n in (3, 2))
 
@@ -245,7 +245,7 @@ def test_nothing_is_read_back():
 
 @pytest.mark.parametrize("expert", [3, -2])
 def test_expert_out_of_range(expert, device):
-    """An error on CPU; the kernel sorts the row past the last expert's, unassigned."""
+    """Raises ValueError on CPU; the kernel sorts the row as unassigned."""
     expert_idx = torch.tensor([[2, 0], [expert, 1]] * 150, device=device)  # more than one block
     if device.type == "cuda" or INTERPRET:
         tokens = sort_tokens(expert_idx, 3)
@@ -254,12 +254,12 @@ def test_expert_out_of_range(expert, device):
         for name in ("order", "inverse", "gather"):
             assert torch.equal(getattr(tokens, name), getattr(as_fourth, name))
     else:
-        with pytest.raises(ValueError, match=f"between 0 and 2, or -1 for none; got {expert}"):
+        with pytest.raises(ValueError, match=f"contains {expert}, expected experts between 0 and 2, or -1"):
             sort_tokens(expert_idx, 3)
 
 
 def some_unassigned(tokens, top_k, experts, device, share):
-    """Choices of which `share` are unassigned, among them all of the first token."""
+    """Return choices of which `share` are unassigned, including all choices of the first token."""
     chosen = choose(tokens, top_k, experts, device)
     generator = torch.Generator().manual_seed(1)
     unassigned = torch.rand(tokens, top_k, generator=generator) < share
@@ -290,7 +290,7 @@ def test_sort_puts_unassigned_rows_last(share, case, index_dtype, device):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_unassigned_rows_count_as_zero(share, case, dtype, cut, device):
-    """Whatever they, their weights and their gradients hold, and also where they do not exist."""
+    """Unassigned rows, weights and gradients may have any value, and rows may be absent."""
     tokens, top_k, experts, hidden = case
     chosen = some_unassigned(tokens, top_k, experts, device, share)
     sorted_tokens = sort_tokens(chosen, experts)
@@ -343,11 +343,11 @@ def test_expert_out_of_range_fails_with_the_debug_switch():
 
 
 BAD_SORTS = {
-    r"expert_idx must be int32 or int64 of shape \(T, K\).*\(4,\)": (torch.zeros(4, dtype=torch.long), 3),
+    r"of shape \(4,\), expected int32 or int64 of shape \(T, K\)": (torch.zeros(4, dtype=torch.long), 3),
     r"shape \(4, 0\)": (torch.zeros(4, 0, dtype=torch.long), 3),
-    "got torch.float32": (torch.zeros(4, 2), 3),
-    "num_experts must be at least 1; got 0": (torch.zeros(4, 2, dtype=torch.long), 0),
-    "at most 2\\^31 - 1 rows": (torch.zeros(1, 1, dtype=torch.long).expand(2**30, 2), 3),
+    "expert_idx is torch.float32": (torch.zeros(4, 2), 3),
+    "num_experts is 0, expected at least 1": (torch.zeros(4, 2, dtype=torch.long), 0),
+    r"2147483648 rows, but at most 2\^31 - 1": (torch.zeros(1, 1, dtype=torch.long).expand(2**30, 2), 3),
 }
 
 
@@ -358,14 +358,14 @@ def test_misfit_in_sort_is_a_value_error(message):
 
 
 BAD_COMBINES = {
-    "y must be a floating-point matrix": {"y": torch.zeros(6)},
-    "one row for each of 6 sorted ones; got 5": {"y": torch.zeros(5, 4)},
+    r"y is .* of shape \(6,\).* expected a floating-point matrix": {"y": torch.zeros(6)},
+    "y has 5 rows, expected one for each of 6 sorted rows": {"y": torch.zeros(5, 4)},
     "on meta": {"y": torch.zeros(6, 4, device="meta"), "weights": torch.zeros(3, 2, device="meta")},
-    "weights must be a floating-point": {"weights": torch.zeros(3, 2, dtype=torch.long)},
-    r"one element for each of 6 rows.*\(2, 2\)": {"weights": torch.zeros(2, 2)},
-    "top_k 3": {"top_k": 3},
-    "or top_k where there are none": {"weights": None},
-    "divide the 6 sorted rows; got 4": {"weights": None, "top_k": 4},
+    "weights are torch.int64": {"weights": torch.zeros(3, 2, dtype=torch.long)},
+    r"shape \(2, 2\).* one element for each of 6 rows": {"weights": torch.zeros(2, 2)},
+    "top_k is 3": {"top_k": 3},
+    "weights and top_k are None": {"weights": None},
+    "top_k is 4, expected a divisor of the 6 sorted rows": {"weights": None, "top_k": 4},
 }
 
 
@@ -379,7 +379,7 @@ def test_misfit_in_combine_is_a_value_error(message):
 
 def test_misfit_in_dispatch_is_a_value_error():
     tokens = sort_tokens(torch.tensor([[0, 1]] * 3), 2)
-    with pytest.raises(ValueError, match=r"one row for each of 6 / 2 sorted tokens; got 4"):
+    with pytest.raises(ValueError, match=r"x has 4 rows, expected one row for each of 6 / 2 sorted tokens"):
         dispatch_tokens(torch.zeros(4, 5), tokens, 2)
-    with pytest.raises(ValueError, match="x must be a floating-point matrix"):
+    with pytest.raises(ValueError, match=r"x is .* of shape \(3,\).* expected a floating-point matrix"):
         dispatch_tokens(torch.zeros(3), tokens, 2)

@@ -1,4 +1,4 @@
-"""The gated activations against the formula and its autograd in float64, with poisoned results."""
+"""Gated activations against the formula and its autograd in float64, with poisoned results."""
 
 import importlib
 
@@ -18,7 +18,7 @@ FORMS = {"plain": swiglu, "clamped": clamped_swiglu}
 
 
 def clamp(x, low, high):
-    """With a gradient at the limits, as torch.clamp had before 2.15; bf16 hits them often."""
+    """Clamp with a gradient at the limits, like torch.clamp before 2.15; bf16 values often equal a limit."""
     x = torch.where(x > high, high, x)
     return x if low is None else torch.where(x < low, low, x)
 
@@ -34,7 +34,7 @@ def formula(form, gate_up, weight, alpha=1.702, limit=7.0):
 
 
 def make(rows, width, dtype, device, seed=0):
-    """gate_up (some of it past the limit of 7), weight, dh."""
+    """Return gate_up (with values past the limit of 7), weight, dh."""
     generator = torch.Generator().manual_seed(seed)
     shapes = ((rows, 2 * width), (rows,), (rows, width))
     gate_up, weight, dh = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -121,7 +121,7 @@ def test_there_is_a_gradient_at_the_limits(device):
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_extreme_values_stay_what_they_are(form, device):
-    """No overflow far from zero, and NaN is not swallowed by the clamp."""
+    """No overflow for large values, and clamping preserves NaN."""
     gate_up = torch.tensor([[-1e4, 2.0], [1e4, 2.0], [float("nan"), 2.0], [2.0, float("nan")]], device=device)
     gate_up.requires_grad_()
     h = form(gate_up)
@@ -173,13 +173,13 @@ def test_nothing_is_read_back():
 
 
 BAD = {
-    r"\(M, 2I\).*float32 of shape \(4,\)": {"gate_up": torch.zeros(4)},
-    r"shape \(3, 5\)": {"gate_up": torch.zeros(3, 5)},
-    "torch.int64": {"gate_up": torch.zeros(3, 4, dtype=torch.long)},
-    r"weight must be floating-point of shape \(3,\)": {"weight": torch.zeros(3, 1)},
-    "got torch.int64 of shape": {"weight": torch.zeros(3, dtype=torch.long)},
-    "one device": {"weight": torch.zeros(3, device="meta")},
-    "limit must be positive; got -1": {"limit": -1.0},
+    r"float32 of shape \(4,\), expected floating-point \(M, 2I\)": {"gate_up": torch.zeros(4)},
+    r"gate_up is .* of shape \(3, 5\)": {"gate_up": torch.zeros(3, 5)},
+    "gate_up is torch.int64": {"gate_up": torch.zeros(3, 4, dtype=torch.long)},
+    r"of shape \(3, 1\), expected floating-point of shape \(3,\)": {"weight": torch.zeros(3, 1)},
+    "weight is torch.int64": {"weight": torch.zeros(3, dtype=torch.long)},
+    "weight is on meta": {"weight": torch.zeros(3, device="meta")},
+    "limit is -1.0, expected a positive number": {"limit": -1.0},
 }
 
 

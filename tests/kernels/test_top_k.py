@@ -1,4 +1,4 @@
-"""The router's choice against the formula and its autograd in float64, with poisoned results."""
+"""Router against the formula and its autograd in float64, with poisoned results."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
 def make(tokens, experts, top_k, dtype, device):
-    """Logits without equal ones in a row, and gradients of weights and probabilities."""
+    """Return logits that are distinct in every row, and gradients of weights and probabilities."""
     generator = torch.Generator().manual_seed(0)
     steps = torch.rand(tokens, experts, generator=generator).argsort(-1) - experts // 2
     shapes = (tokens, top_k), (tokens, experts)
@@ -102,8 +102,8 @@ def test_nothing_is_read_back():
 
 
 @pytest.mark.parametrize("logits, top_k, message", [
-    (torch.zeros(3), 1, r"float32 of shape \(3,\) and 1"), (torch.zeros(3, 4, dtype=torch.long), 1, "int64"),
-    (torch.zeros(3, 4), 5, "and 5"), (torch.zeros(3, 4), 0, "and 0"),
+    (torch.zeros(3), 1, r"float32 of shape \(3,\) and top_k is 1"), (torch.zeros(3, 4, dtype=torch.long), 1, "int64"),
+    (torch.zeros(3, 4), 5, "top_k is 5"), (torch.zeros(3, 4), 0, "top_k is 0"),
 ])
 def test_misfit_is_a_value_error(logits, top_k, message):
     with pytest.raises(ValueError, match=message):

@@ -21,7 +21,7 @@ from dualpipe.parallel.experts.dispatcher import Received, run_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.parity import difference
+from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole

@@ -18,8 +18,8 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.nn.attention import packed_positions
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.schedule import build
-from dualpipe.train.data.loader import shifted
-from dualpipe.train.parity import difference
+from dualpipe.train.data.token_stream import shift_targets
+from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from models import randomize_vectors, whole
 from threads import run_threads
@@ -167,7 +167,8 @@ def reference(depth, length, documents, replicas=1, **changes):
 
 def arguments(rows, positions, depth):
     """Tokens, targets and side inputs of a step."""
-    targets = torch.from_numpy(shifted(rows.numpy(), depth, None if positions is None else positions.numpy()).copy())
+    places = None if positions is None else positions.numpy()
+    targets = torch.from_numpy(shift_targets(rows.numpy(), depth, places).copy())
     return rows[:, :-1], targets, {"positions": positions, "ahead": tokens_ahead(targets)}
 
 
@@ -195,7 +196,7 @@ def step(rank, schedule, pp, ep, depth, length, documents, recompute, overlap, c
     tokens, targets, side = arguments(*parts, depth)
     criterion = MicroBatchLoss(MICRO_BATCHES, WEIGHT)
     pipe.step(tokens, num_chunks=MICRO_BATCHES, criterion=criterion, labels=targets, side=side)
-    noted = torch.stack(criterion.noted) if criterion.noted else None
+    noted = torch.stack(criterion.depth_losses) if criterion.depth_losses else None
     return noted, {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
 
@@ -253,7 +254,7 @@ def test_segments_have_the_bits_of_the_forward(depth):
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     Pipeline([model], schedule="1f1b").step(tokens, num_chunks=1, criterion=criterion, labels=targets, side=side)
-    assert torch.equal(criterion.noted[0], expected.noted[0])
+    assert torch.equal(criterion.depth_losses[0], expected.depth_losses[0])
     assert all(torch.equal(p.grad, gradients[name]) for name, p in model.named_parameters())
 
 

@@ -293,9 +293,9 @@ def test_misfits_are_refused():
     tokens, module = sort(CHOICES["balanced"]), GroupedSwiGLU(3, 8, 4)
     with pytest.raises(ValueError, match=r"x has .* rows, expected one for each token"):
         module(torch.randn(4, 8), tokens)
-    with pytest.raises(ValueError, match=r"weight must be floating-point of shape \(6,\)"):
+    with pytest.raises(ValueError, match=r"expected floating-point of shape \(6,\), one for each row"):
         module(torch.randn(3, 8), tokens, torch.randn(3))
-    with pytest.raises(ValueError, match="limit must be positive"):
+    with pytest.raises(ValueError, match=r"limit is 0\.0, expected a positive number"):
         GroupedSwiGLU(3, 8, 4, clamped=True, limit=0.0)
 
 

@@ -541,7 +541,7 @@ def saved(rank: int) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(lambda t, count=count: count.append(t.shape) or t, lambda t: t):
             walk([segmented.forward(state)])
         assert set(state.carry) == {"x"}, "everything else has been read for the last time"
-        found.append((len(count), sum(len(record.kept) for record in state.records)))
+        found.append((len(count), sum(len(record.saved_inputs) for record in state.records)))
     return found
 
 

@@ -25,7 +25,7 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
-from dualpipe.train.parity import difference
+from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.stages import StageOptions, build_model, build_whole
 from models import compare_gradients

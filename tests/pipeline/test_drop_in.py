@@ -131,7 +131,7 @@ def test_the_names_are_deprecated_and_say_what_to_use(monkeypatch):
     with pytest.warns(DeprecationWarning, match="set_p2p_tensor_dtype is not needed"):
         set_p2p_tensor_dtype(torch.float32)
     monkeypatch.delitem(sys.modules, "dualpipe.utils")
-    with pytest.warns(DeprecationWarning, match="dualpipe.utils is there for code written for DeepSeek's") as caught:
+    with pytest.warns(DeprecationWarning, match="dualpipe.utils is for code that was written for DeepSeek's") as caught:
         exec(compile("from dualpipe.utils import WeightGradStore", "theirs.py", "exec"), {})
     assert [warning.filename for warning in caught] == ["theirs.py"]
 
@@ -154,7 +154,7 @@ def test_calls_of_the_class_go_to_the_running_store():
         assert ran == ["at once", 1] and stores[0].pending() == {2: 1, 3: 1} and len(stores[1].pending()) == 3
         WeightGradStore.clear()
         assert stores[0].pending() == {} and len(stores[1].pending()) == 3
-        with pytest.raises(RuntimeError, match="no weight gradients wait"):
+        with pytest.raises(RuntimeError, match="there are no deferred weight gradients"):
             WeightGradStore.pop()
 
 

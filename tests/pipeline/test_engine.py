@@ -30,7 +30,7 @@ def make_pipeline(name, stages, rank, world, **options):
 
 
 def compare(rank, world, name, num_chunks, batch, dtype=torch.float64, dim=0):
-    """The largest error of one training step on this rank."""
+    """Return the largest error of one training step on this rank."""
     total = num_stages(name, world)
     stages = make_stages(total, lambda: Stage(dtype=dtype))
     expected = make_stages(total, lambda: Stage(dtype=dtype))
@@ -56,7 +56,7 @@ def compare(rank, world, name, num_chunks, batch, dtype=torch.float64, dim=0):
 
 
 def all_sizes(rank, world, names, dtype, most):
-    """The worst error of each schedule and number of micro-batches up to `most`."""
+    """Return the largest error of every schedule with every number of micro-batches up to `most`."""
     worst = {}
     for name in names:
         for num_chunks in range(1, most + 1):
@@ -88,7 +88,7 @@ def test_uneven_batches_along_any_dimension():
 
 
 def bitwise(rank, world, dtype):
-    """One micro-batch leaves nothing to reorder; 1F1B and interleaved 1F1B add in the order of the micro-batches."""
+    """Compare bits: one micro-batch has one order, and 1F1B and interleaved 1F1B add in micro-batch order."""
     worst = {(name, 1): compare(rank, world, name, 1, 4, dtype) for name in SCHEDULES}
     for name in ("1f1b", "interleaved_1f1b"):
         worst |= {(name, m): compare(rank, world, name, m, 2 * m, dtype) for m in (2, 5, 3 * world)}
@@ -103,7 +103,7 @@ def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
 
 
 def many_steps(rank, world):
-    """Gradients accumulate over steps of different sizes, with evaluation in between."""
+    """Accumulate gradients over steps of different sizes, with an evaluation in between."""
     stages, expected = make_stages(2 * world), make_stages(2 * world)
     pipe, own = make_pipeline("dualpipev", stages, rank, world)
     for batch, num_chunks, width in [(8, 4, 3), (6, 6, 2), (9, 4, 5)]:
@@ -127,7 +127,7 @@ def test_steps_of_different_sizes_accumulate(world):
 
 
 def mapped(rank, world):
-    """Pipeline rank = rank_mapping[group rank]; the first pipeline rank is here the last process."""
+    """Train with the last process as the first pipeline rank: pipeline rank = rank_mapping[group rank]."""
     mapping = list(reversed(range(world)))
     stages, expected = make_stages(2 * world), make_stages(2 * world)
     me = mapping[rank]
@@ -144,7 +144,7 @@ def test_rank_mapping():
 
 
 def two_pipelines(rank, world, own_groups):
-    """Ranks 0,1 and 2,3 are pipelines of their own, and all four are a third one; all in one process."""
+    """Train three pipelines in one process: of ranks 0 and 1, of ranks 2 and 3, and of all four."""
     import torch.distributed as dist
 
     if own_groups:

@@ -1,4 +1,4 @@
-"""A mistake or a failure on one rank raises on every rank and names its cause.
+"""Errors on one rank raise on every rank and name their cause.
 
 After a mistake in the arguments the pipeline can be used again. A failure ends the process groups of the step: another
 pipeline over new groups works.
@@ -35,7 +35,7 @@ def good_arguments(rank):
 
 
 def build_pipe(rank, world, make=Stage, **options):
-    """A pipeline over a process group of its own, which a failed step ends."""
+    """Return a pipeline over a new process group, which a failed step ends."""
     stages = make_stages(2 * world, make)
     if world > 1:
         options = {"process_group": dist.new_group(list(range(world)))} | options
@@ -43,7 +43,7 @@ def build_pipe(rank, world, make=Stage, **options):
 
 
 def assert_works(pipe, rank, world):
-    """A good step gives the right gradients, and nothing is left in the queue."""
+    """Check that a step has the correct gradients, and leaves nothing in the store."""
     for module in pipe.module:
         module.zero_grad()
     inputs, kwargs = good_arguments(rank)
@@ -57,7 +57,7 @@ def assert_works(pipe, rank, world):
 
 
 def caught(call):
-    """The type and text of what a call raises, and the seconds until then."""
+    """Return the type and the text of the error of a call, and its seconds."""
     start = time.monotonic()
     try:
         call()
@@ -71,12 +71,12 @@ def caught(call):
 X = torch.zeros(10, 8, dtype=torch.float64)
 ARGUMENTS = {
     # mistake: (rank that makes it, inputs or None to keep, changed keywords, what every rank must be told)
-    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_chunks must be an integer >= 1, got 0"),
-    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_chunks must be an integer"),
+    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches (num_chunks) must be an integer >= 1"),
+    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_microbatches (num_chunks) must be an integer"),
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
-    "no criterion": (0, None, dict(criterion=None), "rank 0: criterion is required"),
-    "no inputs": (0, (), {}, "rank 0: inputs are required on the rank of the first stage"),
-    "none as input": (0, (None,), {}, "rank 0: inputs are required"),
+    "no criterion": (0, None, dict(criterion=None), "rank 0: got no loss_fn (criterion), which is required"),
+    "no inputs": (0, (), {}, "rank 0: got no inputs, which are required on the rank of the first stage"),
+    "none as input": (0, (None,), {}, "rank 0: got no inputs"),
     "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
     "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0 must be a tensor, got float"),
     "small batch": (0, (X[:3],), {}, "rank 0: input 0 of shape [3, 8] cannot be split into num_chunks=5"),
@@ -111,7 +111,7 @@ class Planted(RuntimeError):
 
 
 class Unable(Stage):
-    """Cannot give its segments."""
+    """A stage whose `segments()` raises."""
 
     fails = False
 
@@ -126,7 +126,7 @@ class Unable(Stage):
 
 
 def other_errors(rank, world):
-    """What is raised where rank 1 fails with no ValueError before the step begins, and a good step behind it."""
+    """Return the error of a failure on rank 1, no ValueError, before a step, and check a step after it."""
     told = []
     with mock.patch.object(Unable, "fails", rank == 1):
         told.append(caught(lambda: build_pipe(rank, world, Unable)))
@@ -143,7 +143,7 @@ def other_errors(rank, world):
     return told
 
 
-def test_errors_of_other_types_before_a_step_are_told_to_every_rank():
+def test_errors_of_other_types_before_a_step_raise_on_every_rank():
     for told in run_ranks(other_errors, WORLD, WORLD, group_timeout=40, fresh=True):
         texts = ["Planted: no segments", "Planted: no segments", "MemoryError"]
         for (kind, text, seconds), expected in zip(told, texts, strict=True):
@@ -151,7 +151,7 @@ def test_errors_of_other_types_before_a_step_are_told_to_every_rank():
 
 
 def failing_to_agree(rank, world):
-    """What is raised, and when, where rank 1 alone cannot read what the ranks say as a step begins."""
+    """Return the error, and its time, if rank 1 cannot read the records at the beginning of a step."""
     pipe, _ = build_pipe(rank, world)
     args, kwargs = good_arguments(rank)
     if rank == 1:
@@ -159,14 +159,15 @@ def failing_to_agree(rank, world):
     return caught(lambda: pipe.step(*args, **kwargs))
 
 
-def test_a_rank_that_cannot_read_what_the_others_say_leaves_nobody_waiting():
+def test_no_rank_waits_for_one_that_cannot_read_the_records():
     for kind, text, seconds in run_ranks(failing_to_agree, WORLD, WORLD, group_timeout=40):
         assert (kind, text) == ("PipelineError", "rank 1: MemoryError: ") and seconds < 20
 
 
-def test_all_ranks_that_make_one_mistake_are_told_once():
+def test_a_mistake_of_all_ranks_is_reported_once():
     for kind, text, _ in run_ranks(left_out, 3, 3):
-        assert kind == "ValueError" and text.startswith("ranks 0-2: num_chunks is required on every rank: the number")
+        assert kind == "ValueError" and text.startswith(
+            "ranks 0-2: num_microbatches (num_chunks) is required on every rank: the number")
         assert text.endswith("divide a mean loss by it")
 
 
@@ -180,7 +181,7 @@ def test_a_pipeline_is_not_called():
         Pipeline(make_stages(1))(X)
 
 
-def test_a_name_of_deepseeks_that_is_not_here_says_what_is():
+def test_the_missing_name_of_deepseek_names_its_replacement():
     with pytest.raises(ImportError, match="use DualPipeV"):
         from dualpipe import DualPipe  # noqa: F401
     with pytest.raises(AttributeError, match="use DualPipeV"):
@@ -240,7 +241,7 @@ def construction_mistakes(rank, world):
 
 
 def with_config(stages, tied, vocab_size=16, rank=None):
-    """The first with an embedding of 16 words, the last with a head of `vocab_size`, where `rank` is one of two."""
+    """Return the stages of one of two ranks: an embedding of 16 words, or a head of `vocab_size`."""
     for number, stage in enumerate(stages if rank is None else [None] * rank + stages):
         if stage is not None:
             stage.config = SimpleNamespace(tie_word_embeddings=tied)
@@ -260,12 +261,12 @@ def test_construction_mistakes_raise_on_every_rank():
         "modules": "rank 1 has 1 modules, but schedule 'dualpipev' gives it 2 stages",
         "types": "rank 1: modules must be a tuple of nn.Modules, got ['Stage', 'NoneType']",
         "no modules": "rank 1: modules must be a tuple of nn.Modules, got NoneType",
-        "twice": "rank 1: one module is given twice in ['Stage', 'Stage']; give each stage a module of its own",
+        "twice": "rank 1: one module comes twice in ['Stage', 'Stage']; pass a different module for every stage",
         "tied": "tie_word_embeddings is set, but the first and the last stage are on two ranks and would train two",
         "tied in a V": "rank 0: tie_word_embeddings is set, but the first and the last stage share no Parameter",
         "no mapping": "rank 1: rank_mapping must be a permutation of 0..1, got 3",
         "batch_dim": "ranks disagree about (schedule",
-        "device": "rank 1: all stages of a rank must be on one real device, found ['cpu', 'meta']",
+        "device": "rank 1: all stages of a rank must be on one real device, got ['cpu', 'meta']",
         "schedule": "ranks disagree about (schedule",
         "unknown": "dualpipev",
         "not a V": "DualPipeV needs stages placed in a V",
@@ -285,7 +286,7 @@ def test_construction_mistakes_raise_on_every_rank():
 
 
 class Bomb(torch.autograd.Function):
-    """Identity whose forward, backward or deferred weight gradient raises when told to."""
+    """Identity whose forward, backward or deferred weight gradient raises on request."""
 
     @staticmethod
     def forward(ctx, x, owner):
@@ -300,7 +301,7 @@ class Bomb(torch.autograd.Function):
 
 
 class Fragile(nn.Module):
-    """A `Stage` that fails at the n-th forward, backward or weight gradient since `armed` was set."""
+    """A `Stage` that fails at the n-th forward, backward or weight gradient after `armed` is set."""
 
     def __init__(self):
         super().__init__()
@@ -370,7 +371,7 @@ def failing_criterion(rank, world):
     return told
 
 
-def test_a_bad_criterion_is_told_to_every_rank():
+def test_a_bad_criterion_raises_on_every_rank():
     for told in run_ranks(failing_criterion, WORLD, WORLD):
         assert {kind for kind, _ in told.values()} == {"PipelineError"}
         assert "TypeError" in told["takes more"][1] and "missing 1 required positional" in told["takes more"][1]
@@ -380,7 +381,7 @@ def test_a_bad_criterion_is_told_to_every_rank():
 
 
 class Odd(Stage):
-    """Returns something that no stage may return, or changes its mind about the shape."""
+    """A stage with invalid outputs, or outputs whose shapes change."""
 
     mode = "good"
 
@@ -416,23 +417,23 @@ def odd_outputs(rank, world):
 def test_outputs_that_cannot_cross_ranks():
     for told in run_ranks(odd_outputs, WORLD, WORLD):
         assert {kind for kind, _ in told.values()} == {"PipelineError"}
-        assert "a stage must return a tensor or a tuple of tensors, not NoneType" in told["none"][1]
-        assert "not dict" in told["dict"][1] and "not ['Tensor', 'int']" in told["mixed"][1]
+        assert "a stage must return a tensor or a tuple of tensors, got NoneType" in told["none"][1]
+        assert "got dict" in told["dict"][1] and "got ['Tensor', 'int']" in told["mixed"][1]
         assert "torch.sparse_coo on cpu" in told["sparse"][1] and "strided on meta" in told["meta"][1]
-        assert "exceeds the 8192 that travel" in told["many"][1]
+        assert "bytes exceeds the limit of 8192" in told["many"][1]
         assert "changed within the step" in told["shape"][1] and "float64[2, 4]" in told["shape"][1]
         assert "changed within the step" in told["dtype"][1] and "float32[2, 8]" in told["dtype"][1]
         assert "micro-batch 2 gives (float64[2, 8] without grad)" in told["detached"][1]
-        assert "not an empty one; return what it was given" in told["empty"][1]
+        assert "got an empty tuple; return its inputs" in told["empty"][1]
 
 
 @pytest.mark.parametrize("mode, text", [
     ("detached", "0F2 (forward of stage 0, micro-batch 2): the output for stage 1 changed within the step: micro-batch "
      "2 gives (float64[2, 8] without grad), an earlier one gave (float64[2, 8])"),
     ("shape", "micro-batch 2 gives (float64[2, 4])"),
-    ("empty", "not an empty one"),
+    ("empty", "got an empty tuple"),
 ])
-def test_outputs_that_stay_on_their_rank_are_held_to_the_same(mode, text):
+def test_outputs_that_stay_on_their_rank_are_checked_like_sent_ones(mode, text):
     pipe, _ = build_pipe(0, 1, Odd)
     args, kwargs = good_arguments(0)
     pipe.module[0].mode = mode
@@ -461,9 +462,9 @@ def in_place(rank, world):
     return caught(lambda: pipe.step(*args, **kwargs))[:2]
 
 
-def test_a_stage_that_begins_in_place_is_told_what_to_do():
+def test_the_error_of_an_in_place_operation_has_a_remedy():
     for kind, text in run_ranks(in_place, WORLD, WORLD):
-        assert kind == "PipelineError" and "must not begin with an operation in place" in text
+        assert kind == "PipelineError" and "must not begin with an in-place operation" in text
         assert "Write x = x + 1 instead of x += 1" in text
 
 
@@ -477,14 +478,14 @@ def test_ends_that_say_that_they_are_tied_and_are():
 
 
 class Speechless(Exception):
-    """An error that cannot say what it is."""
+    """An error without a text."""
 
     def __str__(self):
         raise RuntimeError("no words")
 
 
 class Interrupted(Stage):
-    """Raises what it is given."""
+    """A stage that raises an error."""
 
     error = None
 
@@ -516,7 +517,7 @@ def test_errors_that_are_long_wordless_or_interrupts():
 
 
 class Unfreezing(Stage):
-    """Asks for a gradient of an input that came without one, as some adapters do."""
+    """A stage that requires a gradient of an input that came without one, as some adapters do."""
 
     def forward(self, x):
         return super().forward(x.requires_grad_())
@@ -537,7 +538,7 @@ def test_a_stage_that_asks_for_more_gradients_than_were_agreed():
 
 
 class Forgetful(Stage):
-    """Queues a weight gradient under a key that no "W" will ever run."""
+    """A stage that defers a weight gradient under a key without a "W"."""
 
     def forward(self, x):
         store = WeightGradStore.current()
@@ -610,7 +611,7 @@ def test_a_rank_that_hangs_is_noticed_within_the_timeout():
 
 
 def absent_rank(rank, world):
-    """One rank never calls step."""
+    """Let all ranks but one call `step`."""
     pipe, _ = build_pipe(rank, world, process_group=dist.group.WORLD)
     if rank == 1:
         _until_ended(dist.distributed_c10d._get_default_store(), "ended")
@@ -626,9 +627,9 @@ def _until_ended(store, key):
         time.sleep(0.05)
 
 
-def test_a_rank_that_does_not_come_is_named():
+def test_a_missing_rank_is_named():
     kind, text, seconds = run_ranks(absent_rank, 2, 2, group_timeout=2, fresh=True)[0]
-    assert kind == "PipelineError" and "for word from rank 1" in text and seconds < 20
+    assert kind == "PipelineError" and "for an agreement message from rank 1" in text and seconds < 20
 
 
 def test_pipeline_error_is_a_runtime_error():

@@ -48,7 +48,7 @@ CONFIG = Qwen3MoeConfig(  # of two layers, or as many as there are stages
 
 
 class Layout(NamedTuple):
-    """The sizes of a mesh, a schedule, and what is recomputed."""
+    """Sizes of a mesh, a schedule, and rules for recomputation."""
 
     pp: int
     dp: int
@@ -67,11 +67,11 @@ class Layout(NamedTuple):
 
 
 class Planted(Exception):
-    """Raised on purpose."""
+    """Planted error."""
 
 
 class Planting:
-    """Counts the calls of the library's functions in a step, and raises `Planted` at the n-th, from 0."""
+    """Profile function that counts the calls of the library in a step, and raises `Planted` at the n-th, from 0."""
 
     def __init__(self, at: int | None = None) -> None:
         self._at = at
@@ -129,7 +129,7 @@ def make_stages(layout: Layout, mesh: Any) -> list[nn.Module]:
 
 
 def new_step(layout: Layout) -> Callable[[], list[Tensor]]:
-    """A step of a new pipeline, which returns the gradients."""
+    """Run a step of a new pipeline; return the gradients."""
     mesh = build_mesh(layout.pp, layout.dp, layout.ep, torch.device("cpu"), cp=layout.cp)
     stages = make_stages(layout, mesh)
     pipe = Pipeline(stages, process_group=mesh["pp"].get_group(), schedule=layout.schedule)
@@ -151,7 +151,7 @@ def new_step(layout: Layout) -> Callable[[], list[Tensor]]:
 
 
 class Outcome(NamedTuple):
-    """What a rank raised, in which of two steps, after how long; whether a step behind it is right."""
+    """Error of a rank, the step out of two in which it was raised, its time, and whether a later step is correct."""
 
     kind: str
     text: str
@@ -168,7 +168,7 @@ def count_calls(rank: int, *layout: Any) -> int:
 
 
 def planted(rank: int, culprit: int, place: int, *layout: Any) -> tuple[Any, ...]:
-    """The outcome of a step in which rank `culprit` fails at its n-th call."""
+    """Return the outcome of a step in which rank `culprit` fails at its n-th call."""
     step = new_step(Layout(*layout))
     expected = step()
     dist.barrier()
@@ -209,7 +209,7 @@ LAYOUTS = [
 
 
 def spread(num_calls: int, count: int) -> list[int]:
-    """So many places of a step, from the first call to the last; the number of calls differs a little between steps."""
+    """Return places of a step, from the first call to the last; the number of calls differs a little between steps."""
     return sorted({round(i * (0.98 * num_calls - 1) / (count - 1)) for i in range(count)})
 
 
@@ -231,7 +231,7 @@ def test_a_failure_at_a_few_places_of_a_step_ends_it_on_all_ranks(layout):
 
 @dataclasses.dataclass
 class NeverWoken:
-    """A send that gloo had begun to write when its connection closed: nothing wakes a wait for it."""
+    """Stand-in for a send that was partly written when its connection closed: no wait for it ends."""
 
     work: dist.Work  # without it nothing would be sent
 
@@ -240,7 +240,7 @@ class NeverWoken:
 
 
 def fails_behind_its_last_message(rank: int) -> tuple[str, float]:
-    """Rank 1 fails behind its last message, and the last sends of rank 0 are never reported as done."""
+    """Let rank 1 fail after its last message, while the last sends of rank 0 never finish."""
     step = new_step(Layout(2, 1, 1, 1, "1f1b"))
     step()
     dist.barrier()

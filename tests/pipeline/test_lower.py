@@ -1,4 +1,4 @@
-"""A rank's program: its messages in one order on both sides, a failure anywhere in it, and pairs that stay apart."""
+"""Programs of ranks: the order of messages on both sides, failures anywhere, and pairs without overlap."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from toys import Stage, gradient_error, make_stages, reference
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_ranks, num_microbatches", [(2, 4), (2, 16), (4, 12), (8, 24)])
-def test_messages_are_taken_in_the_order_in_which_they_are_sent(name, num_ranks, num_microbatches, train):
+def test_messages_are_received_in_the_order_of_their_sends(name, num_ranks, num_microbatches, train):
     stages = len(build(name, num_ranks, num_ranks).rank_stages(0))
     programs = [
         Programs(name, num_ranks=num_ranks, rank=rank, num_modules=stages).program(num_microbatches, train=train)
@@ -40,7 +40,7 @@ def test_messages_are_taken_in_the_order_in_which_they_are_sent(name, num_ranks,
 
 
 class Fragile(Stage):
-    """Fails at the n-th forward or backward since `armed` was set."""
+    """A stage that fails at the n-th forward or backward after `armed` is set."""
 
     armed: dict[str, int] = {}  # noqa: RUF012 (replaced, never changed)
 
@@ -84,14 +84,14 @@ def failing(rank: int, counts: tuple[int, ...]) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("counts", [(0, 5), pytest.param((1, 9), marks=pytest.mark.slow)], ids=str)
-def test_a_failure_anywhere_leaves_no_rank_waiting_and_nothing_in_the_stages(counts):
+def test_after_a_failure_anywhere_no_rank_waits_and_the_stages_hold_nothing(counts):
     one, other = run_ranks(failing, 2, counts, group_timeout=20, fresh=True)
     assert [text for text, _ in one] == [text for text, _ in other]
     assert max(error for _, error in (*one, *other)) < 1e-10
 
 
 class Counting(torch.nn.Linear):
-    """Changes what came beside the activation in place, when the activation is saved for the backward."""
+    """A stage that changes its second input in place after the activation was saved for the backward."""
 
     def forward(self, x: torch.Tensor, count: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         y = super().forward(x)
@@ -103,7 +103,7 @@ def in_place(rank):
     return pipe.step(torch.randn(6, 4), num_chunks=3, criterion=lambda y, _: y.sum(), return_outputs=True)[1]
 
 
-def test_what_comes_beside_an_activation_may_be_changed_in_place():
+def test_a_second_input_may_be_changed_in_place():
     *_, (_, counts) = run_threads(in_place, 3)
     assert counts.tolist() == [2] * 6
 
@@ -125,7 +125,7 @@ def hooked(rank, overlap):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_pairs_stay_apart_where_they_are_not_to_overlap(overlap):
+def test_pairs_run_one_after_the_other_without_overlap(overlap):
     Hooked.pairs.clear()
     run_threads(hooked, 2, overlap)
     assert bool(Hooked.pairs) == overlap
@@ -141,7 +141,7 @@ def without_memory(rank):
 
 
 class Scarce:
-    """The module torch, as far as messages use it, of which one call finds no memory."""
+    """Stand-in for the module torch in messages, of which one call runs out of memory."""
 
     def __init__(self, count):
         self.calls, self.count = itertools.count(), count
@@ -160,7 +160,7 @@ class Scarce:
 
 @pytest.mark.parametrize("what", ["send", "receive"])
 @pytest.mark.parametrize("count", [0, 1, 6, 11, 14])
-def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypatch, what, count):
+def test_no_rank_waits_after_a_message_runs_out_of_memory(monkeypatch, what, count):
     scarce = Scarce(count)
     if what == "send":
         monkeypatch.setattr(torch.Tensor, "resolve_neg", scarce.once(torch.Tensor.resolve_neg))
@@ -172,7 +172,7 @@ def test_a_message_for_which_there_is_no_memory_leaves_no_rank_waiting(monkeypat
 
 
 class Nowhere:
-    """A communication that goes nowhere."""
+    """A communication without ranks."""
 
     group = None
 
@@ -200,5 +200,5 @@ def given_one(rank):
         pipe.step(torch.randn(8, 4), num_chunks=4, criterion=torch.sum)
 
 
-def test_a_communication_of_an_input_that_is_not_there_is_told():
+def test_a_communication_of_a_missing_input_raises():
     run_threads(given_one, 2)

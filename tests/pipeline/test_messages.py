@@ -1,4 +1,4 @@
-"""What crosses a boundary between stages: any tensors of any shapes, and no memory that stays."""
+"""Messages between stages: tensors of any dtypes and shapes, and no memory that is held."""
 
 import gc
 from functools import partial
@@ -11,13 +11,13 @@ from torch import nn
 
 from dualpipe import DualPipeV, Pipeline, WeightGradStore
 from dualpipe.pipeline import engine
-from dualpipe.runtime.ranks.process_groups import gloo_beside
+from dualpipe.runtime.ranks.process_groups import new_gloo_group
 from ranks import run_ranks
 from toys import Stage, gradient_error, make_stages, reference, relative_error, use_own_groups
 
 
 def run_v(rank, world, make, x, y, num_chunks, steps=1, criterion=F.mse_loss):
-    """Train `steps` steps; the largest gradient error against the reference."""
+    """Train `steps` steps; return the largest gradient error against the reference."""
     stages, expected = make_stages(2 * world, make), make_stages(2 * world, make)
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
     for _ in range(steps):
@@ -37,7 +37,7 @@ def run_v(rank, world, make, x, y, num_chunks, steps=1, criterion=F.mse_loss):
 
 
 class Many(nn.Module):
-    """Hands on tensors of many dtypes, shapes and needs for gradients."""
+    """A stage that returns tensors of many dtypes and shapes, with and without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def many_tensors(rank, world, way):
 
 
 def always_by_host(messages, *args, by_host, **kwargs):
-    """As in the first step on a device."""
+    """Send through host memory, as in the first step on a device."""
     return messages(*args, by_host=True, **kwargs)
 
 
@@ -76,7 +76,7 @@ def test_tuples_of_any_dtypes_with_tensors_that_need_no_gradient(way):
 
 
 class Aliases(nn.Module):
-    """Returns its input, a view of it, and one tensor twice."""
+    """A stage that returns its input, a view of it, and one tensor twice."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def test_views_of_the_input_and_the_same_tensor_twice():
 
 
 class Partial(nn.Module):
-    """Ignores one of its inputs, and is frozen where told to."""
+    """A stage that ignores one of its inputs, and is frozen on request."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,7 @@ def test_ignored_outputs_and_a_frozen_first_stage():
 
 
 def changing_shapes(rank, world):
-    """Sequence length, batch size, dtype of the side input and number of tensors change from step to step."""
+    """Change the sequence length, batch size, side dtype and number of tensors from step to step."""
     stages, expected = make_stages(2 * world), make_stages(2 * world)
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
     for shape in [(4, 8), (8, 3, 8), (6, 1, 2, 8), (7, 5, 8), (4, 8)]:
@@ -150,7 +150,7 @@ def test_shapes_may_change_from_step_to_step():
 
 
 class Side(Stage):
-    """Takes an optional second input."""
+    """A stage with an optional second input."""
 
     def forward(self, x, scale=None):
         assert scale is None
@@ -158,7 +158,7 @@ class Side(Stage):
 
 
 def like_deepseek(rank, world):
-    """The calls of DeepSeek's examples: None for what a rank does not need, and the pipeline as an nn.Module."""
+    """Make the calls of DeepSeek's examples: None for unneeded arguments, and the pipeline as an nn.Module."""
     stages, expected = make_stages(2 * world, Side), make_stages(2 * world)
     pipe = DualPipeV([stages[rank], stages[2 * world - 1 - rank]])
     x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
@@ -188,18 +188,18 @@ class Uneven(Stage):
 
 
 def timeouts(rank):
-    """Of every group that a pipeline makes for itself: of a link each, and one beside a group for host records."""
+    """Return the timeouts of all groups that a pipeline creates: for links, and for host records."""
     use_own_groups()
     stages = make_stages(4)
     pipe = DualPipeV((stages[rank], stages[3 - rank]))
     groups = [link.group for link in pipe._p2p._links.values()]
     assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
-    groups += [gloo_beside(dist.group.WORLD)]
+    groups += [new_gloo_group(dist.group.WORLD)]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
 def test_the_groups_of_a_pipeline_have_the_timeout_of_the_callers():
-    """torch would give them its own, of half an hour: a rank that hangs would not be noticed before."""
+    """torch's default of half an hour would hide a rank that hangs."""
     for found in run_ranks(timeouts, 2, group_timeout=17, fresh=True):
         assert found == [17.0] * 5
 
@@ -221,7 +221,7 @@ def test_outputs_that_cannot_be_joined_raise_on_every_rank():
 
 
 def autocast_around_a_step(rank):
-    """Backwards are not under the caller's autocast, as with an unpipelined model."""
+    """Run backwards outside of the caller's autocast, as with an unpipelined model."""
     stages, expected = [make_stages(2, lambda: Stage(dtype=torch.float32), defer=False) for _ in range(2)]
     x = torch.randn(4, 8)
     pipe = DualPipeV(stages)
@@ -245,7 +245,7 @@ ROWS, WIDTH = 7, 12  # no other tensor has this shape
 
 
 class Probe(Stage):
-    """Counts the distinct storages of boundary shape that are alive when it runs."""
+    """A stage that counts the live storages of boundary shape when it runs."""
 
     def __init__(self):
         super().__init__(WIDTH)
@@ -282,7 +282,7 @@ def test_boundary_memory_does_not_grow_with_the_number_of_microbatches():
 
 
 def leftovers(rank, world, failing):
-    """Tensors that are alive after a step and were not before it, other than gradients."""
+    """Return the tensors other than gradients that live after a step and not before it."""
     stages = make_stages(2 * world, Stage)
     pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
     x = torch.randn(12, 8).double()
@@ -319,7 +319,7 @@ def test_nothing_is_held_between_steps():
 
 
 class Accumulating(torch.autograd.Function):
-    """A linear whose deferred gradient is added as DeepSeek's example does, which would record a graph in grad mode."""
+    """A linear that adds its deferred gradient like DeepSeek's example, which records a graph in grad mode."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -367,7 +367,7 @@ def test_deferred_closures_run_without_recording_a_graph():
 
 
 def released_storage(rank, world):
-    """The output of the first stage is needed by nobody once it is sent: its storage goes, its graph stays."""
+    """Check that the storage of the first stage's output is freed after its send, while the graph stays."""
     import weakref
 
     class Keeper(Stage):

@@ -1,4 +1,4 @@
-"""What a pair starts in which order, and what each all-to-all of expert parallelism is beside, on a pretend device."""
+"""Order of starts in a pair, and computation during every all-to-all of experts, on a pretend device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 class Noted(ThreadAllToAll):
-    """An all-to-all with the log of its rank: computing, starts, and waits."""
+    """An all-to-all that logs computation, starts and waits of its rank."""
 
     def __init__(self, rank: Rank) -> None:
         super().__init__(rank, "ep", range(RANKS))
@@ -46,7 +46,7 @@ class Noted(ThreadAllToAll):
 
 
 class Named:
-    """A communication, or what is pending of it, under a name of which the starts and the wait are noted."""
+    """A communication, or its pending part, that logs starts and waits under a name."""
 
     group = None
 
@@ -72,7 +72,7 @@ class Named:
 
 
 class Layer(nn.Module):
-    """A linear for attention, and an expert each for tokens that all go to both ranks."""
+    """A linear in place of attention, and one expert per rank; all tokens go to both ranks."""
 
     def __init__(self, name: str, noted: Noted) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Layer(nn.Module):
         self._name, self._noted = name, noted
 
     def _computed(self, segment: str, fn: Callable[..., Tensor], *args: Any) -> Tensor:
-        """What `fn` returns; noted when it begins, and when its backward does."""
+        """Return the result of `fn`; log its beginning and that of its backward."""
 
         self._noted.note(f"{self._name} {segment}")
         result = fn(*args)
@@ -125,7 +125,7 @@ class Store(WeightGradStore):
 
 
 def walked(rank: Rank, kinds: str) -> list[Entry]:
-    """The log of a walk of two actions, in the order in which the executor gives them: backwards first.
+    """Return the log of a walk of two actions in the executor's order: backwards first.
 
     They are called by their kind, a second one of a kind by "G".
     """
@@ -153,7 +153,7 @@ def walked(rank: Rank, kinds: str) -> list[Entry]:
 
 
 def beside(log: list[Entry]) -> list[tuple[str, str]]:
-    """The starts in their order, each with what is computed from when it may begin, until it is waited for."""
+    """Return the starts in order, each with the computation between its start and its wait."""
     found = []
     for i, start in enumerate(log):
         name, _, part = start.what.partition(": ")

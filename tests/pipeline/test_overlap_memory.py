@@ -9,8 +9,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Linear
 from dualpipe.nn.deferral import WeightGradStore
@@ -20,6 +18,7 @@ from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import Task, walk
 from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
+from tensor_bytes import AliveBytes
 from threads import Rank, run_threads
 
 ROWS, WIDTH, LAYERS = 256, 64, 3
@@ -128,42 +127,12 @@ class Stage:
 # -- counting
 
 
-class Counted(TorchDispatchMode):
-    """Bytes of the tensors made inside that are alive, and the most at any time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._alive: dict[int, weakref.ref] = {}
-        self.now = self.peak = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        results = function(*args, **kwargs or {})
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                self._see(tensor.untyped_storage(), given)
-        return results
-
-    def _see(self, storage: torch.UntypedStorage, given: set[int]) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in given or key in self._alive:
-            return
-
-        def freed(_: weakref.ref) -> None:
-            del self._alive[key]
-            self.now -= size
-
-        self._alive[key] = weakref.ref(storage, freed)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-
-
 def peak(rank: Rank, stage: Stage, kinds: str) -> int:
     """Bytes that are needed at most, beyond those that are there before, to run the actions in turn."""
     made = stage.tasks(kinds)
     tasks = [task for _, task in made]
     if rank.device.type == "cpu":
-        with Counted() as counted:
+        with AliveBytes() as counted:
             walk(tasks)
         return counted.peak
     torch.cuda.synchronize()  # nothing that was freed waits for a stream any more
@@ -232,7 +201,7 @@ def test_without_a_backward_it_goes_when_it_has_been_read(device):
 def forwards_beside_backwards(rank: Rank) -> list[int]:
     """Bytes alive after each of several pairs in a row."""
     stage, found = Stage(rank), []
-    with stage.running(), Counted() as counted:
+    with stage.running(), AliveBytes() as counted:
         state = stage.new()
         walk([stage.forward(state)])
         for _ in range(4):

@@ -1,10 +1,10 @@
-"""The links between the ranks of a pipeline: how they are opened."""
+"""Links between the ranks of a pipeline: rounds and process groups."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dualpipe.pipeline.p2p import P2PGroups, in_rounds
+from dualpipe.pipeline.p2p import P2PGroups, stream_rounds
 from dualpipe.schedule.types import v_placement
 from lone_rank import lone_rank
 from ranks import run_ranks
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("ranks", [2, 3, 4, 9, 64])
 def test_rounds_of_a_v(ranks):
     streams = sorted({(a, b, kind) for a in range(ranks) for b in (a - 1, a + 1) if 0 <= b < ranks for kind in "BF"})
-    rounds = in_rounds(streams)
+    rounds = stream_rounds(streams)
     assert len(rounds) == (4 if ranks == 2 else 8)
     assert sorted({stream for each in rounds for stream in each.values()}) == streams
     for each in rounds:
@@ -24,8 +24,8 @@ def test_rounds_of_a_v(ranks):
 
 
 @pytest.mark.parametrize("placement", [v_placement(5), (*range(5), *range(5)), (0, 2, 1, 0, 1, 2)], ids=str)
-def test_both_ends_call_a_link_by_one_name(placement):
-    """torch names a group by how many there are: a rank has to make as many, in one order, as its neighbours."""
+def test_both_ends_of_a_link_have_the_same_group_name(placement):
+    """torch numbers groups: a rank must create as many as its neighbours, in the same order."""
     names = {}
     for rank in range(max(placement) + 1):
         with lone_rank(rank, max(placement) + 1):
@@ -38,7 +38,7 @@ def test_both_ends_call_a_link_by_one_name(placement):
     assert len({name for name, _ in names.values()}) == len(names)
 
 
-def with_groups_of_ones_own(rank):
+def connect_after_other_groups(rank):
     for _ in range(rank):
         dist.new_group([rank], use_local_synchronization=True)
     groups = P2PGroups(dist.group.WORLD, (2, 0, 1), (1, 2, 0)[rank])
@@ -47,8 +47,8 @@ def with_groups_of_ones_own(rank):
     return groups._rank, ends
 
 
-def test_ranks_that_have_made_groups_of_their_own_before_meet_all_the_same():
-    ends = dict(run_ranks(with_groups_of_ones_own, 3))
+def test_links_of_ranks_with_different_numbers_of_groups():
+    ends = dict(run_ranks(connect_after_other_groups, 3))
     for rank in (0, 2):
         assert len(ends[rank]) == 4
         assert all(ends[1][stream][0] == name for stream, (name, _) in ends[rank].items())

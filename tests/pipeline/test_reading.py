@@ -1,4 +1,4 @@
-"""The way of a batch through the code: forward, in few files, and as README's "Reading the code" has it."""
+"""Path of a batch through the code: few functions and files, in the order of docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 def file_of(frame: FrameType) -> str | None:
-    """The library's file that a frame runs, such as "pipeline/engine.py"."""
+    """Return the library's file of a frame, such as "pipeline/engine.py"; None for other files."""
     path = Path(frame.f_code.co_filename)
     if not path.is_relative_to(ROOT) or path.relative_to(ROOT).parts[0] not in ("dualpipe", "models", "kernels"):
         return None
@@ -40,7 +40,7 @@ def file_of(frame: FrameType) -> str | None:
 
 
 def tensors_in(value: Any, depth: int = 5) -> Iterator[Tensor]:
-    """The tensors in containers and in the pipeline's own records."""
+    """Yield the tensors in containers and in the pipeline's records."""
     if isinstance(value, Tensor):
         yield value
     elif depth:
@@ -60,7 +60,7 @@ def parts_of(value: Any) -> Iterable[Any]:
 
 
 class Computing(Exception):
-    """The batch has come to a stage."""
+    """Raised when the batch has arrived in a stage."""
 
 
 class Arriving(nn.Linear):
@@ -69,7 +69,7 @@ class Arriving(nn.Linear):
 
 
 def way(x: Tensor, pipe: DualPipeV) -> list[tuple[str, str]]:
-    """The functions, with their files, that are given the batch, or a part of it, until the first stage has it."""
+    """Return the functions, with their files, that take the batch or a part of it before the first stage does."""
     found: list[tuple[str, str]] = []
     memory = x.untyped_storage().data_ptr()
 
@@ -105,7 +105,7 @@ CALLS = 42
 
 
 def test_a_step_calls_few_functions_of_the_library():
-    """As time does not: the host's time went up by a half before anybody saw it."""
+    """Count calls, as a test of time missed an increase of the host's time by a half."""
     num_microbatches = 8
     pipe = DualPipeV([nn.Linear(8, 8), nn.Linear(8, 8)])
     x = torch.ones(2 * num_microbatches, 8)
@@ -129,7 +129,7 @@ def test_a_step_calls_few_functions_of_the_library():
 
 
 def frames_to_a_kernel(rank: int) -> list[str]:
-    """The library's frames, outermost first, from `step` to the first grouped product of a rank's experts."""
+    """Return the library's frames, outermost first, from `step` to the first grouped GEMM of a rank's experts."""
     mesh = build_mesh(1, 1, 2, torch.device("cpu"))
     stages = build_stages(CONFIG, 2)
     found: list[str] = []
@@ -165,9 +165,9 @@ def test_few_frames_lead_from_a_step_to_the_experts():
         assert len(frames) <= 10 and len({frame.partition(":")[0] for frame in frames}) <= 5, frames
 
 
-def test_the_readme_names_the_files_in_their_order():
-    text = (ROOT / "README.md").read_text()
-    named = re.findall(r"\]\(dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Reading the code"):])
+def test_the_document_names_the_files_in_their_order():
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"\]\(\.\./dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Read the code"):])
     step = ("engine", "arguments", "lower", "executor", "microbatch", "stage_runner", "overlap", "p2p")
     assert named[: len(step)] == [f"pipeline/{name}.py" for name in step]
     assert {f"pipeline/{path.name}" for path in (ROOT / "dualpipe/pipeline").glob("[a-z]*.py")} == set(named)

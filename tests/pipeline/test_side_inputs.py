@@ -25,7 +25,7 @@ WIDTH, LENGTH = 8, 3
 
 
 class Positioned(nn.Module):
-    """(B, S, width) -> (B, S, width), scaled by the position of each token."""
+    """A stage (B, S, width) -> (B, S, width), scaled by the position of each token."""
 
     wants: tuple[str, ...] = ("positions",)
     armed: dict[str, int] = {}  # noqa: RUF012 (replaced, never changed): after how many calls to fail, by kind
@@ -50,7 +50,7 @@ class Positioned(nn.Module):
 
 
 class Everything(Positioned):
-    """SideSpec all that there is."""
+    """A stage that takes all side inputs."""
 
     wants = ("mask", "positions", "scale")
 
@@ -61,13 +61,13 @@ class Everything(Positioned):
 
 
 class Nothing(Stage):
-    """Names no side input, and hands them on all the same."""
+    """A stage that names no side input, and still passes them on."""
 
     wants = ()
 
 
 class Roll:
-    """A communication without ranks: rows come back rolled by one, as do the positions that it is given."""
+    """A communication without ranks, which rolls rows and positions by one."""
 
     group = None
 
@@ -93,7 +93,7 @@ class Roll:
 
 
 class Segmented(Positioned):
-    """In segments: a computing one reads the positions, a communication does, and one that may be recomputed."""
+    """A stage in segments: a compute segment, a communication and a recomputed segment read the positions."""
 
     wants = ("positions", "scale")
     recompute = ""  # "compute", or "all": the communication too
@@ -120,7 +120,7 @@ MIXED = "Nothing Positioned Everything Segmented"
 
 
 def make(count: int, kinds: str = MIXED) -> list[nn.Module]:
-    """Stages of these kinds in turn, the same on all ranks."""
+    """Return stages of alternating kinds, the same on all ranks."""
     torch.manual_seed(0)
     made = itertools.islice(itertools.cycle(kinds.split()), count)
     return [defer_weight_grads(globals()[kind]()) for kind in made]
@@ -131,7 +131,7 @@ def wanted(stages: list[nn.Module], side: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def problem(size: int, dim: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """x and y (B, S, width) and side inputs of three dtypes, (B, S)."""
+    """Return x and y (B, S, width), and side inputs (B, S) of three dtypes."""
     generator = torch.Generator().manual_seed(1)
     shape = (size, LENGTH) if dim == 0 else (LENGTH, size)
     x, y = (torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -144,7 +144,7 @@ def problem(size: int, dim: int = 0) -> tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
 def expect(stages, x, y, side, num_chunks, dim=0):
-    """Losses and outputs without a pipeline; gradients accumulate."""
+    """Return losses and outputs without a pipeline; gradients accumulate."""
     losses, outputs = [], []
     parts = {name: t.tensor_split(num_chunks, dim) for name, t in side.items()}
     for i, (xs, ys) in enumerate(zip(x.tensor_split(num_chunks, dim), y.tensor_split(num_chunks, dim))):
@@ -158,7 +158,7 @@ def expect(stages, x, y, side, num_chunks, dim=0):
 
 
 def compare(rank, world, name, num_chunks, size, kinds=MIXED, dim=0, overlap=True, recompute=""):
-    """The largest error of a step and of an evaluation after it, on this rank."""
+    """Return the largest error of a step and of an evaluation after it, on this rank."""
     total, own = num_stages(name, world), stages_of_rank(name, world, rank)
     stages, expected = make(total, kinds), make(total, kinds)
     for stage in stages:
@@ -217,7 +217,7 @@ def test_no_process_group():
 
 
 class Optional(Segmented):
-    """Does without positions, in segments as in one."""
+    """A stage that runs without positions, as segments or as a whole."""
 
     wants = ("positions",)
 
@@ -248,11 +248,11 @@ def given_or_not(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_is_not_given_is_none_in_the_carry(world):
+def test_a_missing_side_input_is_none_in_the_carry(world):
     assert max(run_ranks(given_or_not, world, world)) < 1e-10
 
 
-def test_a_name_that_no_one_writes_is_still_refused():
+def test_a_name_that_nothing_writes_still_raises():
     segments = [Compute(torch.add, ("x", "positions"), "x")]
     validate_segments(segments, ("positions",))
     with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of its forward"):
@@ -291,7 +291,7 @@ def test_a_compiled_module_takes_what_the_module_takes():
 
 
 class Wordy(Stage):
-    """Names as much as a stage of transformers does."""
+    """A stage with as many parameters as one of transformers."""
 
     def forward(
         self, x, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None, use_cache=None,
@@ -312,7 +312,7 @@ def test_many_stages_on_a_rank_may_name_much():
 
 
 class Resident(Positioned):
-    """Counts the positions of micro-batches that are there when it runs."""
+    """A stage that counts the live positions of micro-batches when it runs."""
 
     alive: list = []  # noqa: RUF012 (of the process that runs it)
 
@@ -334,8 +334,11 @@ def positions_alive(rank, world):
 
 
 def test_side_inputs_leave_with_the_result():
-    """A micro-batch's are let go of when its forward is done: there are those of the one that is computed, and of two
-    of each of two stages whose sends are not waited for yet. Kept for the backward they would be 8."""
+    """Free the side inputs of a micro-batch after its forward.
+
+    Those of the running micro-batch live, and of two in each of two stages whose sends are not finished; kept for the
+    backward they would be 8.
+    """
     _, middle, _ = run_ranks(positions_alive, 3, 3)
     assert middle <= 1 + 2 * 2, middle
 
@@ -365,7 +368,7 @@ MISTAKES = {
 
 
 class Masked(Positioned):
-    """SideSpec the mask, which no other stage does."""
+    """A stage that takes the mask, unlike all other stages."""
 
     wants = ("mask",)
 
@@ -411,7 +414,7 @@ class Hooked(Stage):
 
 
 def hooked(rank, world):
-    """Only rank 1 overlaps by itself, and its stages name nothing: all are told."""
+    """Return the error if only the stages of rank 1 have `overlapped_forward_backward`."""
     kind = Hooked if rank == 1 else Positioned
     pipe = DualPipeV([kind(), kind()])
     x, y, side = problem(4)
@@ -420,14 +423,14 @@ def hooked(rank, world):
 
 def test_modules_that_overlap_by_themselves_take_none():
     for kind, text, _ in run_ranks(hooked, 2, 2):
-        assert kind == "ValueError" and "do not go with overlapped_forward_backward" in text
+        assert kind == "ValueError" and "for which overlapped_forward_backward has no argument" in text
 
 
 # -- failures in the middle of a step
 
 
 class Greedy(Positioned):
-    """Asks for a gradient of a side input, which is not to be among what is agreed with the next stage."""
+    """A stage that requires a gradient of a side input, which the next stage must not see."""
 
     wants = ("positions", "scale")
 
@@ -436,7 +439,7 @@ class Greedy(Positioned):
 
 
 def over_new_group(stages, world):
-    """A pipeline over a process group of its own, which a failure ends."""
+    """Return a pipeline over a new process group, which a failure ends."""
     return DualPipeV(stages, process_group=dist.new_group(list(range(world))))
 
 
@@ -497,7 +500,7 @@ def test_a_stage_in_segments_that_fails_leaves_no_rank_waiting():
 
 
 class Missing(Nothing):
-    """Needs what is not given."""
+    """A stage that needs a missing side input."""
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return super().forward(x)
@@ -513,6 +516,6 @@ def missing(rank, world):
     return told
 
 
-def test_a_stage_that_needs_what_is_not_given_says_so_on_every_rank():
+def test_a_stage_without_a_needed_side_input_raises_on_every_rank():
     for kind, text, _ in run_ranks(missing, 2, 2):
         assert kind == "PipelineError" and "positions" in text

@@ -1,4 +1,4 @@
-"""Corners of running a stage: autocast, what is left in the carry, what a stage returns, what an error leaves."""
+"""Corner cases of a stage: autocast, unread values in the carry, invalid outputs, memory after an error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from toys import Handed
 
 
 class Wide(nn.Module):
-    """Computes in float32 whatever autocast says."""
+    """A layer that computes in float32 under any autocast."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class WideSegments(Wide):
 
 
 @pytest.mark.parametrize("make", [Wide, WideSegments])
-def test_deferred_weight_gradients_know_of_no_autocast(make):
+def test_deferred_weight_gradients_run_without_autocast(make):
     found = []
     for schedule in ("dualpipev_full", "zbv"):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ def test_the_graph_of_a_caller_is_differentiated_as_it_was_recorded():
 
 
 class Leftover(nn.Linear):
-    """Sends something that nobody reads."""
+    """A stage with a communication whose result no segment reads."""
 
     def segments(self) -> list:
         return [
@@ -65,7 +65,7 @@ class Leftover(nn.Linear):
         ]
 
 
-def test_what_arrives_and_nobody_reads_is_no_output():
+def test_unread_received_values_are_no_outputs():
     stage, x = Leftover(4, 4), torch.ones(4, 4)
     with torch.no_grad():
         _, outputs = Pipeline([stage]).step(x, num_chunks=2, return_outputs=True)
@@ -77,14 +77,14 @@ class Listing(nn.Linear):
         return [Compute(super().forward, "x", "y"), Communicate(Handed(), "y", "y"), Compute(lambda y: [y], "y", "x")]
 
 
-def test_segments_that_return_no_tensor_are_told():
+def test_segments_that_return_no_tensor_raise():
     x = torch.ones(4, 4)
-    with pytest.raises(PipelineError, match=r"0F0 .*a stage must return a tensor or a tuple of tensors, not"):
+    with pytest.raises(PipelineError, match=r"0F0 .*a stage must return a tensor or a tuple of tensors, got"):
         DualPipeV([Listing(4, 4), Listing(4, 4)]).step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
 
 
 class Swapped(nn.Linear):
-    """Its first segment reads its second input first."""
+    """A stage whose first segment reads the second input first."""
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         return super().forward(a) + b

@@ -1,5 +1,7 @@
-"""Pipelines of ranks that are threads of one process: on a GPU with streams and events of their own, so that a missing
-wait shows, and on CPU the same. What the threads stand on, `threads.py`, is tested at the end."""
+"""Pipelines whose ranks are threads of one process: on a GPU with separate streams and events, to show missing waits.
+
+The same runs on CPU. The support code of the threads, `threads.py`, is tested at the end.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ EACH = 0.002  # seconds: longer than any kernel here
 
 
 class Swap:
-    """Part g of a rank's rows goes to rank g, whose part of the same number comes back; its own backward."""
+    """Exchange of rows: part g of a rank goes to rank g; the backward is the same exchange."""
 
     group = None
 
@@ -54,7 +56,7 @@ class Swap:
 
 
 class Swapping(nn.Module):
-    """(T, width) -> (T, width): two layers, the rows of each activated where a swap has taken them."""
+    """A stage (T, width) -> (T, width) of two layers; a swap sends rows to the ranks that activate them."""
 
     stream: CommStream | None = None
 
@@ -106,7 +108,7 @@ def qwen(count: int) -> list[nn.Module]:
 
 
 def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
-    """Leave this rank its experts."""
+    """Keep only the experts of this rank."""
     for layer in stage.modules():
         if isinstance(layer, GroupedLinear):
             layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
@@ -117,7 +119,7 @@ def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
 
 
 class Problem(NamedTuple):
-    """What is trained: its stages, a rank's share of the batch and of a stage, the criterion."""
+    """A training case: stages, the rank's part of the batch and of a stage, and the criterion."""
 
     stages: list[nn.Module]
     batches: list[tuple[Tensor, Tensor]]  # by expert-parallel rank
@@ -145,7 +147,7 @@ class Result(NamedTuple):
 
 
 def step(rank: Rank, it: Problem, pp: int, ep: int, overlap: bool, recompute: Sequence[str] = ()) -> Result:
-    """One step as rank (pipeline rank) * ep + (expert-parallel rank)."""
+    """Run one step as rank (pipeline rank) * ep + (expert-parallel rank)."""
     mine, replica = divmod(rank.number, ep)
     numbers = stages_of_rank("dualpipev", pp, mine)
     all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
@@ -165,7 +167,7 @@ def step(rank: Rank, it: Problem, pp: int, ep: int, overlap: bool, recompute: Se
 
 
 def reference(it: Problem) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Losses by expert-parallel rank, and gradients summed over all their data."""
+    """Return the losses by expert-parallel rank, and the gradients summed over all their data."""
     losses, stages = [], copy.deepcopy(it.stages)
     for x, y in it.batches:
         found = []
@@ -179,7 +181,7 @@ def reference(it: Problem) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 def gathered(results: Sequence[Result], ep: int) -> dict[str, Tensor]:
-    """Experts joined, everything else summed over the expert-parallel ranks."""
+    """Join the gradients of experts; sum all others over the expert-parallel ranks."""
     whole = {}
     for first in range(0, len(results), ep):
         for name in results[first].gradients:
@@ -205,7 +207,7 @@ def check(device: str, is_qwen: bool, pp: int, ep: int, overlap: bool, delays: D
 
 
 def is_slow(is_qwen: bool, layout: tuple[int, int], overlap: bool) -> bool:
-    """Whether a case is slow: of Qwen3-MoE one is fast, of the small stages that swap rows all but one layout."""
+    """Return True for a slow case: all but one of Qwen3-MoE, and one layout of the small stages that swap rows."""
     return (layout, overlap) != ((2, 2), True) if is_qwen else layout == (1, 4)
 
 
@@ -234,14 +236,14 @@ ONE_RANK = [replace(delays, rank=rank) for delays, rank in product(ALL_RANKS, (0
 
 @cache
 def in_time(device: str) -> list[Result]:
-    """What four ranks compute where no stream is late."""
+    """Return the results of four ranks without a late stream."""
     return run_threads(step, 4, problem(True, 4, 2), 2, 2, True, device=device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("delays", [*ALL_RANKS, *ONE_RANK], ids=str)
 def test_a_late_stream_changes_no_bit(real_device, delays):
-    """Not on the pretend device, which knows no time: it finds a missing wait without a delay."""
+    """Skipped on the pretend device, which has no time: it finds a missing wait without a delay."""
     late = run_threads(step, 4, problem(True, 4, 2), 2, 2, True, device=real_device, delays=delays)
     for one, other in zip(in_time(real_device), late):
         assert (one.loss is None and other.loss is None) or one.loss.equal(other.loss)
@@ -286,7 +288,7 @@ def test_a_missing_wait_for_rows_shows(real_device, monkeypatch, pp, ep):
 
 
 def test_a_missing_wait_for_a_message_shows(real_device, monkeypatch):
-    """Activations only: without the headers nothing would arrive at all."""
+    """Remove the waits for activations only: without headers nothing would arrive."""
     waits = Transfer.wait
 
     def wait(transfer: Transfer) -> bool:
@@ -334,7 +336,7 @@ def test_a_rank_that_nobody_answers_gives_up():
 
 
 def swap_unequal(rank: Rank) -> list[list[float]]:
-    """Rank r sends r + p rows to rank p."""
+    """Send r + p rows from rank r to rank p."""
     sizes = [rank.number + peer for peer in range(rank.world.size)]
     sent = torch.arange(sum(sizes), dtype=torch.float64, device=rank.device).unsqueeze(1) + 100 * rank.number
     received = torch.empty_like(sent)

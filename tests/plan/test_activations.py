@@ -51,7 +51,7 @@ def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
     keep = lambda t: found.setdefault(t.untyped_storage()._cdata, t)  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         walk([segmented.forward(state)])
-    held = tree_leaves([(record.leaves, record.kept, record.context) for record in state.records])
+    held = tree_leaves([(record.leaves, record.saved_inputs, record.context) for record in state.records])
     found |= {t.untyped_storage()._cdata: t for t in held if isinstance(t, Tensor)}
     own = {p.untyped_storage()._cdata for p in stage.parameters()}
     scores = {4 * 4 * LENGTH * LENGTH * BATCH, LENGTH * LENGTH}  # in bytes: float32, or the mask

@@ -275,7 +275,7 @@ def test_sizes_are_in_a_unit_that_suits_them():
 
 
 def test_buffers_of_nccl():
-    """12 MiB a channel: links have 4, one way; what is in a ring, and pairs of experts' ranks in a node, 16."""
+    """12 MiB a channel: a link has one, of half the size; rings and pairs of experts' ranks in a node have 16."""
 
     def buffers(pp: int, dp: int, ep: int, device: str = "auto") -> list[float]:
         options = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.ep", f"{ep}",
@@ -285,9 +285,9 @@ def test_buffers_of_nccl():
         return [rank.nccl / (12 * 2**20) for rank in estimate(config, model)]
 
     assert buffers(1, 1, 1) == [0] and buffers(2, 2, 2, "cpu") == [0, 0]
-    assert buffers(3, 1, 1) == [8 + 4 + 4, 16 + 4 + 4, 8 + 4 + 4]  # 4 or 8 links, norms, totals
+    assert buffers(3, 1, 1) == [2 + 1 + 4, 4 + 1 + 4, 2 + 1 + 4]  # 4 or 8 links, norms, totals
     assert buffers(1, 2, 1) == [16 + 16 + 4]  # "dp", "dp" with "ep", totals
-    assert buffers(2, 1, 16) == [8 + 4 + 4 + 16 + 16 + 7 * 16] * 2
+    assert buffers(2, 1, 16) == [2 + 1 + 4 + 16 + 16 + 7 * 16] * 2
 
 
 def test_parts_of_dp_take_the_memory_of_their_shards():

@@ -11,7 +11,15 @@ from dualpipe.models import read_config
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.meta_run import kinds_of
 from dualpipe.plan.operators import Operator, layer_parts
-from dualpipe.plan.stage_costs import Seconds, host_seconds, walk_seconds
+from dualpipe.plan.stage_costs import (
+    TILE,
+    Seconds,
+    Setting,
+    _merged_seconds,
+    _seconds_if_merged,
+    host_seconds,
+    walk_seconds,
+)
 from plans import EXAMPLES
 
 
@@ -46,3 +54,24 @@ def test_operators_of_a_layer_know_what_triton_launches():
     operators = [each for part in (*parts.forward, *parts.backward) for each in (*part.operators, *part.deferred)]
     of_triton = [each.kind for each in operators if each.is_triton]
     assert of_triton.count("grouped") == 6 and 8 <= of_triton.count("memory") <= 20
+
+
+def test_merged_products_of_experts_read_and_write_accumulators_once():
+    """Of memory that takes 4 s, and 1 s for each micro-batch: 5, (4 + 2) / 2, (4 + 3) / 3; operations take 2 s."""
+    machine = replace(
+        read_machine("h100"), hbm=1.0, bandwidth=1.0, tflops=1.0, grouped=1.0, gemm=1.0, launch=0.0, launch_grouped=0.0,
+        launch_kernel=0.0, host_waits=False)
+    model = read_config(EXAMPLES / "models/qwen3-30b-a3b")
+    setting = Setting(model, machine, torch.bfloat16, ep=1, tokens=10**6, length=4096)
+    no_tile = 1 + TILE / 2 / (setting.tokens * model.num_experts_per_tok / model.num_experts)
+    grouped = Operator("grouped", flops=2e6 / no_tile, token_bytes=1e3, bytes=4e9)
+    alone = Operator("gemm", flops=1e6)
+    assert [_seconds_if_merged([grouped], setting, size) for size in (1, 2, 3)] == pytest.approx([5, 3, 7 / 3])
+    assert [_seconds_if_merged([alone], setting, size) for size in (1, 2, 3)] == pytest.approx([1, 1, 1])
+    # Five are two kernels, of two and three; more than four cost no less than the operations.
+    two, three, four, five, *_ = _merged_seconds([grouped], setting)
+    assert (two, three, four) == pytest.approx((3, 7 / 3, 2))
+    assert five == pytest.approx((2 * 3 + 3 * 7 / 3) / 5)
+    assert _merged_seconds([grouped], replace(setting, machine=replace(machine, fp8=0.0)))[1] == pytest.approx(
+        (5 + 2 * 3) / 3), "chips before sm_90 merge two"
+    assert _merged_seconds([grouped], replace(setting, machine=replace(machine, host_waits=True))) == ()

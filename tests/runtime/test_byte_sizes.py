@@ -1,4 +1,4 @@
-"""Sizes in bytes, read and written as text."""
+"""Sizes in bytes: parsing and formatting."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What dualpipe/runtime/device.py asks of torch beside streams, which are for test_pretend_cuda.py."""
+"""dualpipe/runtime/device.py apart from streams, which tests/test_pretend_cuda.py checks."""
 
 import os
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def write_twice():
 
 
 @pytest.mark.parametrize("warns", [True, False])
-def test_what_cannot_be_deterministic_raises_and_all_is_reset(environment, warns):
+def test_nondeterministic_operators_raise_and_the_modes_are_restored(environment, warns):
     torch.use_deterministic_algorithms(warns, warn_only=warns)
     before = modes()
     with deterministic(False):
@@ -49,17 +49,33 @@ OURS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER",
     {}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_MODULE_LOADING": "LAZY", "PYTORCH_ALLOC_CONF": "backend:native"},
     {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"},
 ])
-def test_what_is_read_at_the_start_is_set_unless_the_user_has(monkeypatch, users):
+def test_variables_read_at_the_start_are_set_unless_the_user_has_set_them(monkeypatch, users):
     monkeypatch.setattr(os, "environ", dict(users))
     device.set_environment()
     expected = OURS | users
     if "PYTORCH_CUDA_ALLOC_CONF" in users:
         del expected["PYTORCH_ALLOC_CONF"]  # torch would read one of the two, by version
     assert {name: os.environ[name] for name in READ_AT_START if name in os.environ} == expected
-    assert (device.one_queue() is None) == (expected["CUDA_DEVICE_MAX_CONNECTIONS"] == "32")
+    assert (device.single_queue_problem() is None) == (expected["CUDA_DEVICE_MAX_CONNECTIONS"] == "32")
 
 
-def test_the_stream_beside_goes_first():
+def test_a_side_stream_has_high_priority():
     with mock.patch.object(torch.cuda, "Stream", lambda *args, **options: SimpleNamespace(**options)):
         assert device.new_stream(torch.device("cuda", 0)).priority == -1
     assert device.new_stream(torch.device("cpu")) is None
+
+
+def test_the_least_time_is_of_later_calls(monkeypatch):
+    """The clock is read before and after each call: 9, 3, 1 and 2 seconds."""
+    readings = iter([0, 9, 10, 13, 20, 21, 30, 32])
+    calls = []
+    monkeypatch.setattr(device.time, "perf_counter", lambda: next(readings))
+    assert device.min_seconds(lambda: calls.append(1), torch.device("cpu"), num_calls=3) == 1
+    assert len(calls) == 4
+
+
+def test_the_time_of_a_device_includes_its_work(monkeypatch):
+    events = []
+    monkeypatch.setattr(device, "synchronize", lambda _: events.append("synchronized"))
+    device.min_seconds(lambda: events.append("called"), torch.device("cuda", 0), num_calls=1)
+    assert events == ["called", "synchronized"] * 2

@@ -18,7 +18,7 @@ printf 'GPU0\\t X \\tNV18\\tPIX\\t0-47\\nGPU1\\tNV18\\t X \\tSYS\\t48-95\\nNIC0\
 
 
 def says(capsys, status=0):
-    """The lines that `dualpipe doctor` prints here, by their state."""
+    """Return the lines that `dualpipe doctor` prints, by their state."""
     assert cli.main(["doctor"]) == status
     lines = capsys.readouterr().out.splitlines()
     return {state: [line[9:] for line in lines if line.split()[0] == state] for state in ("ok", "missing", "error")}
@@ -26,7 +26,7 @@ def says(capsys, status=0):
 
 @pytest.fixture
 def two_devices(monkeypatch, tmp_path):
-    """A pretended torch with two devices that reach each other; `nvidia-smi` says that it is over NVLink."""
+    """Pretend that torch sees two devices with peer access, and that `nvidia-smi` shows NVLink."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
@@ -48,7 +48,7 @@ def test_two_devices(two_devices, monkeypatch, capsys):
     found = says(capsys)
     assert found["error"] == []
     for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
-                 "NCCL's kernels, where all wait at once: up to 88 blocks on 132 multiprocessors",
+                 "NCCL's kernels, if all wait at once: up to 61 blocks on 132 multiprocessors",
                  "peer access between all 2 devices", "NVLink between all devices (NV18)",
                  "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):
         assert text in found["ok"], text
@@ -56,14 +56,14 @@ def test_two_devices(two_devices, monkeypatch, capsys):
 
 
 def test_blocks_that_do_not_fit_and_streams_that_share_a_queue(two_devices, monkeypatch, capsys):
-    h20 = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H20", "multi_processor_count": 78})
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: h20)
+    part = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H200 MIG 2g", "multi_processor_count": 40})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: part)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    said = "\n".join(says(capsys)["missing"])
-    assert "up to 88 blocks on 78 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in said
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue" in said
+    text = "\n".join(says(capsys)["missing"])
+    assert "up to 61 blocks on 40 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in text
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue" in text
     monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
-    assert any("up to 64 blocks on 78" in text for text in says(capsys)["ok"])
+    assert any("up to 37 blocks on 40" in text for text in says(capsys)["ok"])
 
 
 def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):
@@ -76,13 +76,13 @@ def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):
     found = says(capsys, status=1)
     assert found["error"][0].startswith("gloo: GLOO_SOCKET_IFNAME=ib9 is none of lo")
     assert found["error"][1] == "NCCL: this build of torch has none; GPUs cannot train together"
-    said = "\n".join(found["missing"])
-    assert "cuda:0 Tesla V100, sm_70, 32 GiB: too old" in said
-    assert "peer access from cuda:0 to 1: what they send goes through host memory" in said
-    assert "NVLink between all devices (SYS in nvidia-smi's words)" in said
+    text = "\n".join(found["missing"])
+    assert "cuda:0 Tesla V100, sm_70, 32 GiB: too old" in text
+    assert "peer access from cuda:0 to 1: messages go through host memory" in text
+    assert "NVLink between all devices (SYS by nvidia-smi)" in text
 
     two_devices.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
-    assert any("nvidia-smi says nothing" in text for text in says(capsys, status=1)["missing"])
+    assert any("nvidia-smi does not show" in text for text in says(capsys, status=1)["missing"])
 
 
 def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
@@ -103,7 +103,7 @@ def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
     assert "C compiler: no --train.compile; set CC" in found["missing"]
     assert any(text.startswith("gloo on 10.0.0.3 (") for text in found["ok"])
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda host: "127.0.1.1")
-    assert any("means 127.0.1.1 here; set GLOO_SOCKET_IFNAME" in text for text in says(capsys, 1)["missing"])
+    assert any("resolves to 127.0.1.1; set GLOO_SOCKET_IFNAME" in text for text in says(capsys, 1)["missing"])
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path):

@@ -1,4 +1,4 @@
-"""Errors: what is said of them, the exit status they bring, and processes that die with the one that started them."""
+"""Errors: their texts, exit statuses, and processes that end with their parent."""
 
 import signal
 import subprocess
@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, nearest, raise_for
+from dualpipe.runtime.errors import PipelineError, RankLost, error_line, exit_status, first_line, nearest, raise_for
 from processes import is_alive
 
 
@@ -15,14 +15,19 @@ from processes import is_alive
     (ValueError("bad"), 2), (UnicodeDecodeError("utf-8", b"", 0, 1, ""), 2), (RankLost("gone"), 1), (OSError(), 1),
     (PipelineError("failed"), 1), (KeyboardInterrupt(), 1),
 ])
-def test_what_the_user_can_put_right_has_a_status_of_its_own(error, status):
+def test_errors_of_the_user_have_exit_status_2(error, status):
     assert exit_status(error) == status
 
 
-def test_notes_are_lines_of_their_own():
+def test_notes_are_separate_lines():
     error = ValueError("bad")
     error.add_note("look here")
     assert error_line(error) == "error: bad\nlook here"
+
+
+def test_the_first_line_of_an_error():
+    assert first_line(ValueError("  one\ntwo")) == "one"
+    assert first_line(ValueError()) == first_line(ValueError("\n")) == "ValueError"
 
 
 def test_nearest_names():
@@ -44,8 +49,8 @@ def test_problems_are_lines_of_one_error():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")
-def test_a_process_dies_with_the_one_that_started_it():
-    """The parent ends as soon as its child says that it is ready; the pipe of the child closes with it."""
+def test_a_process_dies_with_its_parent():
+    """The parent ends once its child has printed "ready"; the pipe of the child closes with it."""
     child = ("import sys, time\n"
              "from dualpipe.runtime.errors import die_with\n"
              "die_with(int(sys.argv[1]))\n"
@@ -65,7 +70,7 @@ def test_a_process_dies_with_the_one_that_started_it():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process outlives the one that started it")
-def test_a_process_whose_starter_has_gone_already_ends_at_once():
+def test_a_process_whose_parent_is_gone_ends_at_once():
     code = "from dualpipe.runtime.errors import die_with; die_with(1); print('still here')"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (128 + signal.SIGKILL, "")

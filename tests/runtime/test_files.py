@@ -1,4 +1,4 @@
-"""Files: whole or not there, hashed as they are written, held by one."""
+"""Files: atomic writes, checksums while writing, and locks."""
 
 import errno
 import hashlib
@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from dualpipe.runtime import files
-from dualpipe.runtime.files import checksum_of, hold, lock, naming, replace_file, write_file
+from dualpipe.runtime.files import checksum_of, hold, lock, name_file_in_errors, replace_file, write_file
 
 
 @pytest.mark.parametrize("checksum, reference", [("xxh3_128", xxhash.xxh3_128), ("sha256", hashlib.sha256)])
@@ -48,7 +48,7 @@ def test_processes_that_replace_the_same_file_write_aside_under_names_of_their_o
 
 
 def test_an_error_names_the_file(tmp_path):
-    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"), naming(tmp_path):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}'"), name_file_in_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -66,7 +66,7 @@ def test_a_lock_is_freed_with_its_process(tmp_path):
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=rf"another job saves to {tmp_path}; end it, or give each a directory"):
+        with pytest.raises(ValueError, match=rf"another job saves to {tmp_path}; end it, or give every job"):
             lock(tmp_path / ".lock", 0)
     finally:
         holder.kill()

@@ -1,4 +1,4 @@
-"""Peaks of GPUs by the names that devices give themselves."""
+"""Peak TFLOP/s by the names of devices."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What a rank does and waits for: entries, names of ranks, lost ones, and what an entry costs."""
+"""The recorder: entries, names of ranks, losses of ranks, and the cost of an entry."""
 
 import json
 import re
@@ -22,7 +22,7 @@ def test_ranks_are_named_by_their_global_number_and_place(rank, sizes, name):
     assert rank_name(rank, sizes) == Recorder(0, sizes).name(rank) == name
 
 
-def test_a_state_says_what_is_open_and_what_was_last():
+def test_a_state_has_the_open_and_the_latest_entries():
     recorder = Recorder(1, {"pp": 2, "dp": 1, "ep": 1})
     recorder.step = 7
     recorder.begin("F", "F(stage 2, micro-batch 5)")
@@ -36,7 +36,7 @@ def test_a_state_says_what_is_open_and_what_was_last():
     assert recorder.state()["open"] == [] and [entry["done"] for entry in recorder.state()["last"]] == [True, True]
 
 
-def test_collectives_are_counted_by_kind_and_ranks():
+def test_collectives_are_numbered_by_kind_and_ranks():
     recorder = Recorder()
     for kind, ranks in (("clip", (0, 1)), ("loss", (0, 1)), ("clip", (0, 1)), ("clip", (0, 2))):
         with recorder.collective(kind, "", ranks):
@@ -44,7 +44,7 @@ def test_collectives_are_counted_by_kind_and_ranks():
     assert [entry["number"] for entry in recorder.state()["last"]] == [1, 1, 2, 1]
 
 
-def test_an_error_of_the_backend_becomes_the_loss_of_a_rank_and_others_stay():
+def test_an_error_of_the_backend_is_raised_as_a_lost_rank_and_others_stay():
     recorder = Recorder(0, {"pp": 4})
     said = r"^waited 0\.\d+ s for rows from rank 3 \(pp 3\), which has left \(Connection closed by peer \[::\]:7\)$"
     with pytest.raises(RankLost, match=said), recorder.wait("receive", "rows", (3,)):
@@ -66,7 +66,7 @@ def test_an_error_of_the_backend_becomes_the_loss_of_a_rank_and_others_stay():
         raise RuntimeError("nobody is waited for")
 
 
-def test_what_an_error_left_open_is_closed():
+def test_entries_that_an_error_left_open_are_closed():
     recorder = Recorder()
     with pytest.raises(KeyError), recorder.doing("step"):
         recorder.begin("F")
@@ -75,7 +75,7 @@ def test_what_an_error_left_open_is_closed():
     assert recorder.depth == 0 and all(entry["done"] for entry in recorder.state()["last"])
 
 
-def test_a_thread_has_a_recorder_of_its_own():
+def test_every_thread_has_its_own_recorder():
     recorder = Recorder.current()
     other = []
     thread = threading.Thread(target=lambda: other.append(Recorder.current()))
@@ -118,6 +118,6 @@ def lose_one(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_does_not_come_to_a_collective_is_waited_for_and_named():
+def test_a_rank_missing_in_a_collective_is_named():
     said, _ = run_ranks(lose_one, 2, group_timeout=2, fresh=True)
     assert re.match(r"waited (\S+ s|less than 1 ms) for the norm from rank 1(, which has left)? \(", said)

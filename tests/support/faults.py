@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
-from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.recorder import Entry, Observer, Recorder
 from dualpipe.train import trainer
 
@@ -193,7 +193,7 @@ def recorder_with(text: str) -> Callable[[int], Recorder]:
 
     def make(rank: int = 0) -> Recorder:
         recorder = Recorder(rank)
-        recorder.subscribe(FaultInjector(fault for fault in faults if fault.rank == rank and not starts_before()))
+        recorder.subscribe(FaultInjector(fault for fault in faults if fault.rank == rank and not restart_count()))
         return recorder
 
     return make

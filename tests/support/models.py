@@ -10,7 +10,8 @@ from torch import Tensor
 from dualpipe.models import Stage
 from dualpipe.models.hub import HubConfig, HubTensorPart
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.train.parity import difference, gradients
+from dualpipe.train.parity_errors import difference
+from dualpipe.train.parity_models import gradients
 
 
 class Float64Torch:

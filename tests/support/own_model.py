@@ -299,7 +299,7 @@ def without_top_k() -> CutModel:
 
 
 def sorting_pipeline() -> CutModel:
-    """The uncut model's routers call torch.topk, and the pipeline's do not."""
+    """The unpipelined model's routers call torch.topk, and the pipeline's do not."""
 
     def plant(stage):
         for layer in stage.layers:
@@ -318,7 +318,7 @@ class WideRouter(Router):
 
 
 def wide_choice() -> CutModel:
-    """A router of the second stage calls torch.topk otherwise than in the uncut model."""
+    """A router of the second stage calls torch.topk otherwise than in the unpipelined model."""
 
     def plant(stage):
         if stage.number == 1:

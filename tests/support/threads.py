@@ -218,7 +218,7 @@ class Group(P2PGroups):
     def groups(self) -> list[ThreadGroup]:
         return [self._between("record")]
 
-    def checked_device(self, device: torch.device | None) -> torch.device:
+    def resolve_device(self, device: torch.device | None) -> torch.device:
         assert device is None or device.type == self.of.device.type, device
         return device or self.of.device
 
@@ -229,7 +229,7 @@ class Group(P2PGroups):
         src, dst, kind = stream
         return Link(self._between(kind), dst if src == self.rank() else src)
 
-    def header(self, peer: int) -> Link:
+    def header_link(self, peer: int) -> Link:
         return Link(self._between("header"), peer)
 
     def _between(self, what: str) -> ThreadGroup:

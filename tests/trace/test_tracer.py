@@ -57,7 +57,7 @@ def traced(rank, folder):
         own.begin("open")
     own.unwind(0)
     step(pipe)
-    assert not own.whole and len(own._ring) == ENTRIES and not own._observers
+    assert not own.keeps_all and len(own._ring) == ENTRIES and not own._observers
     steps = pipe._programs.schedule(MICRO_BATCHES).ranks
     return [[(action,) for each in own for action in each] for own in steps]  # where stages have no segments
 
@@ -160,7 +160,7 @@ def failing(rank, folder):
         step(pipe)
         step(pipe, criterion=lambda *_: 1 / 0)
     said += [str(raised.value), *raised.value.__notes__]
-    assert not Recorder.current().whole and "begin" not in vars(Recorder.current())
+    assert not Recorder.current().keeps_all and "begin" not in vars(Recorder.current())
     pipe = pipeline(rank, 2, process_group=dist.new_group([0, 1]))
     with pipe.trace(f"{folder}/after.json"):
         with pytest.raises(ValueError, match="a trace is being taken already; end it before the trace twice begins"):

@@ -40,7 +40,7 @@ def test_train_starts_its_ranks_and_reports(trained, run_folder):
     assert trained.returncode == 0, trained.stderr
     out = trained.stdout
     assert "4 stages on 2 cpu ranks, schedule dualpipev" in out
-    assert "unigram model of the same text has a held-out loss of" in out
+    assert "unigram model of the same text has a validation loss of" in out
     assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == [f"{s}/5" for s in range(1, 6)]
     for name in ("metrics.jsonl", "loss.png", "schedule.svg"):
         assert f"out/{name}" in out.splitlines()[-3] + out.splitlines()[-2] + out.splitlines()[-1]
@@ -337,7 +337,7 @@ def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
     Path("out").mkdir()
     other = lock(Path("out/.metrics.lock"), 0)
     assert train_alone() == 2
-    assert capsys.readouterr().err == "error: another job saves to out; end it, or give each a directory\n"
+    assert capsys.readouterr().err == "error: another job saves to out; end it, or give every job its own directory\n"
     other.release()
     assert train_alone() == 0, "the lock is free again"
     assert train_alone() == 0, "and after a job has ended"
@@ -355,11 +355,11 @@ def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch)
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.anomaly.guard.PATIENCE", 3)
+    monkeypatch.setattr("dualpipe.train.anomaly.guard.COLLAPSE_STEPS", 3)
     monkeypatch.setattr("dualpipe.nn.routing.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
-    assert "load_max_over_mean in the metrics: 1 where all experts get as many tokens, 2 (experts / top_k) where" in out
+    assert "load_max_over_mean in the metrics: 1 if all experts get the same number of tokens, 2 (experts" in out
     message = "WARNING: for 3 steps one expert of some layer got nearly every token (load_max_over_mean 1.95, at most"
     assert out.count("WARNING") == 1 and message in out
     assert out.index("step 3/5") < out.index(message) < out.index("step 4/5")

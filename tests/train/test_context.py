@@ -15,7 +15,8 @@ from dualpipe.plan.communication import context_numbers
 from dualpipe.train import parity
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
-from dualpipe.train.data.loader import Loader, TokenStream
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from faults import planting
@@ -92,7 +93,7 @@ def test_the_command_names_the_layout(run_folder, dualpipe):
     assert done.returncode == 0 and "pp 1, dp 1, cp 2, ep 1" in re.sub(r"\s+", " ", done.stdout), done.stdout
     refused = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", "--cp", "2", "--train.sequence_length", "3")
     assert "train.sequence_length = 3 is too short for parallel.cp = 2" in refused.stderr
-    assert "at least 4 tokens, or have parallel.cp be at most 1" in refused.stderr
+    assert "at least 4 tokens, or set parallel.cp to at most 1" in refused.stderr
 
 
 def sent(rank, toml, options, cp):
@@ -101,7 +102,7 @@ def sent(rank, toml, options, cp):
     resolved = resolve(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
     config = resolved.config
     job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
-    compared = parity.Comparison(resolved, job, torch.float64)
+    compared = parity.ParityModels(resolved, job, torch.float64)
     compared.run()
     contexts = {layer.self_attn.context_parallel for stage in compared.model.stages for layer in stage.layers.values()}
     model, tokens = compared.model.config, train.micro_batch_size * train.num_chunks * length // cp

@@ -268,8 +268,8 @@ def kept_on_disk(folder):
     ("options", "message"),
     [
         (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
-        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where a field is one of storage"),
-        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, and storage as well: mxfp8, nvfp4, fp8_"),
+        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where FIELD is one of storage"),
+        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, storage takes both: mxfp8, nvfp4, fp8_"),
         (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "and pinned ones, matches '*.mlp.gate' (stored"),
         (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
         (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "to compute in more than that, fp32"),
@@ -297,10 +297,10 @@ def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_
 
 def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs" / "dtypes.md").read_text()
+    text = (ROOT / "docs" / "precision.md").read_text()
     program, = re.findall(r"```python\n(.*?)```", text, re.S)
     of_program, of_command = re.findall(r"```text\n(.*?)```", text, re.S)
-    exec(compile(program, "docs/dtypes.md", "exec"), {"__name__": "document"})
+    exec(compile(program, "docs/precision.md", "exec"), {"__name__": "document"})
     assert capsys.readouterr().out == of_program
     command, = re.findall(r"^    dualpipe dtypes (.*)", text, re.M)
     arguments = shlex.split(command)

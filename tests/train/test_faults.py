@@ -243,7 +243,8 @@ def test_a_failure_in_the_collectives_of_fsdp2_ends_the_run(run, tmp_path, momen
     layout = ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"]
     done = run(files_for("pp1", tmp_path), "run.toml", *layout, *OPTIONS, faults=fault)
     assert done.status == 1 and done.ended - done.planted < 20
-    assert done.err.rstrip().endswith(f"PlantedFault: {fault}: planted"), done.err
+    # Under load the checkpoint of the step before may still be written: a line after the error says so.
+    assert f"PlantedFault: {fault}: planted" in done.err, done.err
 
 
 def test_the_matrix_has_every_kind_of_fault():

@@ -1,4 +1,4 @@
-"""What `[dtypes]` says of products with quantized weights, beside the rules."""
+"""Options in `[dtypes]` for GEMMs with quantized weights, besides the rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.num_chunks", "2", 
 
 
 def trained(rank, toml, runs):
-    """For each run's options its parameters after some steps, and what was sent to the experts of other ranks."""
+    """Return, for the options of each run, the norms of parameters after some steps and the bytes sent to experts."""
     cpu, found = torch.device("cpu"), []
     for options in runs:
         resolved = resolve(load_config(toml, [*SMALL, *options]), 2)
@@ -65,12 +65,12 @@ def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype,
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
     model = read_model_config(config)
     plan = plan_run(Resolved.of(config, model), None)
-    with pytest.raises(ValueError, match=rf"fp8_dispatch is for experts whose products are in FP8.*got {found}"):
+    with pytest.raises(ValueError, match=rf"fp8_dispatch: got experts with .*{found}.*needs expert GEMMs in FP8"):
         stages.build_model(model, stages.build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
                            options=stages.StageOptions(products=products, fp8_dispatch=True))
 
 
-def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
+def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
     monkeypatch.setattr(stages, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
@@ -78,9 +78,9 @@ def test_a_run_says_which_products_are_slower_in_fp8(run_toml, monkeypatch):
     plan, device = plan_run(Resolved.of(config, model), None), torch.device("cpu")
     (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
-    assert stages.slow_products(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
+    assert stages.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
     assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
         ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
     for module in stage.modules():
         module.products = "weight-only"
-    assert stages.slow_products(built, 64, device) == []
+    assert stages.slow_fp8_weights(built, 64, device) == []

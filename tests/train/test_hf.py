@@ -55,7 +55,7 @@ def test_in_and_out_in_two_layouts(run_folder, train, capsys):
     losses = train("sharded", *from_and_to(checkpoint, "a"), *on_bytes, "--parallel.ep", "2")
     again = train("whole", *from_and_to(checkpoint, "b"), *on_bytes, *ALONE, "--train.num_chunks", "8")
     said = capsys.readouterr().out
-    assert "was packed as bytes, but the model begins with a checkpoint that has a tokenizer of its own; set " in said
+    assert "was packed as bytes, but the model starts from a checkpoint with its own tokenizer; set " in said
     assert "max_position_embeddings" not in said
     assert losses == pytest.approx(again, rel=1e-5)
     assert losses[-1] < losses[0]
@@ -95,7 +95,7 @@ def test_the_model_goes_beside_the_metrics_and_that_of_an_earlier_run_is_kept(ru
         train("beside", *once, "--model.config", "few.json", "--train.seed", seed)
         said.append(capsys.readouterr().out)
     assert "the model: beside/hf\n" in said[0]
-    assert "WARNING: train.sequence_length = 16 is beyond the 15 positions" in said[0]
+    assert "WARNING: train.sequence_length = 16 exceeds the model's 15 positions" in said[0]
     assert {path.name for path in (run_folder / "beside").glob("hf*")} == {"hf", "hf.1"}
     first, second = (read_all(run_folder / "beside" / name)["lm_head.weight"] for name in ("hf.1", "hf"))
     assert not torch.equal(first, second)
@@ -140,7 +140,7 @@ def test_fp8_blocks_are_trained_and_leave_as_fp8_blocks(run_folder, train, ranks
         (["--export.to_hf", "text"], "export.to_hf = 'text' exists and is not empty"),
         (["--export.to_hf", "run.toml/out"], "export.to_hf = 'run.toml/out' cannot be made"),
         (["--init.from_hf", "small", "--model.config", "small/one.json", "--export.to_hf", "new"],
-         "export.to_hf takes config.json from init.from_hf = 'small', but model.config says another model"),
+         "export.to_hf copies config.json from init.from_hf = 'small', but model.config is another model"),
         (["--export.to_hf", "new", "--export.quantized", "True"], "the dtype plan stores no weight in fp8_block"),
         (["--export.to_hf", "new", "--export.quantized", "True", "--dtypes.rules", "*.experts,storage=mxfp8"],
          "cannot be exported quantized: it is in mxfp8, and checkpoints of qwen3_moe are in fp8_block"),
@@ -176,11 +176,11 @@ def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(
     assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
 
 
-def test_the_lines_of_the_readme_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
+def test_the_lines_of_the_quickstart_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
     root = Path(cli.__file__).parents[1]
     example = load_config(root / "examples/tiny-cpu.toml")
     folder = example.export_directory
-    blocks = re.findall("```py\n(.*?)```", (root / "README.md").read_text(), re.DOTALL)
+    blocks = re.findall("```py\n(.*?)```", (root / "docs/quickstart.md").read_text(), re.DOTALL)
     (lines,) = [block for block in blocks if "from_pretrained" in block]
     assert f'from_pretrained("{folder}")' in lines and example.data.tokenizer == "bytes"
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,7 @@ def test_a_line_per_step(tmp_path):
     assert (rows[1]["load_max_over_mean"], rows[1]["dropped"]) == (1.5, 0)
     lines = text.splitlines()
     assert len(lines) == 2 and lines[0].startswith("step 1/9  loss 2.0000  100 tokens/s  grad norm 0.50  1 MiB")
-    assert "held-out loss 1.7500" in lines[1]
+    assert "validation loss 1.7500" in lines[1]
     (events,) = (tmp_path / "tensorboard").iterdir()
     assert b"load_max_over_mean" in events.read_bytes()
 
@@ -62,7 +62,7 @@ def test_a_terminal_gets_a_live_line_of_80_columns(tmp_path):
         writer.say("before")
         writer.write(row)
     shown = text.getvalue()
-    assert "before" in shown and "step 9999: loss 10.5000  held-out loss 1.5000" in shown
+    assert "before" in shown and "step 9999: loss 10.5000  validation loss 1.5000" in shown
     assert "9999/9999" in shown and "loss 10.5000  99,999 tokens/s  grad norm 12.50  9,999 MiB" in shown
 
 

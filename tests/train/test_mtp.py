@@ -18,11 +18,12 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import MTPConfig
-from dualpipe.train.data.loader import NO_TARGET, Loader, PackedTokens, TokenStream, shifted
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
-from dualpipe.train.step.loss import MicroBatchLoss, accepted, tokens_ahead
+from dualpipe.train.step.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -70,15 +71,15 @@ def test_targets_are_those_whose_tokens_between_are_known_and_of_one_document(de
     first = (documents[..., None] == documents[:, None]).argmax(-1)
     positions = np.arange(length) - first
     for given in (None, positions):
-        found = shifted(rows, depth, given)
+        found = shift_targets(rows, depth, given)
         for (row, i, k), target in np.ndenumerate(found):
             known = i + k < length and (given is None or documents[row, i] == documents[row, i + k])
             assert target == (rows[row, i + k + 1] if known else NO_TARGET)
-    assert np.array_equal(shifted(rows, 0), rows[:, 1:])
+    assert np.array_equal(shift_targets(rows, 0), rows[:, 1:])
 
 
 def test_tokens_ahead_are_those_that_something_is_predicted_from():
-    targets = torch.from_numpy(shifted(np.arange(5)[None], 2))
+    targets = torch.from_numpy(shift_targets(np.arange(5)[None], 2))
     assert targets.tolist() == [[[1, 2, 3], [2, 3, 4], [3, 4, -100], [4, -100, -100]]]
     assert tokens_ahead(targets).tolist() == [[[1, 2], [2, 3], [3, -100], [-100, -100]]]
     assert tokens_ahead(targets[..., 0]) is None
@@ -108,7 +109,7 @@ def test_the_weight_changes_for_the_last_steps():
 
 
 def test_what_cannot_be_is_refused(tmp_path, toml):
-    with pytest.raises(ValueError, match=r"mtp\.last_steps = 2: goes with mtp.weight above 0"):
+    with pytest.raises(ValueError, match=r"mtp\.last_steps = 2: must be 0 if mtp.weight is 0; set mtp\.weight"):
         load_config(toml, ["--mtp.last_steps", "2"])
     with pytest.raises(ValueError, match=r"^model\.config: a deepseek_v3 whose config\.json announces no layers for "
                                          r"multi-token prediction .* set mtp\.weight = 0"):
@@ -116,7 +117,7 @@ def test_what_cannot_be_is_refused(tmp_path, toml):
     assert read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=2), WEIGHT)).mtp_depth == 2
     assert read_model_config(load_config(toml)).mtp_depth == 0
     two = written(tmp_path, num_nextn_predict_layers=2)
-    with pytest.raises(ValueError, match=r"train\.sequence_length = 2: no token has one 3 places ahead"):
+    with pytest.raises(ValueError, match=r"train\.sequence_length = 2: .* 3 positions ahead, .* give at least 3"):
         read_model_config(load_config(two, [*WEIGHT, "--train.sequence_length", "2"]))
     assert estimate(load_config(toml, [*WEIGHT, "--memory.recompute", "experts:2"]),
                     read_model_config(load_config(toml, WEIGHT))), "the layer counts"
@@ -143,7 +144,7 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
     evaluated = first[-1]
     assert len(evaluated["eval_mtp_loss"]) == 2 and 1 <= evaluated["acceptance_length"] <= 3
     mtp = ", ".join(f"{loss:.4f}" for loss in evaluated["eval_mtp_loss"])
-    assert f"held-out loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
+    assert f"validation loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
 
 
 def test_losses_are_the_cross_entropies_over_all_tokens(toml):
@@ -167,7 +168,7 @@ real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
     if Recorder.current().step == 2:  # as it is told, not in its gradients
-        self.noted[-1][{depth}] = float("inf")
+        self.depth_losses[-1][{depth}] = float("inf")
     return loss
 MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
 """
@@ -230,11 +231,11 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
 
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
-                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to go on without$"),
+                 r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to resume without them$"),
     pytest.param(
         "0", "0.3", r"it has no layers for multi-token prediction, which this run trains: set mtp\.weight = 0, "
                     r"import it with `dualpipe hf import --mtp`, or name them in checkpoint\.allow "
-                    r"\(\*layers\.2\.\*\) to go on with new ones$", marks=pytest.mark.slow)])
+                    r"\(\*layers\.2\.\*\) to resume with new ones$", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_layers_that_its_checkpoint_lacks_or_without_them_where_that_is_said(
         toml, tmp_path, before, after, told):
     first, then = (["--train.steps", steps, "--train.eval_batches", "0", "--mtp.weight", weight,
@@ -255,7 +256,7 @@ def test_an_end_that_fails_in_the_exchange_with_the_other_is_named(run_folder, d
     written(run_folder)
     faults = f"raise rank={rank} step=2 action=exchange"
     done = dualpipe(run_folder, "train", "run.toml", *WEIGHT, *ENDS_APART, before=planting(faults))
-    error = f"error: rank {rank} (pp {rank}): at the ends of the step: PlantedFault: {faults}: planted\n"
+    error = f"error: rank {rank} (pp {rank}): at the beginning or end of the step: PlantedFault: {faults}: planted\n"
     assert done.returncode == 1 and error in done.stderr, done.stderr
 
 
@@ -284,7 +285,7 @@ def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
     assert done.returncode == 0, done.stderr
     done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "flipped", before=FLIP)
     assert done.returncode == 1 and done.stderr.startswith(
-        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits of what both ends of a pipeline have"
+        "error: after step 2: rank 0 (pp 0) or rank 1 (pp 1) has wrong bits in parameters that both ends of a pipeline "
     ), done.stderr
 
 
@@ -326,7 +327,7 @@ def trained(tmp_path_factory):
 def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     (stage,) = trained.runner.model.stages
     stage.eval()
-    prompt, length = trained.data.splits.held_out.read(0, 4).tolist(), 24
+    prompt, length = trained.data.splits.validation.read(0, 4).tolist(), 24
     text, drafts = decode(stage, prompt, length + 1)
     rows, plain = np.array([text[: length + 1]]), list(prompt)
     while len(plain) <= length:
@@ -334,19 +335,19 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     assert rows[0].tolist() == plain, "of speculation the text is that of the model alone"
     drafts = [(i, right) for i, right in drafts if i + 2 <= length]
     assert {right for _, right in drafts} == {True, False}, "the example has both"
-    targets = torch.from_numpy(shifted(rows, 1))
+    targets = torch.from_numpy(shift_targets(rows, 1))
     found = greedy(stage, torch.from_numpy(rows[:, :-1].copy()), tokens_ahead(targets))
     visited = torch.full_like(targets, NO_TARGET)
     for i, _ in drafts:
         visited[0, i] = targets[0, i]
-    both = accepted(found, visited, found[..., 0], torch.arange(length))
+    both = count_accepted(found, visited, found[..., 0], torch.arange(length))
     assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
 
 
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
     (stage,) = trained.runner.model.stages
     found = evaluate(trained.runner, trained.data, trained.progress.done)
-    with trained.data.held_out_batches() as batches:
+    with trained.data.validation_batches() as batches:
         (batch,) = batches
     stage.eval()
     right = []
@@ -361,11 +362,11 @@ def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_wo
 def test_a_chain_ends_with_its_first_wrong_draft():
     main = torch.tensor([[1, 2, 3, 4, 5]])
     drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
-    targets = torch.from_numpy(shifted(np.arange(6)[None], 2))
-    assert accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
+    targets = torch.from_numpy(shift_targets(np.arange(6)[None], 2))
+    assert count_accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
     columns = torch.tensor([0, 2])  # those of another rank are there by main alone
     part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]
-    assert accepted(*part, main, columns).tolist() == [3, 2]
+    assert count_accepted(*part, main, columns).tolist() == [3, 2]
 
 
 def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
@@ -406,7 +407,7 @@ def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
     weights = iter([0.3, 0.3 + 1e-8])
-    monkeypatch.setattr(parity.Comparison, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
+    monkeypatch.setattr(parity.ParityModels, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
     assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
     assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
 
@@ -444,7 +445,7 @@ def test_optimizer_routers_and_recomputation_know_the_layers(toml):
         shares = {name: optimizer._groups[optimizer._masters[last.get_parameter(name)]] for name in (
             "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
             "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}
-        assert [(algorithm, group["share"]) for algorithm, group in shares.values()] == [
+        assert [(algorithm, group["lr_factor"]) for algorithm, group in shares.values()] == [
             ("muon", 0.5), ("muon", 1.0), ("muon", 1.0), ("adamw", 1.0), ("adamw", 1.0), ("adamw", 0.125)]
         assert len(run.runner.qk_clip._layers) == 3
         assert last.recompute("experts", 2) and not last.recompute("experts", 1)

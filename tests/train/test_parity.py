@@ -1,4 +1,4 @@
-"""`dualpipe parity` says whether the pipelined model is the unpipelined one, and notices when it is not."""
+"""`dualpipe parity` passes for a right pipeline, and detects planted faults."""
 
 import dataclasses
 import json
@@ -12,11 +12,12 @@ from dualpipe.nn import Router, linear
 from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train import parity
+from dualpipe.train import parity, parity_models
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.parity import Comparison, EvenRoutes, difference
+from dualpipe.train.parity_errors import difference, print_table
+from dualpipe.train.parity_models import EvenRoutes, ParityModels
 from dualpipe.train.step.loss import MicroBatchLoss
 from hub import FAMILIES
 from ranks import run_ranks
@@ -47,10 +48,10 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatc
 
 
 def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
-    """However narrow the terminal is."""
+    """In a narrow terminal too."""
     monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
-    parity._print("Differences", "1f1b, float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
+    print_table("Differences", "1f1b, float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
     _, header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == ["tensor", "shape", "relative"] and first.split() == [name, "(2,", "3)", "1e-12"]
     assert second.split() == ["loss", "(4,)", "0"] and len(second) == len(first)
@@ -84,7 +85,7 @@ def wrong_loss(right):
     [(broken_gradient, "q_proj.weight"), (missing_gradient, "norm.weight"), (wrong_loss, "loss of the micro-batches")],
 )
 def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, breaking, name):
-    monkeypatch.setattr(Comparison, "step", breaking(Comparison.step))
+    monkeypatch.setattr(ParityModels, "step", breaking(ParityModels.step))
     assert run(run_toml) == 1
     out = capsys.readouterr().out
     assert "parity FAILED: 1 of" in out
@@ -95,7 +96,7 @@ def test_a_wrong_pipeline_fails_and_is_named(run_toml, capsys, monkeypatch, brea
 
 def test_a_wrong_criterion_fails(run_toml, monkeypatch):
     criteria = iter([MicroBatchLoss(3), MicroBatchLoss(4)])
-    monkeypatch.setattr(parity, "MicroBatchLoss", lambda *_: next(criteria))
+    monkeypatch.setattr(parity_models, "MicroBatchLoss", lambda *_: next(criteria))
     assert run(run_toml) == 1
 
 
@@ -114,7 +115,7 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 
 
 def other_terms(change):
-    """The pipelined model's routers do something else than the whole one's."""
+    """Routers of the pipelined model that differ from those of the unpipelined one."""
 
     def breaking(right):
         def step(self, *batch):
@@ -131,7 +132,7 @@ def other_terms(change):
 @pytest.mark.parametrize("change", [{"balance": 0.499}, {"z": 0.099}, {"num_microbatches": 5}], ids=str)
 @pytest.mark.parametrize("level", ["sequence", "global"])
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
-    monkeypatch.setattr(Comparison, "step", other_terms(change)(Comparison.step))
+    monkeypatch.setattr(ParityModels, "step", other_terms(change)(ParityModels.step))
     assert run(run_toml, *TERMS, "--router.balance_level", level) == 1
     assert "mlp.gate.weight" in capsys.readouterr().out
 
@@ -161,7 +162,7 @@ def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
 
 @pytest.fixture
 def one_expert(run_toml):
-    """A model whose routing weights are all 1, so that its routers' gradients are zero but for rounding."""
+    """A model whose routing weights are all 1, so that its routers' gradients are zero up to rounding."""
     file = run_toml.parent / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 1}))
     return run_toml.parent
@@ -183,7 +184,7 @@ def zeroed(right):
 
 
 def added(share):
-    """An error as large as a part of the whole gradient, in the router's."""
+    """An error in the router's gradient, as large as a share of the whole gradient."""
 
     def breaking(right):
         def step(self, *batch):
@@ -199,16 +200,16 @@ def added(share):
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_gradient_that_should_not_be_zero_fails(run_toml, capsys, monkeypatch, dtype):
-    monkeypatch.setattr(Comparison, "step", zeroed(Comparison.step))
+    monkeypatch.setattr(ParityModels, "step", zeroed(ParityModels.step))
     assert run(run_toml, dtype=dtype) == 1
     assert "parity FAILED: 1 of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("dtype", "eps"), [("float64", 2e-16), ("float32", 1.2e-7)])
 def test_an_error_in_a_zero_gradient_fails_from_a_few_eps_on(one_expert, monkeypatch, dtype, eps):
-    right = Comparison.step
+    right = ParityModels.step
     for share, failed in ((0.2 * eps, 0), (3 * eps, 1)):
-        monkeypatch.setattr(Comparison, "step", added(share)(right))
+        monkeypatch.setattr(ParityModels, "step", added(share)(right))
         assert run(one_expert / "run.toml", dtype=dtype) == failed
 
 
@@ -222,7 +223,7 @@ def test_bf16_passes_and_prints_both_errors(run_toml, capsys):
     pipelined, unpipelined, times = errors.groups()
     assert 1e-3 < float(pipelined) < 0.05 and float(unpipelined) == pytest.approx(float(pipelined), rel=0.5)
     assert float(times) == pytest.approx(1, abs=0.5) and "parity passed: all 50 within" in out
-    with pytest.raises(ValueError, match=r"--tolerance 0.1: that of bf16 is derived"):
+    with pytest.raises(ValueError, match=r"--tolerance 0.1: the bounds of bf16 are derived"):
         run(run_toml, dtype="bf16", tolerance=0.1)
 
 
@@ -249,7 +250,7 @@ def rounded_sums(monkeypatch):
 
 def one_lost(monkeypatch):
     """One weight's gradient of one of four micro-batches."""
-    right, weight_grad, calls = Comparison.step, linear._weight_grad, []
+    right, weight_grad, calls = ParityModels.step, linear._weight_grad, []
 
     def losing(weight, dy, x, out=None):
         calls.append(weight.shape)
@@ -262,12 +263,12 @@ def one_lost(monkeypatch):
         monkeypatch.setattr(linear, "_weight_grad", weight_grad)
         return losses
 
-    monkeypatch.setattr(Comparison, "step", step)
+    monkeypatch.setattr(ParityModels, "step", step)
 
 
 def all_lost(monkeypatch):
     """Of all micro-batches."""
-    monkeypatch.setattr(Comparison, "step", missing_gradient(Comparison.step))
+    monkeypatch.setattr(ParityModels, "step", missing_gradient(ParityModels.step))
 
 
 @pytest.mark.parametrize("planted", [rounded_sums, one_lost, all_lost])
@@ -280,7 +281,7 @@ def test_bf16_fails_where_a_gradient_is_lost_or_accumulated_in_bf16(run_toml, ca
 
 
 def bf16_on_ranks(rank, toml, runs):
-    """The exit status of each run, by all ranks."""
+    """Return the exit status of each run."""
     statuses, cpu = [], torch.device("cpu")
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)
@@ -304,7 +305,7 @@ def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
 
 
 def replicated_on_ranks(rank, toml, runs):
-    """The largest relative difference of each run from the unpipelined model in float64."""
+    """Return the largest relative difference of each run from the unpipelined model in float64."""
     largest = []
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)

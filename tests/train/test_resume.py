@@ -179,7 +179,7 @@ def check_layout(folder, half_way, out, run):
 def test_one_rank_goes_on_with_the_same_losses(run_folder, half_way, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     check_layout(run_folder, half_way, "one", lambda *given: cli.main([*given, *half_way[0], *ALONE]))
-    assert "random numbers start anew, as the layout is another" in capsys.readouterr().out
+    assert "random states are drawn anew, because the layout differs" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
     assert cli.main([*resume, "--checkpoint.allow", "loader"]) == 0
     text = capsys.readouterr().out
     assert "settings that have changed since: parallel.pp 2 -> 1, train.seed 0 -> 5, optimizer.lr" in text
-    assert "the batches are others, as allowed" in text
+    assert "batches differ from those of the saved run, as checkpoint.allow permits" in text
     assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
 
 
@@ -312,7 +312,7 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own(run_folder, half_way, m
     capsys.readouterr()
     assert cli.main([*begin, "--train.steps", "7"]) == 0
     text = capsys.readouterr().out
-    assert "after step 6" in text and "checkpoint.resume = 'half/checkpoints' is where this run began" in text
+    assert "after step 6" in text and "this run began with checkpoint.resume = 'half/checkpoints'" in text
     assert cli.main([*begin, "--checkpoint.resume", "half", "--train.steps", "7"]) == 2
     assert "of a run that did not begin with checkpoint.resume = 'half'; give another" in capsys.readouterr().err
     back = str(run_folder / "branch" / "checkpoints" / "step-00000005")  # of its own: back to there

@@ -1,4 +1,4 @@
-"""A start is reported by its parts."""
+"""The start-up time is reported by phase."""
 
 import re
 
@@ -26,7 +26,7 @@ def test_a_start_is_reported_by_its_parts(run_folder, dualpipe):
         assert process.returncode == 0 and len(lines) == 1, process.stdout
         total, parts = re.fullmatch(r"first step ([\d.]+) s after the start: (.*)", lines[0]).groups()
         parts = {name: float(seconds) for name, seconds in (part.rsplit(" ", 1) for part in parts.split(", "))}
-        assert list(parts) == ["imports", "meeting", "model", "data", "checkpoint", "step"]
+        assert list(parts) == ["imports", "rendezvous", "model", "data", "checkpoint", "step"]
         assert sum(parts.values()) == pytest.approx(float(total), abs=0.5)
         assert (parts["checkpoint"] >= 0.7) is resumed
         assert process.stdout.index(lines[0]) < process.stdout.index(f"step {6 if resumed else 2}/")

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop do so after a step, saved, and go on bit for bit."""
+"""Runs stop after a step on request, save a checkpoint, and resume bit for bit."""
 
 import os
 import re
@@ -48,7 +48,7 @@ def losses(folder, out):
 
 
 def stopped(process, by):
-    """The step after which a process says that it was stopped, and the path that it names."""
+    """Return the step after which a process was stopped, and the path of its checkpoint, as it prints them."""
     assert not process.stderr, process.stderr
     found = re.findall(r"^stopped by (.+) after step (\d+); saved: (.+); the same command goes on from there$",
                        process.stdout, re.MULTILINE)
@@ -58,7 +58,7 @@ def stopped(process, by):
 
 @pytest.fixture(scope="module")
 def whole(run_folder, dualpipe):
-    """The losses of runs that nobody stops, by their options, each run once."""
+    """Return the losses of uninterrupted runs, by their options; each runs once."""
     known = {}
 
     def run(options):

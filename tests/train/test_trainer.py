@@ -1,5 +1,5 @@
-"""When the host reads the numbers of a step that a device computes, a pretend one here, and what is left of a run that
-ends early."""
+"""The moments when the host reads the values of a step from a (pretend) device, and the output of runs that end
+early."""
 
 import math
 import os
@@ -110,3 +110,16 @@ def test_a_run_that_is_asked_to_stop_reads_what_is_queued_and_saves_it(folder, m
     ]
     assert "stopped by SIGTERM after step 3; saved: " in capsys.readouterr().out
     assert device.waits["Event.synchronize in dualpipe/train/trainer.py: Trainer._read"] == 3
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_the_pipeline_merges_weight_gradients_as_the_configuration_says(folder, monkeypatch, value):
+    def build(self, *arguments, **options):
+        given.append(options["merge_weight_grads"])
+        real(self, *arguments, **options)
+
+    real, given = Pipeline.__init__, []
+    monkeypatch.setattr(Pipeline, "__init__", build)
+    options = [] if value else ["--parallel.merge_weight_grads", "false"]
+    as_training(0, folder, *STEPS, "9", "--train.steps", "1", *options)
+    assert given == [value]

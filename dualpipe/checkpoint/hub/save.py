@@ -41,7 +41,7 @@ from dualpipe.models import HubConfig, read_config
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.fsdp.materialize import Sliceable
 from dualpipe.quantized import QuantizedTensor
-from dualpipe.runtime.files import hold, naming, sync
+from dualpipe.runtime.files import hold, name_file_in_errors, sync
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
 
@@ -293,12 +293,12 @@ def _begin(
         cleanup.callback(hold(folder).release)
     cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
     for name, content in documents.items():
-        with naming(folder / name), open(folder / name, "x", encoding="utf-8") as document:
+        with name_file_in_errors(folder / name), open(folder / name, "x", encoding="utf-8") as document:
             document.write(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     for path in carried_files:
         shutil.copyfile(path, folder / path.name)
     for file in files:
-        with naming(folder / file.name), open(folder / file.name, "xb") as out:
+        with name_file_in_errors(folder / file.name), open(folder / file.name, "xb") as out:
             out.write(file.head)
             out.truncate(file.size)
 
@@ -310,12 +310,12 @@ def _write(folder: Path, header: Mapping[str, TensorHeader], data: Iterable[tupl
     with ExitStack() as stack:
         for name, box, values in data:
             file = header[name].file
-            with naming(folder / file), recorder.doing("write", name):
+            with name_file_in_errors(folder / file), recorder.doing("write", name):
                 if file not in opened:
                     opened[file] = stack.enter_context(open(folder / file, "r+b", buffering=0))
                 write_box(opened[file].fileno(), header[name], box, values)
         for file, out in opened.items():
-            with naming(folder / file):
+            with name_file_in_errors(folder / file):
                 os.fsync(out)
 
 

@@ -245,17 +245,21 @@ class _AddSharedLoss(torch.autograd.Function):
         parts: int, share: float, balance: float,
     ) -> Tensor:
         ctx.mean_NE = probs_TE.unflatten(0, (parts, -1)).mean(1)
-        ctx.whole_load, ctx.totals, ctx.rest = whole_load, totals, (len(probs_TE) // max(parts, 1), share, balance)
+        ctx.whole_load = whole_load
+        ctx.totals = totals
+        ctx.length = len(probs_TE) // max(parts, 1)
+        ctx.share = share
+        ctx.balance = balance
         return weights_TK.view_as(weights_TK)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
-        length, share, balance = ctx.rest
         factors_NE = balance_factors(ctx.whole_load(), ctx.mean_NE.dtype)
         if ctx.totals is not None:
-            _count_loss(ctx.totals, "balance_loss", (factors_NE * ctx.mean_NE).sum(), share)
-        dprobs_TE = (factors_NE * (balance * share / max(length, 1))).repeat_interleave(length, 0)
+            _count_loss(ctx.totals, "balance_loss", (factors_NE * ctx.mean_NE).sum(), ctx.share)
+        scale = ctx.balance * ctx.share / max(ctx.length, 1)
+        dprobs_TE = (factors_NE * scale).repeat_interleave(ctx.length, 0)
         return dweights_TK, dprobs_TE, None, None, None, None, None
 
 

@@ -99,7 +99,9 @@ class Router(Linear):
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:
         score = scoring.score
-        n_group, topk_group, group_best = groups.n_group, groups.topk_group, groups.group_best
+        n_group = groups.n_group
+        topk_group = groups.topk_group
+        group_best = groups.group_best
         if score not in ("softmax", "sigmoid", "softmax_topk"):
             raise ValueError(f"score must be 'softmax', 'sigmoid' or 'softmax_topk'; got {score!r}")
         if n_group < 1 or num_experts % n_group:

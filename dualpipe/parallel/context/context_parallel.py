@@ -1,25 +1,27 @@
 """Context parallelism: the ranks of a group share each sequence, and attention reads all of it.
 
 Each rank holds the tokens that `SequenceSplit` assigns to it. Attention alone reads tokens of other ranks, exchanged by
-`Communicate` segments, which the pipeline overlaps with its other micro-batch. There are three methods:
+`Communicate` segments, which the pipeline overlaps with its other micro-batch. A row has the keys and values of one
+token; with latent attention it has the latent, which each rank expands. There are three methods, for `size` ranks:
 
-    ring         Keys and values move from rank to rank, size - 1 times. While the next rows are in flight, the queries
-                 attend to the current ones (Ring Attention, arXiv:2310.01889); the outputs of a token are merged by
-                 the log-sum-exp of its scores. With latent attention the latent moves, and each rank expands it.
-    window       In a layer with a sliding window, ranks exchange only the rows within the window of one of the tokens.
+    ring         Rows move from rank to rank, size - 1 times. While the next rows are in flight, the queries attend to
+                 the current ones (Ring Attention, arXiv:2310.01889); the outputs of a token are merged by the
+                 log-sum-exp of its scores.
+    window       In a layer with a sliding window, a rank receives only the rows that the windows of its tokens reach.
     all_to_all   Each rank computes some of the heads for all tokens (DeepSpeed-Ulysses, arXiv:2309.14509). The number
                  of ranks must divide the query heads and the key/value heads.
 
 Received rows are not saved for the backward of a ring or a window: they are sent again before it, and their gradients
 return the same way. Attention saves the rank's queries, rows and outputs, so that activations fall as 1 / size, except
-for the rows of one layer at a time while its backward runs. With C elements of keys and values, or of the latent, for a
-token, a rank sends 3 (size - 1) C elements for each of its tokens in the ring, and 2 (size - 1) / size times the
-elements of its queries, keys, values and outputs with all_to_all. "auto" chooses the smaller number.
+for the rows of one layer at a time while its backward runs. With C elements in a row, a rank sends 3 (size - 1) C
+elements for each of its tokens in the ring (forward, recompute and gradients), and 2 (size - 1) / size times the
+elements of its queries, keys, values and outputs with all_to_all (forward and gradients). "auto" chooses the smaller
+number.
 
 torch's `context_parallel` (torch.distributed.tensor.experimental, 2.13) is not used: it replaces
-`scaled_dot_product_attention` in the whole process, on CUDA only, by operators that exchange and wait inside, where a
-pipeline can overlap nothing, and that do not support documents. Its version for FlexAttention gathers all keys and
-values first, for sequences of a multiple of 128 tokens on each rank.
+`scaled_dot_product_attention` in the whole process, on CUDA only, by operators that communicate and wait internally, so
+that a pipeline can overlap nothing, and that do not support documents. Its version for FlexAttention gathers all keys
+and values first, and needs a multiple of 128 tokens on each rank.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class ContextParallel(SequenceRanks):
     """Ranks that share sequences, with the method of their attention; attention layers take their segments from it.
 
     mesh: the mesh's "cp" dimension, or an `AsyncAllToAll`; None or one rank: sequences are whole. method: one of
-    `METHODS`; layers with a sliding window use the method "window" with any. Raises ValueError for another method.
+    `METHODS`; a layer with a sliding window always uses "window". Raises ValueError for another method.
     """
 
     def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None, *, method: str = "auto") -> None:

@@ -31,7 +31,8 @@ def row_width(attention: SharedAttention) -> int:
 class _Merged:
     """Final output of a rank's queries over all blocks, with its log-sum-exp, for the backward of every block.
 
-    It is saved, so that a repeated exchange of rows does not recompute attention. None until the last block.
+    It is saved, so that a repeated exchange of rows does not recompute attention. The fields are None until the last
+    block.
     """
 
     y_BASV: Tensor | None = None
@@ -60,9 +61,10 @@ class _BlockwiseAttention:
         self._is_trained = any(p.requires_grad for p in cast(nn.Module, attention).parameters())
 
     def _project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, Tensor, _Merged]:
-        """Return queries, rows (B * T, C), and the empty result."""
+        """Return queries, rows (B * T, C), and an empty `_Merged`."""
         q_BASD, *shared = self._attention.project(x_BSH, context)
-        narrowest = min((tensor.dtype for tensor in shared), key=lambda dtype: dtype.itemsize)  # norms may widen others
+        # A norm may return a tensor in a wider dtype than the others.
+        narrowest = min((tensor.dtype for tensor in shared), key=lambda dtype: dtype.itemsize)
         rows = torch.cat([tensor.to(narrowest).transpose(1, 2).flatten(2) for tensor in shared], -1)
         return q_BASD, rows.flatten(0, 1), _Merged()
 
@@ -87,7 +89,7 @@ class _BlockwiseAttention:
                 q_BASD, rows.view(context.batch, -1, self._width), y, lse, attend_to, ranges.first, merged, is_last
             )
 
-        return Compute(run, ("q", f"kv{block}", "merged", "context", *earlier), ("y", "lse"), True)
+        return Compute(run, ("q", f"kv{block}", "merged", "context", *earlier), ("y", "lse"), recompute=True)
 
     def _attend(
         self, context: Context, ranges: _AttendedRanges, q_BASD: Tensor, rows_BTC: Tensor
@@ -120,17 +122,18 @@ class RingAttention(_BlockwiseAttention):
     """Attention with rows that move around a ring: the rows of block i are those of the i-th rank before this one."""
 
     def segments(self, recompute: bool) -> list[Segment]:
-        """Return the blocks in order, each after the first behind the hop that brings its keys and values."""
+        """Return the blocks in order; before each, the hop that brings the rows of the next block starts."""
         segments: list[Segment] = []
         for block in range(self._size):
             if block + 1 < self._size:
                 hop = SequenceRows(self._ranks, self._width, partial(self._hop_counts, block))
-                segments.append(Communicate(hop, (f"kv{block}", "context"), f"kv{block + 1}", True, True))
+                segments.append(Communicate(hop, (f"kv{block}", "context"), f"kv{block + 1}", recompute=True,
+                                            of_attention=True))
             segments.append(self._block(block, self._size))
         return self._with_ends(segments, recompute)
 
     def _hop_counts(self, block: int, length: int) -> tuple[list[int], list[int]]:
-        """Return the tokens sent to each rank and received from each, in the hop after a block."""
+        """Return the tokens sent to each rank and received from each, in the hop from a block to the next."""
         counts = self._ranks.split.counts(length)
         sent = [0] * self._size
         received = [0] * self._size
@@ -159,7 +162,7 @@ class RingAttention(_BlockwiseAttention):
 class WindowAttention(_BlockwiseAttention):
     """Attention with a sliding window: block 0 has this rank's rows, block 1 the rows of others within the window.
 
-    It receives no more rows than a ring: those of all tokens at most, each once.
+    A rank receives the rows of all other tokens at most, each once: no more than in a ring.
     """
 
     def segments(self, recompute: bool) -> list[Segment]:
@@ -168,10 +171,10 @@ class WindowAttention(_BlockwiseAttention):
             return self._with_ends([self._block(0, 1)], recompute)
         exchange = SequenceRows(self._ranks, self._width, self._token_counts)
         return self._with_ends([
-            Compute(self._pack, ("kv0", "context"), "sent", True),
-            Communicate(exchange, ("sent", "context"), "received", True, True),
+            Compute(self._pack, ("kv0", "context"), "sent", recompute=True),
+            Communicate(exchange, ("sent", "context"), "received", recompute=True, of_attention=True),
             self._block(0, 2),
-            Compute(self._unpack, ("received", "context"), "kv1", True),
+            Compute(self._unpack, ("received", "context"), "kv1", recompute=True),
             self._block(1, 2),
         ], recompute)
 
@@ -243,9 +246,9 @@ class _AttendBlock(torch.autograd.Function):
     y is float32 or wider, except after the last block, which also leaves the results in `merged`. If they are there
     already, the forward computes nothing and only records the node for the backward.
 
-    The gradients of y and lse that reach a block are those of the final results. With the share of block i, w =
-    e^(lse_i - lse), the gradients of its own results are w dy and w (dy (y_i - y) + dlse). The backward recomputes its
-    scores.
+    The backward of a block passes dy and dlse on to the earlier blocks unchanged, so that every block gets the
+    gradients of the final results. With the share of block i, w = e^(lse_i - lse), the gradients of its own results are
+    w dy and w (dy (y_i - y) + dlse). The backward recomputes the scores of the block.
     """
 
     @staticmethod
@@ -289,7 +292,7 @@ class _AttendBlock(torch.autograd.Function):
         dlse_i = (dy_i * (y_i.detach().to(lse_i.dtype) - merged.y_BASV[:, :, first:])).sum(-1)
         if dlse is not None:
             dlse_i = dlse_i + dlse[..., first:]
-        # Weight gradients run now: deferred, a layer that expands rows would keep the rows of all tokens.
+        # Weight gradients run now: if deferred, those of `expand_kv` would keep the rows of all tokens.
         with WeightGradStore.current().run_immediately():
             torch.autograd.backward((y_i, lse_i), ((dy_i * share.unsqueeze(-1)).to(y_i.dtype), dlse_i * share))
         earlier = (grad if needed else None for grad, needed in zip((dy, dlse), ctx.needs_input_grad[2:4]))

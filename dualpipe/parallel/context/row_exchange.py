@@ -1,4 +1,4 @@
-"""Exchange of token rows between the ranks that share sequences, with numbers of rows that all ranks know.
+"""Exchange of token rows between the ranks that share sequences; all ranks know the row counts from the length.
 
 Dimension letters: B batch, T tokens, C elements of a row.
 """
@@ -19,7 +19,7 @@ from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAl
 
 
 class SharedAttention(Protocol):
-    """Interface of an attention layer: see `dualpipe.models.decoder.Attention`."""
+    """Interface of an attention layer whose keys and values ranks exchange; see `dualpipe.models.decoder.Attention`."""
 
     num_heads: int
     num_kv_heads: int
@@ -29,13 +29,13 @@ class SharedAttention(Protocol):
     scale: float
     sinks: nn.Parameter | None
     max_logits_A: Tensor | None
-    shared: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int], ...]  # heads and head dimension of each tensor that `expand_kv` takes
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the queries, followed by the tensors that `expand_kv` takes."""
 
     def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values from the tensors that ranks exchange."""
+        """Return keys and values from the tensors that ranks exchange: these themselves, or a latent."""
 
     def output(self, y_BASV: Tensor) -> Tensor:
         """Return the layer's output from the outputs of the heads."""

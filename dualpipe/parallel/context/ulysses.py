@@ -41,18 +41,18 @@ class UlyssesAttention:
     def segments(self, recompute: bool) -> list[Segment]:
         """Return segments that read "normed" and "context" and write "y".
 
-        A rank receives no more than it sends, so rows are kept, and sent again only if all segments are recomputed.
+        A rank receives no more than it sends, so received rows are saved, and sent again only with `recompute`.
         """
         return [
             Compute(self._project, ("normed", "context"), "qkv", recompute),
-            Communicate(self._scatter, ("qkv", "context"), "qkv", recompute, True),
+            Communicate(self._scatter, ("qkv", "context"), "qkv", recompute, of_attention=True),
             Compute(self._attend, ("qkv", "context"), "y", recompute),
-            Communicate(self._gather, ("y", "context"), "y", recompute, True),
+            Communicate(self._gather, ("y", "context"), "y", recompute, of_attention=True),
             Compute(self._output, ("y", "context"), "y", recompute),
         ]
 
     def _scatter_counts(self, length: int) -> tuple[list[int], list[int]]:
-        """Return the tokens sent to each rank and received from each: this rank's for all, and all for this rank."""
+        """Return the tokens sent to each rank, all of this rank's, and received from each, all of that rank's."""
         counts = self._split.counts(length)
         return [counts[self._split.rank]] * self._size, list(counts)
 

@@ -6,8 +6,8 @@
     combine   rows, received -> rows                                  all-to-all back
     finish    rows, plan -> y_TH                                      Dispatcher.finish: sum over the ranks
 
-No token is dropped. A token with several experts on one rank is sent there once, with its weights and its K choices in
-the local numbers of that rank (-1 for experts on other ranks). The rank sums the outputs of its experts, in float32 or
+No token is dropped. A token with several experts on one rank is sent there once, with its weights and its K choices as
+local expert ids of that rank (-1 for experts on other ranks). The rank sums the outputs of its experts, in float32 or
 wider, before it returns the sum. With 8 choices over 8 ranks a token goes to 5.3 ranks on average, not to 8.
 
 Example: 4 experts on 2 ranks, K = 2. A token with experts 2 and 3 is sent to rank 1 only, with ids [0, 1]. A token with
@@ -55,8 +55,9 @@ class ExpertParallel:
     """Distribution of a model's experts over the ranks of a group; creates a dispatcher for each layer.
 
     ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are local, nothing is sent.
-    fp8_rows: dispatch rows in FP8 with a scale for each block of this many elements, to experts that take `quantized`
-    too: 128 for weights in blocks of FP8, 32 for mxfp8. Outputs and gradients keep their dtype. None: rows keep theirs.
+    fp8_rows: the number of elements that share a scale if rows are dispatched in FP8: 128 for weights in blocks of FP8,
+    32 for mxfp8. The experts must accept the keyword `quantized`; outputs and gradients keep their dtype. None: rows
+    are dispatched in their own dtype.
 
     Raises ValueError for experts that cannot be divided evenly, and for another block size.
     """
@@ -71,7 +72,7 @@ class ExpertParallel:
             ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
         self.size = 1 if ranks is None else ranks.size
         self.num_experts = num_experts
-        self.local_experts = _share("the model", num_experts, self.size)
+        self.local_experts = _experts_per_rank("the model", num_experts, self.size)
         self._fp8_rows = fp8_rows
         self._stream = CommStream(ranks) if ranks is not None and self.size > 1 else None
 
@@ -90,10 +91,11 @@ class ExpertParallel:
 def run_experts(
     experts: Callable[..., Tensor], rows: Tensor, weights_RK: Tensor, received: Received
 ) -> Tensor:
-    """Return the weighted sum of each row's local experts (R, H), in the dtype of `rows`, (R, H) or (B, S, H).
+    """Return the weighted sum of the outputs of each row's local experts: (R, H), in the dtype of `rows`.
 
     experts: called as `experts(rows_RH, tokens, weights_M)`; returns (M, H), multiplied by the weights of the sorted
-    rows. It gets rows that were dispatched in FP8 also as received, as the keyword `quantized`.
+    rows. For rows that were dispatched in FP8, it also gets the quantized rows as the keyword `quantized`. rows: (R, H)
+    or (B, S, H).
     """
     rows_RH = rows.flatten(0, -2)
     # M rows, sorted by expert; unassigned choices come after the last end and are not computed.
@@ -108,8 +110,8 @@ def run_experts(
 def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = False) -> nn.Module:
     """Make the stacked parameters of all experts DTensors, Shard(0) over `mesh` ("ep"), in place; returns the module.
 
-    Experts are all `GroupedLinear`s, and modules that transformers calls through its experts interface. A rank keeps
-    its slice, also on meta; with one rank nothing changes.
+    Every `GroupedLinear` counts as experts, and so does a module that transformers calls through its experts interface.
+    A rank keeps its slice, also on meta; with one rank nothing changes.
 
     are_local: the parameters contain this rank's experts only. Raises ValueError for experts that cannot be divided
     evenly, and for parameters that are sharded already.
@@ -121,7 +123,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
             if isinstance(param, DTensor):
                 raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before FSDP2")
             num_experts = param.shape[0] * mesh.size() if are_local else param.shape[0]
-            places.append((layer, name, param, _share(f"the experts of {full}", num_experts, mesh.size())))
+            places.append((layer, name, param, _experts_per_rank(f"the experts of {full}", num_experts, mesh.size())))
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for layer, name, param, num_local in places:
         if param not in sharded:
@@ -167,7 +169,7 @@ def is_interface_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
-def _share(owner: str, experts: int, ranks: int) -> int:
+def _experts_per_rank(owner: str, experts: int, ranks: int) -> int:
     """Return the number of experts of each rank; `owner` names the model or parameter in the error message."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))
@@ -187,9 +189,9 @@ class DispatchSizes(NamedTuple):
 class Plan(NamedTuple):
     """Destination ranks and experts of a rank's tokens."""
 
-    tokens: SortedTokens  # of (T, D) choices of ranks: the rows to send, sorted by rank
+    tokens: SortedTokens  # one for each (token, destination rank) pair: the rows to send, sorted by rank
     copies: int  # D
-    ids: Tensor  # (T * D, K) int32, sorted: a row's experts in the numbers of their rank, -1 for those on other ranks
+    ids: Tensor  # (T * D, K) int32, sorted: a row's local expert ids on its rank, -1 for experts elsewhere
     counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank
 
 
@@ -225,7 +227,7 @@ class Dispatcher:
 
 
 class LocalDispatcher(Dispatcher):
-    """Dispatcher for a trial of a layer on one rank with some of its experts, which stand in for the others."""
+    """Dispatcher that runs a layer on one rank alone, to check it; its local experts stand in for all others."""
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return rows, weights and the plan like `Dispatcher`; expert E runs as E modulo the number of local ones."""
@@ -285,10 +287,10 @@ class AllToAllDispatcher(Dispatcher):
 
 
 class _DispatchContext(NamedTuple):
-    """Context of a dispatch for its repetition and its backward."""
+    """Context of a dispatch for its recompute and its backward."""
 
     sizes: DispatchSizes
-    places: int  # T * D, the number of rows in the plan
+    num_plan_rows: int  # T * D
     width: int  # H
     dtype: torch.dtype  # of the rows
     weights_RK: Tensor
@@ -306,8 +308,8 @@ class _Dispatch:
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
-        if self._stream.device.type == "cpu":  # send the rows now: the host computes next and advances nothing
-            pending.advance()
+        if self._stream.device.type == "cpu":
+            pending.advance()  # the engine would do so only after the host has computed other work
         return pending
 
     def backward(self, context: _DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
@@ -319,8 +321,8 @@ class _Dispatch:
         d_weights_RK = gradient_rows(gradients[1], weights_shape, weights_RK.dtype, self._stream.device)
         pending = PendingRows(self._stream, extra=(None,))
         # The results have the shapes of the plan's rows and weights; rows that were not sent are unassigned.
-        pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.places)
-        pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.places)
+        pending.send(d_rows_RH, sizes.received, sizes.sent, capacity=context.num_plan_rows)
+        pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.num_plan_rows)
         return pending
 
     def again(self, context: _DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
@@ -371,8 +373,8 @@ class _PendingDispatch(PendingRows):
         sent, received = self._records.tolist()
         formats = {record[2] for record in (*sent, *received)}
         if len(formats) > 1:
-            raise ValueError("the ranks' rows have different formats (bytes of hidden state, weights and choices; in "
-                             f"FP8: not 0): {sorted(map(_unpacked_format, formats))}; give the layer the same sizes, "
+            raise ValueError("the ranks' rows have different formats (bytes of hidden state, weights and choices; FP8 "
+                             f"format or 0): {sorted(map(_unpacked_format, formats))}; give the layer the same sizes, "
                              "dtypes and fp8_rows everywhere")
         rows, weights, plan = self._inputs
         sizes = DispatchSizes([record[0] for record in sent], [record[0] for record in received], row_bytes_of(rows))
@@ -414,15 +416,18 @@ class _PendingDispatch(PendingRows):
 
 
 def _copied_columns(packed: Tensor, start: int, end: int) -> Tensor:
-    """Return a contiguous copy of columns: a view of a single row has a stride that a wider dtype does not allow."""
+    """Return a contiguous copy of columns, which can be viewed in a wider dtype.
+
+    A slice of a single row counts as contiguous, but its stride does not allow a wider dtype.
+    """
     return packed[:, start:end].clone(memory_format=torch.contiguous_format)
 
 
 def _packed_format(rows: Tensor, weights: Tensor, ids: Tensor, fp8_rows: int | None) -> int:
-    """Return the format of a dispatched row as one integer, which a single kernel writes.
+    """Return the format of a dispatched row as one integer, so that a single kernel writes it.
 
-    Its fields are the bytes of the hidden state, of the weights and of the choices; then 0, or in FP8 16 times the
-    bytes of an unquantized element plus the elements of a scale / 32.
+    Its fields are the bytes of the hidden state, of the weights and of the choices, and the FP8 format. The FP8 format
+    is 0 for rows in their own dtype, else 16 * (bytes of an unquantized element) + (elements that share a scale) / 32.
     """
     fp8 = 0 if fp8_rows is None else rows.itemsize << 4 | fp8_rows // 32
     return row_bytes_of(rows) << 32 | row_bytes_of(weights) << 20 | row_bytes_of(ids) << 8 | fp8

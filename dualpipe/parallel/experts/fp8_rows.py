@@ -1,7 +1,7 @@
 """Dispatch of rows in FP8: elements are sent as rows, scales beside the routing weights.
 
 A dispatch returns received rows twice: quantized, for GEMMs in FP8, and dequantized, as the tensor that has a gradient.
-Method: DeepSeek-V3 (arXiv:2412.19437, section 3.3), which sends outputs and gradients in half precision too.
+Method: DeepSeek-V3 (arXiv:2412.19437, section 3.3), which also keeps outputs and gradients in 16 bits.
 
 Dimension letters: S sent rows, R received rows, K experts per token, H hidden.
 """
@@ -26,8 +26,8 @@ def dequantized(
 ) -> tuple[Tensor, Tensor, Any]:
     """Return the results of a dispatch: rows (R, H) in `dtype`, weights, and a `Received` with the quantized rows.
 
-    elements, scales: the received rows, as bytes or in their dtypes. block: elements under a scale. `received` lives
-    longer than the rows and does not get a reference to them; the returned copy does.
+    elements, scales: the received rows, as bytes or in their dtypes. block: elements under a scale. `received` is
+    not changed, since it outlives the rows; a copy of it refers to them.
     """
     rows = QuantizedRows(elements.view(torch.float8_e4m3fn), scales.view(SCALES[block]))
     return dequantize_rows(rows, dtype), weights_RK, received._replace(quantized=rows)

@@ -2,7 +2,7 @@
 
 The loss on a sequence is linear in the probabilities of its tokens, given the load of each expert in the whole
 sequence. Only the backward needs the loads, so the ranks sum them there, together with the gradients of the dispatch,
-which precede the router's backward:
+which precede the router's backward. The backward is read from right to left:
 
     forward    route    [dispatch]               experts   [combine]   finish
     backward   route'   [dispatch', sum loads]   experts'  [combine']  finish'
@@ -75,7 +75,7 @@ class _SharingDispatch:
     The context is that of the dispatch, with the loads of this rank.
     """
 
-    load_NE: Tensor  # of the last micro-batch that had its backward
+    load_NE: Tensor  # of the micro-batch whose dispatch ran its backward last
 
     def __init__(self, inner: Communication, stream: CommStream, shape: tuple[int, int]) -> None:
         self._inner = inner

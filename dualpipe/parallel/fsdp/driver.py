@@ -37,14 +37,15 @@ from dualpipe.parallel.fsdp.units import (
 from dualpipe.parallel.fsdp.units import mesh_groups as mesh_groups
 from dualpipe.quantized.quantize_model import placed_as, quantized_part
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.recorder import Recorder, Waiting
+from dualpipe.runtime.recorder import RecordedWait, Recorder
 
 
 class StageParameters:
     """FSDP2 units of a stage, driven through the steps of a pipeline; a stage may have none.
 
-    Raises ValueError for a stage that a pipeline cannot drive: with torch's `replicate`, with modules sharded together
-    outside of any other unit, with CPU offload, or with a frozen module whose dtype nothing casts to.
+    Raises ValueError for a stage that a pipeline cannot drive: with torch's `replicate`, with several modules in
+    one `fully_shard` call but no unit around them, with CPU offload, or with a frozen module whose dtype nothing casts
+    to.
     """
 
     def __init__(self, stage: nn.Module) -> None:
@@ -53,6 +54,7 @@ class StageParameters:
         self._units = units_of(stage)
         inside = {inner for outer in sharded for inner in outer.modules() if inner is not outer}
         self._roots: list[Any] = [module for module in sharded if module not in inside]
+        # From torch 2.13 a unit may have several groups of parameters.
         self.several_groups = all(hasattr(state_of(unit), "_fsdp_param_groups") for unit in self._units)
         # Groups of parameters, in the order of a backward.
         self._groups = [group for unit in reversed(self._units) for group in reversed(groups_of(unit))]
@@ -66,8 +68,8 @@ class StageParameters:
         for root in self._roots:
             root.set_reshard_after_forward(False)
             if hasattr(root, "set_reduce_scatter_max_input_buffers"):
-                # With the default, one, the reduction of a unit blocks compute until the previous one has ended. More
-                # cost no memory: a buffer replaces the gradients that were copied into it.
+                # With the default, one buffer, compute waits at each unit until the reduction of the previous one has
+                # ended. More buffers cost no memory: each replaces the gradients that were copied into it.
                 root.set_reduce_scatter_max_input_buffers(len(self._units))
 
     def _check_units(self) -> None:
@@ -159,8 +161,8 @@ class StageParameters:
         layers of `dualpipe.nn` need no zeros: they write the first gradient in the accumulator's dtype.
         """
         for module in self._stage.modules():
-            if not getattr(type(module), "makes_accumulators", False):  # of the module itself it takes 1 us
-                for param in module._parameters.values():  # without those inside; `parameters()` takes 5 times as long
+            if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
+                for param in module._parameters.values():  # its own alone; `parameters()` takes 5 times as long
                     if param is None or not param.requires_grad or param.grad is not None:
                         continue
                     dtype = param.grad_dtype
@@ -193,7 +195,7 @@ class StageParameters:
         self._is_reduced = reduce
 
     def finish(self) -> None:
-        """End the step: later work on the device runs after the reductions, and FSDP2 is in its state before the step.
+        """End the step: later work on the device runs after the reductions, and FSDP2 is as before the step.
 
         Raises RuntimeError if a gradient was lost.
         """
@@ -221,12 +223,13 @@ class StageParameters:
             raise RuntimeError(f"FSDP2 reduced no gradient for {lost}, though every trainable parameter had one")
 
     def abandon(self) -> None:
-        """Leave a failed step without communication: free the gathered parameters and drop their gradients."""
+        """End a failed step without communication: free the gathered parameters and drop their gradients."""
         self._is_reduced = False
         self._gathers = []
         for group in self._groups:
             group._all_gather_result = None  # FSDP2 would wait for it in the next step, and use it there
-            group._training_state = type(private(group, "_training_state")).IDLE  # in others it may refuse to reshard
+            # In other states FSDP2 may refuse to reshard.
+            group._training_state = type(private(group, "_training_state")).IDLE
         for root in self._roots:
             if hasattr(root, "reset_iter_state"):
                 root.reset_iter_state()
@@ -260,8 +263,9 @@ class StageParameters:
     def _cast_accumulators(self, *, zeros: bool = False) -> None:
         """Cast all gradients to `reduce_dtype`, since a reduce-scatter takes one dtype.
 
-        Others come from backwards outside of steps, and from code that assigned a gradient in the parameter's dtype.
-        FSDP2 itself adds the gradients that it has stored elsewhere. zeros: parameters without a gradient get zeros.
+        Gradients in other dtypes come from backwards outside of steps, and from code that assigned a gradient in the
+        parameter's dtype. Before torch 2.15 FSDP2 may also hold gradients in a second accumulator, which it adds
+        itself. zeros: parameters without a gradient get zeros.
         """
         for param, dtype in self._unsharded():
             if param.requires_grad and param.grad_dtype is not dtype:
@@ -275,7 +279,7 @@ class StageParameters:
 
 
 def _zeros_for(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a zero gradient: plain also for a quantized parameter, of which `zeros_like` would be quantized."""
+    """Return a zero gradient; for a quantized parameter too it is a plain tensor, unlike `zeros_like`."""
     part = quantized_part(param)
     if part is None:
         return torch.zeros_like(param, dtype=dtype)
@@ -300,9 +304,9 @@ class ParametersStep:
         self._borrowers = borrowers
         self._train = train
         self._reduce = reduce
-        self._waiting = set(self._sharded).union(*borrowers.values())
-        self._open = set(self._sharded)
-        self._in_use = set(stages)
+        self._waiting = set(self._sharded).union(*borrowers.values())  # stages for which `wait` is still to be called
+        self._open = set(self._sharded)  # sharded stages that are not complete
+        self._in_use = set(stages)  # stages with further actions in this step
         self._recorder = Recorder.current()
 
     def gather(self) -> None:
@@ -353,7 +357,7 @@ class ParametersStep:
                 parameters.finish()
 
     def abandon(self) -> None:
-        """Leave a failed step on this rank alone: never communicates, never raises.
+        """End a failed step without communication; never raises.
 
         FSDP2 returns to its state before the step, so that a pipeline without other ranks can be used again.
         """
@@ -361,13 +365,13 @@ class ParametersStep:
             with suppress(Exception):  # the error that ended the step is reported instead
                 parameters.abandon()
 
-    def _collective(self, kind: str, stage: int) -> Waiting:
+    def _collective(self, kind: str, stage: int) -> RecordedWait:
         title = f"the {'parameters' if kind == 'gather' else 'gradients'} of stage {stage}"
         return self._recorder.collective(kind, title, self._sharded[stage].ranks)
 
 
 def _move_gradients(group: Any) -> None:
-    """Make the accumulators of a group of one rank its reduced gradients, without a copy.
+    """Turn accumulators into reduced gradients without a copy, for a parameter group sharded over one rank.
 
     Experts without data-parallel ranks have such groups. FSDP2 would copy the accumulators into memory of another
     stream, and both would be kept: 4 bytes per parameter. Gradients that need more than a move are left to FSDP2: with

@@ -1,6 +1,6 @@
 """Forward hooks of a module that runs as segments, without its `__call__`.
 
-Hooks of users run in the order of `nn.Module.__call__`. Hooks of FSDP2 do not run, since the pipeline gathers and
+User hooks run in the order of `nn.Module.__call__`. Hooks of FSDP2 do not run, since the pipeline gathers and
 reduces the parameters itself; only the casts of its `MixedPrecisionPolicy` are applied, at the same places.
 """
 
@@ -28,9 +28,10 @@ def with_forward_hooks(
     inputs: the names in the carry of the module's arguments, in order. outputs: the names of its results.
     are_compiled: the segments themselves are compiled; without it, a compiled module is called as a whole.
 
-    Hooks that are attached later run too, but forward hooks among them get no arguments, which are not saved for them.
-    Forward hooks never get keyword arguments. Raises ValueError for backward hooks, which would see part of the
-    gradients only, and for a compiled module with segments that communicate or are recomputed.
+    Hooks that are attached later run too. Forward hooks get the arguments only if the module has a forward hook now,
+    since otherwise the arguments are not saved; they never get keyword arguments. Raises ValueError for backward hooks,
+    which would see part of the gradients only, and for a compiled module with segments that communicate or are
+    recomputed.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "

@@ -5,9 +5,9 @@
     materialize(module, device, plan, seed=0)           each rank's shard is allocated and filled
 
 A module provides `init_weights(seed)`, which initializes every parameter. To give the same values under every mesh
-layout, it must depend on names, as `dualpipe.nn.init.seeded_normal_` does; `fill_` and `zero_` serve too.
+layout, it fills by name, with `dualpipe.nn.init.seeded_normal_`, or with constants (`fill_`, `zero_`).
 
-`nn.Module.to_empty` is not used: it discards the values of buffers, leaves the others uninitialized and unties
+`nn.Module.to_empty` is not used: it discards the values of buffers, leaves every tensor uninitialized and unties
 parameters.
 """
 
@@ -69,9 +69,9 @@ class _LargeOnMeta(TorchFunctionMode):
 def build_on_meta(fn: Callable[[], T]) -> T:
     """Return the result of `fn()`, which builds modules, with parameters on the meta device and buffers in memory.
 
-    A parameter moves to meta when it is registered: one at a time uses memory, and none above 1 GB, such as stacked
-    experts. `torch.device("meta")` would lose the values of buffers instead. Uses a hook of the whole process: build
-    modules in one thread at a time.
+    A parameter moves to meta when it is registered, so that only one at a time takes memory; one above 1 GB, such as
+    stacked experts, is created on meta. `torch.device("meta")` would lose the values of buffers. Uses a process-wide
+    hook: build modules in one thread at a time.
     """
 
     def to_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -103,9 +103,9 @@ def materialize(
     - with neither, tensors from meta hold NaN, integers their maximum, for a distributed checkpoint to load into;
       `assert_materialized` recognizes values that were not loaded.
 
-    Quantized parameters are filled through masters, which frozen ones have temporarily: the bytes are those of the
-    whole weight, quantized. For a format with a scale of the matrix this is collective over the ranks that share a
-    matrix.
+    Quantized parameters are filled through their float32 masters and then quantized; frozen ones have masters only
+    meanwhile. The bytes are those of the whole weight, quantized: with a format that has a scale of the whole matrix,
+    this is collective over the ranks that share a matrix.
 
     param_device: the device of parameters if it is not `device`: "cpu" under FSDP2's CPU offload. Create optimizers
     afterwards. FSDP2 copies an uneven shard once more, to pad it, when it first runs.
@@ -153,7 +153,8 @@ def _fill_from(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
     """Fill parameters and persistent buffers from whole tensors; ValueError if the values of tied names differ."""
     from dualpipe.nn.init import local_part  # imports all layers and kernels, which few importers of this file need
 
-    with filling(param for param in module.parameters() if _has_matrix_scale(param)):  # collective: all at once
+    # Collective, so for all these parameters together.
+    with filling(param for param in module.parameters() if _has_matrix_scale(param)):
         for places in saved_slots(module):
             tensor = places[0].tensor
             first, *others = [slot.name for slot in places if slot.name in source]
@@ -169,7 +170,7 @@ def _fill_from(module: nn.Module, source: Mapping[str, Sliceable]) -> None:
 
 
 def _copy_blocks(param: Tensor, source: Sliceable, part: tuple[slice, ...]) -> bool:
-    """Copy quantized blocks of a source, and to a master the values they stand for.
+    """Copy the quantized blocks of a source to a parameter, and their dequantized values to its master, if any.
 
     Returns False, with nothing copied, unless parameter and source have the same format.
     """
@@ -295,7 +296,7 @@ def assert_materialized(
 
 
 def _is_unfilled(tensor: Tensor) -> Tensor | None:
-    """Return a flag on the device that is True for uninitialized values; None if this cannot be told."""
+    """Return a flag on the device that is True for uninitialized values; None if the dtype has no such value."""
     from dualpipe.nn.init import local_part
 
     part = local_part(tensor)[0]

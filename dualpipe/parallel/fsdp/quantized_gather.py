@@ -1,11 +1,14 @@
 """Gathers of quantized bytes by FSDP2, in the cases that a `QuantizedTensor` alone does not cover.
 
-    gathered            shards are plain and are quantized for each gather: a quarter to a seventh of float32's bytes
-    rows of a stack     shards are quantized and sharded on dimension 1: the rows of each expert in a stack (E, N, K)
+    plain shards        are quantized for each gather, to a quarter to a seventh of float32's bytes
+    quantized shards    of a stack of experts (E, N, K) that is sharded on dimension 1, the rows of each expert
 
 FSDP2 calls `fsdp_pre_all_gather` and `fsdp_post_all_gather` of the tensor that holds a shard. They are set as
-attributes of this tensor, once more whenever it is replaced: FSDP2 pads shards at its first forward, and checkpoints
-and `materialize` replace them.
+attributes of this tensor, and set again whenever it is replaced: FSDP2 pads shards at its first forward, and
+checkpoints and `materialize` replace them.
+
+Dimension letters: E experts, N rows, K columns, R block rows (rows of blocks that share scales), B bytes of a block
+row.
 """
 
 from __future__ import annotations
@@ -36,10 +39,10 @@ class PackedGather:
         self._param = fsdp_param
         self._format = format
         self._padded_size: torch.Size = private(fsdp_param, "padded_sharded_param_size")
-        self._dim: int = private(fsdp_param, "fsdp_placement").dim  # that the parameter is sharded on
+        self._dim: int = private(fsdp_param, "fsdp_placement").dim  # the parameter is sharded on it
 
     def attach(self) -> None:
-        """Make FSDP2 use this gather; called before each gather. Does nothing for a parameter that is gathered."""
+        """Make FSDP2 use this gather; called before each gather. Does nothing if the parameter is gathered."""
         param = self._param
         if private(param, "sharded_state").name != "SHARDED" or self._is_attached():
             return
@@ -54,7 +57,7 @@ class PackedGather:
         return "fsdp_pre_all_gather" in vars(private(self._param, "_sharded_local_tensor"))
 
     def _pack(self, mesh: DeviceMesh) -> tuple[tuple[Tensor], torch.Size]:
-        """Return the bytes of this rank's shard, padded to the size of all shards, and the shape of the parameter."""
+        """Return the bytes of this rank's shard, padded to the common shard size, and the shape of the parameter."""
         shard = private(self._param, "_sharded_local_tensor")
         rows = shard.block_rows if isinstance(shard, QuantizedTensor) else self._quantize_shard(shard, mesh)
         if shard.dim() != 3:
@@ -64,7 +67,7 @@ class PackedGather:
         return (rows.contiguous(),), private(self._param, "_orig_size")
 
     def _quantize_shard(self, shard: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return the block rows of a plain shard (E, R, B), padded; E is 1 for a single matrix."""
+        """Quantize a plain shard; returns its block rows (E, R, B), padded, where E is 1 for a single matrix."""
         format = self._format
         stack = shard if shard.dim() == 3 else shard[None]
         amax = matrix_amax(stack, format) if format.matrix_scale else None

@@ -35,10 +35,10 @@ def shard_stages(
     """Shard the stages of one rank, in ascending order, each as `shard` does; see there for the arguments and errors.
 
     A parameter of several stages, such as tied embeddings at both ends of a V, is sharded in the first of them; the
-    others see it there, sharded or gathered. It is reduced once all of these stages are complete.
+    others hold the same parameter, sharded or gathered. It is reduced once all of these stages are complete.
     """
     owners: dict[nn.Parameter, nn.Module] = {}
-    # By parameter, its first place in its owner and its places in other stages.
+    # For each parameter, its first place in the stage that owns it, then its places in other stages.
     places: defaultdict[nn.Parameter, list[ParameterPlace]] = defaultdict(list)
     for stage in stages:
         for module in stage.modules():
@@ -61,14 +61,14 @@ def shard(
 ) -> nn.Module:
     """Shard a module with FSDP2 as the plan says, in place, also on the meta device; returns the module.
 
-    mesh: dense parameters are sharded over its last dimension, and replicated over the others with their gradients
-    reduced (HSDP). None: nothing is sharded, and the dtypes of the plan still apply.
+    mesh: dense parameters are sharded over its last dimension, and replicated over the others, with gradients
+    all-reduced (HSDP). None: nothing is sharded, and the dtypes of the plan still apply.
 
     expert_mesh: the data-parallel ranks that hold the same experts. Parameters that are `DTensor`s already are experts,
     sharded over expert-parallel ranks; they are further sharded over this mesh. All gradients are the mean over the
     ranks of `mesh`.
 
-    output_dtype: the dtype of the module's output; with a warning if it is not the policy's, the default. unsharded:
+    output_dtype: the dtype of the module's output (default: the policy's; another one causes a warning). unsharded:
     parameters to leave out, for `shard_stages`.
 
     A layer is gathered in one unit for each of its dtypes. Inside a layer, the output of a float32 unit stays float32
@@ -134,7 +134,8 @@ def _fully_shard(
     def divide(gradient: Tensor) -> None:
         gradient.div_(dense_mesh.size() // mesh.size())
 
-    # Only frozen scalars, and parameters that another unit has: the gradient of an ignored parameter is not reduced.
+    # Only frozen scalars, and parameters that another stage shards: FSDP2 does not reduce the gradients of ignored
+    # ones.
     ignored = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}.union(unsharded)
     fully_shard(
         list(modules) if len(modules) > 1 else modules[0],
@@ -149,8 +150,9 @@ def _fully_shard(
         for module in modules:
             module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
     if mesh.size() != dense_mesh.size() and isinstance(first, FSDPModule):
-        # FSDP2 takes the mean over the unit's mesh, the hook divides by the rest. set_gradient_divide_factor does not
-        # serve: gloo lacks its reduction, and with forced sums a mesh of one rank is divided twice.
+        # FSDP2 takes the mean over the unit's mesh; the hook divides by the remaining factor, to the mean over
+        # `dense_mesh`. set_gradient_divide_factor is not an option: gloo lacks the reduction that it uses, and if FSDP2
+        # is made to use sums instead, it divides twice on a mesh of one rank.
         first.set_all_reduce_hook(divide)
         for module in modules:
             module.register_forward_pre_hook(lambda *_: keep_hook_on_reduce_stream(first))
@@ -162,8 +164,9 @@ def _expert_placement(
 ) -> Shard | None:
     """Return a dimension to shard an expert parameter on; None: dimension 0, as FSDP2 chooses.
 
-    It is not sharded over expert-parallel ranks, since sharding it twice would make a _StridedShard, and divides
-    evenly. A quantized weight is sharded by rows, in whole blocks.
+    The dimension is not the one sharded over expert-parallel ranks, since sharding that twice would make a
+    _StridedShard, and its size is divisible by the number of shards. A quantized weight is sharded by rows, in whole
+    blocks.
     """
     placements = param.placements if isinstance(param, DTensor) else ()
     sharded_dims = {placement.dim for placement in placements if isinstance(placement, Shard)}
@@ -182,8 +185,8 @@ def _expert_placement(
 def _accumulate_in(dtype: torch.dtype, called: Iterable[nn.Module], managed: list[nn.Module], *, now: bool) -> None:
     """Accumulate gradients of the parameters of `managed` modules in `dtype`.
 
-    Gathered parameters exist from a forward on only, so pre-hooks of the `called` modules set the dtype. now: set it at
-    once too.
+    Gathered parameters exist only from the first forward on, so forward pre-hooks of the `called` modules set the
+    dtype. now: also set it immediately, for parameters that are not sharded.
     """
     places = [(module, name) for module in managed for name, _ in module.named_parameters(recurse=False)]
 

@@ -18,7 +18,10 @@ ParameterPlace = tuple[nn.Module, str]  # a module that has a parameter, and the
 
 
 def units_of(stage: nn.Module) -> list[Any]:
-    """Return the modules that `fully_shard` was called on, outermost first; of modules sharded together the first."""
+    """Return the modules that `fully_shard` was called on, outermost first.
+
+    Of several modules that were sharded together, only the first is returned.
+    """
     sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
     return list({id(state_of(unit)): unit for unit in reversed(sharded)}.values())[::-1]
 
@@ -52,7 +55,7 @@ def share_parameter(stage: nn.Module, places: Sequence[ParameterPlace]) -> None:
 
 
 def frozen_towers(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the largest frozen modules that contain modules, with their names."""
+    """Yield the frozen towers with their names: the outermost frozen modules that have submodules."""
     frozen: set[nn.Module] = set()
     for name, module in stage.named_modules():
         is_frozen = not any(param.requires_grad for param in module.parameters())
@@ -91,11 +94,11 @@ def mesh_groups(stages: Iterable[nn.Module]) -> list[ProcessGroup]:
 
 
 def keep_hook_on_reduce_stream(unit: FSDPModule) -> None:
-    """Run the hook on a unit's reduced gradients on the stream that reduces them, once FSDP2 has its streams.
+    """Make FSDP2 run the all-reduce hook of a unit on its reduce-scatter stream; call it once FSDP2 has its streams.
 
-    FSDP2 runs such hooks on another stream, on which it then also casts and adds the gradients, from memory that it
-    returns to the reducing stream at once: the next unit's reduction may overwrite it before. With an all-reduce FSDP2
-    keeps that memory itself and ignores this setting.
+    By default FSDP2 runs such a hook on another stream and then casts and accumulates the reduced gradients there. But
+    the memory of these gradients belongs to the reduce-scatter stream, on which the next unit's reduction may overwrite
+    them before they are read. With an all-reduce (HSDP), FSDP2 keeps the memory itself and ignores this setting.
     """
     for group in groups_of(unit):
         if private(group, "_all_reduce_hook") is not None and private(group, "_all_reduce_hook_stream") is None:

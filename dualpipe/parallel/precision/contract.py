@@ -74,7 +74,8 @@ def _check_storage(module: nn.Module, plan: DTypePlan, differences: Differences)
         part = quantized_part(slot.tensor)
         differences.check(slot.name, "is stored in", _dtype_or_format(slot.tensor), planned.stored)
         if part is not None and planned.master != (part.master is not None):
-            differences.add(f"{slot.name}: is stored with{'out' * planned.master} masters, planned otherwise")
+            actual = "without" if part.master is None else "with"
+            differences.add(f"{slot.name}: is stored {actual} masters, planned otherwise")
 
 
 def _check_gradients(module: nn.Module, plan: DTypePlan, differences: Differences) -> None:
@@ -95,7 +96,7 @@ def _watch_forwards(
         for key, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
             name = f"{prefix}.{key}".lstrip(".")
             planned = plan.of(name)
-            used = vars(module).get(key, tensor)  # `shard` puts the cast of a parameter that is gathered wider here
+            used = vars(module).get(key, tensor)  # if `shard` casts a parameter for the forward, the result is in vars
             differences.check(name, "computes in", used.dtype, planned.compute)
             differences.check(name, "computes with", _dtype_or_format(used), planned.format or planned.compute)
             if isinstance(tensor, nn.Parameter):

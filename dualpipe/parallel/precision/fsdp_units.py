@@ -1,12 +1,13 @@
 """Partition of a module into FSDP2 units, with the casts between dtypes, as its dtype plan says.
 
-    host      the module itself, an element of its outermost ModuleList or ModuleDict (a layer), or a frozen tower
+    host      the module itself, a layer (an element of an outermost ModuleList or ModuleDict), or a tower (a frozen
+              module with submodules, in a module that is trained)
     unit      parameters of one key (storage, compute, reduce, expert or dense) in a host, gathered and reduced together
-    cast      of the inputs of a module that owns parameters to their compute dtype, in a host of several dtypes
+    cast      in a host of several dtypes: of a module's inputs, to the compute dtype of the parameters that it owns
     narrow    cast of a parameter for its module's forward, if it is gathered in a wider dtype than it computes in, for
               the sake of other parameters that the module owns
 
-FSDP2 gathers a unit in one dtype and reduces it in one. It asserts so in the first forward only, and not for frozen
+FSDP2 gathers a unit in one dtype and reduces it in one. It checks this in the first forward only, and not for frozen
 parameters; therefore parameters are grouped here, before anything is sharded. Nothing in the module is changed.
 """
 
@@ -50,8 +51,8 @@ class _Node:
     name: str
     is_host: bool
     direct_key: Key | None = None  # of the parameters that the module owns directly
-    narrow: torch.dtype | None = None  # its compute dtype, if some of these are gathered in a wider one
-    casts: dict[CastDTypes, None] = field(default_factory=dict)  # of these and of frozen scalars, in order
+    narrow: torch.dtype | None = None  # compute dtype of those gathered in a wider dtype, if any
+    casts: dict[CastDTypes, None] = field(default_factory=dict)  # for these and for frozen scalars, in order
     children: list[_Node] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside
     dtypes: set[CastDTypes] = field(default_factory=set)  # of all floating-point tensors inside
@@ -101,7 +102,7 @@ class ModuleUnits:
         self._join_tied()
 
     def _host_output(self, host: _Node) -> torch.dtype | None:
-        """Return the output dtype of a host: the policy's compute dtype if any tensor inside has it, despite others.
+        """Return the output dtype of a host: the policy's compute dtype, if any tensor inside computes in it.
 
         Without such a tensor, the output dtype that all rules inside agree on; None if they do not.
         """
@@ -112,7 +113,7 @@ class ModuleUnits:
         return outputs.pop() if len(outputs) == 1 else None
 
     def _add_module(self, module: nn.Module, name: str, *, is_host: bool = False, in_layer: bool = False) -> _Node:
-        """Add a module and all modules inside, under their first names; there are no layers inside of a layer."""
+        """Add a module and all modules inside, under their first names; a layer contains no other layers."""
         node = self._node(module, name, is_host)
         self._nodes[module] = node
         for key, child in module.named_children():
@@ -169,8 +170,8 @@ class ModuleUnits:
     def _add_casts(self, host: _Node, output: torch.dtype | None) -> None:
         """Add the casts of a host that returns `output`.
 
-        In a host of several dtypes, these are the casts around the largest modules of one dtype, and of the inputs of
-        modules that own parameters among other dtypes.
+        In a host of several dtypes, these are the casts around the outermost modules of one dtype, and of the inputs of
+        modules of several dtypes that own parameters.
         """
         self.casts[host.module] = (self._input_dtype(host), output)
         pending = [] if len(host.dtypes) == 1 or _casts_by_itself(host) else host.children[::-1]

@@ -7,7 +7,7 @@
 
 A tensor has a storage dtype (of the parameter that the optimizer updates), a compute dtype (in the forward), a reduce
 dtype (in which its gradient is accumulated and reduced) and a save dtype (of an export for other libraries). The plan
-of a whole model serves each of its stages, since they keep the names of the whole model. See docs/dtypes.md for an
+of a whole model serves each of its stages, since they keep the names of the whole model. See docs/precision.md for an
 example, and `contract` for the check of a model against its plan.
 """
 
@@ -47,7 +47,7 @@ class Rule:
 
     A `Format`, or its name, quantizes weights: `storage` stores them in the format, with float32 masters if they are
     trained; `gather` quantizes plain shards for each gather. It applies to the weights that match the pattern, that
-    `dualpipe.quantized.quantize_model.quantizable` lists, and that are not pinned.
+    `dualpipe.quantized.quantize_model.quantizable` lists, and that no module pins (see `resolve_dtypes`).
 
     Raises ValueError for an empty pattern, a rule without a dtype, dtypes that are not floating-point, unknown formats,
     and formats in both `storage` and `gather`.
@@ -235,7 +235,7 @@ class Slot(NamedTuple):
     tensor: Tensor
     is_buffer: bool
     is_saved: bool  # a parameter or persistent buffer
-    is_frozen: bool  # stored in its compute dtype: an untrained scalar, or any tensor in a module without a trained one
+    is_frozen: bool  # stored in its compute dtype: an untrained scalar, or in a module without trained parameters
 
 
 def slots(root: nn.Module) -> Iterator[Slot]:

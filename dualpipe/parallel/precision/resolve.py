@@ -27,15 +27,16 @@ from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.runtime import errors
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
+from dualpipe.runtime.ranks.process_groups import backends, new_gloo_group
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 _PIN_TARGET = "tensor of the model"  # the tensors that patterns of each kind apply to, for error messages
 _RULE_TARGET = "floating-point tensor of the model"
-_FORMAT_TARGET = "weight of a linear layer or of experts, but for heads, routers, eh_proj and pinned ones,"
+_FORMAT_TARGET = "weight of a linear layer or of experts, except heads, routers, eh_proj and pinned ones,"
 _OTHER_STAGES = ("; for tensors of other ranks' stages, resolve the plan for the whole model, on the meta device, or "
                  "pass the pipeline's group")
-_PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")  # attributes of modules
+# Attributes of modules that name tensors to keep in float32.
+_PINS = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "keep_fp32")
 
 
 def resolve_dtypes(
@@ -53,14 +54,14 @@ def resolve_dtypes(
     call is then collective: a rule or `keep_fp32` must match on one of the ranks, and an error on one is raised on all.
     Without a group, a pattern that matches nothing in `model` is an error, though another rank's stage may match.
 
-    The first of these that applies sets the compute dtype:
+    The first of these that applies sets the compute dtype (2 and 3 are called pins):
 
     1. a rule of the policy;
-    2. `keep_fp32`, an attribute of the model or of any module in it: patterns as in rules, relative to that module;
-       each must match in a module of its class, if only a parameter that is None;
+    2. `keep_fp32`, an attribute of the model or of any module in it: patterns as in rules, relative to that module.
+       Each pattern must match a tensor in at least one module of the class; an absent one, such as a bias, counts;
     3. transformers' `_keep_in_fp32_modules` and `_keep_in_fp32_modules_strict`, if the policy computes in less than
-       float32: regular expressions that match anywhere in a name, as in transformers (which applies the first in
-       float16 only);
+       float32: regular expressions that match anywhere in a name, as in transformers (which applies the former
+       in float16 only);
     4. float32 in a checkpoint that also has narrower floating-point tensors;
     5. the policy.
 
@@ -78,7 +79,7 @@ def resolve_dtypes(
     contradicts another; if no name of `source_dtypes` is in the model; or if FSDP2 could not keep the dtypes apart (not
     checked if `sharded` is false).
     """
-    ranks = RankSync(group if group is None or "cpu" in backends(group) else gloo_beside(group))
+    ranks = RankSync(group if group is None or "cpu" in backends(group) else new_gloo_group(group))
     modules = (model,) if isinstance(model, nn.Module) else tuple(model)
     hint = _OTHER_STAGES if group is None and _may_be_part(model) else ""
     plans: list[DTypePlan] = []
@@ -93,9 +94,10 @@ def resolve_dtypes(
 
 
 def _may_be_part(model: nn.Module | Sequence[nn.Module]) -> bool:
-    """Return True for modules that may be the stages of one rank: several, or one in memory on a rank of a job.
+    """Return True if these may be the stages of one rank, and not the whole model.
 
-    A single module on the meta device counts as the whole model.
+    Several modules may be, and so may a single one, unless it is on the meta device or there is no default process
+    group.
     """
     if not isinstance(model, nn.Module):
         return True
@@ -188,7 +190,7 @@ def _find_pins(
     roots: Iterable[nn.Module], records: Mapping[int, _TensorRecord], param_dtype: torch.dtype
 ) -> list[_Pattern]:
     """Record the pins of all modules; return the patterns of `keep_fp32`, with their matches."""
-    compared: dict[tuple[str, str], list[str]] = {}  # by pin and pattern, the names of a pin without a match
+    compared: dict[tuple[str, str], list[str]] = {}  # by pin and pattern: the names compared, none once it has matched
     is_half = param_dtype in (torch.float16, torch.bfloat16)
     for module, attribute in product(chain.from_iterable(root.modules() for root in roots), _PINS):
         is_keep_fp32 = attribute == "keep_fp32"

@@ -1,6 +1,6 @@
-"""Reports how much of a rank's weight-gradient work can wait for a "W", and which parameters' cannot, and why.
+"""Report of the share of a rank's weight-gradient work that can wait for a "W", and of parameters that cannot.
 
-A probe watches the first training step; the graphs that its forwards leave say what each parameter is used for.
+A probe observes the first training step; the autograd graphs of its forwards show the uses of every parameter.
 Imports `nn` and `schedule`.
 """
 

@@ -1,8 +1,8 @@
-"""Reads the autograd graph that a forward leaves: which operators take which parameters, and the FLOPs of their GEMMs.
+"""Uses of parameters in the autograd graph of a forward: the operators that take them, and the FLOPs of their GEMMs.
 
-The graph knows what modules do not: parameters that are used outside of a layer's `forward`, in slices, or by experts
-in a loop, each with the rows that it really had. Nothing is patched, and the forward runs as always. Only shapes are
-read, never saved tensors: what activation checkpointing has packed would be computed again for that.
+The graph shows uses that modules do not: parameters outside of a layer's `forward`, in slices, or of experts in a loop,
+all with their actual rows. Nothing is patched, and the forward is unchanged. Only shapes are read, never saved tensors:
+those of activation checkpointing would be recomputed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
-# Of each GEMM, its operands that can be weights, by their place among its inputs, and the dimension of an operand that
-# the forward sums over. Its weight gradient has as many FLOPs as the forward: 2 * elements of the result * that size.
+# For each GEMM, its operands that can be weights, by index of the input, and the dimension of the operand over which
+# the forward sums. The weight gradient has as many FLOPs as the forward: 2 * elements of the result * size of that.
 _GEMMS = {
     "Mm": {0: -1, 1: -2},
     "Addmm": {1: -1, 2: -2},
@@ -33,16 +33,21 @@ _VIEWS = frozenset((
     "T", "Transpose", "Permute", "NumpyT", "MT", "Adjoint", "View", "UnsafeView", "ReshapeAlias", "Alias", "AsStrided",
     "Select", "Slice", "Narrow", "Split", "SplitWithSizes", "Unbind", "Expand", "Squeeze", "Unsqueeze", "Unfold",
     "Clone", "ToCopy", "Contiguous", "Index", "IndexSelect", "_ToTorchTensor", "_FromTorchTensor",
-))  # a result is made of the elements of one operand
-_JOINS = frozenset(("Cat", "Stack"))  # or of several
-_MOST_COMPUTED = 64  # operators between a parameter and the weight that is computed from it
+))  # operators whose result consists of the elements of one operand
+_JOINS = frozenset(("Cat", "Stack"))  # operators whose result consists of the elements of several operands
+_MAX_OPERATORS = 64  # maximum number of operators between a parameter and the weight that is computed from it
 
 
 class Use(NamedTuple):
-    """One operator that takes `parameter`, itself or a view; `flops` are those of the weight gradient, 0 unless a GEMM.
+    """Use of a parameter, or of a view of it, by one operator.
 
-    kind: "function" for an `autograd.Function`, or a compiled region: what is inside is not known, and `flops` are
-    those of one GEMM over the rows of the result; "computed": a GEMM takes what is computed from the parameter.
+    Attributes:
+        parameter: the parameter.
+        operator: name of the operator.
+        kind: "gemm"; "computed" for a GEMM with a weight that is computed from the parameter; "function" for an
+            `autograd.Function` or a compiled region, whose content is unknown; "other".
+        flops: FLOPs of the weight gradient; for a "function", those of one GEMM over the rows of the result; 0 for
+            "other".
     """
 
     parameter: nn.Parameter
@@ -52,7 +57,7 @@ class Use(NamedTuple):
 
 
 def parameter_uses(roots: Iterable[GradientEdge], computing: Collection[nn.Parameter] = ()) -> Iterator[Use]:
-    """Yield the uses of matrices and stacks of matrices, not of vectors, in the graph behind `roots`.
+    """Yield the uses of matrices and stacks of matrices, not of vectors, in the graph of `roots`.
 
     computing: parameters from which weights are computed.
     """
@@ -68,15 +73,15 @@ def parameter_uses(roots: Iterable[GradientEdge], computing: Collection[nn.Param
 
 
 def _uses_by(node: Node, computing: Collection[nn.Parameter]) -> Iterator[Use]:
-    """Yield the uses by one operator."""
+    """Yield the uses by the operator of a backward node."""
     operator = operator_of(node)
     if operator in _VIEWS or operator in _JOINS:
-        return  # seen from the operators that take their results
-    for place, (source, number) in enumerate(node.next_functions):
+        return  # counted for the operators that take their results
+    for index, (source, number) in enumerate(node.next_functions):
         if source is None:
             continue
         parameters = [parameter for parameter in _origins(source) if parameter.dim() > 1]
-        summed_size = _summed_size(operator, place, source, number)
+        summed_size = _summed_size(operator, index, source, number)
         if summed_size is not None:
             flops = 2 * _shape(node, 0).numel() * summed_size
             if parameters:
@@ -93,21 +98,28 @@ def _uses_by(node: Node, computing: Collection[nn.Parameter]) -> Iterator[Use]:
 
 
 def gemm_flops(shape: torch.Size, rows: int) -> int:
-    """Return the FLOPs of the weight gradient of a matrix, or of a stack of matrices that share the rows."""
+    """Return the FLOPs of the weight gradient of a matrix, or of a stack of matrices that divide the rows."""
     matrix = shape if len(shape) == 2 else shape[1:]
     return 2 * rows * prod(matrix)
 
 
 def operator_of(node: Node) -> str:
-    """Return the operator of a backward node, such as "Addmm" of AddmmBackward0."""
+    """Return the operator of a backward node: "Addmm" for AddmmBackward0."""
     return node.name().rpartition("::")[2].rstrip("0123456789").removesuffix("Backward")
 
 
-def _summed_size(operator: str, place: int, source: Node, number: int) -> int | None:
-    """Return the size that a GEMM sums over; None where the operator is none, or the operand no weight."""
+def _summed_size(operator: str, index: int, source: Node, number: int) -> int | None:
+    """Return the size over which a GEMM sums; None if the operator is no GEMM, or the operand cannot be a weight.
+
+    Args:
+        operator: name of the operator.
+        index: index of the operand.
+        source: backward node of the operator that has made the operand.
+        number: index of the operand among the results of that operator.
+    """
     if operator == _CONVOLUTION:
-        return prod(_shape(source, number)[1:]) if place == 1 else None
-    dimension = _GEMMS.get(operator, {}).get(place)
+        return prod(_shape(source, number)[1:]) if index == 1 else None
+    dimension = _GEMMS.get(operator, {}).get(index)
     return None if dimension is None else _shape(source, number)[dimension]
 
 
@@ -117,7 +129,7 @@ def _shape(node: Node, number: int) -> torch.Size:
 
 
 def _origins(source: Node) -> list[nn.Parameter]:
-    """Return the parameters of which an operand is made by views and joins alone."""
+    """Return the parameters that an operand consists of; none if it is made by more than views and joins."""
     parameters: list[nn.Parameter] = []
     pending = [source]
     visited: set[Node] = set()
@@ -130,32 +142,32 @@ def _origins(source: Node) -> list[nn.Parameter]:
         if isinstance(variable, nn.Parameter):
             parameters.append(variable)
         elif operator_of(node) in _VIEWS or operator_of(node) in _JOINS:
-            pending.extend(behind for behind, _ in node.next_functions if behind is not None)
+            pending.extend(origin for origin, _ in node.next_functions if origin is not None)
         else:
             return []
     return parameters
 
 
 def _shared(parameters: list[nn.Parameter], operator: str, flops: int) -> Iterator[Use]:
-    """Yield a GEMM's FLOPs by the parameters that its weight is joined from: as many as they have of its elements."""
+    """Yield the uses of a GEMM whose weight is joined from parameters; their FLOPs are in proportion to elements."""
     elements = sum(parameter.numel() for parameter in parameters)
     for parameter in parameters:
         yield Use(parameter, operator, "gemm", flops * parameter.numel() // max(1, elements))
 
 
 def _computed(source: Node, computing: Collection[nn.Parameter], operator: str, flops: int) -> Iterator[Use]:
-    """Yield the use of the largest parameter that a GEMM's weight is computed from, if it is."""
-    found: list[nn.Parameter] = []
+    """Yield the use of the largest parameter from which the weight of a GEMM is computed, if any."""
+    origins: list[nn.Parameter] = []
     pending = [source]
     visited: set[Node] = set()
-    while pending and len(visited) < _MOST_COMPUTED:
+    while pending and len(visited) < _MAX_OPERATORS:
         node = pending.pop()
         if node in visited or operator_of(node) in _GEMMS:
             continue
         visited.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter) and variable in computing:
-            found.append(variable)
-        pending.extend(behind for behind, _ in node.next_functions if behind is not None)
-    if found:
-        yield Use(max(found, key=torch.numel), operator, "computed", flops)
+            origins.append(variable)
+        pending.extend(origin for origin, _ in node.next_functions if origin is not None)
+    if origins:
+        yield Use(max(origins, key=torch.numel), operator, "computed", flops)

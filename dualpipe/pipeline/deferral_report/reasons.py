@@ -1,4 +1,4 @@
-"""Says why the weight gradient of a parameter is not deferred."""
+"""Reasons why the weight gradient of a parameter is not deferred."""
 
 from __future__ import annotations
 
@@ -11,35 +11,42 @@ from dualpipe.nn.conversion import deferring_class, is_fsdp_module
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.linear import Linear, TransposedLinear
 
-NOT_SEEN = ("in no graph that a forward has left, as inside a reentrant checkpoint; counted over the rows of the "
-            "stage's other layers")
+NOT_OBSERVED = ("in no graph of a forward, as inside a reentrant checkpoint; counted over the rows of the stage's "
+                "other layers")
 HOOK = "hook on the parameter"
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def is_computed_from(owner: nn.Module, name: str) -> bool:
-    """Return True for a parameter, `name` in its module, from which the weight that is used is computed."""
+    """Return True if a weight is computed from a parameter. name: of the parameter in its module `owner`."""
     return isinstance(owner, ParametrizationList) or name in ("weight_orig", "weight_g", "weight_v")
 
 
-def why_no_gemm(owner: nn.Module, operators: Collection[str]) -> str:
-    """Return why a parameter is not counted."""
+def uncounted_reason(owner: nn.Module, operators: Collection[str]) -> str:
+    """Return the reason why a parameter is not counted. operators: those that use it."""
     if isinstance(owner, nn.Embedding):
         return "embedding: its gradient is no GEMM, not counted"
     return f"used by {', '.join(sorted(operators))}: no GEMM, not counted"
 
 
-def why_not_deferred(owner: nn.Module, name: str, dim: int, functions: Collection[str]) -> str:
-    """Return why autograd makes the gradient of a weight: a parameter, `name` in `owner`, of `dim` dimensions.
+def undeferred_reason(owner: nn.Module, name: str, dim: int, functions: Collection[str]) -> str:
+    """Return the reason why autograd computes the gradient of a weight.
 
-    functions: the `autograd.Function`s that take it, whose insides are not known.
+    Args:
+        owner: module of the weight.
+        name: its name in the module.
+        dim: its number of dimensions.
+        functions: `autograd.Function`s that take it, whose content is unknown.
     """
-    reason = _by_owner(owner, name, dim)
-    inside = ["torch.compile" if function == "CompiledFunction" else function for function in functions]
-    return f"{reason}; inside {', '.join(sorted(inside))}, counted as one GEMM" if inside else reason
+    reason = _reason_by_owner(owner, name, dim)
+    if not functions:
+        return reason
+    titles = ["torch.compile" if function == "CompiledFunction" else function for function in functions]
+    return f"{reason}; inside {', '.join(sorted(titles))}, counted as one GEMM"
 
 
-def _by_owner(owner: nn.Module, name: str, dim: int) -> str:
+def _reason_by_owner(owner: nn.Module, name: str, dim: int) -> str:
+    """Return the reason that follows from the module of a weight."""
     kind = type(owner).__name__
     if is_computed_from(owner, name):
         how = "parametrized" if isinstance(owner, ParametrizationList) else "pruned, or by a norm"

@@ -1,4 +1,4 @@
-"""The report: a rank's deferred share of weight-gradient work by stage, what is not deferred, and what that costs."""
+"""Deferral report of a rank: deferred share of weight-gradient work by stage, undeferred parameters, and the bubble."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from functools import cached_property
 from dualpipe.pipeline.deferral_report.probe import ParameterWork
 from dualpipe.schedule import Costs, Schedule, simulate
 
-ENOUGH = 0.5  # of a rank's weight-gradient work, below which a pipeline warns
+MIN_SHARE = 0.5  # deferred share of a rank's weight-gradient work below which a pipeline warns
 _SHOWN = 10  # parameters in a printed report
 
 
 @dataclass(frozen=True)
 class StageWork:
-    """The FLOPs of a stage's weight gradients in the first training step, and those of them that can wait for a "W"."""
+    """FLOPs of a stage's weight gradients in the first training step. deferred_flops: those that can wait for a "W"."""
 
     stage: int
     flops: int
@@ -23,15 +23,15 @@ class StageWork:
 
     @property
     def share(self) -> float:
-        """Return the part that can wait; 1 where there is nothing to do."""
+        """Return the share of the work that can wait for a "W"; 1 without any work."""
         return self.deferred_flops / self.flops if self.flops else 1.0
 
 
 @dataclass(frozen=True)
 class UndeferredParameter:
-    """A parameter whose gradient autograd makes in the backward, in part or whole.
+    """Parameter whose gradient autograd computes in the backward, in part or as a whole.
 
-    flops_share: of all weight-gradient work of the rank; 0 where the gradient is no GEMM, which is not counted.
+    flops_share: share of the rank's weight-gradient work; 0 if the gradient is no GEMM, which is not counted.
     """
 
     stage: int
@@ -43,11 +43,15 @@ class UndeferredParameter:
 
 @dataclass(frozen=True)
 class DeferralReport:
-    """How much of the weight-gradient work of `rank` can wait for a "W", from its first training step.
+    """Weight-gradient work of a rank in its first training step, and the share that can wait for a "W".
 
-    stages: in ascending order; parameters: those that are not deferred, the largest work first; schedule: the
-    pipeline's, for the number of micro-batches of that step. Work is counted in FLOPs of the GEMMs that make gradients
-    of matrices: 2 * rows * elements. `print(report)` shows a table.
+    Work is counted in FLOPs of the GEMMs for gradients of matrices: 2 * rows * elements. `print(report)` shows a table.
+
+    Attributes:
+        rank: pipeline rank.
+        stages: work by stage, in ascending order.
+        parameters: undeferred parameters, the largest work first.
+        schedule: schedule of the pipeline for the number of micro-batches of that step.
     """
 
     rank: int
@@ -57,21 +61,21 @@ class DeferralReport:
 
     @classmethod
     def of(cls, rank: int, work: Sequence[ParameterWork], schedule: Schedule) -> DeferralReport:
-        """Return the report of what a probe has found."""
+        """Return the report of a rank from the work that a probe has observed."""
         stages = [_stage_work(stage, work) for stage in sorted(schedule.rank_stages(rank))]
         return cls(rank, tuple(stages), tuple(undeferred(work)), schedule)
 
     @property
     def share(self) -> float:
-        """Return the part of the rank's work that can wait; 1 where there is nothing to do."""
+        """Return the share of the rank's work that can wait for a "W"; 1 without any work."""
         return _total(self.stages).share
 
     @cached_property
     def bubble(self) -> float:
-        """Return the simulated part of all ranks' time that is bubble, with the work deferred that can be.
+        """Return the bubble of a simulation, as a share of all ranks' time.
 
-        A forward costs 1, a whole backward 2, of which all weight gradients are 1. Stages of other ranks are taken to
-        defer as much as this rank's do in all.
+        A forward costs 1, and a whole backward 2, of which all weight gradients are 1. Stages of other ranks are
+        assumed to defer the share of this rank.
         """
         stages = {work.stage: _costs(work.share) for work in self.stages}
         costs = Costs(W=self.share, I=2 - self.share, per_stage=stages)
@@ -79,24 +83,26 @@ class DeferralReport:
 
     @cached_property
     def bubble_if_all_deferred(self) -> float:
-        """Return the same with all weight gradients deferred."""
+        """Return the same bubble with all weight gradients deferred."""
         return simulate(self.schedule, _costs(1.0)).bubble_fraction
 
     def __str__(self) -> str:
+        """Return the report as a table."""
         lines = [f"weight gradients of rank {self.rank} that can wait for a \"W\": {self.share:.1%} of the FLOPs"]
         lines += [f"  stage {work.stage}: {work.share:.1%}" for work in self.stages]
         if self.parameters:
             lines += _table(self.parameters)
-        name, count = self.schedule.name, self.schedule.num_microbatches
-        lines.append(f"simulated bubble of {name} (ranks {self.schedule.num_ranks}, micro-batches {count}): "
-                     f"{self.bubble:.1%}; with all deferred {self.bubble_if_all_deferred:.1%}")
+        schedule = self.schedule
+        lines.append(f"simulated bubble of {schedule.name} (ranks {schedule.num_ranks}, micro-batches "
+                     f"{schedule.num_microbatches}): {self.bubble:.1%}; with all deferred "
+                     f"{self.bubble_if_all_deferred:.1%}")
         return "\n".join(lines)
 
 
 def shortfall(work: Sequence[ParameterWork]) -> str | None:
-    """Return a line that warns of little deferred work; None where at least `ENOUGH` of it is deferred."""
+    """Return the text of a warning of little deferred work; None if at least `MIN_SHARE` of it is deferred."""
     share = _total([_stage_work(stage, work) for stage in {parameter.stage for parameter in work}]).share
-    if share >= ENOUGH:
+    if share >= MIN_SHARE:
         return None
     largest = undeferred(work)[0]
     where = f"{largest.name} {largest.shape} of stage {largest.stage}"
@@ -106,23 +112,31 @@ def shortfall(work: Sequence[ParameterWork]) -> str | None:
 
 
 def undeferred(work: Iterable[ParameterWork]) -> list[UndeferredParameter]:
-    """Return the parameters that have a reason not to be deferred, the largest work first."""
+    """Return the undeferred parameters, the largest work first."""
     total = sum(parameter.deferred + parameter.undeferred for parameter in work)
     parameters = [
-        UndeferredParameter(each.stage, each.name, each.shape, each.undeferred / total if total else 0.0, each.reason)
-        for each in work if each.reason
+        UndeferredParameter(
+            stage=parameter.stage,
+            name=parameter.name,
+            shape=parameter.shape,
+            flops_share=parameter.undeferred / total if total else 0.0,
+            reason=parameter.reason,
+        )
+        for parameter in work if parameter.reason
     ]
-    return sorted(parameters, key=lambda each: (-each.flops_share, each.stage, each.name))
+    return sorted(parameters, key=lambda parameter: (-parameter.flops_share, parameter.stage, parameter.name))
 
 
 def _stage_work(stage: int, work: Iterable[ParameterWork]) -> StageWork:
+    """Return the work of one stage."""
     parameters = [parameter for parameter in work if parameter.stage == stage]
     deferred = sum(parameter.deferred for parameter in parameters)
-    return StageWork(stage, deferred + sum(parameter.undeferred for parameter in parameters), deferred)
+    undeferred = sum(parameter.undeferred for parameter in parameters)
+    return StageWork(stage, flops=deferred + undeferred, deferred_flops=deferred)
 
 
 def _total(stages: Iterable[StageWork]) -> StageWork:
-    """Return the work of several stages as if they were one."""
+    """Return the total work of several stages."""
     stages = list(stages)
     return StageWork(-1, sum(work.flops for work in stages), sum(work.deferred_flops for work in stages))
 
@@ -133,11 +147,13 @@ def _costs(share: float) -> Costs:
 
 
 def _table(parameters: Sequence[UndeferredParameter]) -> list[str]:
-    """Return the largest of the parameters as lines of a table."""
+    """Return a table with the largest work, as lines."""
     rows = [("not deferred", "shape", "FLOPs", "reason")]
-    for each in parameters[:_SHOWN]:
-        flops = f"{each.flops_share:.1%}" if each.flops_share else "-"
-        rows.append((f"stage {each.stage} {each.name}", " x ".join(map(str, each.shape)), flops, each.reason))
+    for parameter in parameters[:_SHOWN]:
+        title = f"stage {parameter.stage} {parameter.name}"
+        shape = " x ".join(map(str, parameter.shape))
+        flops = f"{parameter.flops_share:.1%}" if parameter.flops_share else "-"
+        rows.append((title, shape, flops, parameter.reason))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = [
         f"  {name:<{widths[0]}}  {shape:<{widths[1]}}  {flops:>{widths[2]}}  {reason}"

@@ -22,6 +22,7 @@ from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_p
 from dualpipe.pipeline.overlap import walk
 from dualpipe.plan.on_meta.meta_attention import DeviceAttention
 from dualpipe.plan.on_meta.meta_run import EvenDispatcher, LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
+from dualpipe.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from dualpipe.hf.model import TransformersModel
@@ -208,7 +209,7 @@ class TransformersCountedModel:
         return [LayerKind(equal_layers[i][0], ("layer",) if rules("layer", i) else ()) for i in layers]
 
     def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> TransformersCountedStage:
-        """Return a stage with one layer per kind, each the first unused layer of the model of that kind."""
+        """Return a stage with one layer per kind: the model's next layer of that kind, each used once."""
         from dualpipe.plan.on_meta.meta_stage import SkippedLayer, build_meta_stage, split_on_meta
 
         unused_layers = {kind.first: iter(_equal_layers(self.model)[kind.first]) for kind in kinds}
@@ -224,7 +225,7 @@ class TransformersCountedModel:
                 layers.add_module(str(number), SkippedLayer(layers.get_submodule(str(number))))
         hidden_size = self.model.hidden_size
         if probe.ep > 1:
-            _share_experts(module, probe.ep)
+            _keep_rank_experts(module, probe.ep)
             split_on_meta(module, meta_hidden(hidden_size, *_TRIAL_SHAPE, probe.dtype))
         for parameter in module.parameters():  # accumulators, which are counted elsewhere
             parameter.grad = torch.empty_like(parameter)
@@ -241,7 +242,7 @@ def uncounted_layers(model: TrainedModel) -> list[str]:
         if reason:
             layer = type(model.layer(numbers[0])).__name__
             lines.append(f"not counted: activations of {len(numbers)} of {model.num_hidden_layers} layers, such as "
-                         f"layer {numbers[0]}, a {layer}, which does not run without memory: {reason}")
+                         f"layer {numbers[0]}, a {layer}, which does not run on meta: {reason}")
     return lines
 
 
@@ -260,7 +261,7 @@ def failure(model: TransformersModel, number: int) -> str:
             run.begin_backward()
             walk([run.backward("B")])
     except Exception as error:  # layers that read values may raise any exception
-        return str(error).strip().partition("\n")[0] or type(error).__name__
+        return first_line(error)
     return ""
 
 
@@ -276,8 +277,8 @@ def _equal_layers(model: TransformersModel) -> list[list[int]]:
     return [numbers[form] for form in forms]
 
 
-def _share_experts(module: nn.Module, ep: int) -> None:
-    """Keep 1/ep of the stacked experts: those of one of `ep` ranks, which all get the same number of tokens."""
+def _keep_rank_experts(module: nn.Module, ep: int) -> None:
+    """Keep the stacked experts of one of `ep` ranks: 1/ep of them. Every rank gets the same number of tokens."""
     experts: list[Any] = [inner for inner in module.modules() if is_interface_experts(inner)]
     for inner in experts:
         inner.dispatcher = EvenDispatcher(inner.num_experts, ep)
@@ -286,9 +287,9 @@ def _share_experts(module: nn.Module, ep: int) -> None:
 
 
 def _shorten_windows(config: Any) -> None:
-    """Limit attention windows to less than _LONG_LENGTHS: a layer has a mask only if its window is shorter.
+    """Limit attention windows to _LONG_WINDOW: a layer has a mask only if its window is shorter than the sequence.
 
-    All windows are taken to be shorter than the sequences that _LONG_LENGTHS stand for.
+    The sequences of _LONG_LENGTHS stand for longer ones, which are taken to be longer than all windows.
     """
     for name in ("sliding_window", "attention_chunk_size"):
         size = getattr(config, name, None)

@@ -21,7 +21,7 @@ _aten = torch.ops.aten
 
 
 class DeviceAttention(TorchFunctionMode):
-    """Context that runs attention on meta tensors as the fused kernels of the CPU (`cpu`), or else of GPUs, run it."""
+    """Context that runs attention on meta tensors with the fused kernels of GPUs, or of the CPU if `cpu` is True."""
 
     def __init__(self, cpu: bool) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ class MetaRun:
         return self._runner.forward(self._state)
 
     def begin_backward(self) -> int:
-        """Replace the result by its gradient, and return the bytes of the gradient, as many as of the result."""
+        """Replace the result by a gradient of the same size, and return its bytes."""
         gradient = torch.empty_like(self._state.carry.pop(self._result))
         self._state.gradients = {self._result: gradient}
         return gradient.untyped_storage().nbytes()

@@ -19,7 +19,7 @@ from dualpipe.hf.experts import swiglu_form_of
 from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer
 from dualpipe.hf.model import TransformersModel, build_on_meta
 from dualpipe.hf.stage import CausalLMStage
-from dualpipe.hf.stand_ins import InputOverride, StandIn, plain_attributes, standing_in
+from dualpipe.hf.stand_ins import InputOverride, StandIn, plain_attributes, swap_modules
 from dualpipe.hf.structure import fill_on_cpu
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
@@ -45,14 +45,14 @@ class MetaStage(CausalLMStage):
 
         return x, pytree.tree_map_only(Tensor, on_meta, arguments)
 
-    def _end(self, x: Tensor) -> Tensor:
+    def apply_head(self, x: Tensor) -> Tensor:
         """Return the logits on the last stage, else the hidden states `x`."""
         if not self.is_last:
             return x
         placeholder = _on_cpu(x)
         norm = norm_name(self.base)
         stand_ins = {"layers": self._fixed_layers(placeholder), norm: InputOverride(x, getattr(self.base, norm))}
-        with standing_in(self.base, stand_ins):
+        with swap_modules(self.base, stand_ins):
             return self.causal_lm(inputs_embeds=placeholder, use_cache=False).logits
 
 
@@ -105,7 +105,7 @@ def split_on_meta(stage: MetaStage, x: Tensor) -> None:
         for (number, layer), layer_arguments in zip(stage.layers.numbered(), arguments):
             try:
                 split = SplitLayer(layer)
-                split.first(x, layer_arguments)
+                split.run_before_experts(x, layer_arguments)
             except CannotSplit:
                 continue
             stage.splits[number] = split

@@ -1,9 +1,9 @@
-"""Agreement of the ranks of a pipeline, and of the data-parallel replicas of each, before they go on.
+"""Agreement of the ranks of a pipeline and of their data-parallel replicas.
 
-In a step that is like an earlier one, each rank sends ceil(log2 N) small messages in the pipeline and as many among the
-replicas (`HostMessages.combine`). Where anything is new, wrong or different, the ranks of the pipeline exchange their
-records, once, and all come to the same conclusion from the same records: a conclusion is remembered by the records that
-it follows from, and each rank says which of those it knows fit its own.
+In a step that equals an earlier one, each of N ranks sends ceil(log2 N) small messages in the pipeline, and as many
+among its replicas (`HostMessages.combine`). If anything is new, wrong or different, the ranks of the pipeline exchange
+their records once, and all draw the same conclusion from the same records. Conclusions are cached with the records of
+all ranks; a rank tells the others which cached records fit its own.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any, Generic, TypeVar
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.ranks.process_groups import backends, gloo_beside
-from dualpipe.runtime.ranks.records import KNOWN_BITS, LONGEST, Failure, HostMessages, Record, Summary
+from dualpipe.runtime.ranks.process_groups import backends, new_gloo_group
+from dualpipe.runtime.ranks.records import KNOWN_BITS, MAX_TEXT, Failure, HostMessages, Record, Summary
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 
-R = TypeVar("R")  # a dataclass that ranks compare
-C = TypeVar("C")  # what follows from everybody's
+R = TypeVar("R")  # record: a dataclass that ranks compare
+C = TypeVar("C")  # conclusion from the records of all ranks
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[C]):
-    """The conclusion of all ranks, or the problem, with the same text on every rank.
+    """Conclusion of all ranks, or a problem with the same text on every rank.
 
-    cause: the error of this rank, where it is one that has failed.
+    cause: the error of this rank, if it has failed.
     """
 
     conclusion: C | None
@@ -36,7 +36,7 @@ class Outcome(Generic[C]):
     cause: BaseException | None = None
 
     def raise_problem(self) -> None:
-        """Raise ValueError if there is a problem; on a rank that was interrupted, the interrupt."""
+        """Raise ValueError if there is a problem; on an interrupted rank, raise the interrupt."""
         if self.cause is not None and not isinstance(self.cause, Exception):
             raise self.cause
         if self.problem is not None:
@@ -44,81 +44,93 @@ class Outcome(Generic[C]):
 
 
 class Agreement:
-    """Compares what the ranks of a pipeline are given, and hears of failures among their replicas.
+    """Compares the arguments of a pipeline's ranks, and shares failures with their replicas.
 
-    replicas: process groups of ranks outside the pipeline that take every step together with this one.
+    pipeline: messages between the ranks of the pipeline. replicas: process groups of ranks in other pipelines that take
+    every step together with this rank.
     """
 
     def __init__(self, pipeline: HostMessages, replicas: Iterable[ProcessGroup] = ()) -> None:
         self.pipeline = pipeline
-        self._replicas = [HostMessages(group if "cpu" in backends(group) else gloo_beside(group)) for group in replicas]
-        self._replicas_differ = True  # in number, from rank to rank; until `compare_replicas` knows better
-        self._known: list[tuple[list[Any], Any]] = []  # records of all ranks, and what followed
+        host_groups = [group if "cpu" in backends(group) else new_gloo_group(group) for group in replicas]
+        self._replicas = [HostMessages(group) for group in host_groups]
+        self._replicas_differ = True  # the number of replicas differs between ranks; set by `compare_replicas`
+        self._known: list[tuple[list[Any], Any]] = []  # records of all ranks, and their conclusion
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """The process groups in which ranks wait for one another here."""
+        """Return the process groups in which this object waits for other ranks."""
         return [messages.group for messages in (self.pipeline, *self._replicas) if messages.group is not None]
 
     def compare_replicas(self) -> None:
-        """Find out whether every rank hears of a failure among the replicas by itself: where these differ in number,
-        because a stage is not sharded, one tells the others here."""
+        """Find out whether all ranks of the pipeline have the same number of replicas.
+
+        If not, because a stage is not sharded, some ranks do not learn of a failure from their own replicas: the others
+        then pass it on within the pipeline.
+        """
         sizes = [replica.size for replica in self._replicas]
         self._replicas_differ = any(record.value != sizes for record in self._exchange(Record(value=sizes)))
 
     def lowest(self, number: int) -> int:
-        """Return the lowest of the numbers of all ranks and their replicas."""
-        return self._everywhere(Summary(key=number)).key
+        """Return the lowest number of all ranks and their replicas."""
+        return self._combine_everywhere(Summary(key=number)).key
 
     def wait_for_all(self) -> None:
-        """Wait until all ranks and their replicas are here."""
-        self._everywhere(Summary())
+        """Wait until all ranks and their replicas have called this."""
+        self._combine_everywhere(Summary())
 
     def compare(
         self, kind: type[R], record: Callable[[], R], conclude: Callable[[list[R]], C], *, same_everywhere: Any = None
     ) -> Outcome[C]:
-        """Compare what `record` returns on each rank; return what `conclude` makes of it, or what is wrong.
+        """Compare the records of all ranks, and return the conclusion from them or a problem.
 
-        An error of `record` on any rank, or a ValueError of `conclude`, is what is wrong. same_everywhere: must be the
-        same among the replicas, too. Raises RankLost where a rank is gone.
+        A problem is an error of `record` on any rank, a ValueError of `conclude`, or a difference between replicas.
+        Raises RankLost if a rank is gone.
+
+        Args:
+            kind: the type of the record.
+            record: returns the record of this rank.
+            conclude: returns the conclusion from the records of all ranks, or raises ValueError.
+            same_everywhere: a JSON value that replicas must have in common.
         """
-        own: R | None = None
+        own_record: R | None = None
         error: BaseException | None = None
         try:
-            own = record()
-        except BaseException as raised:  # the other ranks hear of it before it is raised here
+            own_record = record()
+        except BaseException as raised:  # sent to the other ranks before it is raised here
             error = raised
         try:
-            conclusion, problem = self._compare_in_pipeline(kind, own, error, conclude)
+            conclusion, problem = self._compare_in_pipeline(kind, own_record, error, conclude)
             problem = self._compare_replicas(problem, same_everywhere)
             return Outcome(None if problem else conclusion, problem, error)
         finally:
             del error  # this frame is in its traceback: the cycle would keep all its tensors
 
     def _compare_in_pipeline(
-        self, kind: type[R], own: R | None, error: BaseException | None, conclude: Callable[[list[R]], C]
+        self, kind: type[R], own_record: R | None, error: BaseException | None, conclude: Callable[[list[R]], C]
     ) -> tuple[C | None, str | None]:
-        fitting = 0
-        for number, (records, _) in enumerate(self._known):
-            if own is not None and records[self.pipeline.rank] == own:
-                fitting |= 1 << number
-        together = self.pipeline.combine(Summary(has_error=error is not None, known=fitting))
-        if together.known and not together.has_error:
-            number = together.known.bit_length() - 1
-            return self._known[number][1], None
+        """Return the conclusion from the records of the pipeline's ranks, or a problem."""
+        matches = 0  # bits: cached records that fit this rank's
+        for index, (records, _) in enumerate(self._known):
+            if own_record is not None and records[self.pipeline.rank] == own_record:
+                matches |= 1 << index
+        combined = self.pipeline.combine(Summary(has_error=error is not None, known=matches))
+        if combined.known and not combined.has_error:
+            index = combined.known.bit_length() - 1
+            return self._known[index][1], None
         failure = None if error is None else Failure.of(error)
         try:
-            fields = None if own is None else asdict(own)  # type: ignore[call-overload]
+            fields = None if own_record is None else asdict(own_record)  # type: ignore[call-overload]
             answers = self._exchange(Record(failure, fields))
-        except (TypeError, ValueError) as unfit:  # no JSON, or too long, on this rank alone: the others hear of that
-            answers = self._exchange(Record(Failure.of(unfit)))
+        except (TypeError, ValueError) as raised:  # no JSON, or too long, on this rank alone: the others are told
+            answers = self._exchange(Record(Failure.of(raised)))
         failures = [answer.failure for answer in answers]
         if any(failures):
-            return None, said_by(self.pipeline, failures)
+            return None, join_failures(self.pipeline, failures)
         records = [kind(**answer.value) for answer in answers]
         try:
             conclusion = conclude(records)
-        except ValueError as disagreement:  # the same on every rank
+        except ValueError as disagreement:  # with the same text on every rank
             return None, str(disagreement)
         if len(self._known) == KNOWN_BITS:
             self._known.clear()
@@ -126,34 +138,35 @@ class Agreement:
         return conclusion, None
 
     def _compare_replicas(self, problem: str | None, same_everywhere: Any) -> str | None:
-        """Return the problem of this pipeline, or of a replica."""
+        """Return the problem of this pipeline, or else that of a replica."""
         for replica in self._replicas:
             digest = int.from_bytes(blake2b(repr(same_everywhere).encode(), digest_size=8).digest(), "little")
-            together = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
-            if together.has_error or together.lowest != together.highest:
+            combined = replica.combine(Summary(has_error=problem is not None, lowest=digest, highest=digest))
+            if combined.has_error or combined.lowest != combined.highest:
                 answers = _raise_lost(replica.exchange(Record(_failure(problem), same_everywhere)))
                 problem = problem or _problem_of_replicas(answers)
         if self._replicas_differ:
-            together = self.pipeline.combine(Summary(has_error=problem is not None))
-            if together.has_error:
+            combined = self.pipeline.combine(Summary(has_error=problem is not None))
+            if combined.has_error:
                 problem = _first_failure(self._exchange(Record(_failure(problem))))
         return problem
 
-    def _everywhere(self, own: Summary) -> Summary:
-        """Combine with all ranks of the pipeline and their replicas."""
-        together = self.pipeline.combine(own)
+    def _combine_everywhere(self, summary: Summary) -> Summary:
+        """Return the combined summary of all ranks of the pipeline and their replicas."""
+        combined = self.pipeline.combine(summary)
         for replica in self._replicas:
-            together = replica.combine(together)
-        return self.pipeline.combine(together) if self._replicas_differ else together
+            combined = replica.combine(combined)
+        return self.pipeline.combine(combined) if self._replicas_differ else combined
 
     def _exchange(self, record: Record) -> list[Record]:
+        """Return the records of all ranks of the pipeline. Raises RankLost if one is gone."""
         if self.pipeline.size == 1:
             return [record]
         return _raise_lost(self.pipeline.exchange(record))
 
 
-def said_by(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
-    """Join the failures of ranks, in their order, each once, with the ranks that it comes from unless it names them."""
+def join_failures(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
+    """Join the distinct failures of ranks, with the numbers of the failed ranks in front unless the text names them."""
     ranks_of: dict[Failure, list[int]] = {}
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -165,29 +178,29 @@ def said_by(messages: HostMessages, failures: Sequence[Failure | None]) -> str:
 
 
 def _name(messages: HostMessages, ranks: Sequence[int]) -> str:
-    """Return the name of a rank with its place in the mesh, or the numbers of several."""
+    """Return the name of one rank with its place in the mesh, or the global numbers of several."""
     numbers = [messages.global_ranks[rank] for rank in ranks]
     return rank_ranges(numbers) if len(numbers) > 1 else Recorder.current().name(numbers[0])
 
 
 def _failure(problem: str | None) -> Failure | None:
-    """Return a problem, which names its ranks, as other ranks are told of it."""
-    return None if problem is None else Failure(problem[:LONGEST], is_named=True)
+    """Return the failure that tells other ranks of a problem, whose text names the failed ranks."""
+    return None if problem is None else Failure(problem[:MAX_TEXT], is_named=True)
 
 
 def _first_failure(answers: Sequence[Record]) -> str | None:
-    """Return what the first rank with a problem says."""
+    """Return the problem of the first rank that has one."""
     return next((answer.failure.text for answer in answers if answer.failure is not None), None)
 
 
 def _problem_of_replicas(answers: Sequence[Record]) -> str:
-    """Return what the first replica with a problem says, or how they differ."""
+    """Return the problem of the first replica that has one, or the difference between replicas."""
     differing = f"data-parallel ranks disagree: by rank {[answer.value for answer in answers]}"
     return _first_failure(answers) or differing
 
 
 def _raise_lost(answers: Sequence[Record | RankLost]) -> list[Record]:
-    """Return the answers; raise RankLost where one is missing."""
+    """Return the answers. Raises RankLost if one is missing."""
     records = []
     for answer in answers:
         if isinstance(answer, RankLost):

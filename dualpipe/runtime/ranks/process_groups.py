@@ -1,4 +1,4 @@
-"""Process groups: their backends and timeouts, and how new ones are made by their members alone."""
+"""Process groups: backends, timeouts, and creation by the members alone."""
 
 from __future__ import annotations
 
@@ -15,48 +15,55 @@ from dualpipe.runtime.nccl import TOTALS, Traffic, nccl_options
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:
-    """Backend by device type: the configuration is such as "cpu:gloo,cuda:nccl"."""
+    """Return the backends of a group by device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """The timeout that the caller gave the process group; torch has no public call for it."""
+    """Return the timeout of a group, for which torch has no public call."""
     device = "cuda" if backends(group).get("cuda") == "nccl" else "cpu"
     return group._get_backend(torch.device(device)).options._timeout
 
 
-def gloo_beside(group: ProcessGroup) -> ProcessGroup:
-    """A group of the same ranks and timeout that can carry host tensors."""
-    wanted = dist.get_process_group_ranks(group), TOTALS
-    return create_groups([wanted], beside=group, timeout=timeout_of(group), backend="gloo")[0]
+def new_gloo_group(group: ProcessGroup) -> ProcessGroup:
+    """Create a gloo group, which can carry host tensors, with the ranks and the timeout of `group`."""
+    request = (dist.get_process_group_ranks(group), TOTALS)
+    return create_groups([request], parent=group, timeout=timeout_of(group), backend="gloo")[0]
 
 
 def create_groups(
-    wanted: Sequence[tuple[Sequence[int], Traffic]], *, beside: ProcessGroup, timeout: timedelta,
+    requests: Sequence[tuple[Sequence[int], Traffic]], *, parent: ProcessGroup, timeout: timedelta,
     backend: str | None = None,
 ) -> list[ProcessGroup]:
-    """A process group for each of these lists of ranks of the default group, and what it carries with NCCL.
+    """Create a process group for each request; collective over `parent`, while ranks outside of it take no part.
 
-    This rank is in all of them. Collective over `beside`: its ranks ask for as many groups each, those of one group for
-    it at the same place. Ranks outside take no part, however many there are. NCCL's communicators are made at their
-    first use, which no timeout ends: see before that all ranks are there. backend: by default the default group's.
+    This rank is in every requested group. All ranks of `parent` request the same number of groups, and the ranks of one
+    group request it at the same index. NCCL's communicators are made at their first use, which no timeout ends: make
+    sure before that all ranks are there.
+
+    Args:
+        requests: global ranks, and the use of the group, which sets the limits of NCCL.
+        parent: a group that contains the ranks of all requests.
+        timeout: of the new groups.
+        backend: of the new groups; None: that of the default group.
     """
     world: Any = dist.group.WORLD
-    nccl = "nccl" in (backend or dist.get_backend_config(world))
-    # torch names such a group by its ranks and how many groups the process has: ranks that have fewer make up for it.
-    have = len(dist.distributed_c10d._world.pg_names)
-    most = torch.tensor(have, device="cpu" if "cpu" in backends(beside) else current())
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=beside)
-    filling = [([dist.get_rank()], wanted[0][1])] * (int(most) - have)
-    # Beside a default group that is bound to a device, torch splits each NCCL group off that, for which it needs all
-    # ranks of the job, and where it makes a gloo group, it has all but the members do so.
-    device, world.bound_device_id = world.bound_device_id, None
+    uses_nccl = "nccl" in (backend or dist.get_backend_config(world))
+    # torch names a group by its ranks and by the number of groups in the process: ranks with fewer groups add dummies.
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    max_groups = torch.tensor(num_groups, device="cpu" if "cpu" in backends(parent) else current())
+    dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=parent)
+    dummies = [([dist.get_rank()], requests[0][1])] * (int(max_groups) - num_groups)
+    # If the default group is bound to a device, torch splits NCCL groups off its communicator, which takes all ranks of
+    # the job; for a gloo group, all ranks but the members take part in a split.
+    bound_device = world.bound_device_id
+    world.bound_device_id = None
     try:
-        created = [
+        groups = [
             dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
-                           pg_options=nccl_options(traffic, timeout) if nccl else None)
-            for ranks, traffic in (*filling, *wanted)
+                           pg_options=nccl_options(traffic, timeout) if uses_nccl else None)
+            for ranks, traffic in (*dummies, *requests)
         ]
     finally:
-        world.bound_device_id = device
-    return created[len(filling):]
+        world.bound_device_id = bound_device
+    return groups[len(dummies):]

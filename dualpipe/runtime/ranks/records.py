@@ -1,9 +1,9 @@
-"""Small messages between the hosts of a group's ranks: records of any fields, and summaries that are combined.
+"""Small messages between the hosts of a group's ranks: records with any fields, and summaries that are combined.
 
-A record goes from each rank to each, so that one that is gone is known by its number. A summary has a fixed size and is
-combined in ceil(log2 N) rounds: in round k each rank sends what it knows to the rank 2^k behind it and combines what
-comes from the rank 2^k before it (the dissemination algorithm; Hensgen, Finkel and Manber 1988). As combining is
-idempotent, any number of ranks ends with the same result.
+Every rank sends a record to every other rank, so a missing rank is known by its number. A summary has a fixed size and
+is combined in ceil(log2 N) rounds: in round k, each rank sends its summary to the rank 2^k after it and combines it
+with that of the rank 2^k before it (the dissemination algorithm; Hensgen, Finkel and Manber 1988). Combining is
+idempotent, so any number of ranks ends with the same result.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from dualpipe.runtime.errors import RankLost, describe_error, names_ranks
 from dualpipe.runtime.recorder import Recorder
 
 RECORD_BYTES = 8192
-LONGEST = 1200  # characters of an error's text in a record
-KNOWN_BITS = 256  # of a summary
-_RECORD_TAG = 14  # gloo's; any that nothing else uses
+MAX_TEXT = 1200  # characters of an error's text in a record
+KNOWN_BITS = 256  # bits of `Summary.known`
+_RECORD_TAG = 14  # gloo tags that no other message uses
 _SUMMARY_TAG = 17
+AGREEMENT = "an agreement message"  # the name of these messages in errors and traces
 _LAYOUT = struct.Struct("<?QQQ32s")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as other ranks are told of it. is_named: whether its text names the ranks that it came up on."""
+    """Description of an error for other ranks. is_named: the text names the failed ranks."""
 
     text: str
     is_named: bool = False
 
     @staticmethod
-    def of(error: BaseException, longest: int = LONGEST) -> Failure:
-        """Describe an error in at most `longest` characters."""
-        return Failure(describe_error(error)[:longest], names_ranks(error))
+    def of(error: BaseException, max_length: int = MAX_TEXT) -> Failure:
+        """Describe an error in at most `max_length` characters."""
+        return Failure(describe_error(error)[:max_length], names_ranks(error))
 
 
 @dataclass(frozen=True)
 class Record:
-    """A rank's message to each other one: its failure, if any, and a JSON value."""
+    """Message of a rank to every other rank: its failure, if any, and a JSON value."""
 
     failure: Failure | None = None
     value: Any = None
 
     def pack(self) -> Tensor:
-        """Return it as a (RECORD_BYTES,) uint8 tensor; TypeError or ValueError where it is no JSON or too long."""
+        """Return the record as a (RECORD_BYTES,) uint8 tensor; raises like `pack_json`."""
         return pack_json({"failure": self.failure and asdict(self.failure), "value": self.value})
 
     @staticmethod
     def unpack(buffer: Tensor) -> Record:
-        """Return the inverse of `pack`; its value is not to be changed, as equal records share it."""
+        """Return the record of a tensor from `pack`. Do not modify its value: equal records share it."""
         fields = unpack_json(buffer)
         failure = fields["failure"]
         return Record(None if failure is None else Failure(**failure), fields["value"])
@@ -67,10 +68,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A rank's word on itself, or, combined, that of all ranks.
+    """State of one rank, or combined state of several.
 
-    has_error: whether any has failed. lowest, highest: of numbers below 2^64 that must be equal. key: the lowest of
-    numbers. known: of KNOWN_BITS bits those that all have set.
+    Attributes:
+        has_error: any rank has failed.
+        lowest: minimum of numbers below 2^64 that must be equal.
+        highest: maximum of the same numbers.
+        key: minimum of numbers below 2^64.
+        known: KNOWN_BITS bits; those that all ranks have set.
     """
 
     has_error: bool = False
@@ -80,7 +85,7 @@ class Summary:
     known: int = (1 << KNOWN_BITS) - 1
 
     def combine(self, other: Summary) -> Summary:
-        """Return what both have said."""
+        """Return the combined state of both."""
         return Summary(
             self.has_error or other.has_error,
             min(self.lowest, other.lowest),
@@ -90,22 +95,24 @@ class Summary:
         )
 
     def pack(self) -> Tensor:
-        """Return it as a uint8 tensor of a fixed size."""
+        """Return the summary as a uint8 tensor of a fixed size."""
         known = self.known.to_bytes(KNOWN_BITS // 8, "little")
         data = _LAYOUT.pack(self.has_error, self.lowest, self.highest, self.key, known)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
     @staticmethod
     def unpack(buffer: Tensor) -> Summary:
-        """Return the inverse of `pack`."""
+        """Return the summary of a tensor from `pack`."""
         has_error, lowest, highest, key, known = _LAYOUT.unpack(buffer.numpy().tobytes())
         return Summary(has_error, lowest, highest, key, int.from_bytes(known, "little"))
 
 
 class HostMessages:
-    """The ranks of a group that can carry host tensors (gloo); None: this process alone.
+    """Messages between the ranks of a group that can carry host tensors (gloo).
 
-    members: the group's ranks in another order, by which they are numbered here (default: the group's).
+    Args:
+        group: the process group; None: this process alone.
+        members: the group's ranks in another order, which numbers the ranks of this object (default: the group's).
     """
 
     def __init__(self, group: ProcessGroup | None, members: Sequence[int] = ()) -> None:
@@ -118,30 +125,30 @@ class HostMessages:
             ranks = dist.get_process_group_ranks(group)
         self.global_ranks = tuple(ranks[member] for member in self._members)
 
-    def combine(self, own: Summary) -> Summary:
-        """Return what all ranks have said together. Raises RankLost where a rank is gone."""
+    def combine(self, summary: Summary) -> Summary:
+        """Return the combined summary of all ranks. Raises RankLost if a rank is gone."""
         recorder = Recorder.current()
-        combined = own
+        combined = summary
         distance = 1
         while distance < self.size:
             before = (self.rank - distance) % self.size
-            behind = (self.rank + distance) % self.size
+            after = (self.rank + distance) % self.size
             arriving = torch.empty(_LAYOUT.size, dtype=torch.uint8, device="cpu")
             packed = combined.pack()
-            with recorder.wait("agree", "word", self.global_ranks[before : before + 1], _LAYOUT.size):
+            with recorder.wait("agree", AGREEMENT, self.global_ranks[before : before + 1], _LAYOUT.size):
                 receive = self.group.recv([arriving], self._members[before], _SUMMARY_TAG)
-                send = self.group.send([packed], self._members[behind], _SUMMARY_TAG)
+                send = self.group.send([packed], self._members[after], _SUMMARY_TAG)
                 receive.wait()
-            with recorder.wait("agree", "word", self.global_ranks[behind : behind + 1], _LAYOUT.size):
+            with recorder.wait("agree", AGREEMENT, self.global_ranks[after : after + 1], _LAYOUT.size):
                 send.wait()
             combined = combined.combine(Summary.unpack(arriving))
             distance *= 2
         return combined
 
     def exchange(self, record: Record, timeout: timedelta | None = None) -> list[Record | RankLost]:
-        """Return everybody's record, by rank; in place of one that cannot be reached the RankLost.
+        """Send a record to all ranks; return the records by rank, with a RankLost for a rank that cannot be reached.
 
-        timeout: for each rank; default: the group's. TypeError or ValueError where this rank's is no JSON or too long.
+        timeout: for every rank; None: the group's. Raises TypeError or ValueError if the record is no JSON or too long.
         """
         packed = record.pack()
         records: list[Record | RankLost] = [Record.unpack(packed)] * self.size
@@ -150,15 +157,15 @@ class HostMessages:
         began = perf_counter_ns()
         receives = {peer: self._post(self.group.recv, buffers[peer], peer) for peer in peers}
         sends = {peer: self._post(self.group.send, packed, peer) for peer in peers}
-        waited = () if timeout is None else (timeout,)
+        wait_arguments = () if timeout is None else (timeout,)
         for peer in peers:
             ranks = self.global_ranks[peer : peer + 1]
             try:
-                with Recorder.current().wait("agree", "word", ranks, RECORD_BYTES, since=began):
+                with Recorder.current().wait("agree", AGREEMENT, ranks, RECORD_BYTES, since=began):
                     for work in (receives[peer], sends[peer]):
                         if isinstance(work, RuntimeError):
                             raise work
-                        work.wait(*waited)
+                        work.wait(*wait_arguments)
                 records[peer] = Record.unpack(buffers[peer])
             except RankLost as lost:
                 records[peer] = lost
@@ -173,19 +180,23 @@ class HostMessages:
 
 
 def pack_json(value: Any) -> Tensor:
-    """Return a JSON value as a (RECORD_BYTES,) uint8 tensor; ValueError where it is too long."""
+    """Return a JSON value as a (RECORD_BYTES,) uint8 tensor.
+
+    Raises TypeError or ValueError if it is no JSON, and ValueError if it is too long.
+    """
     data = json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace")
     if len(data) > RECORD_BYTES:
-        raise ValueError(f"a record of {len(data)} bytes exceeds the {RECORD_BYTES} that travel: {data[:200]!r}...")
+        text = f"a record of {len(data)} bytes exceeds the limit of {RECORD_BYTES}; shorten it: {data[:200]!r}..."
+        raise ValueError(text)
     return torch.frombuffer(bytearray(data.ljust(RECORD_BYTES)), dtype=torch.uint8)
 
 
 def unpack_json(buffer: Tensor) -> Any:
-    """Return the inverse of `pack_json`; not to be changed, as equal values share it."""
+    """Return the value of a tensor from `pack_json`. Do not modify it: equal tensors share it."""
     return _parsed(buffer.numpy().tobytes().rstrip())
 
 
-_parsed = lru_cache(maxsize=64)(json.loads)  # a step's records are mostly those of the step before
+_parsed = lru_cache(maxsize=64)(json.loads)  # most records of a step equal those of the step before
 
 
 def empty_record() -> Tensor:

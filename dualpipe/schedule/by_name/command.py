@@ -10,7 +10,7 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any
 
-from dualpipe.runtime.files import write_wanted
+from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.by_name.build import BUILDERS, build
 from dualpipe.schedule.draw import table, to_svg, to_text
 from dualpipe.schedule.page import to_html
@@ -89,7 +89,7 @@ def _report(args: argparse.Namespace) -> str:
     for name in (args.name, *compared_names):
         is_first = not comparison.timelines
         options = _options(args) if is_first else {}
-        if name == "auto" and "stages_per_rank" not in options:
+        if name == "auto" and "stages_per_rank" not in options:  # `build` refuses that option for "auto"
             schedule, search_notes = _search(args, costs, try_half_memory=is_first)
             comparison.notes += search_notes
         else:
@@ -99,7 +99,7 @@ def _report(args: argparse.Namespace) -> str:
     summary = table(timelines, comparison.stage_sizes) + comparison.notes
     drawing = to_text(timelines[0], args.width or get_terminal_size((120, 24)).columns)
     title = f"Schedules of {args.ranks} ranks and {args.microbatches} micro-batches"
-    written_lines = write_wanted(
+    written_lines = write_texts(
         (args.svg, lambda: to_svg(timelines[0])),
         (args.csv, lambda: timelines[0].schedule.to_torch_csv()),
         (args.html, lambda: to_html(timelines, title=title, notes=summary)),

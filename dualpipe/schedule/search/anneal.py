@@ -25,11 +25,11 @@ from dualpipe.schedule.simulate import FREES, Costs
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import independent
 
-EVENLY = 0.02  # weight of the mean of the ranks' ends beside the makespan: it leads across plateaus of equal makespan
+EVENLY = 0.02  # weight in the score of the mean time at which ranks end: it ranks orders that have the same makespan
 COOLING = 50.0  # ratio of the first to the last temperature
 NOT_YET = -1.0  # time of a result that is not computed
 
-assert RECEIVE_AHEAD == 1, "`plays` holds one message of a stream"
+assert RECEIVE_AHEAD == 1, "`plays` allows one message in flight per stream"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,7 +60,7 @@ class OrderTimes(NamedTuple):
 
     Args:
         ranks: steps of each rank.
-        remaining_work: for each rank, the duration of all steps from each step on.
+        remaining_work: for each rank and step, the total duration of that step and the later ones.
         starts: for each rank, the start of each step.
         result_times: time of each result by its number; `NOT_YET` if it is not computed.
     """
@@ -190,6 +190,7 @@ class Timing:
         Steps that start before the first changed one keep their times.
         """
         pairs = enumerate(zip(times.ranks[rank], steps))
+        # 0, so that all steps run again, if the shorter list is the beginning of the longer one.
         first_changed = next((index for index, (old, new) in pairs if old is not new), 0)
         change_time = 0.0
         if first_changed:
@@ -237,12 +238,12 @@ def plays(ranks: Sequence[Sequence[TimedStep]]) -> bool:
 
 
 def _remaining_work(steps: list[TimedStep]) -> list[float]:
-    """Return the work from each step on. It shows early that a limit will be exceeded."""
+    """Return for each step the duration of it and all later steps, which shows early that a limit will be exceeded."""
     return [*accumulate((step.duration for step in reversed(steps)), initial=0.0)][::-1]
 
 
 def _run(times: OrderTimes, ends: list[float], limit: float) -> OrderTimes | None:
-    """Run the steps that have not started yet, in place. The result that a rank waits for wakes it, once.
+    """Run the steps that have not started yet, and update `times`. A waiting rank goes on when its result is there.
 
     ends: for each rank, the end of its last step that has started.
     """
@@ -310,6 +311,7 @@ def anneal(
         steps = None if order is None else timing.timed_steps(order)
         if order is None or steps is None:
             continue
+        # The Metropolis criterion, drawn before timing, so that `Timing.changed` can stop at the limit.
         limit = score - temperature * cooling ** (-i / iterations) * log(1 - random.random())
         changed = timing.changed(times, rank, steps, limit)
         if changed is None:

@@ -1,8 +1,8 @@
 """Lower bounds on the makespan of any schedule, for each rank: its work, and the bubble that no order avoids.
 
-The work of a rank is at least the sum of the prices of its actions, if no price is above the action's cost alone and no
-two prices are together above the cost of their pair. (Such prices are a solution of the dual of the problem to cover
-the work by steps.)
+Give each action a price, at most its cost alone, such that the prices of any two actions are together at most the cost
+of their pair. Then the work of a rank is at least the sum of its prices. (The prices are a solution of the dual of the
+linear program that covers the work by steps.)
 
 Before its first action, a rank waits for a forward through all earlier stages. Before its first backward, it waits
 until a micro-batch has passed through all other stages and back; meanwhile it can run only as many forwards as it has
@@ -48,6 +48,7 @@ def lower_bounds(
     for stages in rank_stages:
         first = stages[0]
         last = stages[-1]
+        # The rank's first backward can start after the turn and the backwards of all later stages.
         first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
         forwards_before = min(memory // 1, num_microbatches * len(stages))  # at most, before the first backward
         rank_bounds = [path.total]

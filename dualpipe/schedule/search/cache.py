@@ -1,7 +1,7 @@
 """Cache of found schedules on disk, by the inputs of the search.
 
-Each is a JSON file under $XDG_CACHE_HOME or ~/.cache, as CSV cannot hold every pair. A damaged file is ignored, and
-where nothing can be written, nothing is cached.
+Each schedule is a file under $XDG_CACHE_HOME or ~/.cache. It is JSON because torch's CSV cannot hold every pair. A
+damaged file is ignored, and where nothing can be written, nothing is cached.
 """
 
 from __future__ import annotations

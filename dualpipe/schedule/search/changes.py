@@ -56,7 +56,8 @@ def _pair(order: RankOrder, index: int, step: list[Work], target: int) -> RankOr
         return None
     other = order[target][0]
     new = order[:]
-    new[target] = (other, step[0]) if step[0][0] == "W" else (step[0], other)  # a "W" fills the gaps of the other
+    # A "W" comes second in a pair: it runs while the first action communicates.
+    new[target] = (other, step[0]) if step[0][0] == "W" else (step[0], other)
     new[index : index + 1] = [(action,) for action in step[1:]]
     return new
 

@@ -27,13 +27,14 @@ from dualpipe.schedule.types import Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
 FAMILIES = ("dualpipev", "dualpipev_full", "zbv", "v_half", "interleaved_1f1b")  # known, with two stages per rank
-EFFORT = 300_000_000  # number of changes times the forwards and backwards of an order
+# The work of a search is the number of changes tried, times the number of forwards and backwards in the order.
+EFFORT = 300_000_000  # work of all chains and rounds together
 CHAINS = 4
 ROUNDS = 6
 MAX_CHANGES = 200  # per forward and backward in a chain's round: more do not improve small orders
 HEAT = 0.03  # first temperature, in the mean cost of a forward and a backward
 MAX_SIZE = 256  # ranks times micro-batches up to which all micro-batches are searched with
-MIN_WORKER_SIZE = 200_000  # changes times forwards and backwards that take longer than the start of a process
+MIN_WORKER_SIZE = 200_000  # work of a chain in a round that takes longer than the start of a process
 VERSION = 2  # of the search; cached results of other versions are not used
 
 Progress = Callable[[float, float], None]
@@ -123,7 +124,7 @@ def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Prob
     """Yield the schedules that annealing ends with, for all micro-batches of `empty`."""
     num_microbatches = empty.num_microbatches
     num_searched = min(num_microbatches, max(MAX_SIZE // empty.num_ranks, 2 * empty.num_ranks + 2))
-    num_searched += (num_microbatches - num_searched) % max(WINDOW_SIZES)
+    num_searched += (num_microbatches - num_searched) % max(WINDOW_SIZES)  # the rest is a multiple of every window size
     if num_searched < num_microbatches:
         known = _known(empty.num_ranks, num_searched, problem)
         empty = replace(empty, num_microbatches=num_searched)

@@ -1,4 +1,4 @@
-"""Greedy schedule for any placement and any memory: each rank runs what it can at once, backwards first.
+"""Greedy schedule for any placement and any memory: each rank runs what it can as soon as it can, backwards first.
 
 The search starts from it where no known schedule fits the memory. A rank starts no action whose message would have to
 wait until the previous one is received, so that the order is also free of deadlocks if sends block.
@@ -18,7 +18,7 @@ from dualpipe.schedule.types import Kind, Schedule
 
 
 def fill(empty: Schedule, costs: Costs, memory: float) -> Schedule | None:
-    """Return `empty` with the steps of ranks that never wait by choice; None if they come to a stop.
+    """Return `empty` with the steps of a greedy run; None if the run stops before all work is done.
 
     Weight gradients run when nothing else can. A forward leaves room for one more in each later stage of its rank, so
     that the micro-batch furthest ahead can always continue.
@@ -78,7 +78,7 @@ class _GreedyRanks:
         return [end, end + self._costs.p2p]
 
     def _choose(self, rank: int, now: float) -> tuple[Key, ...]:
-        """Return the actions of the step to run now: a pair that saves time, else a backward, forward or weights."""
+        """Return the actions of the step to run now: a pair that saves time, else an "I", "F" or "W"."""
         backward = self._ready("I", rank, now)
         forward = self._ready("F", rank, now)
         if forward and backward:

@@ -43,8 +43,8 @@ def repeat_steady_state(
         rank_windows = [[*_windows(order, size)] for order in orders]
         if not all(rank_windows):
             continue
-        for part in range(6, 19):
-            moment = timeline.makespan * part / 24
+        for twenty_fourth in range(6, 19):  # from a quarter of the makespan to three quarters
+            moment = timeline.makespan * twenty_fourth / 24
             windows = [min(candidates, key=lambda window: abs(spans[window[0]].start - moment))
                        for candidates, spans in zip(rank_windows, timeline.spans)]
             times = _extended_times(schedule, costs, memory, windows, size, TRIAL_MICROBATCHES)

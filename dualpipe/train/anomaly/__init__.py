@@ -1,4 +1,4 @@
-"""Bad steps and wrong ranks: losses and gradients that are not finite or that jump, copies that differ; run again.
+"""Bad steps and faulty ranks: detect non-finite numbers, spikes and wrong bits, find their origin, and react.
 
 Imports `train.step`, `train.checkpointing`, `train.config`, `train.data`, `pipeline`, `parallel`, `nn`,
 `quantized`, `schedule` and `runtime`.

@@ -1,8 +1,8 @@
-"""The answer to steps whose loss or gradient is not finite or leaps.
+"""Detect steps whose loss or gradient norm is not finite or is a spike, and react to them.
 
-A step whose loss or gradient norm is infinite or NaN changes nothing: the device sees to that, also for the step that
-is queued behind it, before the host knows. Then all ranks run its batch again to find where it begins, keep what it
-takes to do so later (`dualpipe replay`), and stop, leave it out, or go back to a checkpoint and leave out its data.
+A step with a non-finite gradient norm changes nothing: the device ensures that before the host knows it, also for the
+step that is queued behind it. All ranks then rerun the batch to find the origin, write a bundle for `dualpipe replay`,
+and stop, skip the step, or roll back to a checkpoint and skip the data.
 """
 
 from __future__ import annotations
@@ -13,42 +13,60 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from dualpipe.train.anomaly.reruns import Kept, StepReruns
+from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
 from dualpipe.train.anomaly.spikes import SpikeDetector
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import GuardConfig
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 
-# A router has collapsed that is so near the limit, where one expert gets every token, for so many steps in a row:
-# routers that start at the limit have left it by then.
-NEAR, PATIENCE = 0.9, 50
+# A router has collapsed if its load is this near to the maximum, where one expert gets every token, for this many
+# steps in a row. Routers that start there have left it by then.
+COLLAPSE_FRACTION = 0.9
+COLLAPSE_STEPS = 50
 
 
 class BadStep(Exception):
-    """A step, from 1, that must not count as it is. values: its metrics, kept: see `Kept`; why: what is wrong."""
+    """A step must not count.
 
-    def __init__(self, step: int, values: Mapping[str, Any], kept: Kept, why: str = "") -> None:
-        super().__init__(why)
-        self.step, self.values, self.kept, self.why = step, values, kept, why
+    Args:
+        step: counted from 1.
+        values: its metrics.
+        snapshot: taken before the step.
+        spike: description of the spike. "": the gradient norm is not finite.
+    """
+
+    def __init__(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot, spike: str = "") -> None:
+        super().__init__(spike)
+        self.step = step
+        self.values = values
+        self.snapshot = snapshot
+        self.spike = spike
 
 
 class Resolution(NamedTuple):
-    """The way a run goes on after a bad step.
+    """The reaction to a bad step.
 
-    done: the steps that count. went_back: whether to a checkpoint. text: to be said.
+    done: number of steps that count.
+    rolled_back: the run has loaded a checkpoint.
+    text: the line to print.
     """
 
     done: int
-    went_back: bool
+    rolled_back: bool
     text: str
 
 
 class Guard:
-    """The guard of a run, as `config.guard` says. Every rank calls the same methods at the same steps.
+    """The guard of a run. All ranks call the same methods at the same steps.
 
-    model: what is trained; reruns: run steps again; saver, state: for checkpoints to go back to.
+    Args:
+        settings: the table [guard].
+        model: the model of the run.
+        reruns: reruns steps.
+        saver: for checkpoints to roll back to.
+        state: of the run.
     """
 
     def __init__(
@@ -58,76 +76,95 @@ class Guard:
         self._reruns = reruns
         self._saver = saver
         self._state = state
-        self._load_limit = model.num_experts / model.num_experts_per_tok  # of load_max_over_mean
-        self._in_row = 0  # bad steps without a good one between
-        self._until = 0  # the last of them
-        self._passed: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
-        self._spiked = ""  # what was
-        self._near = 0  # steps in a row in which one expert got nearly every token
-        self._spikes = SpikeDetector(settings.spike, spikes_count=settings.on_spike == "warn")
+        self._max_load = model.num_experts / model.num_experts_per_tok  # upper bound of load_max_over_mean
+        self._bad_in_row = 0  # bad steps without a good one in between
+        self._last_bad = 0
+        self._poison: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
+        self._spike = ""  # of the step that was checked last
+        self._collapsed_steps = 0  # steps in a row in which one expert got nearly every token
+        self._spikes = SpikeDetector(settings.spike, include_spikes=settings.on_spike == "warn")
 
     # -- around a step, on the device
 
-    def keep(self, batch: TokenBatch) -> Kept:
-        """Return what there is before a step; the host waits for nothing."""
-        return self._reruns.keep(batch)
+    def snapshot(self, batch: TokenBatch) -> StepSnapshot:
+        """Return a snapshot of the state before a step. The host does not wait."""
+        return self._reruns.snapshot(batch)
 
-    def judge(self, norm: Tensor) -> Tensor:
-        """The norm that the optimizer goes by: NaN also where that of a step before was not finite, which the host does
-        not know yet."""
-        found = norm - norm  # 0, or NaN
-        if self._passed is not None:
-            found = found + self._passed.to(found.dtype)
-        self._passed = found
-        return norm + found
+    def poison_norm(self, norm: Tensor) -> Tensor:
+        """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
 
-    # -- once the host knows a step's numbers
+        The device knows of an earlier step what the host has not read yet.
+        """
+        poison = norm - norm  # 0, or NaN if the norm is not finite
+        if self._poison is not None:
+            poison = poison + self._poison.to(poison.dtype)
+        self._poison = poison
+        return norm + poison
 
-    def check(self, step: int, values: Mapping[str, Any], kept: Kept) -> None:
-        """Raise BadStep where a step must not count."""
+    # -- once the host knows the numbers of a step
+
+    def check(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot) -> None:
+        """Raise BadStep if a step must not count.
+
+        Args:
+            step: counted from 1.
+            values: its metrics.
+            snapshot: taken before the step.
+        """
         if not math.isfinite(values["grad_norm"]):
-            raise BadStep(step, values, kept)
-        if step >= self._until:
-            self._in_row = 0
-        self._spiked = self._spikes.find(step, values)
-        if self._spiked and self._settings.on_spike == "rollback":
-            raise BadStep(step, values, kept, self._spiked)
+            raise BadStep(step, values, snapshot)
+        if step >= self._last_bad:
+            self._bad_in_row = 0
+        self._spike = self._spikes.check(step, values)
+        if self._spike and self._settings.on_spike == "rollback":
+            raise BadStep(step, values, snapshot, self._spike)
 
     def warnings(self, metrics: Mapping[str, Any]) -> Iterator[str]:
-        """Yield the warnings about the step that was checked last."""
-        if self._spiked:
-            yield f"WARNING: {self._spiked}"
-        load, limit = metrics.get("load_max_over_mean", 0.0), self._load_limit
-        self._near = self._near + 1 if limit > 1 and load >= NEAR * limit else 0
-        if self._near == PATIENCE:  # once in a collapse
-            yield (f"WARNING: for {PATIENCE} steps one expert of some layer got nearly every token "
-                   f"(load_max_over_mean {load:.2f}, at most {limit:g}): its router has collapsed; "
+        """Yield warnings about the step that was checked last."""
+        if self._spike:
+            yield f"WARNING: {self._spike}"
+        load = metrics.get("load_max_over_mean", 0.0)
+        is_collapsed = self._max_load > 1 and load >= COLLAPSE_FRACTION * self._max_load
+        self._collapsed_steps = self._collapsed_steps + 1 if is_collapsed else 0
+        if self._collapsed_steps == COLLAPSE_STEPS:  # once per collapse
+            yield (f"WARNING: for {COLLAPSE_STEPS} steps one expert of some layer got nearly every token "
+                   f"(load_max_over_mean {load:.2f}, at most {self._max_load:g}): its router has collapsed; "
                    "raise router.balance, to 0.01 for a start")
 
-    # -- what follows from a bad step
+    # -- after a bad step
 
     def resolve(self, bad: BadStep) -> Resolution:
-        """Return how the run goes on after a bad step, or raise FloatingPointError. Collective."""
-        loader, spiked = self._state.loader, bool(bad.why)
-        self._passed = None
-        policy = "rollback" if spiked else self._settings.on_nonfinite
-        text = bad.why or self._reruns.explain(bad.step, bad.values, bad.kept)
-        self._in_row, self._until = self._in_row + 1, bad.step
-        self._saver.anomaly(bad.step)
-        if policy == "stop" or self._in_row > self._settings.limit:
+        """React to a bad step as the settings say. Collective.
+
+        Raises:
+            FloatingPointError: the run stops.
+        """
+        self._poison = None
+        policy = "rollback" if bad.spike else self._settings.on_nonfinite
+        text = bad.spike or self._reruns.explain(bad.step, bad.values, bad.snapshot)
+        self._bad_in_row += 1
+        self._last_bad = bad.step
+        self._saver.mark_anomaly(bad.step)
+        if policy == "stop" or self._bad_in_row > self._settings.limit:
             if policy != "stop":
-                text += f"\nthe run stops, as it is one more than guard.limit = {self._settings.limit} in a row"
-            raise FloatingPointError("\n".join(filter(None, [text, self._saver.advice(bad.step)])))
+                text += f"\nthe run stops: more than guard.limit = {self._settings.limit} bad steps in a row"
+            hint = self._saver.suggest_older_checkpoint(bad.step)
+            raise FloatingPointError("\n".join(filter(None, [text, hint])))
         if policy == "skip":
-            done = loader.step = bad.step
-            self._saver.save(self._state, done)
-            return Resolution(done, went_back=False, text=f"{text}\nleft out: nothing is updated by it")
-        taken = bad.step + loader.passed_over  # batches until now, with that of the bad step
-        target = self._saver.go_back(self._state)
+            self._state.loader.step = bad.step
+            self._saver.save(self._state, bad.step)
+            return Resolution(bad.step, rolled_back=False, text=f"{text}\nskipped: the step updates nothing")
+        return self._roll_back(bad, text)
+
+    def _roll_back(self, bad: BadStep, text: str) -> Resolution:
+        """Load a checkpoint, and skip the batches up to that of the bad step. Raises FloatingPointError without one."""
+        loader = self._state.loader
+        num_read = bad.step + loader.skipped_batches  # batches up to now, with that of the bad step
+        target = self._saver.roll_back(self._state)
         if target is None:
-            raise FloatingPointError(f"{text}\nthere is no checkpoint to go back to; set checkpoint.interval, or "
+            raise FloatingPointError(f"{text}\nthere is no checkpoint to roll back to; set checkpoint.interval, or "
                                      'guard.on_nonfinite = "skip"')
         loader.step = target
-        loader.passed_over = taken - target
-        went_on = f"back to step {target}; the data of steps {target + 1} to {bad.step} is left out"
-        return Resolution(target, went_back=True, text=f"{text}\n{went_on}")
+        loader.skipped_batches = num_read - target
+        text += f"\nrolled back to step {target}; the data of steps {target + 1} to {bad.step} is skipped"
+        return Resolution(target, rolled_back=True, text=text)

@@ -1,14 +1,14 @@
-"""Running a step again and looking at every result as it is made, to find the one that others are bad because of.
+"""Find the first bad result of a step by rerunning it and measuring every result as it is made.
 
-Within a micro-batch results follow from each other in one chain: forward through the stages and the segments of each,
-then back. What is wrong with one is wrong with all behind it, on whatever ranks those are; so of all ranks' bad results
-the first in the chain is the source. Ranks that exchange tokens for experts are at the same place of the chain then.
+Within a micro-batch, results depend on each other in one chain: forward through the stages and the segments of each,
+then backward. A bad result makes all later results bad, on whatever rank they are. So the origin is the bad result of
+all ranks that is first in the chain. Ranks that exchange tokens for experts are at the same place in the chain.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -22,53 +22,76 @@ from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
-_SHOWN, _KNOWN = 4, 64  # names of a kind, and those that a rank tells
-_END = 1 << 30  # behind all segments of a stage
+_MAX_SHOWN = 4  # names in a message
+_MAX_SENT = 64  # names that a rank sends to the others
+_AFTER_SEGMENTS = 1 << 30  # sorts after all segments of a stage
 K = TypeVar("K")
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+_INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by size in bytes
 
 
-class Spot(NamedTuple):
-    """The place where a result was made; the least one is the first in the chain."""
+class ResultLocation(NamedTuple):
+    """The place where a result was made. Locations sort in the order of the chain.
+
+    order: sort key within a micro-batch.
+    microbatch: its number.
+    rank: global rank.
+    label: text, such as "F(stage 1, micro-batch 0)".
+    """
 
     order: tuple[int, ...]
     microbatch: int
     rank: int
-    what: str
+    label: str
 
     @staticmethod
-    def of(what: Action | SegmentRun, rank: int) -> Spot:
-        """The place of a result of an action, or of one of its segments."""
-        forward, number = what.kind == "F", what.number if isinstance(what, SegmentRun) else None
-        direction = 1 if forward else -1
-        place = _END if number is None else direction * number
-        return Spot((not forward, direction * what.stage, place, what.kind != "R"), what.microbatch, rank,
-                    str(what) if isinstance(what, SegmentRun) else what.title)
+    def of(source: Action | SegmentRun, rank: int) -> ResultLocation:
+        """Return the location of a result of an action, or of one of its segments, on a rank."""
+        is_forward = source.kind == "F"
+        direction = 1 if is_forward else -1
+        if isinstance(source, SegmentRun):
+            segment_order = direction * source.number
+            label = str(source)
+        else:
+            segment_order = _AFTER_SEGMENTS
+            label = source.title
+        order = (not is_forward, direction * source.stage, segment_order, source.kind != "R")
+        return ResultLocation(order, source.microbatch, rank, label)
 
 
-class Watch(Observer):
-    """For a `with`: what `measure` (an integer scalar on the device) gives of each result that is made inside; the host
-    waits for none. An "I" counts as the "B" that it is in another order of the same work.
+class ResultWatch(Observer):
+    """A context that measures every result made inside. The host does not wait.
 
-    results: by where they were made; calls: of what the modules in `stages` returned before, in order, by name.
-    kinds: of results, those of actions and of their segments.
+    An action "I" is recorded as the "B" that does the same work in another order.
+
+    Attributes:
+        results: measurements by location.
+        calls: by location, the measured outputs of modules in `stages` before the result, by name, in order.
+
+    Args:
+        recorder: reports the results.
+        measure: returns an integer or float scalar on the device for a tensor.
+        stages: modules whose outputs are measured too.
+        kinds: types of the sources of results to measure.
     """
 
     def __init__(
         self, recorder: Recorder, measure: Callable[[Tensor], Tensor], stages: Iterable[nn.Module] = (),
         kinds: tuple[type, ...] = (Action, SegmentRun),
     ) -> None:
-        self._recorder, self._measure, self._kinds = recorder, measure, kinds
-        self._modules = [pair for stage in stages for pair in stage.named_modules()]
-        self.results: dict[Spot, Tensor] = {}
-        self.calls: dict[Spot, dict[str, Tensor]] = {}
-        self._called: dict[str, Tensor] = {}
+        self.results: dict[ResultLocation, Tensor] = {}
+        self.calls: dict[ResultLocation, dict[str, Tensor]] = {}
+        self._recorder = recorder
+        self._measure = measure
+        self._kinds = kinds
+        self._modules = [named_module for stage in stages for named_module in stage.named_modules()]
+        self._current_calls: dict[str, Tensor] = {}
 
     def __enter__(self) -> Self:
-        self._hooks = [m.register_forward_hook(partial(self._call, name)) for name, m in self._modules if name]
+        self._hooks = [module.register_forward_hook(partial(self._record_call, name))
+                       for name, module in self._modules if name]
         self._recorder.subscribe(self)
         return self
 
@@ -77,130 +100,199 @@ class Watch(Observer):
         for hook in self._hooks:
             hook.remove()
 
-    def _value(self, tensors: object) -> Tensor | None:
-        given = tensors if isinstance(tensors, tuple) else (tensors,)
-        if (plan := next((each for each in given if isinstance(each, Plan)), None)) is not None:
-            # Rows for other ranks are in room for the most that there can be: what is behind them is no result.
-            room, sent = len(plan.ids), int(plan.counts[:, 0].sum())
-            given = tuple(t[:sent] if isinstance(t, Tensor) and t.shape[:1] == (room,) else t for t in given)
-        values = [self._measure(t) for t in given if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
-        return values[0] if len(values) == 1 else torch.stack(values).sum() if values else None
+    def _measure_all(self, outputs: object) -> Tensor | None:
+        """Return the sum of the measurements of all floating-point tensors in `outputs`, None without one."""
+        values = outputs if isinstance(outputs, tuple) else (outputs,)
+        plan = next((value for value in values if isinstance(value, Plan)), None)
+        if plan is not None:
+            # Rows for other ranks are in a buffer of the maximum size: those after the sent ones are not results.
+            buffer_size = len(plan.ids)
+            num_sent = int(plan.counts[:, 0].sum())
+            values = tuple(value[:num_sent] if isinstance(value, Tensor) and value.shape[:1] == (buffer_size,)
+                           else value for value in values)
+        measured = [self._measure(value) for value in values
+                    if isinstance(value, Tensor) and value.is_floating_point() and value.numel()]
+        if not measured:
+            return None
+        return measured[0] if len(measured) == 1 else torch.stack(measured).sum()
 
-    def _call(self, name: str, module: nn.Module, inputs: object, outputs: object) -> None:
-        if (value := self._value(outputs)) is not None:
-            self._called[name] = value
+    def _record_call(self, name: str, module: nn.Module, inputs: object, outputs: object) -> None:
+        """Forward hook: measure the outputs of a module."""
+        value = self._measure_all(outputs)
+        if value is not None:
+            self._current_calls[name] = value
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
         """Measure the results of an action or a segment."""
-        if isinstance(what, self._kinds) and (value := self._value(results)) is not None:
-            assert isinstance(what, Action | SegmentRun), "results of these kinds alone have a place"
-            if what.kind == "I":
-                what = what._replace(kind="B") if isinstance(what, SegmentRun) else replace(what, kind="B")
-            spot = Spot.of(what, self._recorder.rank)
-            self.results[spot], self.calls[spot], self._called = value, self._called, {}
+        if not isinstance(what, self._kinds):
+            return
+        value = self._measure_all(results)
+        if value is None:
+            return
+        assert isinstance(what, Action | SegmentRun), "only results of these kinds have a location"
+        if what.kind == "I":
+            what = what._replace(kind="B") if isinstance(what, SegmentRun) else replace(what, kind="B")
+        location = ResultLocation.of(what, self._recorder.rank)
+        self.results[location] = value
+        self.calls[location] = self._current_calls
+        self._current_calls = {}
 
 
-def on_host(measured: dict[K, Tensor]) -> dict[K, Any]:
-    """The values; waits for the device once."""
-    return dict(zip(measured, torch.stack(list(measured.values())).tolist())) if measured else {}
+def read_values(measured: dict[K, Tensor]) -> dict[K, Any]:
+    """Return scalars on the device as Python numbers. The host waits for the device once."""
+    if not measured:
+        return {}
+    return dict(zip(measured, torch.stack(list(measured.values())).tolist()))
 
 
 @torch.no_grad()
-def nonfinite(tensor: Tensor) -> Tensor:
-    """Count the numbers that are infinite or NaN, as an int64 scalar."""
+def count_nonfinite(tensor: Tensor) -> Tensor:
+    """Return the number of elements that are infinite or NaN, an int64 scalar."""
     return (~tensor.isfinite()).sum()
 
 
 @torch.no_grad()
-def total(tensor: Tensor) -> Tensor:
-    """The sum of its numbers, a float32 scalar: the least that tells, as all but surely, whether all are finite."""
+def sum_in_fp32(tensor: Tensor) -> Tensor:
+    """Return the sum of the elements, a float32 scalar: the cheapest test that all are finite, almost certain."""
     return tensor.sum(dtype=torch.float32)
 
 
 @torch.no_grad()
-def bits(tensor: Tensor) -> Tensor:
-    """The sum of its bits, taken as integers, modulo 2^64: an int64 scalar that any single changed bit changes."""
-    if (part := quantized_part(tensor)) is not None:
-        tensor = part.block_rows
+def checksum_bits(tensor: Tensor) -> Tensor:
+    """Return the sum of the elements' bits as integers, modulo 2^64, an int64 scalar. Any flipped bit changes it."""
+    quantized = quantized_part(tensor)
+    if quantized is not None:
+        tensor = quantized.block_rows
     plain = local(tensor.detach()).contiguous()
-    return plain.view(_INTEGERS[plain.element_size()]).sum(dtype=torch.int64)
+    return plain.view(_INTEGER_DTYPES[plain.element_size()]).sum(dtype=torch.int64)
 
 
-class Again(NamedTuple):
-    """The result of running a step again, the same on every rank."""
+class Rerun(NamedTuple):
+    """The result of a rerun of a step, equal on all ranks.
+
+    loss: loss of the step.
+    norm: gradient norm.
+    checksums: checksum of the gradients of every rank.
+    origin: rank and place of the first non-finite result, or "".
+    parameters: names, with ranks, of parameters that were not finite before the step.
+    gradients: names, with ranks, of gradients that are not finite.
+    """
 
     loss: float
     norm: float
-    sums: list[int]  # the bits of each rank's gradients
-    first: str  # where the first result that is not finite was made; "" for nowhere
-    parameters: list[str]  # that were not finite before
-    gradients: list[str]  # that are not finite
+    checksums: list[int]
+    origin: str
+    parameters: list[str]
+    gradients: list[str]
 
-    def record(self) -> dict[str, Any]:
-        """Return the loss, the norm and the sums in full, as a bundle keeps them."""
-        return {"loss": self.loss.hex(), "norm": self.norm.hex(), "sums": [f"{each:016x}" for each in self.sums]}
+    def to_record(self) -> dict[str, Any]:
+        """Return loss, norm and checksums without rounding, as JSON for a bundle."""
+        checksums = [f"{checksum:016x}" for checksum in self.checksums]
+        return {"loss": self.loss.hex(), "norm": self.norm.hex(), "sums": checksums}
 
-    def text(self, then: str = "") -> str:
-        """Return the finding as text.
+    def describe(self, first_origin: str = "") -> str:
+        """Return the findings as text.
 
-        then: where the first result that was not finite was made in the step itself, if known.
+        Args:
+            first_origin: rank and place of the first non-finite result in the step itself, or "" if unknown.
         """
-        if not any((self.first, self.parameters, self.gradients)) and math.isfinite(self.loss + self.norm):
-            where = then.partition(",")[0] or "a rank"
-            return (f"not repeatable: {f'first in {then}, but ' if then else ''}run again, all of the step is finite; "
-                    f"suspect the device or the memory of {where}")
-        found = [self.first and f"first in {self.first}"]
-        for what, names in (("parameters before the step", self.parameters), ("gradients", self.gradients)):
-            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-            found.append(f"{what} that are not finite: {', '.join(names[:_SHOWN])}{more}" if names else "")
-        return "; ".join(filter(None, found))
+        is_finite = math.isfinite(self.loss + self.norm)
+        if is_finite and not (self.origin or self.parameters or self.gradients):
+            rank = first_origin.partition(",")[0] or "a rank"
+            first = f"first in {first_origin}, but " if first_origin else ""
+            return (f"not repeatable: {first}in a rerun the whole step is finite; suspect the device or the memory of "
+                    f"{rank}")
+        findings = [f"first in {self.origin}"] if self.origin else []
+        for kind, names in (("parameters before the step", self.parameters), ("gradients", self.gradients)):
+            if names:
+                more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+                findings.append(f"{kind} that are not finite: {', '.join(names[:_MAX_SHOWN])}{more}")
+        return "; ".join(findings)
 
 
-def run_again(runner: StepRunner, batch: TokenBatch, step: int) -> Again:
-    """Run a batch as the step did, counted from 1, from the state before it, and look at what is not finite; nothing is
-    updated but routers. Collective."""
+class _RankFindings(NamedTuple):
+    """The findings of one rank in a rerun.
+
+    origin: location of its first non-finite result.
+    loss: None on ranks without the last stage.
+    checksum: of its gradients.
+    parameters: names of parameters that were not finite before the step.
+    gradients: names of gradients that are not finite.
+    """
+
+    origin: ResultLocation | None
+    loss: float | None
+    checksum: int
+    parameters: list[str]
+    gradients: list[str]
+
+
+def rerun_step(runner: StepRunner, batch: TokenBatch, step: int) -> Rerun:
+    """Run a step from the state before it, and find what is not finite. Changes nothing but routers. Collective.
+
+    Args:
+        runner: runs the step.
+        batch: of the step.
+        step: counted from 1.
+    """
     stages = runner.model.stages
-    parameters = where_nonfinite({name: local(p) for stage in stages for name, p in stage.named_parameters()})
-    with Watch(runner.recorder, nonfinite, stages) as watch:
+    named_parameters = {name: local(param) for stage in stages for name, param in stage.named_parameters()}
+    bad_parameters = names_of_nonfinite(named_parameters)
+    with ResultWatch(runner.recorder, count_nonfinite, stages) as watch:
         losses = runner.run_step(batch, step)
-    loss = None if losses is None else losses[0]
     runner.drop_scores()
-    grads = named_gradients(stages)
+    gradients = local_gradients(stages)
     norm = float(runner.pipeline.clip_grad_norm_(math.inf))
 
-    def look() -> tuple[Spot | None, float | None, int, *tuple[list[str], ...]]:
-        """Return this rank's findings."""
-        bad = [spot for spot, count in on_host(watch.results).items() if count]
-        if losses is not None and not bool(losses.isfinite().all()):
-            bad.append(Spot((0, _END), 0, runner.recorder.rank, "the loss"))  # behind all forwards
-        if bad:  # of modules that are inside of each other the inner one returns first
-            counts = on_host(watch.calls.get(min(bad), {}))
-            inner = next((f", in {name}" for name, count in counts.items() if count), "")
-            bad = [min(bad)._replace(what=min(bad).what + inner)]
-        total = sum(int(bits(grad)) for grad in grads.values()) % 2**64
-        names = [found[:_KNOWN] for found in (parameters, where_nonfinite(grads))]
-        return min(bad, default=None), None if loss is None else float(loss), total, *names
+    def collect_findings() -> _RankFindings:
+        return _RankFindings(
+            origin=_first_nonfinite(watch, losses, runner.recorder.rank),
+            loss=None if losses is None else float(losses[0]),
+            checksum=sum(int(checksum_bits(gradient)) for gradient in gradients.values()) % 2**64,
+            parameters=bad_parameters[:_MAX_SENT],
+            gradients=names_of_nonfinite(gradients)[:_MAX_SENT],
+        )
 
-    told = runner.job.ranks.gather(look)
+    by_rank = runner.job.ranks.gather(collect_findings)
     runner.optimizer.zero_grad()
-    first, name = min((spot for spot, *_ in told if spot is not None), default=None), runner.recorder.name
-
-    def by_rank(which: int) -> list[str]:
-        """Names with their ranks, first those of the rank where it began."""
-        named = [each[3:] for each in told]
-        order = sorted(range(len(named)), key=lambda rank: first is None or rank != first.rank)
-        return [f"{parameter} on {name(rank)}" for rank in order for parameter in named[rank][which]]
-
-    return Again(next(value for _, value, *_ in told if value is not None), norm, [each[2] for each in told],
-                 f"{name(first.rank)}, {first.what}" if first else "", by_rank(0), by_rank(1))
+    return _merge_findings(by_rank, norm, runner.recorder)
 
 
-def named_gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """This rank's parts of the gradients that there are, by the parameters' names."""
-    return {name: local(p.grad) for stage in stages for name, p in stage.named_parameters() if p.grad is not None}
+def _first_nonfinite(watch: ResultWatch, losses: Tensor | None, rank: int) -> ResultLocation | None:
+    """Return the location of this rank's first non-finite result, with the innermost module that made it."""
+    nonfinite = [location for location, count in read_values(watch.results).items() if count]
+    if losses is not None and not bool(losses.isfinite().all()):
+        nonfinite.append(ResultLocation((0, _AFTER_SEGMENTS), 0, rank, "the loss"))  # after all forwards
+    if not nonfinite:
+        return None
+    first = min(nonfinite)
+    counts = read_values(watch.calls.get(first, {}))
+    module = next((name for name, count in counts.items() if count), "")  # inner modules return before outer ones
+    return first._replace(label=f"{first.label}, in {module}") if module else first
 
 
-def where_nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """The names of those that have a number which is infinite or NaN."""
-    counts = {name: nonfinite(t) for name, t in tensors.items() if t.is_floating_point() and t.numel()}
-    return [name for name, count in on_host(counts).items() if count]
+def _merge_findings(by_rank: Sequence[_RankFindings], norm: float, recorder: Recorder) -> Rerun:
+    """Return the result of a rerun from the findings of all ranks. Names start with those of the origin's rank."""
+    first = min((findings.origin for findings in by_rank if findings.origin is not None), default=None)
+    ranks = sorted(range(len(by_rank)), key=lambda rank: first is None or rank != first.rank)
+    return Rerun(
+        loss=next(findings.loss for findings in by_rank if findings.loss is not None),
+        norm=norm,
+        checksums=[findings.checksum for findings in by_rank],
+        origin=f"{recorder.name(first.rank)}, {first.label}" if first else "",
+        parameters=[f"{name} on {recorder.name(rank)}" for rank in ranks for name in by_rank[rank].parameters],
+        gradients=[f"{name} on {recorder.name(rank)}" for rank in ranks for name in by_rank[rank].gradients],
+    )
+
+
+def local_gradients(stages: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Return this rank's shards of the gradients, by parameter name."""
+    return {name: local(param.grad) for stage in stages for name, param in stage.named_parameters()
+            if param.grad is not None}
+
+
+def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of the tensors with an infinite or NaN element."""
+    counts = {name: count_nonfinite(tensor) for name, tensor in tensors.items()
+              if tensor.is_floating_point() and tensor.numel()}
+    return [name for name, count in read_values(counts).items() if count]

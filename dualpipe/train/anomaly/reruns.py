@@ -1,4 +1,4 @@
-"""Running a bad step again: what is kept of each step to do so, and what is found out that way."""
+"""Rerun a bad step: take a snapshot before every step, and explain a non-finite one by running it a second time."""
 
 from __future__ import annotations
 
@@ -11,62 +11,86 @@ from torch import Tensor
 
 from dualpipe.runtime.device import RandomState
 from dualpipe.schedule import Action
-from dualpipe.train.anomaly.localize import Watch, on_host, run_again, total
+from dualpipe.train.anomaly.localize import ResultWatch, read_values, rerun_step, sum_in_fp32
 from dualpipe.train.checkpointing.bundle import write_bundle
 from dualpipe.train.checkpointing.training_state import TrainingState
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
 
-class Kept(NamedTuple):
-    """The state that running a step again needs, besides parameters, which a bad step has not changed."""
+class StepSnapshot(NamedTuple):
+    """The state that a rerun of a step needs, besides parameters, which a bad step does not change.
+
+    batch: of the step.
+    random: random state before the step.
+    routers: router tensors before the step.
+    watch: records sums of the results of the step's actions.
+    """
 
     batch: TokenBatch
     random: RandomState
     routers: list[Tensor]
-    watch: Watch  # of the step: sums of what its actions gave
+    watch: ResultWatch
 
 
 class StepReruns:
-    """Keeps what it takes to run the steps of `runner` again, and does so. state: of the run, for bundles."""
+    """Takes snapshots of steps and reruns them.
+
+    Args:
+        runner: runs the steps.
+        state: of the run, for bundles.
+    """
 
     def __init__(self, runner: StepRunner, state: TrainingState) -> None:
         self.runner = runner
         self._state = state
-        self._changed = runner.routers.changed_by_steps()
+        self._router_tensors = runner.routers.changed_by_steps()
 
-    def keep(self, batch: TokenBatch) -> Kept:
-        """Return what there is before a step; the host waits for nothing."""
-        watch = Watch(self.runner.recorder, total, kinds=(Action,))
-        # Of torch alone: nothing else draws numbers in a step, and NumPy's state takes 120 us.
-        return Kept(batch, RandomState.capture(), [each.clone() for each in self._changed], watch)
+    def snapshot(self, batch: TokenBatch) -> StepSnapshot:
+        """Return a snapshot of the state before a step. The host does not wait.
 
-    def restore(self, kept: Kept) -> None:
-        """Have routers and random numbers as they were before a step that changed nothing else."""
-        torch._foreach_copy_(self._changed, kept.routers)
-        kept.random.restore()
+        Only torch's random state is included: a step uses no other, and copying NumPy's takes 120 us.
+        """
+        watch = ResultWatch(self.runner.recorder, sum_in_fp32, kinds=(Action,))
+        return StepSnapshot(batch, RandomState.capture(), [tensor.clone() for tensor in self._router_tensors], watch)
 
-    def explain(self, step: int, values: Mapping[str, Any], kept: Kept) -> str:
-        """Run a step, from 1, that is not finite again; return what was found, with its bundle written. Collective.
+    def restore(self, snapshot: StepSnapshot) -> None:
+        """Restore routers and random state to those before a step that changed nothing else."""
+        torch._foreach_copy_(self._router_tensors, snapshot.routers)
+        snapshot.random.restore()
 
-        values: its metrics.
+    def explain(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot) -> str:
+        """Rerun a non-finite step and write a bundle; return lines about its origin. Collective.
+
+        Args:
+            step: counted from 1.
+            values: its metrics.
+            snapshot: taken before the step.
         """
         runner = self.runner
-        self.restore(kept)
-        seen = [spot for spot, value in on_host(kept.watch.results).items() if not math.isfinite(value)]
-        spots = runner.job.ranks.gather(lambda: min(seen, default=None))
-        then = min((spot for spot in spots if spot is not None), default=None)
-        with runner.recorder.doing("check", "the step again"):
-            again = run_again(runner, kept.batch, step)
-        self.restore(kept)
-        loss = "" if math.isfinite(values["loss"]) or not runner.model.has_last else f", the loss {values['loss']}"
+        self.restore(snapshot)
+        origin = self._find_origin(snapshot)
+        with runner.recorder.doing("check", "a rerun of the step"):
+            rerun = rerun_step(runner, snapshot.batch, step)
+        self.restore(snapshot)
+        shows_loss = runner.model.has_last and not math.isfinite(values["loss"])
+        loss = f", the loss {values['loss']}" if shows_loss else ""
         lines = [f"the gradient norm is {values['grad_norm']} at step {step}{loss}; lower optimizer.lr, lengthen "
                  "optimizer.warmup_steps, or check the data",
-                 again.text(f"{runner.recorder.name(then.rank)}, {then.what}" if then else "")]
+                 rerun.describe(origin)]
         try:
-            path = write_bundle(runner, self._state, step, kept.batch, values, again.record())
-            lines.append(f"all that the step takes is kept: dualpipe replay {path}")
-        except OSError as error:  # such as a full disk: what is known must be said all the same
-            lines.append(f"what the step takes could not be kept: {error}")
-        self.restore(kept)
+            path = write_bundle(runner, self._state, step, snapshot.batch, values, rerun.to_record())
+            lines.append(f"the step can be run again by: dualpipe replay {path}")
+        except OSError as error:  # such as a full disk: the findings are reported all the same
+            lines.append(f"the bundle for `dualpipe replay` could not be written: {error}")
+        self.restore(snapshot)
         return "\n".join(lines)
+
+    def _find_origin(self, snapshot: StepSnapshot) -> str:
+        """Return the rank and the action whose result was the first non-finite one in the step, or "". Collective."""
+        recorder = self.runner.recorder
+        sums = read_values(snapshot.watch.results)
+        nonfinite = [location for location, value in sums.items() if not math.isfinite(value)]
+        by_rank = self.runner.job.ranks.gather(lambda: min(nonfinite, default=None))
+        first = min((location for location in by_rank if location is not None), default=None)
+        return f"{recorder.name(first.rank)}, {first.label}" if first else ""

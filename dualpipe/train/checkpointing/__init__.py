@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is in one, when one is saved, and going on or back to one.
+"""Checkpoints of a run: their content, when they are saved, resuming, and rolling back.
 
 Imports `train.step`, `train.config`, `train.data`, `train.launch`, `train.optim`, `checkpoint`, `models`, `nn`,
 `parallel.mesh` and `runtime`.

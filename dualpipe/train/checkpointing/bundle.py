@@ -1,4 +1,4 @@
-"""Bundles: a checkpoint of the state before a bad step with its batch, for `dualpipe replay` to run it again."""
+"""Bundles: checkpoints of the state before a bad step, with its batch, so that `dualpipe replay` can rerun the step."""
 
 from __future__ import annotations
 
@@ -14,40 +14,57 @@ from torch import Tensor
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.runtime.files import replace_file
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
-BUNDLES, KEPT = "bundles", 3  # a folder in output.dir, and how many stay in it
+BUNDLES = "bundles"  # folder in output.dir
+MAX_BUNDLES = 3  # newest bundles to keep
 
 
 def batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
-    """Return the tensors of a batch that this rank reads, by names that no other rank has."""
-    first, last = runner.model.has_first, runner.model.has_last
-    read = {"tokens": (batch.tokens, first), "positions": (batch.positions, first), "targets": (batch.targets, last),
-            "ahead": (batch.targets, first and not last and runner.model.config.mtp_depth > 0)}
-    return {f"bundle/{name}-{runner.job.place.replica}": tensor for name, (tensor, reads) in read.items() if reads}
+    """Return the tensors of a batch that the stages of this rank read, by names that no other rank uses."""
+    first = runner.model.has_first
+    last = runner.model.has_last
+    tensors: dict[str, Tensor] = {}
+    if first:
+        tensors |= {"tokens": batch.tokens, "positions": batch.positions}
+    if last:
+        tensors["targets"] = batch.targets
+    if first and not last and runner.model.config.mtp_depth > 0:
+        tensors["ahead"] = batch.targets
+    return {f"bundle/{name}-{runner.job.place.replica}": tensor for name, tensor in tensors.items()}
 
 
 def write_bundle(
     runner: StepRunner, state: TrainingState, step: int, batch: TokenBatch, values: Mapping[str, Any],
-    again: Mapping[str, Any],
+    rerun: Mapping[str, Any],
 ) -> Path:
-    """Keep what it takes to run a step, from 1, again, from the state before it, which is that of now. Collective.
+    """Write all that a rerun of a step needs, and return the path of the bundle. Collective.
 
-    values: the step's own metrics; again: the record of running it again.
+    Args:
+        runner: the step runner of the run.
+        state: of now, which must be the state before the step.
+        step: counted from 1.
+        batch: of the step.
+        values: metrics of the step.
+        rerun: record of the rerun, from `Rerun.to_record`.
 
-    Raises OSError, on all ranks, where it cannot be written.
+    Raises:
+        OSError: on all ranks, if the bundle cannot be written.
     """
-    config, model, job = runner.config, runner.model, runner.job
-    loss = next((told for told in job.ranks.gather(lambda: values["loss"]) if told == told), math.nan)
-    then = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
+    config = runner.config
+    model = runner.model
+    job = runner.job
+    losses = job.ranks.gather(lambda: values["loss"])
+    loss = next((loss for loss in losses if not math.isnan(loss)), math.nan)  # NaN on ranks without the last stage
+    first_run = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
     loader = state.loader.state_dict() | {"step": step - 1}
     timeout = timedelta(seconds=config.parallel.timeout)
     folder = Path(config.output.dir, BUNDLES)
-    with Checkpoints(folder, job.mesh, keep_last=KEPT, timeout=timeout, finite=False) as bundles:
+    with Checkpoints(folder, job.mesh, keep_last=MAX_BUNDLES, timeout=timeout, finite=False) as bundles:
         bundle = bundles.save(
             dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
-            config=describe(config, model), extra={"loader": loader, "then": then, "again": dict(again)},
+            config=describe(config, model), extra={"loader": loader, "then": first_run, "again": dict(rerun)},
         )
     path = folder / bundle.name
     model_config = json.dumps(model.config.to_dict(), indent=2)

@@ -1,8 +1,8 @@
-"""Saving the whole state of a run, and going on from it: what `[checkpoint]` asks for.
+"""Save the whole state of a run, and resume from it, as the table [checkpoint] configures.
 
-A checkpoint has the parameters and buffers, the optimizer, the loads that the routers go by, the random state of every
-rank, and the loader's position; beside them the run's configuration and the model's, so that it can be exported without
-the files it was started with.
+A checkpoint holds the parameters and buffers, the optimizer, the expert loads that the routers use, the random state of
+every rank, and the position of the loader. With them it holds the configurations of the run and of the model, so that
+it can be exported without the files that the run was started with.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Self
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, load
+from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load
 from dualpipe.checkpoint.directory import scan
-from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import HubConfig
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
@@ -26,31 +26,39 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.config.source import find_source, saved_settings
 from dualpipe.train.launch.distributed import Job
 
-# A checkpoint that `dualpipe hf import` made has step 0, and none of these yet.
+# Tensors that a checkpoint of `dualpipe hf import`, which has step 0, does not contain.
 NOT_IMPORTED = ("optimizer/*", "routers/*")
-_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not change what is computed
+_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not affect the computation
 
 
 class Saver:
-    """The checkpoints of one run. Collective, as all of its methods; a context manager around the run.
+    """The checkpoints of a run. A context manager around the run. All methods are collective.
 
-    source: the checkpoint, or directory of them, to go on from; None: a new run.
-    source_dtypes: what its tensors were computed in, by name; None: a new run.
+    Attributes:
+        source: the checkpoint, or directory of checkpoints, to resume from. None: a new run.
+        source_dtypes: dtypes that its tensors were computed in, by name. None: a new run.
+
+    Args:
+        config: the configuration of the run.
+        job: the job of this rank.
+
+    Raises:
+        ValueError: on all ranks, if checkpoints cannot be saved, or there is none to resume from.
     """
 
     def __init__(self, config: Config, job: Job) -> None:
-        """Raises ValueError, on all ranks, where checkpoints cannot be saved, or there is none whole to go on from."""
-        self._config, self._job = config, job
+        self._config = config
+        self._job = job
         self._settings = settings = config.checkpoint
-        self._failed = False
-        self._loaded: Checkpoint | None = None  # what the run goes on from
-        self._newest: Location | None = None  # this, or what the run has committed since
-        self._anomaly = 0
-        self._begun = -1  # the step that was saved last, and where, once it is committed
-        self._path: Location | None = None
-        self._last: CheckpointError | None = None  # of the last step, which is raised after an export
+        self._has_failed = False  # the last save failed
+        self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from
+        self._newest: Location | None = None  # that one, or the newest that the run has committed since
+        self._anomaly = 0  # last step that may be wrong
+        self._saved_step = -1  # the last step whose save began
+        self._saved_path: Location | None = None  # its path once it is committed
+        self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
         self._checkpoints = None
-        if settings.mode != "off" and settings.interval:  # first, so that no other job saves there any more
+        if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
             self._checkpoints = Checkpoints(
                 config.checkpoint_directory, job.mesh, kind=settings.writer, keep_last=settings.keep_last or None,
                 keep_every=settings.keep_every or None, checksum=settings.checksum,
@@ -63,73 +71,119 @@ class Saver:
             raise
         self._say(*notes)
 
-    def resume(self, state: TrainingState) -> int:
-        """Go on from the source where there is one; the steps that are done.
+    # -- resuming
 
-        Raises ValueError, on all ranks, for a checkpoint that does not fit or is damaged, and for another order of the
-        data than the one it was saved in.
+    def resume(self, state: TrainingState) -> int:
+        """Load the source into `state`, and return the number of completed steps: 0 for a new run.
+
+        Prints the checkpoint and the settings that have changed.
+
+        Raises:
+            ValueError: on all ranks, if the checkpoint is damaged or does not fit, or the order of the data differs.
         """
         if self.source is None:
             return 0
         try:
-            loaded = load(
-                self.source, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
-                allow_at_start=NOT_IMPORTED, seed=self._config.train.seed,
-            )
+            loaded = self._load(self.source, state)
         except ValueError as error:
-            raise ValueError(f"{error}{_other_mtp(state.model.config, self.source_dtypes or ())}") from error
-        state.optimizer.round_parameters()
-        manifest, steps, changed = loaded.manifest, self._config.train.steps, []
-        self._loaded, self._newest = Checkpoint(loaded.path, manifest), loaded.path
-        self.anomaly((manifest.extra or {}).get("anomaly", 0))
-        saved = " x ".join(f"{name} {manifest.layout[name]}" for name in TRAFFIC if name in manifest.layout)
-        random = "" if loaded.random_restored else "; random numbers start anew, as the layout is another"
-        self._say(f"resuming from {loaded.path}, after step {manifest.step}, saved by {saved}{random}")
-        if loaded.allowed and manifest.step:
-            self._say(f"differences that are allowed: {len(loaded.allowed)}, the first: {loaded.allowed[0]}")
-        for table, settings in dataclasses.asdict(self._config).items():
-            was = {} if table in _NOT_COMPARED else saved_settings(manifest.config, table)
-            for name, value in settings.items():
-                value = list(value) if isinstance(value, tuple) else value
-                if was.get(name, value) != value:
-                    changed.append(f"{table}.{name} {was[name]!r} -> {value!r}")
-        if changed:
-            self._say(f"settings that have changed since: {', '.join(changed)}")
-        if manifest.step >= steps:
-            self._say(f"nothing is left to do: train.steps = {steps}")
-        try:
-            if manifest.step and (note := state.loader.load_state_dict((manifest.extra or {}).get("loader", {}))):
-                self._say(f"WARNING: {note}")
-        except ValueError as error:
-            if "loader" not in self._settings.allow:
-                raise ValueError(f"{loaded.path}: {error}; or name 'loader' in checkpoint.allow") from error
-            state.loader.step = manifest.step
-            self._say(f"the batches are others, as allowed: {error}")
+            hint = _mtp_hint(state.model.config, self.source_dtypes or ())
+            raise ValueError(f"{error}{hint}") from error
+        manifest = loaded.manifest
+        self._loaded = Checkpoint(loaded.path, manifest)
+        self._newest = loaded.path
+        self.mark_anomaly((manifest.extra or {}).get("anomaly", 0))
+        self._say(*self._describe_resume(loaded))
+        self._resume_loader(state, loaded)
         if self._checkpoints is not None:
             self._checkpoints.ignore(loaded.damaged)
         return manifest.step
 
+    def _load(self, path: Location, state: TrainingState) -> Loaded:
+        """Load a checkpoint into `state`."""
+        loaded = load(path, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
+                      allow_at_start=NOT_IMPORTED, seed=self._config.train.seed)
+        state.optimizer.round_parameters()
+        return loaded
+
+    def _describe_resume(self, loaded: Loaded) -> list[str]:
+        """Return lines about a loaded checkpoint and its differences from the run."""
+        manifest = loaded.manifest
+        layout = " x ".join(f"{name} {manifest.layout[name]}" for name in TRAFFIC if name in manifest.layout)
+        random = "" if loaded.random_restored else "; random states are drawn anew, because the layout differs"
+        lines = [f"resuming from {loaded.path}, after step {manifest.step}, saved by {layout}{random}"]
+        if loaded.allowed and manifest.step:
+            lines.append(f"differences that are allowed: {len(loaded.allowed)}, the first: {loaded.allowed[0]}")
+        changes = self._changed_settings(manifest)
+        if changes:
+            lines.append(f"settings that have changed since: {', '.join(changes)}")
+        total_steps = self._config.train.steps
+        if manifest.step >= total_steps:
+            lines.append(f"nothing is left to do: train.steps = {total_steps}")
+        return lines
+
+    def _changed_settings(self, manifest: Manifest) -> list[str]:
+        """Return texts such as "optimizer.lr 0.1 -> 0.2" for settings that differ from those in a manifest."""
+        changes = []
+        for table, settings in dataclasses.asdict(self._config).items():
+            saved = {} if table in _NOT_COMPARED else saved_settings(manifest.config, table)
+            for name, value in settings.items():
+                value = list(value) if isinstance(value, tuple) else value  # as JSON
+                if saved.get(name, value) != value:
+                    changes.append(f"{table}.{name} {saved[name]!r} -> {value!r}")
+        return changes
+
+    def _resume_loader(self, state: TrainingState, loaded: Loaded) -> None:
+        """Continue at the loader's saved position.
+
+        Raises:
+            ValueError: data, sizes or seed differ, and checkpoint.allow does not contain "loader".
+        """
+        manifest = loaded.manifest
+        if not manifest.step:
+            return
+        try:
+            note = state.loader.load_state_dict((manifest.extra or {}).get("loader", {}))
+        except ValueError as error:
+            if "loader" not in self._settings.allow:
+                raise ValueError(f"{loaded.path}: {error}; or name 'loader' in checkpoint.allow") from error
+            state.loader.step = manifest.step
+            self._say(f"batches differ from those of the saved run, as checkpoint.allow permits: {error}")
+            return
+        if note:
+            self._say(f"WARNING: {note}")
+
+    # -- saving
+
     def is_due(self, step: int) -> bool:
         """Return True if `save` saves after this step."""
-        settings, is_last = self._settings, step == self._config.train.steps
-        return self._checkpoints is not None and (step % settings.interval == 0 or is_last)
+        is_last = step == self._config.train.steps
+        return self._checkpoints is not None and (step % self._settings.interval == 0 or is_last)
 
     def save(self, state: TrainingState, step: int, *, now: bool = False) -> Location | None:
-        """Save where it is due.
+        """Save if it is due after this step.
 
-        One checkpoint that cannot be written is said and training goes on; the error of a second in a row is raised. So
-        is that of the last, when this is left: all that is wanted of the run besides has been done then.
+        A checkpoint that cannot be written gives a warning, and training continues. The error of a second one in a row
+        is raised. The error of the last step's is raised when the context is left, after everything else is done.
 
-        now: save in any case, once, and return the path when it is committed; None where the run has no checkpoints.
-        Raises CheckpointError where it cannot be written.
+        Args:
+            state: the state to save.
+            step: number of completed steps.
+            now: save even if it is not due, unless this step is saved already, and wait until it is committed.
+
+        Returns:
+            With `now` the path, or None if the run saves no checkpoints; else None.
+
+        Raises:
+            CheckpointError: as above, or with `now` if the checkpoint cannot be written.
         """
-        checkpoints, settings = self._checkpoints, self._settings
+        checkpoints = self._checkpoints
         if checkpoints is None or not (now or self.is_due(step)):
             return None
-        save = checkpoints.save if now or settings.mode == "sync" else checkpoints.save_async
+        save = checkpoints.save if now or self._settings.mode == "sync" else checkpoints.save_async
 
         def write() -> Location | None:
-            self._begun, self._path = step, None
+            self._saved_step = step
+            self._saved_path = None
             return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
                         extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
 
@@ -137,56 +191,74 @@ class Saver:
         self._attempt(checkpoints.wait, is_last=is_last)
         if not now:
             self._attempt(write, is_last=is_last, is_new=True)
-        elif self._path is None or self._begun != step:
-            self._path = write()
-        return self._path if now else None
+            return None
+        if self._saved_path is None or self._saved_step != step:
+            self._saved_path = write()
+        return self._saved_path
 
     def _attempt(self, work: Callable[[], Location | None], *, is_last: bool, is_new: bool = False) -> None:
-        """Wait for a checkpoint, or begin a new one; is_last: of the last step, or while that one waits."""
+        """Call `work`, and keep or raise its CheckpointError as `save` describes.
+
+        Args:
+            work: begins a save or waits for one; returns a path if it is committed.
+            is_last: the run has done its last step.
+            is_new: `work` begins a save.
+        """
         try:
-            if (path := work()) is not None:
-                self._failed, self._path, self._newest = False, path, path
+            path = work()
         except CheckpointError as error:
             if isinstance(error.__cause__, RankLost):
                 raise
-            if is_new and is_last:  # nothing is saved after it
-                self._last = error
-            elif self._failed and not is_last:
+            if is_new and is_last:  # there is no later save
+                self._last_error = error
+                return
+            if self._has_failed and not is_last:
                 raise
-            else:
-                self._failed = True
-                rest = "" if is_last else "; training goes on, but ends if the next one is not saved either"
-                self._say(f"WARNING: {error}{rest}")
+            self._has_failed = True
+            consequence = "" if is_last else "; training goes on, but ends if the next one is not saved either"
+            self._say(f"WARNING: {error}{consequence}")
+            return
+        if path is not None:
+            self._has_failed = False
+            self._saved_path = path
+            self._newest = path
 
-    def go_back(self, state: TrainingState) -> int | None:
-        """Load the newest checkpoint of this run, or what it began with; the steps that are done then. None where there
-        is none. Of the directory it need not be the newest: the run may go on from an older one."""
+    # -- bad steps
+
+    def roll_back(self, state: TrainingState) -> int | None:
+        """Load the newest checkpoint of this run, or the one it resumed from; return its number of completed steps.
+
+        It need not be the newest in the directory, if the run resumed from an older one. Returns None if there is no
+        checkpoint.
+        """
         if self._checkpoints is not None:
             self._attempt(self._checkpoints.wait, is_last=False)
         if self._newest is None:
             return None
-        loaded = load(self._newest, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
-                      allow_at_start=NOT_IMPORTED, seed=self._config.train.seed)
-        state.optimizer.round_parameters()
-        return loaded.manifest.step
+        return self._load(self._newest, state).manifest.step
 
-    def anomaly(self, step: int) -> None:
-        """Keep the newest checkpoint of before this step, which may have gone wrong; also after the run goes on."""
-        self._anomaly, self._begun = max(step, self._anomaly), -1
+    def mark_anomaly(self, step: int) -> None:
+        """Keep the newest checkpoint before a step that may be wrong, also after the run is resumed."""
+        self._anomaly = max(step, self._anomaly)
+        self._saved_step = -1
         if self._checkpoints is not None:
-            self._checkpoints.anomaly(self._anomaly)
+            self._checkpoints.keep_before_anomaly(self._anomaly)
 
-    def advice(self, step: int) -> str:
-        """Return the advice where the numbers of this step are not finite; "" unless it is the first after a resume."""
+    def suggest_older_checkpoint(self, step: int) -> str:
+        """Return a hint for a non-finite step if it is the first after resuming, else ""."""
         if self._loaded is None or step != self._loaded.manifest.step + 1:
             return ""
-        path, sequence = self._loaded.path, self._loaded.manifest.sequence
-        older = [each for each in scan(path.parent).committed
-                 if each.manifest.step < step - 1 and each.manifest.sequence < sequence and not each.damage()]
-        first = f"the first step after {path} is not finite"
+        path = self._loaded.path
+        sequence = self._loaded.manifest.sequence
+        older = [checkpoint for checkpoint in scan(path.parent).committed
+                 if checkpoint.manifest.step < step - 1 and checkpoint.manifest.sequence < sequence
+                 and not checkpoint.find_damage()]
+        problem = f"the first step after {path} is not finite"
         if not older:
-            return f"{first}, and there is no other checkpoint of before"
-        return f"{first}; checkpoint.resume = {str(older[0].path)!r} goes on from before"
+            return f"{problem}, and there is no earlier checkpoint"
+        return f"{problem}; checkpoint.resume = {str(older[0].path)!r} resumes from an earlier one"
+
+    # -- the context
 
     def __enter__(self) -> Self:
         return self
@@ -195,28 +267,36 @@ class Saver:
         error = raised[1]
         if self._checkpoints is not None:
             self._checkpoints.__exit__(*raised)
-        if self._last is not None:
+        if self._last_error is not None:
             if error is None:
-                raise self._last
-            error.add_note(f"and: {self._last}")
+                raise self._last_error
+            error.add_note(f"and: {self._last_error}")
         if error is None and self._checkpoints is not None:
             self._say(f"checkpoints: {self._checkpoints.directory}")
 
     def _say(self, *lines: str) -> None:
-        for line in lines if self._job.rank == 0 else ():
-            say(line)
+        """Print lines on rank 0."""
+        if self._job.rank == 0:
+            for line in lines:
+                say(line)
 
 
-def _other_mtp(model: TrainedModel, names: Iterable[str]) -> str:
-    """What to do where the tensors of a checkpoint are of a run that trained layers for multi-token prediction, and
-    this one does not, or the other way round; "" elsewhere."""
+def _mtp_hint(model: TrainedModel, names: Iterable[str]) -> str:
+    """Return a hint if exactly one of checkpoint and run has layers for multi-token prediction, else "".
+
+    Args:
+        model: the model of the run.
+        names: of the tensors in the checkpoint.
+    """
     if not isinstance(model, HubConfig):
         return ""
-    there, announced = model.mtp_depth_of(names), model.mtp_layers or model.carried_layers
-    if bool(there) == bool(model.mtp_depth) or there > len(announced):
+    saved_depth = model.mtp_depth_of(names)
+    layers = model.mtp_layers or model.carried_layers
+    if bool(saved_depth) == bool(model.mtp_depth) or saved_depth > len(layers):
         return ""
-    told = ("has the layers for multi-token prediction, which this run does not train: set mtp.weight above 0"
-            if there else "has no layers for multi-token prediction, which this run trains: set mtp.weight = 0, import "
-            "it with `dualpipe hf import --mtp`")
-    patterns, rest = ", ".join(f"*layers.{layer}.*" for layer in announced), "without" if there else "with new ones"
-    return f"\nit {told}, or name them in checkpoint.allow ({patterns}) to go on {rest}"
+    patterns = ", ".join(f"*layers.{layer}.*" for layer in layers)
+    if saved_depth:
+        return ("\nit has the layers for multi-token prediction, which this run does not train: set mtp.weight above "
+                f"0, or name them in checkpoint.allow ({patterns}) to resume without them")
+    return ("\nit has no layers for multi-token prediction, which this run trains: set mtp.weight = 0, import it with "
+            f"`dualpipe hf import --mtp`, or name them in checkpoint.allow ({patterns}) to resume with new ones")

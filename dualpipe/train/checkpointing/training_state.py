@@ -1,4 +1,4 @@
-"""The state of a run that a checkpoint holds, and what it says of where it comes from."""
+"""The state of a run that a checkpoint holds, and the description of its origin."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dualpipe.train.step.stages import Model
 
 
 class TrainingState(NamedTuple):
-    """The parts of a run's checkpoint."""
+    """The objects of a run whose state a checkpoint holds."""
 
     model: Model
     optimizer: Optimizer
@@ -27,15 +27,15 @@ class TrainingState(NamedTuple):
     loader: Loader
 
     def tensors(self) -> Mapping[str, Tensor | ParameterState]:
-        """All of them by name, sharing memory."""
+        """Return the tensors of model, optimizer and routers by name, sharing memory."""
         return model_tensors(self.model, self.optimizer) | self.routers.state_tensors()
 
 
 def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | ParameterState]:
-    """Return the tensors of a rank's stages and of their optimizer, by names that no layout changes.
+    """Return the tensors of a rank's stages and of their optimizer, by names that are the same in every layout.
 
-    A last stage of transformers that is alone on its rank has a tied embedding as its head only; it is called the
-    embedding, as on the rank of the first stage.
+    In a model of transformers with a tied embedding, a rank with the last stage but not the first holds the embedding
+    as its head only. The tensor is named after the embedding, as on the rank of the first stage.
     """
     tensors = training_state(model.stages, optimizer)
     if isinstance(model.config, HubConfig) or not model.config.is_tied:
@@ -45,5 +45,5 @@ def model_tensors(model: Model, optimizer: Optimizer) -> dict[str, Tensor | Para
 
 
 def describe(config: Config, model: Model) -> dict[str, Any]:
-    """Return a checkpoint's description of its origin."""
+    """Return the description of a checkpoint's origin: the configuration of the run and of the model, as JSON."""
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}

@@ -1,7 +1,8 @@
-"""Settings on the command line: `--table.field VALUE`, for every field of the schema.
+"""Command-line options `--table.field VALUE`, one for every field of the schema.
 
-The parser is argparse's, made from the schema's annotations: text means what it does in the TOML file, and errors are
-exceptions. tyro, which was used before, prints errors in a frame for people to read, and takes half a second to load.
+An argparse parser is built from the annotations of the schema. The text of a value has the same meaning as in the TOML
+file, and errors are exceptions. tyro, the former parser, frames its errors for human readers and takes half a second to
+import.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from dualpipe.runtime.errors import nearest
 from dualpipe.train.config import schema
 from dualpipe.train.config.schema import REMOVED_FIELDS, Config, DTypeRule, OptimizerGroup
 
-# Names of other trainers for fields of ours, whose spelling does not lead to them.
-OTHER_NAMES = {
+# Field names of other trainers whose spelling is not close to the name of the field here.
+FIELDS_BY_FOREIGN_NAME = {
     "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "min_lr": "optimizer.min_lr_ratio",
     "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "decay_lr": "optimizer.schedule",
     "grad_clip": "optimizer.clip_norm", "max_norm": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
@@ -32,171 +33,192 @@ OTHER_NAMES = {
 }
 
 
-def nearest_name(name: str, valid: Collection[str]) -> str:
-    """Say which valid name is meant by an unknown one: a key in a table, a table, or an option "--table.field".
+def suggest_name(name: str, valid: Collection[str]) -> str:
+    """Return the part of an error message that suggests a replacement for an unknown name.
 
-    Of a field that has been removed, say what to do instead.
+    For a removed field, this is the remedy in `REMOVED_FIELDS`.
+
+    Args:
+        name: a table, a key in a table, or an option "--table.field".
+        valid: the names of the same kind that exist.
     """
     for removed, remedy in REMOVED_FIELDS.items():
         if name in (f"--{removed}", removed.rpartition(".")[2]):
             return f"{removed} has been removed: {remedy}"
     key = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
-    place = OTHER_NAMES.get(key) or _places_of_fields().get(key)
-    if place is None:
+    path = FIELDS_BY_FOREIGN_NAME.get(key) or _paths_of_unique_fields().get(key)
+    if path is None:
         return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
-    for meant in (f"--{place}", place.rpartition(".")[2]):
-        if meant in valid:
-            return f"the nearest valid name is {meant!r}"
-    return f"what is meant is in another table: {place!r}"
+    for candidate in (f"--{path}", path.rpartition(".")[2]):
+        if candidate in valid:
+            return f"the nearest valid name is {candidate!r}"
+    return f"this setting is in another table: {path!r}"
 
 
-def _places_of_fields() -> dict[str, str]:
-    """Return "table.field" by the names of fields that only one table has."""
-    places: dict[str, list[str]] = {}
-    for table, kind in get_type_hints(Config).items():
-        for field in fields(kind):
-            places.setdefault(field.name, []).append(f"{table}.{field.name}")
-    return {name: first for name, (first, *others) in places.items() if not others}
+def _paths_of_unique_fields() -> dict[str, str]:
+    """Return "table.field" by field name, for the names that occur in one table only."""
+    paths: dict[str, list[str]] = {}
+    for table, table_class in get_type_hints(Config).items():
+        for field in fields(table_class):
+            paths.setdefault(field.name, []).append(f"{table}.{field.name}")
+    return {name: same_name[0] for name, same_name in paths.items() if len(same_name) == 1}
 
 
-def describe(kind: Any) -> str:
-    """Say in words what a value of an annotation is, such as "an integer"."""
-    inside = get_args(kind)
-    if get_origin(kind) is Literal:
-        return "one of " + ", ".join(map(repr, inside))
-    if inside and inside[-1] is ...:
-        return f"a list, each {describe(inside[0])}"
-    if inside:
-        return f"a list of {len(inside)}: " + ", ".join(map(describe, inside))
-    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(kind, "a table")
+def describe_type(annotation: Any) -> str:
+    """Describe the values of an annotation in words, such as "an integer"."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if arguments and arguments[-1] is ...:
+        return f"a list, each {describe_type(arguments[0])}"
+    if arguments:
+        return f"a list of {len(arguments)}: " + ", ".join(map(describe_type, arguments))
+    return {int: "an integer", float: "a number", str: "a string", bool: "true or false"}.get(annotation, "a table")
 
 
 def apply_options(config: Config, options: Sequence[str]) -> Config:
     """Return `config` with the values of command-line options. `--help` prints all options and exits.
 
-    Raises ValueError for an option that does not exist, naming the nearest, and for a value that cannot be.
+    Raises:
+        ValueError: an option does not exist (the message names the nearest one), or a value is not valid.
     """
-    parser, valid = _parser(config, with_help="--help" in options)
-    for option in (option.partition("=")[0] for option in options if option.startswith("--")):
-        if _underscored(option) not in (*valid, "--help"):
-            raise ValueError(f"unknown option {option!r}; {nearest_name(_underscored(option), list(valid))}")
-    named = [_underscored(option) if option.startswith("--") else option for option in options]
-    changes: dict[str, dict[str, Any]] = {}  # of all at once: fields are checked together
-    for name, value in vars(parser.parse_args(named)).items():
-        table, field = name.split(".")
-        (kind, *_) = get_args(valid[f"--{name}"]) or (None,)
-        if kind in (DTypeRule, OptimizerGroup):  # which name themselves in their errors
-            value = tuple(kind.parse(text) for text in value)
+    parser, annotations = _build_parser(config, with_help="--help" in options)
+    normalized = [_normalize_option(option) if option.startswith("--") else option for option in options]
+    for option, as_written in zip(normalized, options):
+        name = option.partition("=")[0]
+        if option.startswith("--") and name not in (*annotations, "--help"):
+            name_as_written = as_written.partition("=")[0]
+            raise ValueError(f"unknown option {name_as_written!r}; {suggest_name(name, list(annotations))}")
+    changes: dict[str, dict[str, Any]] = {}  # applied together: a table checks its fields together
+    for path, value in vars(parser.parse_args(normalized)).items():
+        table, field = path.split(".")
+        element_type = next(iter(get_args(annotations[f"--{path}"])), None)
+        if element_type in (DTypeRule, OptimizerGroup):  # parsed here, as their errors name the field already
+            value = tuple(element_type.parse(text) for text in value)
         changes.setdefault(table, {})[field] = value
-    return replace(config, **{table: replace(getattr(config, table), **values) for table, values in changes.items()})
+    tables = {table: replace(getattr(config, table), **values) for table, values in changes.items()}
+    return replace(config, **tables)
 
 
-def _underscored(option: str) -> str:
-    """An option with "_" for "-" in its name, not in its value."""
+def _normalize_option(option: str) -> str:
+    """Replace "-" by "_" in the name of an option, not in its value."""
     name, equals, value = option[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong instead of printing it."""
+        """Raise ValueError instead of printing the message."""
         raise ValueError(message.removeprefix("argument "))
 
 
-def _parser(config: Config, *, with_help: bool) -> tuple[argparse.ArgumentParser, dict[str, Any]]:
-    """A parser of all fields, with the values of `config` in its help, and its options with their annotations."""
+def _build_parser(config: Config, *, with_help: bool) -> tuple[argparse.ArgumentParser, dict[str, Any]]:
+    """Return a parser for all fields, and the annotation of the field by option.
+
+    Args:
+        config: the current values, which the help shows.
+        with_help: read the documentation of the fields from the source of the schema.
+    """
     parser = _Parser(
-        prog="dualpipe train CONFIG", description="Every field of the TOML file can be given here as well.",
-        allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        prog="dualpipe train CONFIG", description="Options for all fields of the TOML file.", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
     )
-    documents = _field_documents() if with_help else {}
-    options: dict[str, Any] = {}
-    for table, kind in get_type_hints(Config).items():
-        group = parser.add_argument_group(inspect.cleandoc(kind.__doc__ or "").partition("\n")[0])
-        kinds = get_type_hints(kind)
-        for field in fields(kind):
+    documentation = _read_field_documentation() if with_help else {}
+    annotations: dict[str, Any] = {}
+    for table, table_class in get_type_hints(Config).items():
+        group = parser.add_argument_group(inspect.cleandoc(table_class.__doc__ or "").partition("\n")[0])
+        field_types = get_type_hints(table_class)
+        for field in fields(table_class):
             option = f"--{table}.{field.name}"
-            options[option] = kinds[field.name]
-            reader = _reader(kinds[field.name])
-            default = getattr(getattr(config, table), field.name)
-            text = f"{documents.get((kind.__name__, field.name), '')} (now: {_shown(default)})"
+            annotations[option] = field_types[field.name]
+            reader = _make_reader(field_types[field.name])
+            current = _format_value(getattr(getattr(config, table), field.name))
+            text = f"{documentation.get((table_class.__name__, field.name), '')} (now: {current})"
             group.add_argument(
-                option, dest=f"{table}.{field.name}", type=reader.read, nargs=reader.number, metavar=reader.metavar,
-                action=_AsTuple if reader.number is not None else "store", help=text.replace("%", "%%"),
+                option, dest=f"{table}.{field.name}", type=reader.read, nargs=reader.nargs, metavar=reader.metavar,
+                action=_StoreTuple if reader.nargs is not None else "store", help=text.replace("%", "%%"),
             )
-    return parser, options
+    return parser, annotations
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
+    """Return the value of a field as text for the help."""
     if isinstance(value, tuple):
         return " ".join(map(str, value)) or "none"
     return "none" if value is None else f"{value}" or '""'
 
 
-class _AsTuple(argparse.Action):
+class _StoreTuple(argparse.Action):
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: Any = None) -> None:
         setattr(namespace, self.dest, tuple(values))
 
 
 class _Reader(NamedTuple):
-    """The reader of a field's text: of one value, with argparse's number of values, and their name."""
+    """Arguments of `add_argument` for a field.
+
+    read: converts the text of one value; raises argparse.ArgumentTypeError.
+    nargs: number of values. None: one value, not a tuple.
+    """
 
     read: Callable[[str], Any]
-    number: int | str | None
+    nargs: int | str | None
     metavar: Any
 
 
-def _reader(kind: Any) -> _Reader:
-    inside = get_args(kind)
-    if get_origin(kind) is tuple:
-        one = _reader(inside[0])
-        if inside[-1] is ...:
-            return _Reader(one.read, "*", one.metavar)
-        return _Reader(one.read, len(inside), (one.metavar,) * len(inside))
-    if get_origin(kind) in (UnionType, Union) and NoneType in inside:
-        (rest,) = (part for part in inside if part is not NoneType)
-        of_rest = _reader(rest)
-        return of_rest._replace(read=lambda text: None if text == "None" else of_rest.read(text))
-    if kind in (DTypeRule, OptimizerGroup):
+def _make_reader(annotation: Any) -> _Reader:
+    """Return the reader for the annotation of a field."""
+    arguments = get_args(annotation)
+    if get_origin(annotation) is tuple:
+        element = _make_reader(arguments[0])
+        if arguments[-1] is ...:
+            return _Reader(element.read, "*", element.metavar)
+        return _Reader(element.read, len(arguments), (element.metavar,) * len(arguments))
+    if get_origin(annotation) in (UnionType, Union) and NoneType in arguments:
+        (not_none,) = (argument for argument in arguments if argument is not NoneType)
+        reader = _make_reader(not_none)
+        return reader._replace(read=lambda text: None if text == "None" else reader.read(text))
+    if annotation in (DTypeRule, OptimizerGroup):
         return _Reader(str, None, "PATTERN,FIELD=VALUE,...")
-    if get_origin(kind) is Literal:
-        return _Reader(_explained(lambda text: _choice(text, kind)), None, "|".join(map(str, inside)))
-    metavar = {int: "INT", float: "FLOAT", bool: "True|False"}.get(kind, "TEXT")
-    return _Reader(_explained(lambda text: _value(text, kind)), None, metavar)
+    if get_origin(annotation) is Literal:
+        return _Reader(_for_argparse(lambda text: _read_choice(text, annotation)), None, "|".join(map(str, arguments)))
+    metavar = {int: "INT", float: "FLOAT", bool: "True|False"}.get(annotation, "TEXT")
+    return _Reader(_for_argparse(lambda text: _read_value(text, annotation)), None, metavar)
 
 
-def _explained(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """`read`, whose ValueErrors argparse reports with their text."""
+def _for_argparse(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Wrap `read` to raise its ValueErrors as the type whose text argparse reports."""
 
-    def reading(text: str) -> Any:
+    def read_for_argparse(text: str) -> Any:
         try:
             return read(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
-    return reading
+    return read_for_argparse
 
 
-def _choice(text: str, kind: Any) -> str:
-    if text not in get_args(kind):
-        raise ValueError(f"{text!r} is no valid choice; it must be {describe(kind)}")
+def _read_choice(text: str, annotation: Any) -> str:
+    """Return `text` if it is one of the values of a Literal; else raise ValueError."""
+    if text not in get_args(annotation):
+        raise ValueError(f"{text!r} is not a valid choice; it must be {describe_type(annotation)}")
     return text
 
 
-def _value(text: str, kind: Any) -> Any:
-    if kind is bool:
+def _read_value(text: str, annotation: Any) -> Any:
+    """Convert `text` to bool, int, float or str. Raises ValueError."""
+    if annotation is bool:
         if text.lower() not in ("true", "false"):
-            raise ValueError(f"{text!r} is no valid value; it must be {describe(kind)}")
+            raise ValueError(f"{text!r} is not a valid value; it must be {describe_type(annotation)}")
         return text.lower() == "true"
     try:
-        return kind(text)
+        return annotation(text)
     except ValueError as error:
-        raise ValueError(f"{text!r} is no valid value; it must be {describe(kind)}") from error
+        raise ValueError(f"{text!r} is not a valid value; it must be {describe_type(annotation)}") from error
 
 
-def _field_documents() -> dict[tuple[str, str], str]:
-    """The text under each field in the schema's source, by class and field, on one line."""
-    documents = {}
+def _read_field_documentation() -> dict[tuple[str, str], str]:
+    """Return the string below each field in the source of the schema, on one line, by class and field."""
+    documentation = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -204,5 +226,5 @@ def _field_documents() -> dict[tuple[str, str], str]:
             if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
                 continue
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                documents[node.name, statement.target.id] = " ".join(str(below.value.value).split())
-    return documents
+                documentation[node.name, statement.target.id] = " ".join(str(below.value.value).split())
+    return documentation

@@ -1,8 +1,8 @@
-"""Reading the settings of a training run: a TOML file, and what the command line says instead.
+"""Load the configuration of a training run from a TOML file and command-line overrides.
 
     config = load_config("examples/tiny-cpu.toml", ["--optimizer.lr", "3e-4"])
 
-What there is to set is in `schema`. TOML has types, which are checked as they are.
+The tables and fields are in `schema`. Types are checked as TOML has them, without conversion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import UnionType
 from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from dualpipe.runtime.files import read_toml
-from dualpipe.train.config.command_line import apply_options, describe, nearest_name
+from dualpipe.train.config.command_line import apply_options, describe_type, suggest_name
 from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
@@ -26,81 +26,126 @@ from dualpipe.train.config.schema import (
     replace_field,
 )
 
-# What a run starts with, by table; and the words that are no path there.
-PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+# Fields with the path of an input of the run, by table, and their values that are not paths.
+INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"config": ()}, "init": {"from_hf": ()},
     "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": ()},
 }
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """Read the TOML file `path` and apply command-line `overrides` (`--table.field value`).
+    """Read the TOML file `path` and apply command-line overrides.
 
-    Relative paths of what a run starts with, as in [model] and [data], are relative to the file; those in [output],
-    [checkpoint] and [export], and those in `overrides`, to the working directory. `--help` prints all fields and exits.
+    Relative paths of inputs ([model], [init], [data]) in the file are relative to the file. Those in [output],
+    [checkpoint] and [export], and all paths in `overrides`, are relative to the working directory.
 
-    Raises ValueError where the file is missing or no TOML, a table, key or option does not exist (the message names the
-    nearest that does), or a value has the wrong type or is impossible.
+    Args:
+        path: the TOML file.
+        overrides: options `--table.field value`. `--help` prints all fields and exits.
+
+    Raises:
+        ValueError: the file is missing or not TOML, a table, key or option does not exist (the message names the
+            nearest one that does), or a value has the wrong type or is out of range.
     """
     path = Path(path)
-    config = _typed(Config, read_toml(path, "the config "), f"{path}")
-    for table, names in PATHS.items():
-        for name, words in names.items():
-            if (value := getattr(getattr(config, table), name)) and value not in words:
-                config = replace_field(config, table, name, str(path.parent / value))
-    if (costs := config.parallel.schedule_costs).endswith(".json"):
-        config = replace_field(config, "parallel", "schedule_costs", str(path.parent / costs))
+    config = _convert(Config, read_toml(path, "the config "), f"{path}")
+    config = _resolve_input_paths(config, path.parent)
     if overrides:
         config = apply_options(config, overrides)
     if not config.model_path:
         raise ValueError(f"{path}: there is no model; give model.config, the path of a hub-style config.json, or "
                          "init.from_hf, a directory with a checkpoint")
-    if config.data.tokenizer == AUTO:
-        of_checkpoint = Path(config.init.from_hf, TOKENIZER)
-        has_one = bool(config.init.from_hf) and of_checkpoint.is_file()
-        config = replace_field(config, "data", "tokenizer", str(of_checkpoint) if has_one else BYTES)
+    return _resolve_tokenizer(config)
+
+
+def _resolve_input_paths(config: Config, folder: Path) -> Config:
+    """Return `config` with paths relative to `folder` replaced by paths from the working directory."""
+    for table, names in INPUT_PATHS.items():
+        for name, words in names.items():
+            value = getattr(getattr(config, table), name)
+            if value and value not in words:
+                config = replace_field(config, table, name, str(folder / value))
+    costs = config.parallel.schedule_costs
+    if costs.endswith(".json"):
+        config = replace_field(config, "parallel", "schedule_costs", str(folder / costs))
     return config
 
 
-def recorded_config(tables: Mapping[str, Any]) -> Config:
-    """The configuration that a run has recorded, as `dataclasses.asdict` makes it and JSON keeps it; ValueError where
-    it is none of this version."""
-    def known(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: known(each) for key, each in value.items() if each is not None}
-        return [known(each) for each in value] if isinstance(value, list) else value
+def _resolve_tokenizer(config: Config) -> Config:
+    """Replace the tokenizer "auto" by the one of the checkpoint if it has one, else by "bytes"."""
+    if config.data.tokenizer != AUTO:
+        return config
+    checkpoint_tokenizer = Path(config.init.from_hf, TOKENIZER)
+    exists = bool(config.init.from_hf) and checkpoint_tokenizer.is_file()
+    return replace_field(config, "data", "tokenizer", str(checkpoint_tokenizer) if exists else BYTES)
 
-    recorded = known(tables)
+
+def recorded_config(tables: Mapping[str, Any]) -> Config:
+    """Return the configuration that a run has recorded.
+
+    Args:
+        tables: the result of `dataclasses.asdict`, as read back from JSON.
+
+    Raises:
+        ValueError: `tables` is not a configuration of this version.
+    """
+    recorded = _drop_none(tables)
     for removed in REMOVED_FIELDS:
         table, name = removed.split(".")
         if not recorded.get(table, {}).get(name, True):  # off, as in every run that did not set it
             del recorded[table][name]
-    return cast(Config, _typed(Config, recorded, "the recorded configuration"))
+    return cast(Config, _convert(Config, recorded, "the recorded configuration"))
 
 
-def _typed(kind: Any, value: Any, where: str) -> Any:
-    """`value` of the TOML as the annotation `kind`; an integer is taken for a float, nothing else is converted."""
-    origin, inside = get_origin(kind), get_args(kind)
-    if kinds := get_type_hints(kind) if is_dataclass(kind) else {}:
-        if not isinstance(value, dict):
-            raise ValueError(f"{where} must be a table, got {value!r}")
-        read = {}
-        for key, each in value.items():
-            if key not in kinds:
-                raise ValueError(f"{where}: unknown key {key!r}; {nearest_name(key, kinds)}")
-            read[key] = _typed(kinds[key], each, f"{where}: [{key}]" if is_dataclass(kinds[key]) else f"{where}: {key}")
-        return kind(**read)
+def _drop_none(value: Any) -> Any:
+    """Return nested JSON without the keys whose value is null, which TOML does not have."""
+    if isinstance(value, dict):
+        return {key: _drop_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [_drop_none(inner) for inner in value]
+    return value
+
+
+def _convert(annotation: Any, value: Any, where: str) -> Any:
+    """Return a TOML value as an instance of `annotation`. Converts integers to floats, and no other scalar type.
+
+    Args:
+        annotation: a dataclass, tuple, Literal, scalar type, or one of these with None.
+        where: the place of the value, which error messages begin with.
+
+    Raises:
+        ValueError: an unknown key, or a value of the wrong type.
+    """
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
+    if is_dataclass(annotation):
+        return _convert_table(annotation, value, where)
     if origin in (UnionType, Union):
-        return _typed(inside[0], value, where)  # TOML has no null: a given value is of the first kind
-    if origin is tuple and isinstance(value, list) and (inside[-1] is ... or len(inside) == len(value)):
-        return tuple(_typed(inside[0], each, where) for each in value)
-    if kind is float and type(value) is int:
+        return _convert(arguments[0], value, where)  # X | None: TOML has no null, so the value is an X
+    if origin is tuple and isinstance(value, list) and (arguments[-1] is ... or len(arguments) == len(value)):
+        return tuple(_convert(arguments[0], element, where) for element in value)
+    if annotation is float and type(value) is int:
         return float(value)
     if origin is Literal:
-        if value not in inside:
+        if value not in arguments:
             removed = f"; {REMOVED_CHOICES[value]}" if value in REMOVED_CHOICES else ""
-            raise ValueError(f"{where} = {value!r} is no valid choice; it must be {describe(kind)}{removed}")
+            raise ValueError(
+                f"{where} = {value!r} is not a valid choice; it must be {describe_type(annotation)}{removed}")
         return value
-    if type(value) is kind:
+    if type(value) is annotation:
         return value
-    raise ValueError(f"{where} = {value!r} has the wrong type; it must be {describe(kind)}")
+    raise ValueError(f"{where} = {value!r} has the wrong type; it must be {describe_type(annotation)}")
+
+
+def _convert_table(table_class: Any, value: Any, where: str) -> Any:
+    """Return a TOML table as an instance of a dataclass. Raises as `_convert` does."""
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a table, got {value!r}")
+    field_types = get_type_hints(table_class)
+    converted = {}
+    for key, inner in value.items():
+        if key not in field_types:
+            raise ValueError(f"{where}: unknown key {key!r}; {suggest_name(key, field_types)}")
+        name = f"[{key}]" if is_dataclass(field_types[key]) else key
+        converted[key] = _convert(field_types[key], inner, f"{where}: {name}")
+    return table_class(**converted)

@@ -1,4 +1,4 @@
-"""The model that a run's configuration names: one of this library's own, or one of transformers."""
+"""Read the model that a configuration names: one of this library's families, or one of transformers."""
 
 from __future__ import annotations
 
@@ -21,51 +21,68 @@ TrainedModel: TypeAlias = "HubConfig | TransformersModel"
 
 
 class ModelFile(NamedTuple):
-    """The model that a config.json describes, and the positions that it is made for, if known."""
+    """The model that a config.json describes.
+
+    positions: maximum sequence length of the model, None if unknown.
+    """
 
     config: TrainedModel
     positions: int | None
 
 
 def read_model_config(config: Config) -> TrainedModel:
-    """Return the model of `read_model`. Raises ValueError as that does."""
+    """Return the model of `read_model`. Raises as `read_model` does."""
     return read_model(config).config
 
 
-def read_own_model_config(config: Config, what: str) -> HubConfig:
-    """Return the model of `read_model`; ValueError also where it is one of transformers, which `what` does not take."""
+def read_own_model_config(config: Config, command: str) -> HubConfig:
+    """Return the model of `read_model`, which must be one of this library's families.
+
+    Args:
+        command: the name of the caller in the error message, such as "dualpipe plan".
+
+    Raises:
+        ValueError: as `read_model` does, or for a model that transformers implements.
+    """
     model = read_model_config(config)
     if not isinstance(model, HubConfig):
-        raise ValueError(f"{what} is for this library's own models ({', '.join(FAMILIES)}); {model.model_type} is "
+        raise ValueError(f"{command} is for this library's own models ({', '.join(FAMILIES)}); {model.model_type} is "
                          "trained by transformers' implementation")
     return model
 
 
 def read_model(config: Config) -> ModelFile:
-    """Return the model that a configuration names, with its layers for multi-token prediction where these are trained.
+    """Return the model that a configuration names, with MTP layers if mtp.weight is not 0.
 
-    Raises ValueError for a file that is missing or no JSON, a model that neither this library nor transformers has, one
-    without such layers, and for settings that a model of transformers cannot be trained with.
+    Raises:
+        ValueError: the file is missing or not JSON, neither this library nor transformers has the model, the model has
+            no MTP layers to train, or a setting is not supported for a model of transformers.
     """
     try:
-        found = read_model_file(config.model_path, config.model.backend)
-        if config.mtp.weight and isinstance(found.config, HubConfig):
-            found = found._replace(config=found.config.with_mtp())
+        model = read_model_file(config.model_path, config.model.backend)
+        if config.mtp.weight and isinstance(model.config, HubConfig):
+            model = model._replace(config=model.config.with_mtp())
     except ValueError as error:
         raise ValueError(f"{'model.config' if config.model.config else 'init.from_hf'}: {error}") from error
-    depth, length = found.config.mtp_depth, config.train.sequence_length
+    depth = model.config.mtp_depth
+    length = config.train.sequence_length
     if length <= depth:
-        raise ValueError(f"train.sequence_length = {length}: no token has one {depth + 1} places ahead to be "
-                         f"predicted by layer {depth} for multi-token prediction; give more")
-    if not isinstance(found.config, HubConfig):
-        check_settings(config, found.config)
-    return found
+        raise ValueError(f"train.sequence_length = {length}: multi-token prediction layer {depth} predicts the token "
+                         f"{depth + 1} positions ahead, which no token has; give at least {depth + 1}")
+    if not isinstance(model.config, HubConfig):
+        check_settings(config, model.config)
+    return model
 
 
 def read_model_file(path: str, backend: Backend) -> ModelFile:
-    """Return the model of a config.json, or of the directory that has one, by the implementation that `backend` names.
+    """Return the model of a config.json, or of the directory that holds one.
 
-    Raises ValueError where that implementation, or with "auto" both, do not have it.
+    Args:
+        path: the file or directory.
+        backend: the implementation. "auto": this library's if it has the family, else transformers'.
+
+    Raises:
+        ValueError: the implementation, or with "auto" neither of the two, supports the model.
     """
     unsupported = ""
     if backend != "transformers":
@@ -79,31 +96,36 @@ def read_model_file(path: str, backend: Backend) -> ModelFile:
     if unsupported and _is_own_family(hub):
         raise ValueError(f'{unsupported}; model.backend = "transformers" trains the implementation of transformers')
     try:
-        model = _of_transformers(hub)
+        model = _transformers_model(hub)
     except ValueError as error:
         raise ValueError(f"{unsupported}; {error}" if unsupported else f"{file}: {error}") from error
     return ModelFile(model, model.positions)
 
 
 def model_from_dict(hub: Mapping[str, Any], backend: Backend) -> TrainedModel:
-    """Return the model that the content of a config.json describes. Raises ValueError where there is none."""
+    """Return the model that the content of a config.json describes.
+
+    Raises:
+        ValueError: as `read_model_file` does.
+    """
     if backend != "transformers":
         try:
             return config_from_dict(hub)
         except UnsupportedModel:
             if backend == "dualpipe" or _is_own_family(hub):
                 raise
-    return _of_transformers(hub)
+    return _transformers_model(hub)
 
 
 def _is_own_family(hub: Mapping[str, Any]) -> bool:
     """Return True if a config.json describes a family of this library."""
-    return hub.get("model_type") in list(FAMILIES)  # a list: it may be anything
+    return hub.get("model_type") in list(FAMILIES)  # a list, as the value may be unhashable
 
 
-def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
+def _transformers_model(hub: Mapping[str, Any]) -> TransformersModel:
+    """Return transformers' model for a config.json. Raises ValueError if it is unknown or not installed."""
     if find_spec("transformers") is None:
-        raise ValueError('transformers, whose implementation would be trained, is not installed; '
+        raise ValueError('the implementation of transformers would be trained, but transformers is not installed; '
                          '`pip install "dualpipe[hf]"`')
     from dualpipe.hf.model import TransformersModel
 
@@ -111,59 +133,79 @@ def _of_transformers(hub: Mapping[str, Any]) -> TransformersModel:
 
 
 def check_settings(config: Config, model: TransformersModel) -> None:
-    """Raise ValueError for settings that a model of transformers cannot be trained with, in one line."""
-    parallel = config.parallel
-    router = config.router
-    dtypes = config.dtypes
-    parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
-    formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage in FORMATS]
-    refused = {
-        "parallel.cp": (parallel.cp, 1, "its attention does not share sequences between ranks"),
-        "mtp.weight": (config.mtp.weight, 0, "transformers has no layers for multi-token prediction"),
-        "optimizer.qk_clip": (config.optimizer.qk_clip, 0, "it needs this library's attention"),
-        "router.balance": (router.balance, 0, "it needs this library's routers"),
-        "router.z_loss": (router.z_loss, 0, "it needs this library's routers"),
-        "router.bias_update_rate": (router.bias_update_rate, 0, "it needs this library's routers"),
-        "memory.recompute": (parts, [], "its layers are computed again as a whole, by layer, or layer:0-7 of some"),
-        "train.compile": (config.train.compile, False, "its layers are not compiled"),
-        "dtypes.rules": (formats, [], "its weights are not quantized"),
-        "dtypes.products": (dtypes.products, "auto", "its weights are not quantized"),
-        "dtypes.fp8_weight_grad": (dtypes.fp8_weight_grad, False, "its weights are not quantized"),
-        "dtypes.fp8_dispatch": (dtypes.fp8_dispatch, False, "its weights are not quantized"),
-        "export.quantized": (config.export.quantized, False, "its weights are not quantized"),
-    }
-    trained_by = f"{model.model_type} is trained by transformers' implementation"
-    for name, (value, only, why) in refused.items():
-        if value != only:
-            raise ValueError(f"{name} = {value!r}: {trained_by}, and {why}; set it to {only!r}, or leave it out")
-    if parallel.ep > 1 and not model.num_experts:
-        raise ValueError(f"parallel.ep = {parallel.ep}: {model.model_type} has no experts; set it to 1, and "
-                         "parallel.dp to more")
-    if parallel.ep > 1 and model.num_experts % parallel.ep:
-        raise ValueError(f"parallel.ep = {parallel.ep} does not divide the {model.num_experts} experts of a layer; "
-                         "give a divisor")
+    """Check that a configuration has only settings that are supported for a model of transformers.
+
+    Raises:
+        ValueError: in one line, for the first setting that is not.
+    """
+    _check_unsupported_fields(config, model)
+    ep = config.parallel.ep
+    if ep > 1 and not model.num_experts:
+        raise ValueError(f"parallel.ep = {ep}: {model.model_type} has no experts; set it to 1, and parallel.dp to more")
+    if ep > 1 and model.num_experts % ep:
+        raise ValueError(f"parallel.ep = {ep} does not divide the {model.num_experts} experts of a layer; give a "
+                         "divisor")
     if config.data.separate_documents and model.mixes_documents:
-        raise ValueError(f"data.separate_documents = True: {trained_by}, and some of its layers see from one "
+        raise ValueError(f"data.separate_documents = True: {_trained_by(model)}, and some of its layers see from one "
                          "document into the next; set it to False")
     if config.model.config and config.init.from_hf:
-        _, source = read_hub_json(config.init.from_hf)
-        if dict(source) != model.to_dict():
-            raise ValueError(f"model.config = {config.model.config!r} describes another model than the config.json in "
-                             f"init.from_hf = {config.init.from_hf!r}, which is taken; leave out model.config")
+        _, checkpoint_config = read_hub_json(config.init.from_hf)
+        if dict(checkpoint_config) != model.to_dict():
+            raise ValueError(f"model.config = {config.model.config!r} differs from the config.json in init.from_hf = "
+                             f"{config.init.from_hf!r}, which describes the weights; leave out model.config")
+
+
+def _trained_by(model: TransformersModel) -> str:
+    """Return the part of an error message that names the implementation."""
+    return f"{model.model_type} is trained by transformers' implementation"
+
+
+def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
+    """Raise ValueError if a field that models of transformers do not support is not at its neutral value."""
+    router = config.router
+    dtypes = config.dtypes
+    layer_parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
+    formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage in FORMATS]
+    no_routers = "it needs this library's routers"
+    no_formats = "its weights are not quantized"
+    supported = {  # by field: the value, the only supported value, the reason
+        "parallel.cp": (config.parallel.cp, 1, "its attention does not support sharded sequences"),
+        "mtp.weight": (config.mtp.weight, 0, "transformers has no layers for multi-token prediction"),
+        "optimizer.qk_clip": (config.optimizer.qk_clip, 0, "it needs this library's attention"),
+        "router.balance": (router.balance, 0, no_routers),
+        "router.z_loss": (router.z_loss, 0, no_routers),
+        "router.bias_update_rate": (router.bias_update_rate, 0, no_routers),
+        "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts run by its experts implementation"),
+        "memory.recompute": (layer_parts, [], "its layers are recomputed as a whole: layer, or layer:0-7 for some"),
+        "train.compile": (config.train.compile, False, "its layers are not compiled"),
+        "dtypes.rules": (formats, [], no_formats),
+        "dtypes.products": (dtypes.products, "auto", no_formats),
+        "dtypes.fp8_weight_grad": (dtypes.fp8_weight_grad, False, no_formats),
+        "dtypes.fp8_dispatch": (dtypes.fp8_dispatch, False, no_formats),
+        "export.quantized": (config.export.quantized, False, no_formats),
+    }
+    for name, (value, only, reason) in supported.items():
+        if value != only:
+            raise ValueError(f"{name} = {value!r}: {_trained_by(model)}, and {reason}; set it to {only!r}, or leave it "
+                             "out")
 
 
 def stages_on_meta(
     model: TrainedModel, num_stages: int = 1, layers_per_stage: tuple[int, ...] = ()
 ) -> tuple[nn.Module, ...]:
-    """Return all stages of a model without memory, to be looked at alone: the same ones for all callers."""
-    if isinstance(model, HubConfig):
-        is_whole = num_stages == 1 and not layers_per_stage  # called without options, as by all who look at the whole
-        return meta_stages(model) if is_whole else meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
-    return model.meta_stages(num_stages, layers_per_stage)
+    """Return all stages of a model on the meta device.
+
+    Callers share the cached result: it is for inspection only.
+    """
+    if not isinstance(model, HubConfig):
+        return model.meta_stages(num_stages, layers_per_stage)
+    if num_stages == 1 and not layers_per_stage:
+        return meta_stages(model)  # without options, as all callers that inspect a whole model call it: one cache entry
+    return meta_stages(model, num_stages, layers_per_stage=layers_per_stage)
 
 
 def flops_per_token(model: TrainedModel, sequence_length: int) -> float:
-    """Return the floating-point operations for a token, forward and backward."""
+    """Return the FLOPs of a token, forward and backward."""
     if isinstance(model, HubConfig):
         return flops.flops_per_token(model, sequence_length).both
     return model.flops_per_token(sequence_length)

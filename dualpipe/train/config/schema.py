@@ -1,8 +1,8 @@
-"""The settings of a training run: one frozen dataclass per TOML table, every field also an option of the command line.
+"""The settings of a training run: one frozen dataclass per TOML table. Every field is also a command-line option.
 
-A field may have a rule, which `Config` holds it to: values that can never work are refused. What depends on the number
-of ranks is checked by `config.fit_world`. Nothing below the training loop sees these classes: leaf code takes plain
-sizes and groups.
+A field may have a rule that refuses values that can never work; `Config` checks it. `config.resolve.fit_world` checks
+the fields that depend on the number of ranks. Only the trainer uses these classes: code below it takes plain sizes and
+process groups. The string below a field is its help text.
 """
 
 from __future__ import annotations
@@ -17,265 +17,281 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from dualpipe.runtime.storage import Location, as_location
 
-STDLIB = "stdlib"  # [data] path: the source code of Python's own standard library
-BYTES = "bytes"  # [data] tokenizer: one token per byte
-AUTO = "auto"  # [data] tokenizer: that of the checkpoint; [export] to_hf: in output.dir
-TOKENIZER = "tokenizer.json"  # of a checkpoint, in the form of the package `tokenizers`
-TEXT_KEY = "text"  # [data] text_key
+STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
+BYTES = "bytes"  # value of data.tokenizer: one token per byte
+AUTO = "auto"  # value of data.tokenizer: the checkpoint's tokenizer; value of export.to_hf: a folder in output.dir
+TOKENIZER = "tokenizer.json"  # name in a checkpoint of the file of the package `tokenizers`
+TEXT_KEY = "text"  # default of data.text_key
 Algorithm = Literal["muon", "adamw"]
-ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # [optimizer] name, but for a class of one's own
+ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # values of optimizer.name that are not the path of a class
 
 
-def _rule(holds: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
-    """Return a function from defaults to fields; `Config` refuses values that do not hold, with the remedy."""
-    return lambda default: field(default=default, metadata={"holds": holds, "remedy": remedy})
+def _rule(is_valid: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
+    """Return a function that makes a field from its default. `Config` refuses invalid values, with the remedy."""
+    return lambda default: field(default=default, metadata={"is_valid": is_valid, "remedy": remedy})
 
 
 _at_least_0 = _rule(lambda value: value >= 0, "must be at least 0")
 _at_least_1 = _rule(lambda value: value >= 1, "must be at least 1")
 _not_negative = _rule(lambda value: value >= 0, "must not be negative")
 _positive = _rule(lambda value: value > 0, "must be positive")
-_share = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
+_fraction = _rule(lambda value: 0 <= value <= 1, "must be from 0 to 1")
 _below_1 = _rule(lambda value: 0 <= value < 1, "must be at least 0 and less than 1")
 _seconds = _rule(lambda value: 0 < value <= 1e9, "must be positive (seconds), up to 1e9")
 _betas = _rule(lambda betas: all(0 <= beta < 1 for beta in betas), "both must be at least 0 and less than 1")
-_project = _rule(lambda name: not name or getattr(find_spec("wandb"), "origin", None),  # a mere folder has none
-                 "the package wandb is not installed; `pip install wandb`, or leave this out")
+_wandb_project = _rule(
+    lambda name: not name or getattr(find_spec("wandb"), "origin", None),  # None for a mere folder of this name
+    "the package wandb is not installed; `pip install wandb`, or leave this out",
+)
 
 
 def _require(condition: object, name: str, value: object, remedy: str) -> None:
+    """Raise ValueError unless the condition holds for the value of the field `name`."""
     if not condition:
         raise ValueError(f"{name} = {value!r}: {remedy}")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """[model]: what is trained."""
+    """[model]: the model to train."""
 
     config: str = ""
-    """path of a hub-style config.json; in the TOML relative to the TOML file; without, that of init.from_hf"""
+    """path of a hub-style config.json, in the TOML relative to the TOML file; default: the one in init.from_hf"""
     backend: Literal["auto", "dualpipe", "transformers"] = "auto"
-    """whose implementation of the model is trained: this library's, or that of transformers (the extra "hf"); auto:
-    this library's where it has the family"""
+    """implementation of the model: this library's, or that of transformers (the extra "hf"); auto: this library's if
+    it has the family"""
+    attention: Literal["auto", "default", "fa3", "fa4", "flash", "cudnn", "efficient"] = "auto"
+    """kernel of plain causal attention on CUDA; auto: the fastest for the GPU that runs; default: torch's own order"""
+    expert_gemm: Literal["dualpipe", "grouped_mm", "quack", "auto"] = "dualpipe"
+    """library of the experts' GEMMs in the forward and the input gradient: this one, torch or quack-kernels; auto: the
+    fastest, timed at the start; weight gradients are this library's"""
 
 
 @dataclass(frozen=True)
 class InitConfig:
-    """[init]: what the weights are at first."""
+    """[init]: the initial weights."""
 
     from_hf: str = ""
-    """a directory with a Hugging Face checkpoint; without, they are drawn by train.seed"""
+    """directory with a Hugging Face checkpoint; default: random weights from train.seed"""
 
 
 @dataclass(frozen=True)
 class ExportConfig:
-    """[export]: what is written at the end besides the metrics."""
+    """[export]: the export at the end of a run."""
 
     to_hf: str = ""
-    """a directory to make, with the model as a Hugging Face checkpoint; "auto": `hf` in output.dir, where that of an
-    earlier run is kept under another name"""
+    """directory to create, with the model as a Hugging Face checkpoint; "auto": `hf` in output.dir, where the export of
+    an earlier run is renamed"""
     quantized: bool = False
-    """weights that are stored in fp8_block (of gpt-oss in mxfp4) are written so, instead of in numbers"""
+    """export weights stored in fp8_block (for gpt-oss, mxfp4) in that format instead of dequantized"""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """[data]: where the tokens come from."""
+    """[data]: the source of the tokens."""
 
     path: str = _rule(bool, 'give a packed directory, a folder of text, or "stdlib"')(STDLIB)
-    """a directory made by `dualpipe data pack`, a file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
+    """directory made by `dualpipe data pack`, file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
     .parquet), or "stdlib" (Python's own source code)"""
     tokenizer: str = _rule(bool, 'give "auto", "bytes" or the path of a tokenizer.json')(AUTO)
-    """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": that of
-    init.from_hf where it has one, else "bytes"; not used where path is packed already"""
+    """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": the one in
+    init.from_hf if there is one, else "bytes"; ignored if path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
-    """what the text of a record is called, in files that have records"""
+    """key of the text in a record, for files of records"""
     validation_fraction: float = _below_1(0.02)
-    """share of the documents that is held out for evaluation, chosen by a hash of their content; where that is none of
-    them, or all, as with a single file: share of the tokens, the last ones"""
+    """fraction of the documents reserved for validation, selected by a hash of their content; if that selects none or
+    all of them (such as the only file): the last tokens, this fraction of all tokens"""
     validation_path: str | None = None
-    """other data to evaluate on; then nothing is held out of `path`"""
+    """separate validation data; then `path` is used for training only"""
     separate_documents: bool = False
-    """documents packed into one sequence do not see each other, and positions start anew with each"""
+    """mask attention between documents packed into one sequence, and restart positions at each document"""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """[parallel]: how the ranks share the work; pp * dp * cp * ep is their number."""
+    """[parallel]: the layout of the ranks; pp * dp * cp * ep is their number."""
 
     pp: int = _at_least_1(1)
-    """pipeline ranks"""
+    """pipeline-parallel ranks"""
     dp: int = _at_least_0(0)
-    """data-parallel ranks: pipelines that train on different data and share the parameters' storage (FSDP2); 0: as many
-    as the ranks that were started allow, dp_replicate where none were"""
+    """data-parallel ranks: pipelines that train on different data and shard the parameters (FSDP2); 0: the number of
+    ranks divided by the other sizes, or dp_replicate if the number of ranks is unknown"""
     dp_replicate: int = _at_least_1(1)
-    """parts that dp is cut into, which it must divide: parameters are sharded over the ranks of a part, of which each
-    part has all, and gradients are summed over the parts (HSDP); for parts within a node, or a pod"""
+    """number of replicas of the parameters (HSDP), a divisor of dp: each replica shards the parameters over its own
+    dp / dp_replicate ranks, and gradients are summed over the replicas; for replicas that fit a node or a pod"""
     cp: int = _at_least_1(1)
-    """context-parallel ranks: they share every sequence, of which each has two chunks, an early and a late one; for
-    sequences whose activations one rank cannot hold"""
+    """context-parallel ranks: they share every sequence, each with an early and a late chunk; for sequences whose
+    activations do not fit one rank"""
     cp_method: Literal["auto", "ring", "all_to_all"] = "auto"
-    """how a token sees those of other ranks: keys and values go round all of them, or each rank gets whole sequences of
-    some heads; auto: what sends fewer bytes, where the numbers of heads allow both"""
+    """attention over the chunks of other ranks: ring passes keys and values around, all_to_all gives each rank some
+    heads of the whole sequence; auto: the one that sends fewer bytes, if the numbers of heads allow both"""
     ep: int = _at_least_1(1)
-    """expert-parallel ranks: each has a part of the experts and data of its own, and sends tokens to the others"""
+    """expert-parallel ranks: each has some of the experts and its own data, and dispatches tokens to the others"""
     overlap: bool = True
-    """run the two actions of a pair in turn, so that one's communication is hidden behind the other's computing"""
+    """run the two actions of a pair interleaved, so that communication of one overlaps compute of the other"""
+    merge_weight_grads: bool = True
+    """compute the experts' weight gradients of several micro-batches in one GEMM, which reads and writes their sum
+    once, if the schedule has them next to each other; on CUDA float32 then rounds in other places, on CPU in none"""
     schedule: Literal["dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
-    """order of the pipeline's work; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the
-    best that a search finds, by the first rank and once"""
+    """pipeline schedule; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the best one
+    that a search finds, once, on the first rank"""
     schedule_costs: str = ""
     """for auto: costs of a stage as `dualpipe schedule --costs` takes them, as text such as "F=1,B=1.3,W=0.65,FB=1.95",
-    or a JSON file; without, F=1,B=2,W=1, and nothing saved by pairs"""
+    or a JSON file; default: F=1,B=2,W=1, and pairs save nothing"""
     schedule_memory: float = _not_negative(0.0)
-    """for auto: stage activations that a rank may hold, where a weight gradient that waits counts 0.5; 0: those of
-    dualpipev, 2 pp + 1"""
+    """for auto: maximum stage activations on a rank, where a deferred weight gradient counts 0.5; 0: that of dualpipev,
+    2 pp + 1"""
     layers_per_stage: tuple[int, ...] = ()
-    """layers of each stage of the pipeline, from the first; without, stages compute about the same"""
+    """layers of each pipeline stage, from the first; default: stages of about equal compute"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """"auto" takes CUDA where the machine has a device for each of its ranks"""
+    """"auto": CUDA if the machine has a device for each of its ranks"""
     timeout: float = _seconds(600.0)
-    """seconds after which a rank that waits for another one gives up, and a checkpoint that does not get on"""
+    """seconds without progress after which a rank stops waiting for another rank, or for a checkpoint, and fails"""
     interface: str = ""
-    """network interface by which the ranks of several nodes talk, such as ib0; without, that of each host's name"""
+    """network interface for communication between nodes, such as ib0; default: the one of each host's name"""
 
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's dimensions, outermost first."""
-        split = {} if self.cp == 1 else {"cp": self.cp}
-        return {"pp": self.pp, "dp": self.dp or self.dp_replicate, **split, "ep": self.ep}
+        cp = {} if self.cp == 1 else {"cp": self.cp}
+        return {"pp": self.pp, "dp": self.dp or self.dp_replicate, **cp, "ep": self.ep}
 
     def __str__(self) -> str:
-        shards = self.sizes["dp"] // self.dp_replicate
-        parts = f" ({self.dp_replicate} x {shards})" if self.dp_replicate > 1 else ""
-        return ", ".join(f"{name} {size}{parts if name == 'dp' else ''}" for name, size in self.sizes.items())
+        texts = {name: f"{name} {size}" for name, size in self.sizes.items()}
+        if self.dp_replicate > 1:
+            texts["dp"] += f" ({self.dp_replicate} x {self.sizes['dp'] // self.dp_replicate})"
+        return ", ".join(texts.values())
 
     @property
     def replicas(self) -> int:
-        """The pipelines, each of which has tokens of its own: what means are taken over."""
+        """The number of pipelines, each with its own tokens. Means over the global batch are means over them."""
         return self.dp * self.cp * self.ep
 
     @property
     def dense_shards(self) -> int:
-        """The ranks that a dense parameter is sharded over."""
+        """The number of ranks that a dense parameter is sharded over."""
         return self.replicas // self.dp_replicate
 
     @property
     def expert_shards(self) -> int:
-        """The ranks that an expert's parameters are sharded over."""
+        """The number of ranks that an expert's parameters are sharded over."""
         return self.dp * self.cp // self.dp_replicate
 
     @property
     def batch_shards(self) -> int:
-        """The parts that the rows of a global batch are cut into; context-parallel pipelines share one."""
+        """The number of parts that the global batch is split into; context-parallel pipelines share one."""
         return self.dp * self.ep
 
     @property
     def world_size(self) -> int:
-        """The number of ranks that this layout needs, at least."""
+        """The number of ranks of this layout; with dp 0, the smallest one."""
         return math.prod(self.sizes.values())
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """[train]: how long, and in which pieces. A step takes micro_batch_size * num_chunks * dp * ep sequences."""
+    """[train]: length and batch of the run. A step takes micro_batch_size * num_chunks * dp * ep sequences."""
 
     steps: int = _at_least_1(100)
     """optimizer steps"""
     sequence_length: int = _at_least_1(256)
-    """tokens of a sequence"""
+    """tokens per sequence"""
     micro_batch_size: int = _at_least_1(1)
-    """sequences of a micro-batch"""
+    """sequences per micro-batch"""
     num_chunks: int = _at_least_1(4)
-    """micro-batches of a step"""
+    """micro-batches per step"""
     batch_size: int = _not_negative(0)
-    """sequences of a step of all ranks; num_chunks then follows from the ranks that there are; 0: num_chunks holds"""
+    """sequences per step over all ranks, from which num_chunks follows for any number of ranks; 0: num_chunks holds"""
     time_limit: float = _not_negative(0.0)
-    """seconds from the start after which the run stops, saved, with exit status 75; 0: never"""
+    """seconds from the start after which the run saves and stops with exit status 75; 0: no limit"""
     seed: int = _not_negative(0)
-    """what the initial weights and the order of the data are drawn by"""
+    """seed of the initial weights and the order of the data"""
     compile: bool = False
-    """attention and dense MLPs go through torch.compile"""
+    """compile attention and dense MLPs with torch.compile"""
     deterministic: bool = False
-    """operators give the same bits each time, or raise; on CUDA the backward of attention otherwise does not"""
+    """use deterministic algorithms, and raise an error for operators without one; otherwise the backward of attention
+    on CUDA is not deterministic"""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """dtype of parameters and activations in the model; the optimizer keeps fp32 in both cases"""
     eval_interval: int = _not_negative(0)
-    """steps between evaluations on held-out data; 0 evaluates at the end only"""
+    """steps between evaluations on validation data; 0: evaluate at the end only"""
     eval_batches: int = _not_negative(8)
-    """global batches of an evaluation; 0 never evaluates"""
+    """global batches per evaluation; 0: never evaluate"""
     log_interval: int = _at_least_1(1)
-    """every so many steps one is printed and written to the metrics; evaluated ones, and the last, always are"""
+    """steps between lines of the metrics; steps with an evaluation and the last step are always logged"""
     gc_interval: int = _not_negative(50)
     """steps between runs of Python's garbage collector, on all ranks after the same step; 0: whenever Python does"""
     print_interval: int = _at_least_1(10)
-    """every so many steps one of these is printed where stdout is no terminal; the first, evaluated ones and the last
-    always are"""
+    """steps between printed lines if stdout is not a terminal; steps that are not logged are not printed; the first
+    step, steps with an evaluation and the last step always are"""
 
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4"]
-REMOVED_FIELDS = {  # fields that earlier versions had, and what to do instead
-    f"router.{name}": "routes that are even whatever the router says are for benchmarks/bench_training.py alone; leave "
-                      "it out, and set router.balance for loads that training keeps even"
+REMOVED_FIELDS = {  # fields of earlier versions, with the remedy
+    f"router.{name}": "only benchmarks/bench_training.py needs routes that are balanced regardless of the router; "
+                      "leave it out, and set router.balance to keep loads even in training"
     for name in ("balanced", "balanced_stride")
 }
-REMOVED_CHOICES = {  # values that earlier versions took, and what to do instead
+REMOVED_CHOICES = {  # values of earlier versions, with the remedy
     "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
 }
 
 
 @dataclass(frozen=True)
-class ByPattern:
-    """An element of a list of rules: what holds of what `pattern` matches; fields left out are None."""
+class PatternRule:
+    """An element of a list of rules: settings for the names that `pattern` matches. A field that is None is not set."""
 
     pattern: str = ""
-    """segments joined by dots, of a tensor's name or of a module's: *.mlp.gate; "*" is any number of whole segments"""
+    """segments of a tensor's or module's name, joined by dots: *.mlp.gate; "*" is any number of whole segments"""
 
     def __str__(self) -> str:
         """Return the text that the rule's `parse` takes."""
-        given = ((each.name, getattr(self, each.name)) for each in fields(self)[1:])
-        return ",".join([self.pattern, *(f"{name}={value}" for name, value in given if value is not None)])
+        values = {setting.name: getattr(self, setting.name) for setting in fields(self)[1:]}
+        return ",".join([self.pattern, *(f"{name}={value}" for name, value in values.items() if value is not None)])
 
 
 @dataclass(frozen=True)
-class DTypeRule(ByPattern):
-    """An element of dtypes.rules: what holds of the tensors that `pattern` matches; fields left out are not changed."""
+class DTypeRule(PatternRule):
+    """An element of dtypes.rules: dtypes of the tensors that `pattern` matches. A field that is None is not changed."""
 
     storage: Literal[DTypeName, FormatName] | None = None
-    """dtype of the parameter that the optimizer updates, or format that weights are stored in, beside fp32 masters"""
+    """dtype of the parameter that the optimizer updates, or format of stored weights, which have fp32 masters"""
     compute: DTypeName | None = None
-    """dtype of what a forward sees"""
+    """dtype of the parameter in the forward pass"""
     reduce: DTypeName | None = None
-    """dtype of the buffer that gradients accumulate and are reduced in"""
+    """dtype of the buffer in which gradients are accumulated and reduced"""
     save: DTypeName | None = None
     """dtype of the tensor in an export"""
     output: DTypeName | None = None
-    """dtype of what a module returns that computes in another dtype than those around it"""
+    """dtype of the output of a module that computes in another dtype than the modules around it"""
     gather: FormatName | None = None
-    """format that weights are gathered in, each time from shards in their storage dtype"""
+    """format of the all-gather of weights, quantized each time from shards in their storage dtype"""
 
     def __post_init__(self) -> None:
-        names = [each.name for each in fields(self)[1:]]
+        names = [setting.name for setting in fields(self)[1:]]
         _require(any(getattr(self, name) for name in names), "dtypes.rules", self.pattern,
                  f"a rule needs a pattern and at least one of {', '.join(names)}")
         _require(not self.gather or self.storage not in get_args(FormatName), "dtypes.rules", str(self),
-                 "weights are stored in a format or gathered in one; give storage a dtype, or leave one of them out")
+                 "weights are either stored or gathered in a format; give storage a dtype, or leave one of them out")
         _require(all(self.pattern.split(".")), "dtypes.rules: pattern", self.pattern,
                  "give segments joined by dots, such as *.mlp.gate")
 
     @classmethod
     def parse(cls, text: str) -> DTypeRule:
-        """The rule "PATTERN,FIELD=DTYPE,...", as it is given on a command line."""
-        pattern, *rest = text.split(",")
-        named: dict[str, Any] = {name: dtype for name, _, dtype in (each.partition("=") for each in rest)}
-        values = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
-        known = all(dtype in values.get(name, ()) for name, dtype in named.items())
-        removed = "".join(f"; {REMOVED_CHOICES[dtype]}" for dtype in named.values() if dtype in REMOVED_CHOICES)
-        _require(known, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where a field is one of "
-                 f"{', '.join(values)}, and a dtype one of {', '.join(get_args(DTypeName))}; gather takes formats, and "
-                 f"storage as well: {', '.join(get_args(FormatName))}{removed}")
-        return cls(pattern, **named)
+        """Parse the rule "PATTERN,FIELD=DTYPE,..." of a command line. Raises ValueError for any other text."""
+        pattern, *assignments = text.split(",")
+        values: dict[str, Any] = {}
+        for assignment in assignments:
+            name, _, dtype = assignment.partition("=")
+            values[name] = dtype
+        choices = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
+        is_valid = all(dtype in choices.get(name, ()) for name, dtype in values.items())
+        removed = "".join(f"; {REMOVED_CHOICES[dtype]}" for dtype in values.values() if dtype in REMOVED_CHOICES)
+        _require(is_valid, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where FIELD is one of "
+                 f"{', '.join(choices)}, and DTYPE one of {', '.join(get_args(DTypeName))}; gather takes formats, "
+                 f"storage takes both: {', '.join(get_args(FormatName))}{removed}")
+        return cls(pattern, **values)
 
 
 @dataclass(frozen=True)
@@ -283,242 +299,250 @@ class DTypesConfig:
     """[dtypes]: exceptions from train.dtype, by the names that `dualpipe dtypes CONFIG` prints."""
 
     rules: tuple[DTypeRule, ...] = ()
-    """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line each is PATTERN,FIELD=DTYPE,..."""
+    """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line PATTERN,FIELD=DTYPE,... for each"""
     products: Literal["auto", "weight-only"] = "auto"
-    """products with weights in a format: "auto" has them in FP8 where the format has such and train.dtype is bf16;
-    "weight-only" takes rows as they are"""
+    """GEMMs with weights in a format; "auto": in FP8 if the format has FP8 GEMMs and train.dtype is bf16;
+    "weight-only": activations are not quantized"""
     fp8_weight_grad: bool = False
-    """make the weight gradients of products in FP8 from rows in FP8, which take half of the memory until then"""
+    """run the weight-gradient GEMMs of FP8 GEMMs in FP8 too; saved activations in FP8 take half of the memory"""
     fp8_dispatch: bool = False
-    """send tokens to the experts of other ranks in FP8, half of the bytes; results and gradients go as they are"""
+    """dispatch tokens to the experts of other ranks in FP8, half of the bytes; results and gradients are not
+    quantized"""
 
 
 @dataclass(frozen=True)
 class MemoryConfig:
-    """[memory]: what is computed again instead of kept, and what there is."""
+    """[memory]: activation recompute, and the memory of a device."""
 
     recompute: tuple[str, ...] = ()
-    """parts of layers: attention, experts, norms or layer, dispatch (the experts, and tokens are sent to them again
-    instead of kept); of some layers as in experts:0-7; or none"""
+    """parts of layers to recompute instead of keeping their activations: attention, experts, norms or layer, dispatch
+    (the experts, whose tokens are also dispatched a second time); for some layers as in experts:0-7; or none"""
     capacity: float = _not_negative(0.0)
-    """GB (10^9 bytes) of a device, for `dualpipe memory` to say what is left; 0: not said"""
+    """GB (10^9 bytes) of a device, for `dualpipe memory` to report the rest; 0: no report"""
 
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """[router]: what keeps the loads of the experts even. A coefficient or rate of 0 leaves its part out."""
+    """[router]: load balancing of the experts. A coefficient or rate of 0 turns its part off."""
 
     balance: float = _not_negative(0.0)
-    """coefficient of the balance loss, which is 1 where loads are even"""
+    """coefficient of the balance loss, which is 1 for even loads"""
     balance_level: Literal["microbatch", "sequence", "global"] = "sequence"
-    """what that loss is computed over; "global": the loads are those of the global batch of the step before"""
+    """scope of the balance loss; "global": with the loads of the previous step's global batch"""
     z_loss: float = _not_negative(0.0)
     """coefficient of the z-loss, the mean square of the logits' logsumexp, which keeps logits small"""
     bias_update_rate: float = _not_negative(0.0)
-    """balancing without a loss, for routers with a correction bias: what a bias moves by in each step"""
+    """change of a correction bias per step: balancing without a loss, for routers that have such a bias"""
 
 
 @dataclass(frozen=True)
 class MTPConfig:
-    """[mtp]: training a model's layers for multi-token prediction."""
+    """[mtp]: training of a model's layers for multi-token prediction."""
 
     weight: float = _not_negative(0.0)
-    """what the mean of their losses counts beside the loss of the next; 0: they are not trained, and an export takes
-    them from init.from_hf as they are"""
+    """weight of the mean MTP loss beside the next-token loss; 0: the layers are not trained, and an export copies them
+    from init.from_hf"""
     last_weight: float = _not_negative(0.1)
-    """that of the last steps"""
+    """weight in the last steps"""
     last_steps: int = _not_negative(0)
-    """how many these are; 0: weight holds to the end"""
+    """number of steps with last_weight; 0: weight holds to the end"""
 
     def __post_init__(self) -> None:
         _require(self.weight or self.last_steps <= 0, "mtp.last_steps", self.last_steps,
-                 "goes with mtp.weight above 0")
+                 "must be 0 if mtp.weight is 0; set mtp.weight above 0")
 
     def weight_of(self, step: int, steps: int) -> float:
-        """The weight in a step, from 1, of so many."""
+        """Return the weight in step `step`, counted from 1, of a run of `steps` steps."""
         return self.last_weight if step > steps - self.last_steps else self.weight
 
 
 @dataclass(frozen=True)
-class OptimizerGroup(ByPattern):
-    """An element of optimizer.groups: what holds of the parameters that `pattern` matches; fields left out change
-    nothing, and of several groups that match the last one that says something holds."""
+class OptimizerGroup(PatternRule):
+    """An element of optimizer.groups: settings of the parameters that `pattern` matches.
+
+    A field that is None changes nothing. Of several matching groups that set a field, the last one wins.
+    """
 
     lr: float | None = None
     """peak learning rate"""
     weight_decay: float | None = None
-    """decoupled decay, but for a class of one's own, which has it its way"""
+    """decoupled weight decay; a custom optimizer applies it in its own way"""
     algorithm: Algorithm | None = None
-    """what updates them, with optimizer.name muon or adamw"""
+    """update rule, with optimizer.name muon or adamw"""
 
     @classmethod
     def parse(cls, text: str) -> OptimizerGroup:
-        """The group "PATTERN,FIELD=VALUE,...", as it is given on a command line."""
-        def wrong(error: Exception) -> ValueError:
-            return ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where a field is "
-                              "lr, weight_decay or algorithm")
-
-        pattern, *rest = text.split(",")
+        """Parse the group "PATTERN,FIELD=VALUE,..." of a command line. Raises ValueError for any other text."""
+        pattern, *assignments = text.split(",")
         try:
-            values: dict[str, Any] = dict(each.split("=", 1) for each in rest)
+            values: dict[str, Any] = dict(assignment.split("=", 1) for assignment in assignments)
             values |= {name: float(values[name]) for name in values.keys() - {"algorithm"}}
         except ValueError as error:
-            raise wrong(error) from None
+            raise _bad_group_text(text, error) from None
         try:
-            return cls(pattern, **values)  # whose own ValueErrors say what is wrong, and of which group
+            return cls(pattern, **values)  # raises its own ValueErrors, which name the group
         except TypeError as error:
-            raise wrong(error) from None
+            raise _bad_group_text(text, error) from None
 
     def __post_init__(self) -> None:
-        given = (self.lr, self.weight_decay, self.algorithm)
-        _require(all(self.pattern.split(".")) and any(value is not None for value in given), "optimizer.groups",
-                 str(self), "a group needs a pattern and at least one of lr, weight_decay, algorithm")
+        has_setting = any(value is not None for value in (self.lr, self.weight_decay, self.algorithm))
+        _require(all(self.pattern.split(".")) and has_setting, "optimizer.groups", str(self),
+                 "a group needs a pattern and at least one of lr, weight_decay, algorithm")
         _require((self.lr is None or 0 < self.lr < math.inf) and 0 <= (self.weight_decay or 0) < math.inf,
                  "optimizer.groups", str(self), "lr must be positive, weight_decay not negative, and both finite")
         _require(self.algorithm in (None, *ALGORITHMS), "optimizer.groups", str(self),
                  "algorithm must be muon or adamw")
 
 
+def _bad_group_text(text: str, error: Exception) -> ValueError:
+    """Return the error for the text of a group that cannot be parsed."""
+    return ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where FIELD is lr, "
+                      "weight_decay or algorithm")
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """[optimizer]: what updates the parameters, and its learning rate."""
+    """[optimizer]: the optimizer and its learning rate."""
 
     name: str = "adamw"
     """adamw; muon, for matrices and each expert's, with adamw for embeddings, head, routers, norms and biases; or the
-    path to import a class of torch.optim.Optimizer by"""
+    import path of a subclass of torch.optim.Optimizer (a custom optimizer)"""
     lr: float = _positive(3e-4)
-    """peak learning rate; it serves adamw and muon alike"""
+    """peak learning rate, for adamw and muon alike"""
     momentum: float = _below_1(0.95)
     """muon: decay of the running mean of the gradient"""
     nesterov: bool = True
-    """muon: the gradient counts once more beside its mean"""
+    """muon: Nesterov momentum, which adds the gradient to its running mean once more"""
     coefficients: Literal["jordan", "polar_express"] = "jordan"
-    """muon: of its Newton-Schulz steps; polar_express comes closer to singular values of 1 in as many"""
+    """muon: coefficients of the Newton-Schulz steps; polar_express gets closer to singular values of 1 in as many
+    steps"""
     qk_clip: float = _not_negative(0.0)
-    """largest attention score of a head, beyond which a step scales its weights back; 0: none; Kimi K2 has 100"""
+    """QK-clip threshold: a step scales back the query and key weights of heads with a larger attention logit; 0: off;
+    Kimi K2 uses 100"""
     options: str = ""
-    """arguments of a class of one's own, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
+    """arguments of a custom optimizer, besides lr and weight_decay: JSON, such as '{"rho": 0.9}'"""
     groups: tuple[OptimizerGroup, ...] = ()
-    """for parameters by name, as [[optimizer.groups]] in the TOML; on the command line PATTERN,FIELD=VALUE,..."""
+    """settings for parameters by name, as [[optimizer.groups]] in the TOML; on the command line
+    PATTERN,FIELD=VALUE,... for each"""
     layer_decay: float = _rule(lambda value: 0 < value <= 1, "must be above 0 and at most 1")(1.0)
-    """what learning rates are multiplied by from each layer to the one before"""
+    """factor on the learning rate from each layer to the one before it"""
     betas: tuple[float, float] = _betas((0.9, 0.95))
     """adamw: decay of the running means of the gradient and of its square"""
     eps: float = _positive(1e-8)
-    """added to the root of the mean square"""
+    """term added to the root of the mean square"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """dtype that running means are kept in; bf16 saves 4 bytes of each parameter, muon's 2, and asks for betas below
-    0.996"""
+    """dtype of the running means; bf16 saves 4 bytes per parameter (muon: 2), and needs betas below 0.996"""
     weight_decay: float = _not_negative(0.1)
-    """on matrices only: norms, sinks and biases, those of experts too, are not decayed; decoupled from the gradient by
-    adamw and muon, while a class of one's own has it its way"""
+    """weight decay of matrices; norms, sinks and biases, also of experts, have none; adamw and muon decouple it from
+    the gradient, a custom optimizer applies it in its own way"""
     warmup_steps: int = _not_negative(0)
     """steps of linear warm-up"""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """after the warm-up: a half cosine, a linear decay, the peak, or stable and then a linear decay (wsd)"""
-    min_lr_ratio: float = _share(0.1)
-    """the last step's learning rate as a share of the peak, but for "constant\""""
-    decay_fraction: float = _share(0.2)
-    """wsd: share of all steps in which the learning rate decays"""
+    """learning rate after the warm-up: half a cosine, a linear decay, the peak, or the peak followed by a linear decay
+    (wsd)"""
+    min_lr_ratio: float = _fraction(0.1)
+    """learning rate of the last step as a fraction of the peak; not for "constant\""""
+    decay_fraction: float = _fraction(0.2)
+    """wsd: fraction of all steps in which the learning rate decays"""
     clip_norm: float = _not_negative(1.0)
-    """largest global gradient norm; 0 does not clip"""
+    """maximum global gradient norm; 0: no clipping"""
 
     def __post_init__(self) -> None:
         _require(self.moments == "fp32" or max(self.betas) < 1 - 2**-8, "optimizer.betas", self.betas,
                  "moments in bf16 would not decay by them; give both below 0.996, or optimizer.moments = \"fp32\"")
         _require(self.moments == "fp32" or self.momentum < 1 - 2**-8, "optimizer.momentum", self.momentum,
                  "a mean in bf16 would not decay by it; give less than 0.996, or optimizer.moments = \"fp32\"")
-        own = self.name not in ALGORITHMS
-        _require(not own or "." in self.name, "optimizer.name", self.name,
-                 "give adamw, muon, or the path to import a class by, such as torch.optim.NAdam")
-        _require(not own or self.moments == "fp32", "optimizer.moments", self.moments, "adamw and muon have others")
-        for group in self.groups:  # a string, while a command line is read
-            _require(not own or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
-                     f"algorithm goes with optimizer.name adamw or muon, not {self.name}")
+        is_custom = self.name not in ALGORITHMS
+        _require(not is_custom or "." in self.name, "optimizer.name", self.name,
+                 "give adamw, muon, or the import path of a class, such as torch.optim.NAdam")
+        _require(not is_custom or self.moments == "fp32", "optimizer.moments", self.moments,
+                 f"only adamw and muon support it, optimizer.name is {self.name}; leave it out")
+        for group in self.groups:  # strings while a command line is parsed
+            _require(not is_custom or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
+                     f"algorithm requires optimizer.name adamw or muon, not {self.name}")
         try:
             options = json.loads(self.options) if self.options else {}
-            _require(isinstance(options, dict) and (own or not options), "optimizer.options", self.options,
-                     "give a JSON object, for a class of one's own")
-            _require(not {"lr", "weight_decay"}.intersection(options), "optimizer.options", self.options,
-                     "leave out lr and weight_decay: they are optimizer.lr and optimizer.weight_decay")
         except json.JSONDecodeError as error:
-            raise ValueError(f"optimizer.options = {self.options!r}: no JSON: {error}") from None
+            raise ValueError(f"optimizer.options = {self.options!r}: not JSON: {error}") from None
+        _require(isinstance(options, dict) and (is_custom or not options), "optimizer.options", self.options,
+                 "give a JSON object, and optimizer.name the import path of a class")
+        _require(not {"lr", "weight_decay"}.intersection(options), "optimizer.options", self.options,
+                 "leave out lr and weight_decay: they are optimizer.lr and optimizer.weight_decay")
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """[checkpoint]: saving the whole state of a run, and going on from it."""
+    """[checkpoint]: saving the state of a run, and resuming from it."""
 
     dir: str = ""
-    """where checkpoints are, relative to the working directory, or a URL such as s3://bucket/run; without,
+    """directory of checkpoints, relative to the working directory, or a URL such as s3://bucket/run; default:
     `checkpoints` in output.dir"""
     interval: int = _not_negative(0)
-    """steps from one to the next; the last step is saved too; 0: none are"""
+    """steps between checkpoints; the last step is saved too; 0: never save"""
     mode: Literal["sync", "async", "off"] = "async"
-    """async: training goes on while it is written, after a copy to host memory"""
+    """async: copy to host memory, then train on while files are written"""
     writer: Literal["thread", "process"] = "thread"
-    """what writes then: a thread takes turns with training in one interpreter; a process has its own"""
+    """writer of async checkpoints: a thread shares the interpreter with training; a process has its own"""
     checksum: Literal["xxh3_128", "sha256"] = "xxh3_128"
-    """kind of each file's checksum, verified before it is loaded; sha256 takes as long as writing does"""
+    """checksum of each file, verified before it is loaded; sha256 takes as long as writing does"""
     keep_last: int = _not_negative(3)
-    """so many stay; 0: all"""
+    """number of newest checkpoints to keep; 0: all"""
     keep_every: int = _not_negative(0)
-    """and those of steps that are a multiple of this; 0: no others"""
+    """also keep checkpoints of steps that are multiples of this; 0: no others"""
     resume: str = _rule(bool, 'give "auto", "never" or a path')("auto")
-    """auto: go on from the newest in `dir` that is whole; never; or the path or URL of one, or of a directory of them,
-    to begin with where `dir` has none yet"""
+    """auto: resume from the newest complete checkpoint in `dir`; never: start anew; or the path or URL of a
+    checkpoint, or of a directory of them, to begin with if `dir` has none yet"""
     allow: tuple[str, ...] = ()
-    """names, with * and ?, of tensors that a checkpoint may lack, have besides, or have in another shape or dtype; with
-    "loader" the data may be others, or come in another order"""
+    """names, with * and ?, of tensors that may be missing from a checkpoint, unused, or of another shape or dtype;
+    "loader" allows other data or another order"""
 
 
 @dataclass(frozen=True)
 class WatchdogConfig:
-    """[watchdog]: when ranks write into `why` in output.dir what they wait for."""
+    """[watchdog]: the time after which ranks report what they wait for, in the folder `why` of output.dir."""
 
     timeout: float = _not_negative(0.0)
-    """seconds in which nothing is begun or ended; 0: half of parallel.timeout"""
+    """seconds without any event; 0: half of parallel.timeout"""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """[guard]: what is done about bad numbers."""
+    """[guard]: the reaction to non-finite numbers and loss spikes."""
 
     on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
-    """what is done about a loss or gradient: stop; leave the step out; or go back to the last checkpoint and leave its
-    data out"""
+    """reaction to a non-finite loss or gradient: stop the run; skip the step; or roll back to the last checkpoint and
+    skip the data of the step"""
     limit: int = _at_least_1(3)
-    """steps left out, or times gone back, in a row, after which the run stops"""
+    """number of consecutive skipped steps or rollbacks after which the run stops"""
     spike: float = _not_negative(0.0)
-    """robust z-score of a step's loss or gradient norm among those before it, above which it counts as a spike; 0: no
-    step does"""
+    """robust z-score among earlier steps above which a step's loss or gradient norm is a spike; 0: no detection"""
     on_spike: Literal["warn", "rollback"] = "warn"
-    """what is done about a spike: say it, or go back to the last checkpoint before it and leave its data out"""
+    """reaction to a spike: print a warning, or roll back to the last checkpoint before it and skip its data"""
     checksum_interval: int = _not_negative(0)
-    """steps between checksums of what ranks must have the same of; 0: none are made"""
+    """steps between checksums that compare state that ranks replicate; 0: none"""
     recheck_interval: int = _not_negative(0)
-    """steps between micro-batches that are computed twice, which must give the same bits; 0: none are"""
+    """steps between micro-batches that are computed twice and must give the same bits; 0: none"""
 
 
 @dataclass(frozen=True)
 class OutputConfig:
-    """[output]: where results go."""
+    """[output]: the directory of results."""
 
     dir: str = _rule(bool, "give a directory")("out")
-    """metrics, pictures and packed data; relative to the working directory"""
+    """directory of metrics, pictures and packed data, relative to the working directory"""
 
 
 @dataclass(frozen=True)
 class MetricsConfig:
-    """[metrics]: where else they go, besides metrics.jsonl and TensorBoard events in output.dir."""
+    """[metrics]: further sinks, besides metrics.jsonl and TensorBoard events in output.dir."""
 
-    wandb: str = _project("")
-    """a project at Weights & Biases, by the package wandb; with WANDB_MODE=offline a folder in output.dir"""
+    wandb: str = _wandb_project("")
+    """project at Weights & Biases, by the package wandb; WANDB_MODE=offline writes a folder in output.dir instead"""
 
 
 @dataclass(frozen=True)
 class Config:
-    """All tables of a run."""
+    """The configuration of a run: all tables."""
 
     model: ModelConfig = ModelConfig()
     init: InitConfig = InitConfig()
@@ -539,10 +563,12 @@ class Config:
 
     def __post_init__(self) -> None:
         for table in fields(self):
-            for each in fields(getattr(self, table.name)):
-                name, value = f"{table.name}.{each.name}", getattr(getattr(self, table.name), each.name)
-                if each.metadata:
-                    _require(each.metadata["holds"](value), name, value, each.metadata["remedy"])
+            values = getattr(self, table.name)
+            for setting in fields(values):
+                name = f"{table.name}.{setting.name}"
+                value = getattr(values, setting.name)
+                if setting.metadata:
+                    _require(setting.metadata["is_valid"](value), name, value, setting.metadata["remedy"])
                 for number in value if isinstance(value, tuple) else (value,):
                     _require(not isinstance(number, float) or math.isfinite(number), name, value, "must be finite")
                     _require(not isinstance(number, int) or abs(number) < 2**63, name, value, "must fit 64 bits")
@@ -554,17 +580,17 @@ class Config:
 
     @property
     def checkpoint_directory(self) -> Location:
-        """The folder of the run's checkpoints, or their URL."""
+        """The directory of the run's checkpoints, or its URL."""
         return as_location(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
 
     @property
     def export_directory(self) -> Path | None:
-        """The folder for the model at the end; None: nowhere."""
+        """The directory of the exported model, or None if the run exports nothing."""
         if self.export.to_hf == AUTO:
             return Path(self.output.dir) / "hf"
         return Path(self.export.to_hf) if self.export.to_hf else None
 
 
 def replace_field(config: Config, table: str, name: str, value: object) -> Config:
-    """Return `config` with another value of the field `table`.`name`; ValueError where it cannot be."""
+    """Return `config` with another value of the field `table`.`name`. Raises ValueError if it is not valid."""
     return replace(config, **{table: replace(getattr(config, table), **{name: value})})

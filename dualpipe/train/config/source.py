@@ -1,56 +1,84 @@
-"""The checkpoint that a run goes on from, by its configuration and what is in its directory of checkpoints."""
+"""Find the checkpoint that a run resumes from, by its configuration and its checkpoint directory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.directory import FoundCheckpoints, find, none_whole
+from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.runtime.rank_process import starts_before
+from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.storage import Location, as_location
 from dualpipe.runtime.storage.location import contains, resolve
 from dualpipe.train.config.schema import Config
 
 
-def saved_settings(found: Any, table: str) -> Mapping[str, Any]:
-    """Return a table of the run's configuration in a manifest's `config`; empty where no run saved it."""
-    for name in ("run", table):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+class ResumeSource(NamedTuple):
+    """The checkpoint that a run resumes from.
 
-
-def find_source(config: Config) -> tuple[Location | None, dict[str, torch.dtype] | None, list[str]]:
-    """Find what to go on from, the dtypes that its tensors were computed in, and what must be said; None: a new run.
-
-    A run that began with a checkpoint of another one goes on from its own, once it has saved any: so a job that is
-    started again with the same command goes on. One that is to begin anew, or goes back to an earlier checkpoint of its
-    own, does so in the first of its starts alone.
+    path: a checkpoint or a directory of checkpoints, local or remote. None: the run starts from its initial weights.
+    compute_dtypes: the dtypes that the tensors were computed in when it was saved, by name. None: a new run.
+    notes: lines to print.
     """
-    resume, own = config.checkpoint.resume, config.checkpoint_directory
-    path, found, notes = own, find(own) if resume != "never" or starts_before() else FoundCheckpoints([], {}), []
-    saved = found.committed[0].manifest.config if found.committed else None
-    began = saved_settings(saved, "checkpoint").get("resume")
-    if starts_before() and began == resume:
-        pass  # what to begin with was for the first start, which has saved since
-    elif resume == "never":
-        return None, None, []
-    elif resume != "auto":
-        source = as_location(resume)
-        if contains(own, source) or not (found.committed or found.damaged):
-            path, found = source, find(source)
-        elif found.committed and not (isinstance(began, str) and resolve(as_location(began)) == resolve(source)):
-            raise ValueError(f"{own} has checkpoints of a run that did not begin with checkpoint.resume = {resume!r}; "
-                             'give another output.dir, or checkpoint.resume = "auto" to go on from there')
-        else:
-            notes = [f"checkpoint.resume = {resume!r} is where this run began; it goes on from its own checkpoints"]
-    if not found.committed:
-        if resume == "auto" and not found.damaged:
-            return None, None, []
+
+    path: Location | None
+    compute_dtypes: dict[str, torch.dtype] | None
+    notes: list[str]
+
+
+def saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
+    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it."""
+    settings = manifest_config
+    for name in ("run", table):
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings if isinstance(settings, Mapping) else {}
+
+
+def find_source(config: Config) -> ResumeSource:
+    """Find the checkpoint that a run resumes from.
+
+    A run that began with a checkpoint of another run resumes from its own checkpoints once it has saved one, so that
+    the same command resumes a job that was killed. For checkpoint.resume = "never" or a checkpoint of the run itself,
+    only the first start of the job follows it; restarts resume from the newest checkpoint.
+
+    Raises:
+        ValueError: the checkpoint directory has no complete checkpoint although one is needed, or it belongs to
+            a run that did not begin with `checkpoint.resume`.
+    """
+    resume = config.checkpoint.resume
+    directory = config.checkpoint_directory
+    is_restart = bool(restart_count())
+    new_run = ResumeSource(None, None, [])
+    if resume == "never" and not is_restart:
+        return new_run
+    existing = find(directory)
+    newest_config = existing.committed[0].manifest.config if existing.committed else None
+    began_with = saved_settings(newest_config, "checkpoint").get("resume")
+    if is_restart and began_with == resume:
+        return _select_newest(directory, existing)  # `resume` was for the first start, which has saved since
+    if resume == "never":
+        return new_run
+    if resume == "auto":
+        return _select_newest(directory, existing) if existing.committed or existing.damaged else new_run
+    target = as_location(resume)
+    if contains(directory, target) or not (existing.committed or existing.damaged):
+        return _select_newest(target, find(target))
+    if existing.committed and not (isinstance(began_with, str) and resolve(as_location(began_with)) == resolve(target)):
+        raise ValueError(f"{directory} has checkpoints of a run that did not begin with checkpoint.resume = "
+                         f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to resume from there')
+    note = f"this run began with checkpoint.resume = {resume!r}; it resumes from its own checkpoints"
+    return _select_newest(directory, existing, note)
+
+
+def _select_newest(path: Location, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
+    """Return the newest of the checkpoints at `path` as the source. Raises ValueError if none is complete."""
+    if not checkpoints.committed:
         try:
-            none_whole(path, found.damaged.values())
+            raise_none_complete(path, checkpoints.damaged.values())
         except ValueError as error:
             raise ValueError(f"checkpoint.resume: {error}") from error
-    return path, {name: dtype_of(of["compute"]) for name, of in found.committed[0].manifest.dtypes.items()}, notes
+    dtypes = checkpoints.committed[0].manifest.dtypes
+    compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in dtypes.items()}
+    return ResumeSource(path, compute_dtypes, list(notes))

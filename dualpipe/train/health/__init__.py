@@ -1,4 +1,4 @@
-"""Hangs: a watchdog in each rank, a store through which ranks see each other stop, and a diagnosis of who waits.
+"""Hangs and lost ranks: a watchdog on each rank, the messages between watchdogs, and the diagnosis of waits.
 
 Imports `runtime`.
 """

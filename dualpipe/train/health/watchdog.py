@@ -1,11 +1,11 @@
-"""The thread of a rank that looks after it while it trains: it takes signals, and tells and hears of lost ranks.
+"""The watchdog of a rank: a thread that handles signals, detects hangs and lost ranks, and writes states.
 
-It holds no lock of training and takes part in no collective, so it goes on while the main thread waits for a rank that
-will never come. Python's own signal handlers run on the main thread, between two of its instructions: not while that is
-in a collective. So the numbers of signals come through a pipe, into which the interpreter writes them at once.
+It holds no lock of training and takes part in no collective, so it runs on while the main thread waits for a rank that
+never comes. Python runs signal handlers in the main thread, between two of its instructions: not while that is inside a
+collective. So the numbers of signals reach the thread through a pipe that the interpreter writes at once.
 
-Ranks tell each other, by a `PeerStore`, that one of them is lost, which ends all, and that all shall write what they
-do and wait for.
+Through a `PeerStore` the watchdogs announce the loss of a rank, which ends all ranks, and request states: descriptions
+of what each rank does and waits for.
 """
 
 from __future__ import annotations
@@ -26,53 +26,54 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, leave_word
+from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, report_exit
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 from dualpipe.train.health.peer_store import ASK, FAULT, TICK, PeerStore
+from dualpipe.train.health.signals import STOPPING
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)  # after the step; the second one at once
-_LAST_CHANCE = 2.0  # for the main thread to end by itself where a rank is lost
-_LATE = 2.0  # beyond its limit, of a wait that does not end by itself
-_FRAMES = 100  # a layer has 40, with those of torch
-TOGETHER = 1.0  # seconds in which several count as one: a terminal tells ranks of Ctrl-C, and so does what started them
+# Seconds in which several signals count as one: Ctrl-C reaches a rank from the terminal and from its launcher.
+TOGETHER = 1.0
+_LAST_CHANCE = 2.0  # seconds for the main thread to end by itself after the loss of a rank
+_LATE = 2.0  # seconds beyond its limit after which a wait is taken not to end by itself
+_FRAMES = 100  # of a stack; a layer has 40, with those of torch
 
 
 class Watchdog:
-    """For a `with` around training, entered in the main thread; elsewhere it takes no signals.
+    """The watchdog thread, for a `with` block around training. It handles signals if the main thread enters the block.
 
-    stop: the number of the first signal that asked for an end, 0 before.
+    stop: number of the first signal that requested a stop, 0 before.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self.recorder, self.stop = recorder, 0
+        self.recorder = recorder
+        self.stop = 0
         self._ended = threading.Event()
-        self._previous: dict[int, Any] = {}
-        self._watching = False  # whether `watch` has said how
-        self._told = False  # whether the others know that a rank is lost
-        self._reported = False  # whether states were asked for since something was begun or ended
-        self._asked = 0  # how often, by the store
-        # What opens a file, and what writes a state: either may hang with the disk.
+        self._previous: dict[int, Any] = {}  # signal handlers
+        self._is_watching = False  # `watch` was called
+        self._has_announced = False  # the other ranks know that a rank is lost
+        self._has_reported = False  # states were requested since the last progress
+        self._asked = 0  # requests for states that were answered
+        # Two threads that may hang with a disk: one opens a file, one writes a state.
         self._opening: threading.Thread | None = None
         self._writing: threading.Thread | None = None
 
     def __enter__(self) -> Self:
-        self._signals, out = os.pipe()
-        os.set_blocking(out, False)
-        self._out = out
-        self._handlers: dict[int, Callable[[int], None]] = dict.fromkeys(map(int, STOPPING), self._asked_to_stop)
-        self._handlers[signal.SIGUSR2] = self._asked_for_states
-        self._handlers.setdefault(int(INTERRUPTED), lambda _: self._asked_to_stop(signal.SIGINT))
+        self._signals, self._signals_input = os.pipe()
+        os.set_blocking(self._signals_input, False)
+        self._handlers: dict[int, Callable[[int], None]] = dict.fromkeys(map(int, STOPPING), self._request_stop)
+        self._handlers[signal.SIGUSR2] = self._request_states
+        self._handlers.setdefault(int(INTERRUPTED), lambda _: self._request_stop(signal.SIGINT))
         if threading.current_thread() is threading.main_thread():
             for number in self._handlers:
-                # One that is ignored stays so: of a rank Ctrl-C is for the launcher, of `nohup` SIGHUP for nobody.
+                # Ignored signals stay ignored: Ctrl-C in a rank with a launcher, SIGHUP under `nohup`.
                 if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, _noted)
-            self._wakeup = signal.set_wakeup_fd(out, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+                    self._previous[number] = signal.signal(number, _do_nothing)
+            self._wakeup = signal.set_wakeup_fd(self._signals_input, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
 
@@ -84,125 +85,156 @@ class Watchdog:
                 signal.signal(number, handler)
         self._thread.join()
         os.close(self._signals)
-        os.close(self._out)
-        if self._watching:
-            if kind is not None:
-                if lost := self._lost():  # the thread may not have looked since
-                    self._tell(lost)
-                elif ERROR_FILE not in os.environ:  # another rank may have told this one that it has lost one
-                    self._store.put(json.dumps(self._state() | {"asked": FAULT}))
-                self._store.flush()
-            self._store.stop()
-            if kind is None:
-                if self._opening is not None:
-                    self._opening.join(ASK)
-                self._clear()
+        os.close(self._signals_input)
+        if not self._is_watching:
+            return
+        if kind is not None:
+            self._announce_error()
+        self._store.stop()
+        if kind is None:
+            if self._opening is not None:
+                self._opening.join(ASK)
+            self._remove_files()
+
+    def _announce_error(self) -> None:
+        """Announce a lost rank that the thread may not have seen; publish the state of a rank that fails otherwise."""
+        loss = self._find_loss()
+        if loss:
+            self._announce_loss(loss)
+        elif ERROR_FILE not in os.environ:  # another rank may have announced the loss of this one
+            self._store.put(json.dumps(self._state() | {"asked": FAULT}))
+        self._store.flush()
 
     def watch(self, store: Store | None, info: RankInfo, output: Path, *, patience: float, limit: float) -> None:
-        """Tell and hear of other ranks by the store, and write states below `output`.
+        """Exchange messages with other ranks through `store`, and write states below `output`.
 
-        patience: seconds in which nothing is begun or ended, until all write their states; limit: of a wait for another
-        rank, which is lost then.
+        Args:
+            patience: seconds without progress after which all ranks write their states.
+            limit: seconds to wait for another rank, which is lost then.
         """
-        self._info, self._folder, self._patience, self._limit = info, output / FOLDER, patience, limit + _LATE
+        self._info = info
+        self._folder = output / FOLDER
+        self._patience = patience
+        self._limit = limit + _LATE
         self._store = PeerStore(store, info.rank)
-        self._moved, self._progress = time.monotonic(), self.recorder.progress()
-        self._clear()
-        self._watching = True
+        self._progress = self.recorder.progress()
+        self._progress_time = time.monotonic()
+        self._remove_files()
+        self._is_watching = True
 
-    def _watch(self) -> None:
-        """The thread."""
+    def _run(self) -> None:
+        """Handle signals and check the ranks until the block ends (the thread's function)."""
         while not self._ended.is_set():
             if select.select([self._signals], [], [], TICK)[0]:
                 for number in os.read(self._signals, 64):
-                    self._handlers.get(number, lambda _: None)(number)
-            if self._watching:
-                if self._opening is None and self.recorder.step:  # the folder is this run's alone, and all have met
-                    self._opening = threading.Thread(target=self._dump_without_the_lock, daemon=True)
+                    if number in self._handlers:
+                        self._handlers[number](number)
+            if self._is_watching:
+                if self._opening is None and self.recorder.step:  # all ranks have joined, and the folder is locked
+                    self._opening = threading.Thread(target=self._register_stack_dump, daemon=True)
                     self._opening.start()
                     self._store.find_neighbours()
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
-        """See how this rank and the others are."""
-        now, asked = time.monotonic(), self._store.asked
-        if (progress := self.recorder.progress()) != self._progress:
-            self._progress, self._moved, self._reported = progress, now, False
-        idle = now - self._moved
-        if (lost := self._lost()) or asked >= FAULT:
-            self._leave(lost)
-        elif idle > self._limit and (entry := self._innermost()).get("ranks") and entry["kind"] != "save":
-            # It does not end by itself, as others' do. That of a save goes by the progress of all ranks.
-            others = ", ".join(self.recorder.name(rank) for rank in entry["ranks"] if rank != self._info.rank)
-            self._leave(f"waited {entry['seconds']:.3g} s for {entry['what']} from {others}")
+    def _check(self) -> None:
+        """Check this rank for a loss or a hang, and the store for messages."""
+        now = time.monotonic()
+        asked = self._store.asked
+        progress = self.recorder.progress()
+        if progress != self._progress:
+            self._progress = progress
+            self._progress_time = now
+            self._has_reported = False
+        idle = now - self._progress_time
+        overdue = self._innermost() if idle > self._limit else {}  # it does not end by itself, as most waits do
+        loss = self._find_loss()
+        if loss or asked >= FAULT:
+            self._leave(loss)
+        elif overdue.get("ranks") and overdue["kind"] != "save":  # a save goes by the progress of all ranks
+            self._leave(self._describe_wait(overdue))
         elif self._store.gone and now - self._store.gone > self._limit:
-            self._leave("the store of the job is gone, with rank 0, and this rank goes on")
+            self._leave("the store of the job is gone, with rank 0, but this rank still runs")
         elif asked > self._asked:
             self._asked = asked
-            self._reported |= idle > self._patience / 2  # the one that asked says what there is to say
+            if idle > self._patience / 2:  # the rank that asked prints the report
+                self._has_reported = True
             self._write_state()
-        elif idle > self._patience and self.recorder.depth and not self._reported:
-            self._reported = True
+        elif idle > self._patience and self.recorder.depth and not self._has_reported:
+            self._has_reported = True
             self._write_state()
             if self._store.is_first(f"stall {asked}"):
                 self._store.ask()
-                self._say(f"watchdog: nothing has gone on for {idle:.0f} s: ")
+                self._print_diagnosis(f"watchdog: no progress for {idle:.0f} s: ")
+
+    def _describe_wait(self, entry: dict[str, Any]) -> str:
+        """Return a text about a wait for other ranks."""
+        others = ", ".join(self.recorder.name(rank) for rank in entry["ranks"] if rank != self._info.rank)
+        return f"waited {entry['seconds']:.3g} s for {entry['what']} from {others}"
 
     # -- signals
 
-    def _asked_to_stop(self, number: int) -> None:
+    def _request_stop(self, number: int) -> None:
+        """Stop after the current step at the first signal, and at once at a second one."""
         if not self.stop:
-            self.stop, self._one_until = number, time.monotonic() + TOGETHER
+            self.stop = number
+            self._one_until = time.monotonic() + TOGETHER
         elif time.monotonic() > self._one_until:
             os._exit(128 + number)
 
-    def _asked_for_states(self, number: int) -> None:
-        if self._watching:
+    def _request_states(self, number: int) -> None:
+        """Write the states of all ranks."""
+        if self._is_watching:
             self._write_state()
             self._store.ask()
 
-    def _dump_without_the_lock(self) -> None:
-        """Have SIGUSR2 write Python stacks too where the thread cannot, because an extension holds Python's lock."""
+    def _register_stack_dump(self) -> None:
+        """Make SIGUSR2 write Python stacks even if an extension holds Python's lock, so that no thread can."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
-            stacks = stack_file(self._folder, self._info.rank).open("a")  # for as long as it lives
+            stacks = stack_file(self._folder, self._info.rank).open("a")  # stays open as long as the process lives
             faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True, chain=True)
 
-    # -- a rank is lost
+    # -- the loss of a rank
 
-    def _lost(self) -> str:
-        """Return the text about the first rank that did not come here; "" where all came."""
-        return next((each.lost for each in self.recorder.threads() if each.lost), "")
+    def _find_loss(self) -> str:
+        """Return the text about the first rank that this one lost, "" if there is none."""
+        return next((thread.lost for thread in self.recorder.threads() if thread.lost), "")
 
-    def _tell(self, lost: str) -> None:
-        """Tell all ranks, once. Where no launcher reads the states, the first one says whom all wait for, and till then
-        the others stay: what has started them ends all when one has gone, and the store goes with rank 0."""
-        if not self._told:
-            self._told = True
-            self._store.fault()
-            self._store.flush()  # a state says how often was asked before it
-            self._write_state()
-            if ERROR_FILE in os.environ:
-                return
-            is_first = bool(lost) and self._store.is_first("fault")
-            if is_first or (not self._store.wait_said() and lost):
-                self._say("error: ")
-                self._store.set_said()
+    def _announce_loss(self, loss: str) -> None:
+        """Announce to all ranks, once, that a rank is lost.
 
-    def _leave(self, lost: str) -> None:
-        """End this process, unless the main thread does so by itself."""
+        Without a launcher that reads the states, the first rank to announce it prints the diagnosis. The others stay
+        until then: torchrun or srun ends all ranks when one has ended, and the store ends with rank 0.
+        """
+        if self._has_announced:
+            return
+        self._has_announced = True
+        self._store.fault()
+        self._store.flush()  # before the state, which contains the number of requests
+        self._write_state()
+        if ERROR_FILE in os.environ:
+            return
+        is_first = bool(loss) and self._store.is_first("fault")
+        if is_first or (not self._store.wait_said() and loss):
+            self._print_diagnosis("error: ")
+            self._store.set_said()
+
+    def _leave(self, loss: str) -> None:
+        """End this process, unless the main thread does so by itself. loss: see `_find_loss`."""
         deadline = time.monotonic() + _LAST_CHANCE
-        self._tell(lost)
+        self._announce_loss(loss)
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            leave_word(f"error: {lost}" if lost else "", 1, lost=True)
+            report_exit(f"error: {loss}" if loss else "", 1, from_another_rank=True)
             os._exit(1)
 
     # -- states
 
     def _innermost(self) -> dict[str, Any]:
+        """Return the innermost open entry of this rank, {} if there is none."""
         return next(reversed(self.recorder.state()["open"]), {})
 
     def _state(self) -> dict[str, Any]:
+        """Return the state of this rank: its recorder's, with stacks, torch's flight recorder and halted neighbours."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = {names.get(ident, f"{ident}"): _frames(frame) for ident, frame in sys._current_frames().items()}
         return self.recorder.state() | {
@@ -211,40 +243,42 @@ class Watchdog:
         }
 
     def _write_state(self) -> None:
-        """To the store, and to the folder, as far as that can be written; without waiting for a disk that hangs."""
+        """Write the state to the store and, if possible, to the folder. Does not wait for a disk that hangs."""
         state = json.dumps(self._state())
         self._store.put(state)
         if self._writing is None or not self._writing.is_alive():
-            self._writing = threading.Thread(target=self._to_folder, args=(state,), name="watchdog's disk", daemon=True)
+            self._writing = threading.Thread(
+                target=self._write_file, args=(state,), name="watchdog's disk", daemon=True)
             self._writing.start()
             self._writing.join(ASK)
 
-    def _to_folder(self, state: str) -> None:
+    def _write_file(self, state: str) -> None:
+        """Write the state to the folder, if possible."""
         with suppress(OSError):
-            file, stacks = (of(self._folder, self._info.rank) for of in (state_file, stack_file))
+            stacks = stack_file(self._folder, self._info.rank)
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_file(file, state, flush=False)
+            replace_file(state_file(self._folder, self._info.rank), state, flush=False)
             if stacks.exists():
-                os.truncate(stacks, 0)  # the state has them
+                os.truncate(stacks, 0)  # the state contains them
 
-    def _say(self, first: str) -> None:
-        """Print what the states of all ranks tell, once they have been written."""
+    def _print_diagnosis(self, prefix: str) -> None:
+        """Print a diagnosis of the states of all ranks, once they are written."""
         states = self._store.states(self._info.world_size) | {self._info.rank: self._state()}
-        print(first + "\n".join(diagnose(states).lines), file=sys.stderr, flush=True)
+        print(prefix + "\n".join(diagnose(states).lines), file=sys.stderr, flush=True)
 
-    def _clear(self) -> None:
-        """Take away what an earlier run of this rank has left, or this one, which has ended well."""
+    def _remove_files(self) -> None:
+        """Remove the files of this rank, left by an earlier run or not needed after a successful one."""
         with suppress(OSError):
             for file in (state_file(self._folder, self._info.rank), stack_file(self._folder, self._info.rank)):
                 file.unlink(missing_ok=True)
-            self._folder.rmdir()  # by the last one
+            self._folder.rmdir()  # succeeds on the last rank
 
 
 def _frames(frame: Any) -> list[str]:
-    """The innermost frames of a thread, without their lines, as a disk may be what hangs."""
+    """Return the innermost frames of a thread, without source lines: reading them could hang with a disk."""
     stack = traceback.StackSummary.extract(traceback.walk_stack(frame), lookup_lines=False)
-    return [f"{each.filename}:{each.lineno} in {each.name}" for each in reversed(stack[:_FRAMES])]
+    return [f"{summary.filename}:{summary.lineno} in {summary.name}" for summary in reversed(stack[:_FRAMES])]
 
 
-def _noted(number: int, frame: object) -> None:
-    """Handle a signal by nothing: the thread hears of it through the pipe."""
+def _do_nothing(number: int, frame: object) -> None:
+    """Handle a signal in the main thread: the watchdog thread reads its number from the pipe."""

@@ -1,4 +1,4 @@
-"""A rank of a running job: its device, its process group, its place in the mesh."""
+"""A rank of a running job: its device, its process groups and its position in the mesh."""
 
 from __future__ import annotations
 
@@ -30,15 +30,25 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Job:
-    """The place of this rank: its device, and the mesh of all ranks; None where it is the only one."""
+    """The device of this rank and the mesh of all ranks.
+
+    Attributes:
+        device: of this rank.
+        mesh: of all ranks; None for a single rank.
+        watchdog: of this rank; None without one.
+        place: position of this rank in the mesh.
+        ranks: synchronizes all ranks.
+        rank: global rank.
+        group: process group of all ranks; None for a single rank.
+    """
 
     device: torch.device
     mesh: DeviceMesh | None = None
-    watchdog: Watchdog | None = None  # looks after the rank; None where nothing does
-    place: Mesh = field(init=False)  # of the rank in the mesh
-    ranks: RankSync = field(init=False)  # all of them, for what they agree on
-    rank: int = field(init=False)  # its number among them
-    group: dist.ProcessGroup | None = field(init=False)  # of all ranks; None for one
+    watchdog: Watchdog | None = None
+    place: Mesh = field(init=False)
+    ranks: RankSync = field(init=False)
+    rank: int = field(init=False)
+    group: dist.ProcessGroup | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.place = Mesh.of(self.mesh)
@@ -51,12 +61,12 @@ class Job:
 def join(
     config: Config, info: RankInfo, watchdog: Watchdog | None = None, prefix: str = ""
 ) -> Iterator[tuple[Job, Resolved]]:
-    """Join the job's other ranks (gloo, and NCCL where the ranks have CUDA devices) for the length of a `with` block.
+    """Join the other ranks of the job for the length of a `with` block, over gloo and, with CUDA devices, NCCL.
 
-    prefix: see `connect`. Yields the job, and this rank's configuration resolved for the number of ranks.
+    Yields the job, and the configuration resolved for the number of ranks. prefix: see `connect`.
 
-    Raises ValueError, on all ranks, where they were not started with the same settings, `config` does not fit their
-    number, or one has no device; see `agree`.
+    Raises ValueError, on all ranks, if they were started with different settings, `config` does not fit their number,
+    or one has no device; see `agree`.
     """
 
     def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, Resolved]:
@@ -71,23 +81,27 @@ def join(
             watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
                            patience=config.watchdog.timeout or limit / 2, limit=limit)
 
-    with meet(config.parallel, info, prepare, watch=watch, prefix=prefix) as (job, resolved):
+    with join_prepared(config.parallel, info, prepare, watch=watch, prefix=prefix) as (job, resolved):
         job.watchdog = watchdog
         yield job, resolved
 
 
 @contextmanager
-def meet(
+def join_prepared(
     layout: ParallelConfig, info: RankInfo, prepare: Callable[[dict[str, Any]], tuple[ParallelConfig, T]], *,
     watch: Callable[[dist.Store], None] | None = None, prefix: str = "",
 ) -> Iterator[tuple[Job, T]]:
-    """Join the job's other ranks as `layout` says, once `prepare` is done on all of them.
+    """Join the other ranks of the job after `prepare` has run on all of them.
 
-    prepare: fills a dictionary with the settings that must be the same on all ranks, and returns the layout for their
-    number and a value for this rank, which is yielded with the job. watch: called with the store before ranks wait for
-    each other.
+    Args:
+        layout: timeout, interface and device for the rendezvous.
+        prepare: fills a dictionary with the settings that must be the same on all ranks, and returns the layout for
+            their number and a value for this rank.
+        watch: called with the store before ranks wait for each other.
+        prefix: see `connect`.
 
-    Raises ValueError, on all ranks, where `prepare` did on some, settings differ, or a rank has no device.
+    Yields the job and the value of `prepare`. Raises ValueError, on all ranks, if `prepare` raised it on any, settings
+    differ, or a rank has no device.
     """
 
     def prepare_device(settings: dict[str, Any]) -> tuple[ParallelConfig, T, torch.device]:
@@ -114,33 +128,36 @@ def meet(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
         timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
     )
-    # A rank that fails before all have met would have the others log a broken store.
+    # Wait for all ranks: if one failed before the others connect, torch would log a broken store on them.
     with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
         dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
                       dp_replicate=parallel.dp_replicate, timeout=timeout)
     yield Job(device, mesh), prepared
-    dist.destroy_process_group()  # after an error the process leaves without: destroying would wait for the others
+    dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 
 
-def choose_device(info: RankInfo, wanted: str, is_free: Callable[[str], bool]) -> torch.device:
-    """The device of this rank: "cpu", "cuda", or "auto" for CUDA where torch finds any CUDA device.
+def choose_device(info: RankInfo, kind: str, is_free: Callable[[str], bool]) -> torch.device:
+    """Return the device of this rank.
 
-    is_free: whether no other rank has asked for the CUDA device of this name. A launcher may show every rank its own
-    as the only one (SLURM's --gpus-per-task, CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container for each).
+    Args:
+        kind: "cpu", "cuda", or "auto" for CUDA if torch finds any CUDA device.
+        is_free: returns True if no other rank uses the CUDA device with a given UUID. A launcher may show every rank a
+            device of its own as the only one (SLURM's --gpus-per-task, CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container
+            per rank).
 
-    Raises ValueError where this machine has fewer CUDA devices than ranks. "auto" does not take the CPU then: a job
-    that was meant for GPUs would go on a hundred times slower, or with some of its ranks on CPU.
+    Raises ValueError if this machine has fewer CUDA devices than ranks. "auto" does not fall back to the CPU then: a
+    job for GPUs would continue a hundred times slower, or with some of its ranks on CPU.
     """
-    devices = cuda.count() if wanted != "cpu" else 0
+    devices = cuda.count() if kind != "cpu" else 0
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
     if devices == 1 and is_free(str(cuda.properties(0).uuid)):
         return torch.device("cuda", 0)
-    if wanted == "cuda" or devices:
+    if kind == "cuda" or devices:
         raise ValueError(
-            f"parallel.device = {wanted!r}, but torch finds {devices} CUDA devices here for {info.local_world_size} "
-            "ranks; start fewer ranks, set parallel.device = 'cpu', or, where they are on several machines, set "
+            f"parallel.device = {kind!r}, but torch finds {devices} CUDA devices here for {info.local_world_size} "
+            "ranks; start fewer ranks, set parallel.device = 'cpu', or, if they are on several machines, set "
             "LOCAL_RANK and LOCAL_WORLD_SIZE"
         )
     return torch.device("cpu")

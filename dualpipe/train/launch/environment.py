@@ -1,4 +1,4 @@
-"""Which rank this process is, by the variables of torchrun, of SLURM or of `dualpipe` itself; and its configuration.
+"""The rank of this process, from the variables of torchrun, SLURM or `dualpipe`, and its configuration.
 
 Does not import torch, for the process that starts ranks.
 """
@@ -6,6 +6,7 @@ Does not import torch, for the process that starts ranks.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -19,34 +20,40 @@ from dualpipe.train.config.schema import Config
 
 
 def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
-    """The configuration, and which rank of its job this process is; None where its ranks are still to be started.
+    """Return the configuration and the rank of this process; None for the rank if the ranks are not yet started.
 
-    Raises ValueError where either is wrong; if on this rank alone, the others are told, for 30 s at most, instead of
-    waiting for it.
+    Raises ValueError if either is invalid. If that happens on this rank alone, the other ranks raise the same error; it
+    takes up to 30 s to tell them.
     """
     info = rank_of_job()
     try:
-        config = _handed_on() or load_config(path, overrides)
+        config = _config_from_launcher() or load_config(path, overrides)
     except ValueError as error:
         if info is not None and info.world_size > 1:
-            from dualpipe.train.launch.settings_check import PATIENCE, agree  # loads torch
-            from dualpipe.train.launch.store import connect
-
-            def fail(settings: dict[str, Any], error: ValueError = error) -> None:
-                raise error
-
-            with suppress(ValueError, TimeoutError):  # it is raised here in any case
-                agree(connect(info, PATIENCE), info, fail, PATIENCE)
+            _raise_everywhere(error, info)
         raise
     if info is None and config.parallel.world_size == 1:
         info = RankInfo(0, 1, 0, 1)
     return config, info
 
 
-def rank_of_job(world_size: int = 0) -> RankInfo | None:
-    """Return this process's rank in its job, with SLURM's rendezvous set up; None where ranks are still to be started.
+def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
+    """Raise `error` on the other ranks of the job, which would wait for this one."""
+    from dualpipe.train.launch.settings_check import PATIENCE, agree  # loads torch
+    from dualpipe.train.launch.store import connect
 
-    world_size: the number of ranks to start, where it is known. One needs no start.
+    def fail(settings: dict[str, Any]) -> None:
+        raise error
+
+    with suppress(ValueError, TimeoutError):  # the caller raises the error on this rank
+        agree(connect(info, PATIENCE), info, fail, PATIENCE)
+
+
+def rank_of_job(world_size: int = 0) -> RankInfo | None:
+    """Return the rank of this process in its job; None if the ranks are not yet started.
+
+    Sets MASTER_ADDR and MASTER_PORT under SLURM. world_size: the number of ranks to start, if known. A single rank
+    needs no start.
     """
     info = rank_from_environment(os.environ)
     if info is not None and "RANK" not in os.environ:
@@ -54,18 +61,18 @@ def rank_of_job(world_size: int = 0) -> RankInfo | None:
     return RankInfo(0, 1, 0, 1) if info is None and world_size == 1 else info
 
 
-def _handed_on() -> Config | None:
-    """Return the configuration that the launcher has parsed for its ranks; None where this process has none."""
+def _config_from_launcher() -> Config | None:
+    """Return the configuration that the launcher has parsed for its ranks; None without a launcher."""
     file = os.environ.get(CONFIG_FILE)
     return None if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
-    """This process's place as torchrun or SLURM (`srun` with several tasks) tells it; None where neither started it.
+    """Return the rank of this process as started by torchrun or SLURM (`srun` with several tasks); None by neither.
 
-    A batch script that SLURM runs is no task of `srun`, though it too has SLURM_PROCID = 0 and the job's SLURM_NTASKS.
+    A batch script run by SLURM is no task of `srun`, although it has SLURM_PROCID = 0 and the SLURM_NTASKS of the job.
 
-    Raises ValueError for half of torchrun's variables, for what is no number, and for a rank that cannot be.
+    Raises ValueError if variables of torchrun are missing, are no numbers, or contradict each other.
     """
 
     def number(name: str, default: object = "") -> int:
@@ -76,25 +83,30 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
         return int(text)
 
     if "RANK" in environment or "WORLD_SIZE" in environment:
-        rank, world = number("RANK"), number("WORLD_SIZE")
-        info = RankInfo(rank, world, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world))
+        rank = number("RANK")
+        world_size = number("WORLD_SIZE")
+        info = RankInfo(rank, world_size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world_size))
     elif "SLURM_PROCID" in environment and number("SLURM_STEP_NUM_TASKS", 1) > 1:
-        world, nodes = number("SLURM_STEP_NUM_TASKS"), number("SLURM_STEP_NUM_NODES", 1)
-        info = RankInfo(number("SLURM_PROCID"), world, number("SLURM_LOCALID", 0), -(-world // max(1, nodes)))
+        world_size = number("SLURM_STEP_NUM_TASKS")
+        nodes = max(1, number("SLURM_STEP_NUM_NODES", 1))
+        info = RankInfo(number("SLURM_PROCID"), world_size, number("SLURM_LOCALID", 0), math.ceil(world_size / nodes))
     else:
         return None
     if info.rank >= info.world_size or info.local_rank >= info.local_world_size:
-        raise ValueError(f"rank {info.rank} of {info.world_size}, on its machine {info.local_rank} of "
-                         f"{info.local_world_size}, cannot be: ranks count from 0; see RANK, WORLD_SIZE, LOCAL_RANK "
-                         "and LOCAL_WORLD_SIZE")
+        raise ValueError(f"got rank {info.rank} of {info.world_size} and, on its machine, rank {info.local_rank} of "
+                         f"{info.local_world_size}, but ranks count from 0; correct RANK, WORLD_SIZE, LOCAL_RANK and "
+                         "LOCAL_WORLD_SIZE")
     return info
 
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
-    """MASTER_ADDR and MASTER_PORT where they are not set: the step's first node, a port made of the numbers of job and
-    step, as several steps of a job may run on one node at once."""
+    """Return MASTER_ADDR and MASTER_PORT for a SLURM step, without those that are already set.
+
+    The address is the first node of the step. The port depends on the numbers of job and step, because several steps of
+    a job may run on one node at the same time. Raises ValueError if `scontrol` does not name the first node.
+    """
     address = "127.0.0.1"
-    # Multiplied by a prime, so that the steps of one job have ports that are far from those of the next jobs.
+    # Multiplied by a prime, so that ports of the steps of one job are far from those of the next jobs.
     number = int(environment.get("SLURM_JOB_ID", 0)) + 7919 * int(environment.get("SLURM_STEP_ID", 0))
     port = 20000 + number % 20000
     if "MASTER_ADDR" not in environment and int(environment.get("SLURM_STEP_NUM_NODES", 1)) > 1:
@@ -105,5 +117,5 @@ def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
         except (OSError, subprocess.CalledProcessError, IndexError) as error:
             raise ValueError(f"cannot tell the first node of SLURM_STEP_NODELIST = {nodes!r}; set MASTER_ADDR"
                              ) from error
-    found = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
-    return {name: value for name, value in found.items() if name not in environment}
+    rendezvous = {"MASTER_ADDR": address, "MASTER_PORT": f"{port}"}
+    return {name: value for name, value in rendezvous.items() if name not in environment}

@@ -1,9 +1,8 @@
 """The check that all ranks of a job were started with the same settings.
 
-Ranks that train on with other seeds, learning rates or models than the rest do not fail; they spoil the result. So
-before there is any group, each leaves a digest of its settings in the store that MASTER_ADDR and MASTER_PORT name, and
-rank 0 compares; the settings themselves are exchanged only where they differ: a job of thousands of ranks sends 64
-bytes a rank.
+Ranks with different seeds, learning rates or models do not fail; they spoil the result. So before any process group
+exists, each rank puts a digest of its settings into the store at MASTER_ADDR and MASTER_PORT, and rank 0 compares them.
+The settings themselves are exchanged only if digests differ: a job of thousands of ranks sends 64 bytes per rank.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
-ANSWER = timedelta(seconds=5)  # for rank 0 to say which rank does not come
-PATIENCE = timedelta(seconds=30)  # of a job that ends, for others to come and read why
-_SHOWN, _CHARACTERS = 8, 80  # fields that differ, and of each value
-_MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # of each node
+ANSWER = timedelta(seconds=5)  # for rank 0 to name the missing rank
+PATIENCE = timedelta(seconds=30)  # of a failing rank, for the others to arrive and read its error
+_MAX_FIELDS = 8  # different settings in an error
+_MAX_CHARACTERS = 80  # of a value in an error
+_MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # from node to node
 
 T = TypeVar("T")
 
 
 def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
-    """Yield what two ranks of one run have in common, by name, besides the model: their configuration, and the code.
+    """Yield the settings, by name, that all ranks of a run must share besides the model: configuration and code.
 
-    What may differ from node to node is left out: the path of the model's config.json, whose content is compared, and
-    output.dir, unless checkpoints, which all ranks write, are in it.
+    Settings that may differ from node to node are left out: the path of the model's config.json, whose content is
+    compared, the network interface, and output.dir, unless it contains the checkpoints, which all ranks write.
     """
     for table, fields in asdict(config).items():
         for name, value in fields.items():
@@ -51,7 +51,7 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
         yield "the directory of checkpoints", str(config.checkpoint_directory)
     yield "version of torch", str(torch.__version__)
     yield "version of dualpipe", __version__
-    sources: dict[Path, Path] = {}  # by name: of an installed package the last two are in the first, else they are not
+    sources: dict[Path, Path] = {}  # by name: once installed, the last two packages are inside the first
     for package in ("dualpipe", "dualpipe.kernels", "dualpipe.models"):
         folder = Path(find_spec(package).submodule_search_locations[0])  # type: ignore[union-attr, index]
         sources |= {Path(*package.split("."), path.relative_to(folder)): path for path in folder.rglob("*.py")}
@@ -62,68 +62,75 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
 
 
 def model_settings(model: TrainedModel) -> Iterator[tuple[str, Any]]:
-    """The model's configuration, by name, which all ranks must have the same of."""
+    """Yield the fields of the model's configuration, by name, that all ranks must share."""
     for name, value in model.to_dict().items():
         yield f"the model's {name}", value
 
 
 def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]], T], timeout: timedelta) -> T:
-    """Do `prepare` on every rank, compare their settings, and return what it gave here.
+    """Run `prepare` on every rank, compare the settings of all ranks, and return this rank's result.
 
-    prepare: puts what must be the same on all ranks (values as in JSON) into the given dictionary.
+    prepare: fills the dictionary that it receives with the settings that must be the same on all ranks, as JSON values.
 
-    Raises ValueError, with the same text on every rank, where settings differ (fields, ranks, values) or `prepare`
-    raised it on some rank; TimeoutError where ranks do not come.
+    Raises ValueError, with the same text on every rank, if settings differ (naming fields, ranks and values) or
+    `prepare` raised one on any rank; TimeoutError if ranks are missing.
     """
     settings: dict[str, Any] = {}
-    said, error = "", None
+    error: Exception | None = None
     try:
-        prepared = prepare(settings)
-    except Exception as raised:  # told to the others before it is raised here
-        said, error = (isinstance(raised, ValueError) and str(raised)) or repr(raised), raised
-    record = json.dumps({"settings": settings, "error": said}, sort_keys=True, default=str)
+        result = prepare(settings)
+    except Exception as raised:  # sent to the other ranks first, and raised below
+        error = raised
+    error_text = "" if error is None else _text_of(error)
+    record = json.dumps({"settings": settings, "error": error_text}, sort_keys=True, default=str)
     with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
-        wrong = _compare(store, info, record, bool(said), timeout)
-    if wrong:
-        with suppress(TimeoutError, dist.DistError):  # rank 0, which has the store, stays for the others to read it
+        problem = _compare(store, info, record, bool(error_text), timeout)
+    if problem:
+        with suppress(TimeoutError, dist.DistError):  # rank 0 has the store: it waits until the others have read it
             _gather(store, info, "read", "", PATIENCE)
     if error is not None and not isinstance(error, ValueError):
         raise error
-    if wrong:
-        raise ValueError(wrong) from error
-    return prepared
+    if problem:
+        raise ValueError(problem) from error
+    return result
+
+
+def _text_of(error: Exception) -> str:
+    """Return the text of an error for the other ranks; never ""."""
+    text = str(error) if isinstance(error, ValueError) else ""
+    return text or repr(error)
 
 
 def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeout: timedelta) -> str:
-    """Return the problem in the records of all ranks, the same text on each; "" where there is none.
+    """Return the problem in the records of all ranks, the same text on each; "" if there is none.
 
-    failed: whether this rank's record tells of an error.
+    failed: the record of this rank contains an error.
     """
-    # Longer than rank 0 waits, which names the rank that does not come: its word is the one to be read.
-    answered = timeout if info.rank == 0 else timeout + ANSWER
+    # Longer than rank 0 waits: rank 0 names the missing rank, and its message must come first.
+    answer_timeout = timeout if info.rank == 0 else timeout + ANSWER
     try:
         digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
         if info.rank == 0:
             store.set("settings/asked", "for" if failed or len(set(digests)) > 1 else "")
-        store.wait(["settings/asked"], answered)
+        store.wait(["settings/asked"], answer_timeout)
         if not store.get("settings/asked"):
             return ""
-        records = [json.loads(each) for each in _gather(store, info, "record", record, timeout)]
+        records = [json.loads(text) for text in _gather(store, info, "record", record, timeout)]
         if info.rank == 0:
-            store.set("settings/wrong", "; ".join(_differences(records)))
-        store.wait(["settings/wrong"], answered)
+            store.set("settings/wrong", "; ".join(_problems(records)))
+        store.wait(["settings/wrong"], answer_timeout)
         return str(store.get("settings/wrong").decode())
     except dist.DistError as lost:
-        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {answered.total_seconds():g} s for it, while all "
-                           "ranks compared their settings; see what rank 0 printed") from lost
+        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {answer_timeout.total_seconds():g} s for it, "
+                           "while all ranks compared their settings; see what rank 0 printed") from lost
 
 
-def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: timedelta) -> list[bytes]:
-    """Each rank's value, on rank 0; raises TimeoutError there that names the ranks which do not come."""
-    store.set(f"settings/{what}/{info.rank}", value)
+def _gather(store: dist.Store, info: RankInfo, name: str, value: str, timeout: timedelta) -> list[bytes]:
+    """Return the value of every rank on rank 0, [] on others. Raises TimeoutError on rank 0, naming missing ranks."""
+    store.set(f"settings/{name}/{info.rank}", value)
     if info.rank != 0:
         return []
-    keys = [f"settings/{what}/{rank}" for rank in range(info.world_size)]
+    keys = [f"settings/{name}/{rank}" for rank in range(info.world_size)]
     try:
         store.wait(keys, timeout)
     except dist.DistError as error:
@@ -133,24 +140,33 @@ def _gather(store: dist.Store, info: RankInfo, what: str, value: str, timeout: t
     return store.multi_get(keys)
 
 
-def _differences(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """records: of each rank its settings, as far as it got, and its error."""
-    different, settings = [], [record["settings"] for record in records]
-    for name in dict.fromkeys(chain.from_iterable(settings)):
-        ranks_of = defaultdict(list)
-        for rank, each in enumerate(settings):
-            if name in each:
-                ranks_of[repr(each[name])].append(rank)
-        if len(ranks_of) > 1:
-            values = ", ".join(f"{value[:_CHARACTERS]} on {rank_ranges(ranks)}" for value, ranks in ranks_of.items())
-            different.append(f"{name} is {values}")
-    if different:
-        more = f" (and {len(different) - _SHOWN} more)" if len(different) > _SHOWN else ""
-        yield (f"the ranks were started with different settings: {', '.join(different[:_SHOWN])}{more}; start all with "
-               "the same command, files and versions")
-    ranks_of = defaultdict(list)
+def _problems(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a text about different settings, and one for each error.
+
+    records: the settings of each rank, as far as `prepare` got, and its error.
+    """
+    differences = list(_differences([record["settings"] for record in records]))
+    if differences:
+        shown = ", ".join(differences[:_MAX_FIELDS])
+        more = f" (and {len(differences) - _MAX_FIELDS} more)" if len(differences) > _MAX_FIELDS else ""
+        yield (f"the ranks were started with different settings: {shown}{more}; start all with the same command, files "
+               "and versions")
+    ranks_by_error = defaultdict(list)
     for rank, record in enumerate(records):
-        ranks_of[record["error"]].append(rank)
-    for error, ranks in ranks_of.items():
+        ranks_by_error[record["error"]].append(rank)
+    for error, ranks in ranks_by_error.items():
         if error:
             yield error if len(ranks) == len(records) else f"{rank_ranges(ranks)}: {error}"
+
+
+def _differences(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a text for each setting that differs between ranks, with its values. settings: of each rank."""
+    for name in dict.fromkeys(chain.from_iterable(settings)):
+        ranks_by_value = defaultdict(list)
+        for rank, rank_settings in enumerate(settings):
+            if name in rank_settings:
+                ranks_by_value[repr(rank_settings[name])].append(rank)
+        if len(ranks_by_value) > 1:
+            values = ", ".join(f"{value[:_MAX_CHARACTERS]} on {rank_ranges(ranks)}"
+                               for value, ranks in ranks_by_value.items())
+            yield f"{name} is {values}"

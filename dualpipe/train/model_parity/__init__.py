@@ -1,6 +1,6 @@
-"""`dualpipe parity --model`: a custom model, or one of transformers, in a pipeline against the uncut model.
+"""`dualpipe parity --model`: compares a custom or transformers model in a pipeline with the unpipelined model.
 
-Imports `train.parity`, `train.launch`, `train.config.schema`, `parallel.mesh`, `schedule` and `runtime`.
+Imports `train.parity_errors`, `train.launch`, `train.config.schema`, `parallel.mesh`, `schedule` and `runtime`.
 """
 
 from dualpipe.train.model_parity.models.cut_model import CutModel

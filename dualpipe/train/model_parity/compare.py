@@ -1,15 +1,16 @@
-"""The comparison of a pipelined step with the uncut model's, and the search for the place where they part.
+"""Comparison of a pipelined step with the unpipelined model, and the search for the first difference.
 
-Tensors cannot be compared inside of the uncut model, whose boundaries between stages nobody knows. So the search goes
-by three references, each of which leaves out one cause:
+The boundaries between stages are unknown inside the unpipelined model, so its tensors there cannot be compared. The
+search uses other references, each of which rules out a cause:
 
-    weights     the stages' weights are those of the uncut model, before any step
-    sequence    the stages, unsharded and one after the other in one process, against the uncut model: the cut
-    actions     what each action of the pipeline hands on, against the same stage in the sequence: the first that
-                differs is the cause of all behind it, as micro-batches do not depend on each other
-    micro-batch where all of these are right, a weight gradient is wrong. The step is run again with the losses of all
-                micro-batches but one multiplied by zero, so that each one's part of a gradient is seen in the order,
-                with the accumulation and with the reductions of the whole step
+    weights     the weights of the stages are compared with the unpipelined model's before any step
+    sequence    the stages, unsharded and one after the other in one process, are compared with the unpipelined model:
+                a difference comes from the split into stages
+    actions     the results of each action of the pipeline are compared with the same stage in the sequence. The first
+                that differs causes all later ones, as micro-batches do not depend on each other
+    micro-batch if all of these are right, a weight gradient is wrong. The step is repeated with the losses of all
+                micro-batches but one multiplied by zero: so the contribution of that one has the order, the
+                accumulation and the reductions of the whole step
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from dualpipe.train.model_parity.models.pipelined import (
     StageGradient,
     has_bfloat16_values,
 )
-from dualpipe.train.model_parity.models.uncut import (
+from dualpipe.train.model_parity.models.unpipelined import (
     StagesInSequence,
-    UncutStep,
+    UnpipelinedStep,
     compare_by_first_name,
     make_batches,
     names_of,
@@ -42,11 +43,11 @@ from dualpipe.train.model_parity.models.uncut import (
     tied_names,
     train_whole,
 )
-from dualpipe.train.parity import Difference, difference, worst_of
+from dualpipe.train.parity_errors import Difference, difference, worst_of
 
 
 class StageDifference(NamedTuple):
-    """A compared tensor of a stage. stage: its number, -1 for losses; name: that in the uncut model."""
+    """The difference of a tensor of a stage. stage: -1 for losses; name: in the unpipelined model."""
 
     stage: int
     name: str
@@ -54,7 +55,10 @@ class StageDifference(NamedTuple):
 
 
 class Report(NamedTuple):
-    """The result of a comparison, the same on every rank. origin: None where nothing differs."""
+    """The result of a comparison, the same on every rank.
+
+    differences: of all tensors; failed: those beyond the tolerance; origin: the first one, None if nothing differs.
+    """
 
     differences: list[StageDifference]
     failed: list[StageDifference]
@@ -62,11 +66,11 @@ class Report(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A place where a rank differs; the first of all ranks' has the least order."""
+    """A place where the step of a rank differs."""
 
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # sort key; the first place of all ranks has the smallest
     stage: int
-    name: str
+    name: str  # of a parameter; "" if unknown
     relative: float
     where: str
     hint: str = ""
@@ -74,13 +78,13 @@ class _Place(NamedTuple):
     replica: int = 0
 
 
-_NOTHING = Suspects([])
+_NO_SUSPECTS = Suspects([])
 
 
 class ModelComparison:
-    """A model, uncut and in a pipeline, on the same batches. Collective over all ranks, as are all methods.
+    """A model, unpipelined and in a pipeline, on the same batches. Construction and methods are collective.
 
-    Raises ValueError, on all ranks, where the stages lack parameters of the uncut model.
+    Raises ValueError, on all ranks, if the stages lack parameters of the unpipelined model.
     """
 
     def __init__(self, model: ComparedModel, job: Job, dtype: torch.dtype, tolerance: float) -> None:
@@ -92,11 +96,11 @@ class ModelComparison:
         self._tied = tied_names(self._whole)
         self._batches = job.ranks.agree(lambda: make_batches(model, job.place.replicas, dtype, job.device))
         self._pipelined = PipelinedModel(model, job, dtype)
-        self._own_batch = self._batches[job.place.replica]
-        self._stages_of = self._agree_on_names()
+        self._rank_batch = self._batches[job.place.replica]
+        self._stages_of = self._gather_names()
 
     def run(self) -> Report:
-        """Compare weights, then a step; where something differs, find the first place."""
+        """Compare the weights, then a step; search for the first difference if there is one."""
         report = self._report(self._compare_weights())
         if report.failed:
             worst = _worst(report.failed)
@@ -104,79 +108,85 @@ class ModelComparison:
             return report._replace(origin=Origin(worst.name, worst.difference.relative, where))
         observer = ActionResults()
         with Recorder.current().observed_by(observer):
-            losses = self._pipelined.train(self._own_batch)
+            losses = self._pipelined.train(self._rank_batch)
         expected = self._job.ranks.agree(lambda: train_whole(self._model, self._whole, self._batches))
         differences = self._compare_gradients(self._pipelined.gradients(), expected)
         if losses is not None:
-            own = expected.losses[self._job.place.replica].to(losses)
+            expected_losses = expected.losses[self._job.place.replica].to(losses)
             name = "loss of the micro-batches"
             if self._job.place.replicas > 1:
                 name += f" of pipeline {self._job.place.replica}"
-            differences.append(StageDifference(-1, name, difference(name, losses, own)))
+            differences.append(StageDifference(-1, name, difference(name, losses, expected_losses)))
         report = self._report(differences)
         if report.failed:
             return report._replace(origin=self._find_origin(report, expected, observer))
         return report
 
-    # -- what is compared
+    # -- comparisons
 
-    def _agree_on_names(self) -> dict[str, list[int]]:
-        """Return the stages that have each parameter; ValueError where no stage has one."""
-        own = [(name, stage) for stage, name, _ in self._pipelined.parameters()]
-        found: dict[str, list[int]] = {}
-        for name, stage in sorted(set(chain.from_iterable(self._job.ranks.gather(lambda: own)))):
+    def _gather_names(self) -> dict[str, list[int]]:
+        """Return the numbers of the stages that have each parameter, by its names in the unpipelined model.
+
+        Raises ValueError if no stage has one.
+        """
+        rank_names = [(name, stage) for stage, name, _ in self._pipelined.parameters()]
+        stages_of: dict[str, list[int]] = {}
+        for name, stage in sorted(set(chain.from_iterable(self._job.ranks.gather(lambda: rank_names)))):
             for tied in self._tied[name]:
-                found.setdefault(tied, []).append(stage)
-        held = names_of(self._pipelined.stages)
-        of_all = set(chain.from_iterable(self._job.ranks.gather(lambda: held)))
-        has_tied = {tied for name in of_all for tied in self._tied[name]}
-        missing = [name for name in self._tied if name not in has_tied]
+                stages_of.setdefault(tied, []).append(stage)
+        all_rank_names = names_of(self._pipelined.stages)
+        all_names = set(chain.from_iterable(self._job.ranks.gather(lambda: all_rank_names)))
+        all_tied = {tied for name in all_names for tied in self._tied[name]}
+        missing = [name for name in self._tied if name not in all_tied]
         if missing:
-            raise ValueError(f"no stage has {len(missing)} of the uncut model's parameters, such as {missing[0]!r}; "
-                             "cut() must put every parameter into a stage")
-        return found
+            raise ValueError(f"no stage has {len(missing)} of the unpipelined model's parameters, such as "
+                             f"{missing[0]!r}; cut() must put every parameter into a stage")
+        return stages_of
 
     def _compare_weights(self) -> list[StageDifference]:
-        """Return the distances of this rank's weights from the uncut model's."""
+        """Compare this rank's weights with those of the unpipelined model."""
         expected = dict(self._whole.named_parameters(remove_duplicate=False))
         values = self._pipelined.values()
-        return self._job.ranks.agree(lambda: [_compare(each, expected[each.name].detach(), 0.0) for each in values])
+        return self._job.ranks.agree(lambda: [_compare(value, expected[value.name].detach(), 0.0) for value in values])
 
-    def _compare_gradients(self, found: Iterable[StageGradient], expected: UncutStep) -> list[StageDifference]:
-        """Return the distances of this rank's gradients from the uncut model's."""
+    def _compare_gradients(
+        self, gradients: Iterable[StageGradient], expected: UnpipelinedStep
+    ) -> list[StageDifference]:
+        """Compare gradients of this rank with those of the unpipelined model."""
         floor = self._floor(expected)
-        return [_compare(each, expected.gradients[each.name], floor) for each in found]
+        return [_compare(gradient, expected.gradients[gradient.name], floor) for gradient in gradients]
 
-    def _floor(self, expected: UncutStep) -> float:
-        """Return the norm that a gradient counts as at least.
+    def _floor(self, expected: UnpipelinedStep) -> float:
+        """Return the norm that the norm of a gradient counts as at least.
 
-        As in `train.parity.compare`: a gradient that is zero but for rounding differs by one eps of the whole gradient
-        at most, which is let pass.
+        An error of one eps of the whole gradient is always allowed, for gradients that are zero up to rounding; see
+        `train.parity.compare`.
         """
         norm = torch.stack([gradient.norm() for gradient in expected.gradients.values()]).norm().item()
         return norm * torch.finfo(self._dtype).eps / self._tolerance
 
     def _report(self, differences: list[StageDifference]) -> Report:
-        """Return the differences of all ranks, each tensor once."""
-        if self._job.place.replica:  # pipeline 0 has the same parameters, and not the same losses
-            differences = [each for each in differences if each.stage < 0]
-        of_all = list(chain.from_iterable(self._job.ranks.gather(lambda: differences)))
-        return Report(of_all, [each for each in of_all if self._differs(each.difference)], None)
+        """Return the differences of all ranks, without duplicates."""
+        if self._job.place.replica:  # pipeline 0 has the same parameters, but other losses
+            differences = [diff for diff in differences if diff.stage < 0]
+        all_differences = list(chain.from_iterable(self._job.ranks.gather(lambda: differences)))
+        failed = [diff for diff in all_differences if self._is_beyond_tolerance(diff.difference)]
+        return Report(all_differences, failed, None)
 
-    def _differs(self, found: Difference) -> bool:
-        return not found.relative <= self._tolerance  # NaN differs
+    def _is_beyond_tolerance(self, diff: Difference) -> bool:
+        return not diff.relative <= self._tolerance  # True for NaN
 
     # -- the first place that differs
 
-    def _find_origin(self, report: Report, expected: UncutStep, observer: ActionResults) -> Origin:
+    def _find_origin(self, report: Report, expected: UnpipelinedStep, observer: ActionResults) -> Origin:
         """Return the first place where the step differs. Collective."""
         sequence = self._job.ranks.agree(self._build_sequence)
         step = sequence.train(self._batches, self._job.place.replica)
-        cut = self._job.ranks.gather(lambda: self._first_of_the_cut(step, expected))
-        action = self._job.ranks.gather(lambda: self._first_action(sequence, observer))
-        first = _least([*cut, *action])
+        in_sequence = self._job.ranks.gather(lambda: self._first_in_sequence(step, expected))
+        in_actions = self._job.ranks.gather(lambda: self._first_action(sequence, observer))
+        first = _first_of([*in_sequence, *in_actions])
         if first is None:
-            first = _least([*self._job.ranks.gather(lambda: self._first_loss(report))])
+            first = _first_of(self._job.ranks.gather(lambda: self._first_loss(report)))
         if first is None:
             first = self._first_weight_gradient()
         if first is None:
@@ -185,64 +195,67 @@ class ModelComparison:
             return Origin(worst.name, worst.difference.relative, where)
         if first.name:
             return Origin(first.name, first.relative, first.where, first.hint)
-        inside = [each for each in report.failed if each.stage == first.stage]
-        suspects = self._look_into_stage(first, sequence) if first.where.startswith("F") else _NOTHING
-        suspected = [each for each in inside if each.name in suspects.names]
-        worst = _worst(suspected or inside or report.failed)
+        suspects = self._search_stage(first, sequence) if first.where.startswith("F") else _NO_SUSPECTS
+        in_stage = [diff for diff in report.failed if diff.stage == first.stage]
+        suspected = [diff for diff in in_stage if diff.name in suspects.names]
+        worst = _worst(suspected or in_stage or report.failed)
         return Origin(worst.name, worst.difference.relative, first.where, suspects.hint)
 
-    def _look_into_stage(self, first: _Place, sequence: StagesInSequence) -> Suspects:
-        """Return the parameters, by the uncut model's names, of the modules in which a forward goes wrong. Collective.
+    def _search_stage(self, first: _Place, sequence: StagesInSequence) -> Suspects:
+        """Return the parameters of the modules where a forward goes wrong, by names in the unpipelined model.
 
-        The step is run again, with hooks on the modules of the stage: their outputs would not fit in memory for all.
+        Collective. The step is repeated with hooks on the modules of that stage alone: the outputs of all modules may
+        not fit in memory.
         """
-        own = next((stage for stage in self._pipelined.stages if stage.number == first.stage), None)
-        calls = ModuleCalls(first.stage, nn.Module() if own is None else own.module)
+        rank_stage = next((stage for stage in self._pipelined.stages if stage.number == first.stage), None)
+        calls = ModuleCalls(first.stage, nn.Module() if rank_stage is None else rank_stage.module)
         with calls.hooked():
-            self._pipelined.train(self._own_batch)
-        alone = sequence.stages[first.stage]
-        expected = ModuleCalls(first.stage, alone.module)
+            self._pipelined.train(self._rank_batch)
+        reference = sequence.stages[first.stage]
+        expected = ModuleCalls(first.stage, reference.module)
         with expected.hooked():
             sequence.train(self._batches, self._job.place.replica, expected.take)
 
         def find() -> Suspects:
-            if own is None or self._job.place.replica != first.replica:
-                return _NOTHING
-            found = find_suspects(calls.of_microbatch.get(first.microbatch, []),
-                                  expected.of_microbatch[first.microbatch], dict(alone.module.named_modules()),
-                                  self._tolerance)
-            return Suspects([name for own_name, name in alone.names.items()
-                             if any(own_name.startswith(f"{module}.") for module in found.names)], found.hint)
+            if rank_stage is None or self._job.place.replica != first.replica:
+                return _NO_SUSPECTS
+            modules = find_suspects(
+                calls.of_microbatch.get(first.microbatch, []), expected.of_microbatch[first.microbatch],
+                dict(reference.module.named_modules()), self._tolerance)
+            parameters = [name for stage_name, name in reference.names.items()
+                          if any(stage_name.startswith(f"{module}.") for module in modules.names)]
+            return Suspects(parameters, modules.hint)
 
-        return next((each for each in self._job.ranks.gather(find) if each.names or each.hint), _NOTHING)
+        rank_suspects = self._job.ranks.gather(find)
+        return next((suspects for suspects in rank_suspects if suspects.names or suspects.hint), _NO_SUSPECTS)
 
     def _build_sequence(self) -> StagesInSequence:
-        """Build all stages, unsharded, in this process."""
+        """Build all stages in this process, unsharded."""
         count = self._pipelined.schedule.num_stages
         stages = self._model.build_stages(count, range(count), self._dtype, self._job.device, None)
         return StagesInSequence(self._model, stages)
 
-    def _first_of_the_cut(self, step: UncutStep, expected: UncutStep) -> _Place | None:
-        """Return the first parameter of the stages in a sequence that differs from the uncut model's."""
+    def _first_in_sequence(self, step: UnpipelinedStep, expected: UnpipelinedStep) -> _Place | None:
+        """Return the place where the stages in sequence differ from the unpipelined model, None if nowhere."""
         floor = self._floor(expected)
-        found = sum_by_first_name(step.gradients, self._tied)
-        compared = compare_by_first_name(found, expected.gradients, self._tied, floor)
-        failed = [each for each in compared if self._differs(each)]
+        gradients = sum_by_first_name(step.gradients, self._tied)
+        compared = compare_by_first_name(gradients, expected.gradients, self._tied, floor)
+        failed = [diff for diff in compared if self._is_beyond_tolerance(diff)]
         if not failed:
             return None
-        # One without any gradient says more than those that are changed by it.
-        unused = [each for each in failed if each.name not in found]
-        (worst,) = worst_of(unused or failed, lambda each: each.relative, 1)
-        losses = (step.losses - expected.losses).abs() > self._tolerance * expected.losses.abs()
-        microbatch = int(losses.any(0).nonzero()[0]) if losses.any() else 0
+        # A parameter without a gradient tells more than those whose gradients it changes.
+        unused = [diff for diff in failed if diff.name not in gradients]
+        (worst,) = worst_of(unused or failed, lambda diff: diff.relative, 1)
+        is_wrong = (step.losses - expected.losses).abs() > self._tolerance * expected.losses.abs()
+        microbatch = int(is_wrong.any(0).nonzero()[0]) if is_wrong.any() else 0
         stage = self._stages_of[worst.name][0]
         where = (f"stage {stage}, micro-batch {microbatch}, in the stages one after the other, without a pipeline: "
-                 "the cut computes something else")
+                 "the split into stages changes the result")
         hint = "no stage uses it" if unused else ""
         return _Place((-1, stage), stage, worst.name, worst.relative, where, hint)
 
     def _first_action(self, sequence: StagesInSequence, observer: ActionResults) -> _Place | None:
-        """Return the first of this rank's actions whose results differ from those of the stage in a sequence."""
+        """Return the first action of this rank with other results than the stage in sequence, None if there is none."""
         first: _Place | None = None
         for boundary, results in observer.results.items():
             expected = sequence.boundaries[boundary]
@@ -250,15 +263,15 @@ class ModelComparison:
             if len(results) == len(expected) and relative <= self._tolerance:
                 continue
             action = observer.actions[boundary]
-            found = _Place(order_of(action), action.stage, "", relative, action.title,
+            place = _Place(order_of(action), action.stage, "", relative, action.title,
                            microbatch=action.microbatch, replica=self._job.place.replica)
-            if first is None or found.order < first.order:
-                first = found
+            if first is None or place.order < first.order:
+                first = place
         return first
 
     def _first_loss(self, report: Report) -> _Place | None:
-        """Return the loss, where it differs though outputs do not."""
-        wrong = [each for each in report.failed if each.stage < 0]
+        """Return the loss if it differs although the outputs do not, else None."""
+        wrong = [diff for diff in report.failed if diff.stage < 0]
         if not wrong:
             return None
         last = self._pipelined.schedule.num_stages - 1
@@ -266,37 +279,37 @@ class ModelComparison:
         return _Place((0, last), last, wrong[0].name, wrong[0].difference.relative, where)
 
     def _first_weight_gradient(self) -> _Place | None:
-        """Return the first micro-batch whose part of a gradient is wrong, and the parameter. Collective."""
+        """Return the first micro-batch with a wrong contribution to a gradient, and the parameter. Collective."""
         for microbatch in range(self._model.num_chunks):
-            self._pipelined.train(self._own_batch, [microbatch])
+            self._pipelined.train(self._rank_batch, [microbatch])
             expected = train_whole(self._model, self._whole, self._batches, microbatch)
             gradients = self._pipelined.gradients()
             compared = self._compare_gradients(gradients, expected)
-            own = [self._found_gradient(gradient, each, expected, microbatch)
-                   for gradient, each in zip(gradients, compared) if self._differs(each.difference)]
-            first = _least(chain.from_iterable(self._job.ranks.gather(lambda found=own: found)))  # type: ignore[misc]
+            rank_places = [self._gradient_place(gradient, diff, expected, microbatch)
+                           for gradient, diff in zip(gradients, compared) if self._is_beyond_tolerance(diff.difference)]
+            places = self._job.ranks.gather(lambda bound=rank_places: bound)  # type: ignore[misc]
+            first = _first_of(chain.from_iterable(places))
             if first is not None:
                 return first
         return None
 
-    def _found_gradient(
-        self, gradient: StageGradient, compared: StageDifference, expected: UncutStep, microbatch: int
+    def _gradient_place(
+        self, gradient: StageGradient, compared: StageDifference, expected: UnpipelinedStep, microbatch: int
     ) -> _Place:
         """Return the place of a weight gradient that differs; backwards run from the last stage to the first."""
         where = self._pipelined.action_of("W", gradient.stage, microbatch)
         hint = self._hint(gradient, expected.gradients[gradient.name])
-        place = list(self._tied).index(gradient.name)
-        order = (-gradient.stage, place)
+        order = (-gradient.stage, list(self._tied).index(gradient.name))
         return _Place(order, gradient.stage, gradient.name, compared.difference.relative, where, hint)
 
-    def _hint(self, found: StageGradient, expected: Tensor) -> str:
-        """Return a likely cause of a gradient that differs, or nothing."""
-        gradient = found.gradient
-        stages = sorted(set(self._stages_of[found.name]))
+    def _hint(self, stage_gradient: StageGradient, expected: Tensor) -> str:
+        """Return a likely cause of a gradient that differs, or ""."""
+        gradient = stage_gradient.gradient
+        stages = sorted(set(self._stages_of[stage_gradient.name]))
         if not gradient.count_nonzero():
             return "the gradient is zero: this micro-batch's part is lost"
         if has_bfloat16_values(gradient) and not has_bfloat16_values(expected):
-            return "all its numbers are bfloat16's: it was accumulated or reduced in that"
+            return "all its elements are bfloat16 values: it was accumulated or reduced in bfloat16"
         if len(stages) > 1:
             numbers = " and ".join(map(str, stages))
             return (f"tied: stages {numbers} have it, and its gradients must be summed over them; share one Parameter, "
@@ -304,31 +317,29 @@ class ModelComparison:
         return ""
 
 
-def _relative(found: Tensor, expected: Tensor) -> float:
-    """Return the distance of a tensor from its reference, infinite for another shape."""
-    if found.shape != expected.shape:
+def _relative(tensor: Tensor, expected: Tensor) -> float:
+    """Return the relative distance of a tensor from its reference, infinity for another shape."""
+    if tensor.shape != expected.shape:
         return float("inf")
-    return difference("", found, expected).relative if found.numel() else 0.0
+    return difference("", tensor, expected).relative if tensor.numel() else 0.0
 
 
-def _compare(found: StageGradient, expected: Tensor, floor: float) -> StageDifference:
-    """Measure a tensor of a stage; ValueError where it has not the shape of the uncut model's."""
-    if found.gradient.shape != expected.shape:
-        raise ValueError(f"{found.name!r} in stage {found.stage} has shape {list(found.gradient.shape)}, and "
-                         f"{list(expected.shape)} in the uncut model; parts of a parameter must be DTensors, as "
+def _compare(value: StageGradient, expected: Tensor, floor: float) -> StageDifference:
+    """Measure a tensor of a stage. Raises ValueError if its shape differs from that in the unpipelined model."""
+    if value.gradient.shape != expected.shape:
+        raise ValueError(f"{value.name!r} in stage {value.stage} has shape {list(value.gradient.shape)}, and "
+                         f"{list(expected.shape)} in the unpipelined model; parts of a parameter must be DTensors, as "
                          "dualpipe.parallel.shard_experts makes them")
-    measured = difference(found.name, found.gradient, expected, floor)
-    return StageDifference(found.stage, found.name, measured)
+    return StageDifference(value.stage, value.name, difference(value.name, value.gradient, expected, floor))
 
 
-def _worst(found: Iterable[StageDifference]) -> StageDifference:
+def _worst(differences: Iterable[StageDifference]) -> StageDifference:
     """Return the largest difference; NaN is the largest."""
-    (worst,) = worst_of(found, lambda each: each.difference.relative, 1)
+    (worst,) = worst_of(differences, lambda diff: diff.difference.relative, 1)
     return worst
 
 
-def _least(found: Iterable[_Place | None]) -> _Place | None:
-    """Return the first place of all ranks."""
-    places = [each for each in found if each is not None]
-    return min(places, key=lambda each: each.order, default=None)
+def _first_of(places: Iterable[_Place | None]) -> _Place | None:
+    """Return the first place, None if there is none."""
+    return min((place for place in places if place is not None), key=lambda place: place.order, default=None)
 

@@ -1,4 +1,4 @@
-"""Torch's own tools on some steps or the memory of a run: `dualpipe train --profile steps=10..12`, `--memory-snapshot`.
+"""Torch's profiler and memory snapshots of a run: `dualpipe train --profile steps=10..12` and `--memory-snapshot`.
 
 Each rank writes files of its own into output.dir.
 """
@@ -17,31 +17,32 @@ from dualpipe.runtime.printing import say
 from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
 
 
-def parse(text: str, steps: int) -> Steps | None:
-    """Parse --profile of a run of so many steps; None where it is empty. Raises ValueError for what cannot be."""
+def parse_profile_option(text: str, steps: int) -> Steps | None:
+    """Parse the value of --profile for a run with this number of steps; see `parse_steps`."""
     return parse_steps(text, steps, "--profile")
 
 
 class ProfiledSteps(StepWindow):
-    """Profiles each rank by torch.profiler, into `folder`. What there is when an error ends the run is written."""
+    """Profiles each rank with torch.profiler, to a file in `folder`. After an error it writes the steps until then."""
 
-    product = "profile"
+    output = "profile"
 
-    def __init__(self, wanted: Steps | None, rank: int, device: torch.device, folder: Path) -> None:
-        super().__init__(wanted, rank)
-        self._device, self._folder = device, folder
+    def __init__(self, steps: Steps | None, rank: int, device: torch.device, folder: Path) -> None:
+        super().__init__(steps, rank)
+        self._device = device
+        self._folder = folder
         self._profiler: profile | None = None
         self._path = Path()
 
     @property
     def is_open(self) -> bool:
-        """Return True if the step that is under way is profiled."""
+        """True if the current step is profiled."""
         return self._profiler is not None
 
     def before(self, step: int) -> None:
-        """Open the profiler if `step` is wanted; where it is open, begin its next step."""
+        """Open the profiler if `step` is the first in the window; if it is open, begin its next step."""
         if self._profiler is not None:
-            self._profiler.step_num = step - 1  # a run may have gone back
+            self._profiler.step_num = step - 1  # set anew: a run may have gone back
             self._profiler.step()
         super().before(step)
 
@@ -50,22 +51,24 @@ class ProfiledSteps(StepWindow):
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        # Without a schedule torch does not name the steps.
+        # Torch names the steps only with a schedule.
         self._profiler = profile(activities=activities, schedule=lambda step: ProfilerAction.RECORD)
-        self._profiler.step_num = step  # which names its first step
+        self._profiler.step_num = step  # names the first step
         self._profiler.start()
 
     def _close(self) -> None:
-        profiler, self._profiler, self._wanted = self._profiler, None, None
-        assert profiler is not None, "it is open"
+        profiler = self._profiler
+        assert profiler is not None, "a window is closed only while it is open"
+        self._profiler = None
+        self._steps = None
         try:
-            profiler.stop()  # which may fail after an error of the device, and must not hide that
-            self._path.parent.mkdir(parents=True, exist_ok=True)  # on nodes that do not share it
+            profiler.stop()  # may fail after an error of the device, and must not hide that error
+            self._path.parent.mkdir(parents=True, exist_ok=True)  # on nodes that do not share output.dir
             profiler.export_chrome_trace(str(self._path))
-        except (OSError, RuntimeError) as error:  # such as a full disk, which the run can do without
+        except (OSError, RuntimeError) as error:  # training continues without a profile, for example on a full disk
             say(f"WARNING: rank {self._rank} cannot write the profile {self._path}: {error}")
             return
-        self._say(f"profile: {self._path}, and such a file of each rank (see them in ui.perfetto.dev)")
+        self._say(f"profile: {self._path}, and one file per rank (see them in ui.perfetto.dev)")
 
     def __exit__(self, *_: object) -> None:
         if self.is_open:
@@ -73,16 +76,18 @@ class ProfiledSteps(StepWindow):
 
 
 def check_memory_snapshot(device: torch.device) -> None:
-    """Raise ValueError on a device whose memory torch does not record."""
+    """Raise ValueError unless `device` is a CUDA device: torch records the memory of no other."""
     if device.type != "cuda":
-        raise ValueError(f"--memory-snapshot is for the memory of a CUDA device, and the ranks run on {device.type}; "
-                         "leave it out, or see `dualpipe memory CONFIG --timeline FILE`")
+        raise ValueError(f"--memory-snapshot: the ranks run on {device.type}, but torch records the memory of CUDA "
+                         "devices only; leave it out, or see `dualpipe memory CONFIG --timeline FILE`")
 
 
 @contextmanager
 def memory_snapshot(folder: Path, rank: int) -> Iterator[None]:
-    """Record what allocates the current CUDA device's memory inside a `with`; at its end, also by an error such as one
-    for want of memory, write memory-rankN.pickle into the folder, for pytorch.org/memory_viz."""
+    """Record the allocations on the current CUDA device inside a `with` block, for pytorch.org/memory_viz.
+
+    At its end, also after an error such as out of memory, writes memory-rankN.pickle into `folder`.
+    """
     path = folder / f"memory-rank{rank}.pickle"
     devices.record_memory()
     try:
@@ -92,6 +97,6 @@ def memory_snapshot(folder: Path, rank: int) -> Iterator[None]:
             folder.mkdir(parents=True, exist_ok=True)
             devices.dump_memory(path)
             if rank == 0:
-                say(f"memory: {path}, and such a file of each rank (see them in pytorch.org/memory_viz)")
-        except (OSError, RuntimeError) as error:  # which must not hide the one that has ended the run
+                say(f"memory: {path}, and one file per rank (see them in pytorch.org/memory_viz)")
+        except (OSError, RuntimeError) as error:  # must not hide an error that has ended the run
             say(f"WARNING: rank {rank} cannot write the memory snapshot {path}: {error}")

@@ -1,4 +1,4 @@
-"""A window of steps that a tool observes: `--trace steps=10..12` and `--profile steps=10..12`."""
+"""A window of steps that a tool observes, as in `--trace steps=10..12` and `--profile steps=10..12`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dualpipe.runtime.printing import say
 
 
 class Steps(NamedTuple):
-    """Steps of a run to observe, from 1, the last one among them; file: where to, "" for a name of the tool's."""
+    """Steps of a run to observe, counted from 1. last: included; file: output path, "" for the tool's default."""
 
     first: int
     last: int
@@ -18,17 +18,23 @@ class Steps(NamedTuple):
 
 
 def parse_steps(text: str, steps: int, option: str, *, with_file: bool = False) -> Steps | None:
-    """Parse an `option` such as "steps=10..12" of a run of so many steps; None where it is empty.
+    """Parse the value of an option such as "steps=10..12"; return None for "".
 
-    with_file: it may end in ",file=PATH". Raises ValueError for what cannot be.
+    Args:
+        steps: number of steps of the run.
+        option: name of the option, for errors.
+        with_file: accept ",file=PATH" at the end.
+
+    Raises ValueError for other text, and for steps that the run does not have.
     """
     if not text:
         return None
     match = re.fullmatch(r"steps=(\d{1,12})(?:\.\.(\d{1,12}))?(?:,file=(.+))?", text)
     if match is None or (match[3] and not with_file):
-        perhaps = ", and perhaps ,file=PATH behind it" if with_file else ""
-        raise ValueError(f"{option}: {text!r} is not understood; give steps=10..12, or steps=10{perhaps}")
-    first, last = int(match[1]), int(match[2] or match[1])
+        file_option = ", optionally with ,file=PATH at the end" if with_file else ""
+        raise ValueError(f"{option}: {text!r} is not understood; give steps=10..12, or steps=10{file_option}")
+    first = int(match[1])
+    last = int(match[2] or match[1])
     if not 1 <= first <= last <= steps:
         raise ValueError(f"{option}: steps={first}..{last} are not steps of this run, which has 1 to {steps}; give "
                          "some of these, the first one first")
@@ -36,26 +42,26 @@ def parse_steps(text: str, steps: int, option: str, *, with_file: bool = False) 
 
 
 class StepWindow(ABC):
-    """Opens a tool before the first wanted step of a run, and closes it after the last. Every rank calls it alike.
+    """Opens a tool before the first of some steps and closes it after the last. All ranks make the same calls.
 
-    For a `with` around all steps: an error inside closes the tool too.
+    A context manager around all steps: an error inside closes the tool too.
     """
 
-    product: ClassVar[str]  # of the tool, such as "trace"
+    output: ClassVar[str]  # name of what the tool writes, such as "trace"
 
-    def __init__(self, wanted: Steps | None, rank: int) -> None:
-        """wanted: the steps, None for none; rank: 0 prints."""
-        self._wanted = wanted
+    def __init__(self, steps: Steps | None, rank: int) -> None:
+        """steps: to observe, None for none. rank: of this process; rank 0 prints."""
+        self._steps = steps
         self._rank = rank
 
     @property
     @abstractmethod
     def is_open(self) -> bool:
-        """Return True while the tool observes."""
+        """True while the tool observes."""
 
     @abstractmethod
     def _open(self, step: int, last: int) -> None:
-        """Begin to observe, from `step` to `last`."""
+        """Begin to observe the steps from `step` to `last`."""
 
     @abstractmethod
     def _close(self) -> None:
@@ -66,28 +72,29 @@ class StepWindow(ABC):
 
     @abstractmethod
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Close the tool where it is open still."""
+        """Close the tool if it is still open."""
 
     def before(self, step: int) -> None:
-        """Open the tool if `step`, which comes now, is wanted: also the first step after others were resumed from."""
-        if self._wanted is None or self.is_open or step < self._wanted.first:
+        """Open the tool if `step`, which runs next, is in the window. A run may resume in the middle of a window."""
+        if self._steps is None or self.is_open or step < self._steps.first:
             return
-        if step <= self._wanted.last:
-            self._open(step, self._wanted.last)
+        last = self._steps.last
+        if step <= last:
+            self._open(step, last)
             return
-        product, last = self.product, self._wanted.last
-        self._say(f"no {product} is taken: the run goes on behind step {last}, the last one to {product}")
-        self._wanted = None
+        self._say(f"no {self.output} is taken: the run resumes after step {last}, the last one to {self.output}")
+        self._steps = None
 
     def ends(self, step: int) -> bool:
-        """Return True if `step`, which was done, is the last one that is observed."""
-        return self.is_open and self._wanted is not None and step >= self._wanted.last
+        """Return True if `step`, which is completed, is the last one of an open window."""
+        return self.is_open and self._steps is not None and step >= self._steps.last
 
     def after(self, step: int, *, run_ends: bool) -> None:
-        """Close the tool after the last wanted step, or where the run ends before that."""
+        """Close the tool after the last step of the window, or if the run ends before it."""
         if self.is_open and (run_ends or self.ends(step)):
             self._close()
 
     def _say(self, text: str) -> None:
+        """Print `text` on rank 0."""
         if self._rank == 0:
             say(text)

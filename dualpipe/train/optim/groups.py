@@ -1,4 +1,4 @@
-"""Groups of parameters: which algorithm updates each, at which share of the learning rate, with which weight decay."""
+"""Parameter groups: the algorithm, the learning rate and the weight decay of every parameter, by its name and type."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from dualpipe.runtime.errors import nearest
 from dualpipe.train.config.schema import OptimizerGroup
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RMSNorm)
-_SCALES = ("sinks", "A_log")  # names of parameters
-_ROUTERS = {"gate", "router", "shared_expert_gate"}  # names of modules of transformers' models
+_SCALE_NAMES = ("sinks", "A_log")  # parameters that are not matrices, whatever their shape
+_ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}  # modules of transformers' models
 
 
-class Group(NamedTuple):
-    """What holds of the parameters that `pattern`, as of `dualpipe.parallel.Rule`, matches, instead of what else would.
+class ParameterGroup(NamedTuple):
+    """Settings for the parameters that a pattern matches. A field that is None changes nothing.
 
-    lr: the peak of their learning rate. algorithm: "muon" or "adamw".
+    pattern: as in `dualpipe.parallel.Rule`.
+    lr: peak learning rate.
+    weight_decay: decoupled weight decay.
+    algorithm: "muon" or "adamw".
     """
 
     pattern: str
@@ -29,81 +32,135 @@ class Group(NamedTuple):
     algorithm: str | None = None
 
 
-def layer_groups(lr: float, decay: float, num_layers: int, prefix: str = "") -> list[Group]:
-    """Learning rates that are multiplied by `decay` from each layer to the one before, and to the embedding, as for
-    fine-tuning (arXiv:2003.10555, section 3.3); those of the head and its norm stay. prefix: of their names."""
+def layer_decay_groups(lr: float, decay: float, num_layers: int, prefix: str = "") -> list[ParameterGroup]:
+    """Return groups whose learning rates are multiplied by `decay` from each layer to the one before it.
+
+    The embedding comes before layer 0. The head and its norm keep `lr`. For fine-tuning (arXiv:2003.10555, section
+    3.3). Example: with 2 layers and a decay of 0.5, layer 1 has lr / 2, layer 0 lr / 4, the embedding lr / 8.
+
+    Args:
+        lr: peak learning rate of the head.
+        decay: the factor.
+        num_layers: layers of the model.
+        prefix: of the names of layers and embedding.
+    """
     names = [f"{prefix}embed_tokens", *(f"{prefix}layers.{index}" for index in range(num_layers))]
-    return [Group(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
+    return [ParameterGroup(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
 
 
-def parameter_places(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[str, nn.Module]]:
-    """The parameters that are trained, each once, with their names and the modules that own them."""
-    found: dict[nn.Parameter, tuple[str, nn.Module]] = {}
-    for place, owner in (each for module in modules for each in module.named_modules()):
-        for own, parameter in owner.named_parameters(recurse=False):
-            if parameter.requires_grad:
-                found.setdefault(parameter, (f"{place}.{own}".lstrip("."), owner))
-    return found
+def find_trainable_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[str, nn.Module]]:
+    """Return the name and the owning module of every trainable parameter. A tied parameter appears once."""
+    parameters: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for module in modules:
+        for path, owner in module.named_modules():
+            for name, parameter in owner.named_parameters(recurse=False):
+                if parameter.requires_grad:
+                    parameters.setdefault(parameter, (f"{path}.{name}".lstrip("."), owner))
+    return parameters
 
 
 def is_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Return True for a matrix that multiplies, or a stack of such: linear layers, experts, embeddings, convolutions.
+    """Return True for a matrix or a stack of matrices: linear layers, experts, embeddings, convolutions.
 
-    Shapes alone do not tell: the experts' biases are stacked, (E, N), and a norm's scale may have several dimensions.
+    The shape alone is not enough: biases of experts are stacked, (E, N), and the scale of a norm may have several
+    dimensions.
     """
-    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] in _SCALES
+    is_scale = isinstance(owner, _NORMS) or name.rpartition(".")[2] in _SCALE_NAMES
     return parameter.dim() >= 2 and not name.endswith("bias") and not is_scale
 
 
-def takes_muon(name: str, owner: nn.Module, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps hidden values to others, or a stack of such: no embedding, head or router, and
-    no convolution along a sequence."""
-    is_named_so = not _ROUTERS.union(["lm_head"]).isdisjoint(name.split("."))
-    is_of_hidden = not is_named_so and not isinstance(owner, nn.Embedding | nn.Conv1d | Router)
-    return is_of_hidden and parameter.dim() <= 3 and is_matrix(name, owner, parameter)
+def is_hidden_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
+    """Return True for a matrix, or a stack of them, that maps hidden states to hidden states: Muon updates these.
+
+    Embeddings, heads, routers and convolutions along the sequence are excluded.
+    """
+    has_excluded_name = not _ROUTER_NAMES.union(["lm_head"]).isdisjoint(name.split("."))
+    has_excluded_type = isinstance(owner, nn.Embedding | nn.Conv1d | Router)
+    return (not has_excluded_name and not has_excluded_type and parameter.dim() <= 3
+            and is_matrix(name, owner, parameter))
 
 
-def algorithm_of(
-    optimizer: str, groups: Iterable[Group | OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
+def choose_algorithm(
+    optimizer: str, groups: Iterable[ParameterGroup | OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
 ) -> str:
-    """What updates a parameter where `Optimizer` is given that name and these groups."""
-    found = "adamw" if optimizer == "muon" and not takes_muon(name, owner, parameter) else optimizer
+    """Return the algorithm that updates a parameter: "adamw", "muon", or the import path of a custom optimizer.
+
+    Args:
+        optimizer: the `name` of `Optimizer`.
+        groups: the last matching group with an algorithm wins.
+        name: of the parameter.
+        owner: module of the parameter.
+        parameter: the parameter.
+    """
+    algorithm = optimizer
+    if optimizer == "muon" and not is_hidden_matrix(name, owner, parameter):
+        algorithm = "adamw"
     for group in groups:
         if group.algorithm and matches(group.pattern, name):
-            found = group.algorithm
-    return found
+            algorithm = group.algorithm
+    return algorithm
 
 
-class Update(NamedTuple):
-    """How a parameter is updated."""
+class UpdateRule(NamedTuple):
+    """The update of a parameter.
+
+    algorithm: from `choose_algorithm`.
+    lr_factor: factor on the learning rate of the optimizer.
+    weight_decay: decoupled weight decay.
+    """
 
     algorithm: str
-    lr_share: float  # of the optimizer's learning rate
+    lr_factor: float
     weight_decay: float
 
 
-def update_of(
+def choose_update(
     name: str, owner: nn.Module, parameter: Tensor, *, optimizer: str, lr: float, weight_decay: float,
-    groups: Sequence[Group],
-) -> Update:
-    """Return how `Optimizer` updates a parameter. Raises ValueError where a group gives Muon what is no matrix."""
-    algorithm = algorithm_of(optimizer, groups, name, owner, parameter)
-    multiplies = is_matrix(name, owner, parameter)
-    if algorithm == "muon" and not (multiplies and parameter.dim() <= 3):
-        raise ValueError(f"optimizer.groups: {name} {tuple(parameter.shape)} is no matrix, nor a stack of them, "
-                         "which Muon is for; leave it to adamw")
-    share = 1.0
-    decay = weight_decay if multiplies else 0.0
+    groups: Sequence[ParameterGroup],
+) -> UpdateRule:
+    """Return the update of a parameter by `Optimizer`.
+
+    Args:
+        name: of the parameter.
+        owner: module of the parameter.
+        parameter: the parameter.
+        optimizer: the `name` of `Optimizer`.
+        lr: peak learning rate.
+        weight_decay: of matrices; other parameters have none.
+        groups: exceptions. Of several matching groups that set a field, the last one wins.
+
+    Raises:
+        ValueError: a group selects Muon for a parameter that is not a matrix.
+    """
+    algorithm = choose_algorithm(optimizer, groups, name, owner, parameter)
+    decays = is_matrix(name, owner, parameter)
+    if algorithm == "muon" and not (decays and parameter.dim() <= 3):
+        raise ValueError(f"optimizer.groups: {name} {tuple(parameter.shape)} is neither a matrix nor a stack of "
+                         "matrices, which Muon requires; leave it to adamw")
+    lr_factor = 1.0
+    decay = weight_decay if decays else 0.0
     for group in groups:
-        if matches(group.pattern, name):
-            share = share if group.lr is None else group.lr / lr
-            decay = decay if group.weight_decay is None else group.weight_decay
-    return Update(algorithm, share, decay)
+        if not matches(group.pattern, name):
+            continue
+        if group.lr is not None:
+            lr_factor = group.lr / lr
+        if group.weight_decay is not None:
+            decay = group.weight_decay
+    return UpdateRule(algorithm, lr_factor, decay)
 
 
 def check_groups(groups: Iterable[OptimizerGroup], names: Sequence[str]) -> None:
-    """Raise ValueError for a group that no trained parameter of the whole model, by its `names`, is in."""
+    """Check that every group matches a parameter.
+
+    Args:
+        groups: the groups of the configuration.
+        names: of all trainable parameters of the whole model.
+
+    Raises:
+        ValueError: a group matches none; lists the nearest names.
+    """
     for group in groups:
         if not any(matches(group.pattern, name) for name in names):
-            near = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
-            raise ValueError(f"optimizer.groups: no trained parameter matches {group.pattern!r}; nearest: {near}")
+            nearest_names = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
+            raise ValueError(
+                f"optimizer.groups: no trained parameter matches {group.pattern!r}; nearest: {nearest_names}")

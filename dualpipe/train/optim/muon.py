@@ -1,23 +1,25 @@
-"""Muon: momentum whose singular values are all made about 1, matrix by matrix, in place of AdamW's division.
+"""Muon: momentum whose singular values are all set to about 1, matrix by matrix, in place of AdamW's division.
 
-    momentum     M = lerp(M, G, 1 - mu), update = lerp(G, M, mu)                        of each rank's shard
-    gather       update, in bf16, to the one rank that makes this matrix orthogonal     all-to-all
-    orthogonal   five Newton-Schulz steps in bf16: X <- a X + (b X X^T + c (X X^T)^2) X
-    scatter      X to the shards again                                                  all-to-all
-    apply        W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) X
+    momentum       M = lerp(M, G, 1 - mu), update = lerp(G, M, mu)                        on the shards of each rank
+    gather         update, in bf16, to the one rank that orthogonalizes this matrix       all-to-all
+    orthogonalize  five Newton-Schulz steps in bf16: X <- a X + (b X X^T + c (X X^T)^2) X
+    scatter        X back to the shards                                                   all-to-all
+    apply          W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) X
 
-Jordan et al. (kellerjordan.github.io/posts/muon, 2024), whose coefficients the default are; the factor of the last line
-gives an update the root mean square of AdamW's, so that one learning rate serves both (Moonlight, arXiv:2502.16982).
-"polar_express" takes those of Amsel et al. (arXiv:2505.16932), the best for each step instead of the same in all.
+The default coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon, 2024). The factor in the last
+line gives updates the root mean square of AdamW's, so that one learning rate serves both (Moonlight,
+arXiv:2502.16982). "polar_express" selects the coefficients of Amsel et al. (arXiv:2505.16932), which are optimal for
+each step instead of equal in all steps.
 
-Of a stack of experts each matrix is made orthogonal by itself; those of other expert-parallel ranks stay there.
-Matrices that ranks share go in rounds: the costliest first, one for each rank, so that all compute about as long; small
-ones of a stack together, up to the size of the largest matrix. While a rank computes one, the next is on its way to it,
-so that one more at most is here; 2 bytes of each parameter go each way, and each matrix is computed once (Moonlight's
-and, in its all-to-all, Dion's distributed form; arXiv:2504.05295).
+Every matrix in a stack of experts is orthogonalized by itself. Experts of other expert-parallel ranks stay there.
+Matrices that are sharded over ranks are processed in rounds of one batch of matrices per rank, the costliest first, so
+that all ranks compute about equally long. A batch holds as many small matrices of a stack as fit the size of the
+largest matrix. While a rank computes one batch, the next one is on its way, so a rank holds one more batch at most.
+2 bytes per parameter are sent each way, and every matrix is computed once (the distributed form of Moonlight, with the
+all-to-all of Dion; arXiv:2504.05295).
 
-Dimension letters: E matrices of a stack that are here (1 of a plain one), M rows and N columns of the whole matrix, R
-rows of it that are here.
+Dimension letters: E matrices of a stack on this rank (1 for a plain matrix), M rows and N columns of the unsharded
+matrix, R rows of it on this rank.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.runtime.recorder import Recorder
 
 Coefficients = Literal["jordan", "polar_express"]
-# (a, b, c) of each step. Polar Express: with the paper's factors of safety, as its listing has them, first five.
+# (a, b, c) of each step. Polar Express: the first five of the paper's listing, with its safety factors.
 COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
     "polar_express": tuple((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in (
@@ -46,66 +48,91 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
         (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
     )),
 }
-_SMALLEST = 1e-7  # norm of a matrix
-MOMENTUM = "momentum_buffer"  # as torch calls it
+_MIN_NORM = 1e-7  # lower bound of the norm that a matrix is divided by
+MOMENTUM = "momentum_buffer"  # torch's name
 
 
-def orthogonal(update: Tensor, coefficients: Coefficients = "jordan") -> Tensor:
-    """About U V^T of each matrix U S V^T in (..., M, N): bfloat16, with singular values of 0.7 to 1.2 in place of all
-    that are not tiny. The operators are those of `torch.optim.Muon`, of which a matrix gets the same bits."""
-    tall = update.shape[-2] > update.shape[-1]
+def orthogonalize(update: Tensor, coefficients: Coefficients = "jordan") -> Tensor:
+    """Return about U V^T for each matrix U S V^T in (..., M, N), in bfloat16.
+
+    Singular values that are not tiny become 0.7 to 1.2. A matrix gets the same bits as from `torch.optim.Muon`, by the
+    same operators.
+    """
+    is_tall = update.shape[-2] > update.shape[-1]
     x = update.bfloat16()
-    x = x.mT if tall else x
-    add = torch.addmm if x.dim() == 2 else torch.baddbmm
+    x = x.mT if is_tall else x
+    addmm = torch.addmm if x.dim() == 2 else torch.baddbmm
     norm = x.norm() if x.dim() == 2 else torch.linalg.matrix_norm(x, keepdim=True)
-    x = x / norm.clamp(min=_SMALLEST)
+    x = x / norm.clamp(min=_MIN_NORM)
     for a, b, c in COEFFICIENTS[coefficients]:
         gram = x @ x.mT
-        x = add(x, add(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        x = addmm(x, addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
-def operations(shape: Sequence[int]) -> int:
-    """Those of `orthogonal`, of a matrix or a stack: five times X X^T, its square, and its product with X."""
-    *stack, small, large = *shape[:-2], *sorted(shape[-2:])
-    return 10 * math.prod(stack) * small**2 * (2 * large + small)
+def count_flops(shape: Sequence[int]) -> int:
+    """Return the FLOPs of `orthogonalize` for a matrix or a stack: five times X X^T, its square, and its GEMM with X.
+
+    Example: (2, 3) is 10 * 2^2 * (2 * 3 + 2) = 320.
+    """
+    small, large = sorted(shape[-2:])
+    return 10 * math.prod(shape[:-2]) * small**2 * (2 * large + small)
 
 
-class _Matrices(NamedTuple):
-    """Matrices of a parameter that one rank makes orthogonal at once. number: of them, M x N each."""
+class _MatrixBatch(NamedTuple):
+    """Matrices of a parameter that one rank orthogonalizes at once.
+
+    parameter: may be a DTensor.
+    selection: slice of the stack on this rank.
+    num_matrices: number of matrices.
+    size: M, N. M is the sharded dimension.
+    is_transposed: M is the last dimension of the parameter.
+    rows_by_rank: rows of M on every rank of the group.
+    """
 
     parameter: Tensor
-    which: slice  # of the stack that is here
-    number: int
-    size: tuple[int, int]  # M, N: the dimension that ranks have parts of comes first
-    turned: bool  # whether that is the last of the parameter's
-    rows: tuple[int, ...]  # of M that each rank of the group has
+    selection: slice
+    num_matrices: int
+    size: tuple[int, int]
+    is_transposed: bool
+    rows_by_rank: tuple[int, ...]
 
     @property
-    def cost(self) -> int:
-        """Operations."""
-        return operations((self.number, *self.size))
+    def flops(self) -> int:
+        """FLOPs of `orthogonalize`."""
+        return count_flops((self.num_matrices, *self.size))
 
-    def numbers(self, rank: int) -> int:
-        """How many numbers of it a rank has."""
-        return self.number * self.rows[rank] * self.size[1]
+    def numel_on(self, rank: int) -> int:
+        """Return the number of elements on a rank of the group."""
+        return self.num_matrices * self.rows_by_rank[rank] * self.size[1]
 
-    def part(self, tensor: Tensor) -> Tensor:
-        """This rank's rows of it, (E, R, N) or (R, N), of a tensor that is distributed as the parameter is."""
-        own = local(tensor)
-        own = own[self.which] if own.dim() == 3 else own
-        return own.mT if self.turned else own
+    def local_rows(self, tensor: Tensor) -> Tensor:
+        """Return this rank's rows, (E, R, N) or (R, N), as a view of a tensor sharded like the parameter."""
+        rows = local(tensor)
+        rows = rows[self.selection] if rows.dim() == 3 else rows
+        return rows.mT if self.is_transposed else rows
 
 
-_Round = list[_Matrices]  # by the ranks that make them orthogonal, the last of which may have none
+_Round = list[_MatrixBatch]  # by the rank that orthogonalizes them; the last ranks may have none
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon over matrices and stacks of matrices, which may be DTensors: cut over one dimension of their mesh through
-    each matrix, and over others between matrices.
+    """Muon over matrices and stacks of matrices.
 
-    Groups may have an "lr" and a "weight_decay" of their own. A parameter's state is "momentum_buffer", distributed as
-    it is, in its dtype or in `moments`. Raises ValueError for what is no matrix, or cut through twice.
+    A parameter may be a DTensor that is sharded through its matrices over one dimension of the mesh, and between
+    matrices over others. The state of a parameter is "momentum_buffer", sharded like the parameter.
+
+    Args:
+        params: parameters or groups of them, which may set "lr" and "weight_decay".
+        lr: learning rate.
+        weight_decay: decoupled weight decay.
+        momentum: decay of the running mean of the gradient.
+        nesterov: use Nesterov momentum.
+        coefficients: of the Newton-Schulz steps.
+        moments: dtype of the state. None: that of the parameter.
+
+    Raises:
+        ValueError: a parameter is neither a matrix nor a stack, or is sharded through its matrices twice.
     """
 
     def __init__(
@@ -114,138 +141,185 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov})
         self._coefficients: Coefficients = coefficients
-        self.found_inf: Tensor | None = None  # as of torch's fused optimizers: where it is 1, nothing changes
+        self.found_inf: Tensor | None = None  # as in torch's fused optimizers: a step with 1 changes nothing
         self._group_of = {parameter: group for group in self.param_groups for parameter in group["params"]}
         for parameter in self._group_of:
             self.state[parameter][MOMENTUM] = torch.zeros_like(parameter, dtype=moments, requires_grad=False)
         self._device = next(iter(self._group_of)).device
-        self._alone, self._rounds = _planned(list(self._group_of))
+        self._unsharded, self._rounds = _plan_rounds(list(self._group_of))
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters from their gradients. Collective over the ranks that share matrices: of those, a
-        gradient that is missing counts as zero; others without one stay as they are."""
-        assert closure is None, "nothing is evaluated again"
-        for each in self._alone:
-            if each.parameter.grad is not None:
-                self._apply(each, orthogonal(self._update(each), self._coefficients))
+        """Update the parameters from their gradients. Collective over the ranks that share matrices.
+
+        A missing gradient of a shared matrix counts as zero. Other parameters without a gradient do not change.
+        """
+        assert closure is None, "closures are not supported"
+        for batch in self._unsharded:
+            if batch.parameter.grad is not None:
+                self._apply(batch, orthogonalize(self._advance_momentum(batch), self._coefficients))
         for group, rounds in self._rounds.items():
             self._step_shared(group, rounds)
 
     def _step_shared(self, group: dist.ProcessGroup, rounds: Sequence[_Round]) -> None:
-        rank, gathered = dist.get_rank(group), self._gather(group, rounds[0])
-        scattered: tuple[_Exchange, _Round] | None = None
-        for number, matrices in enumerate(rounds):
-            pieces = gathered.wait()
-            if number + 1 < len(rounds):
-                gathered = self._gather(group, rounds[number + 1])
-            made: list[Tensor] = []
-            if rank < len(matrices):
-                own = matrices[rank]
-                columns = own.size[1]
-                whole = torch.cat([piece.view(own.number, rows, columns) for piece, rows in zip(pieces, own.rows)], 1)
-                whole = whole if own.parameter.dim() == 3 else whole.squeeze(0)
-                made = [*orthogonal(whole, self._coefficients).view(own.number, *own.size).split(own.rows, 1)]
-            back = _Exchange(group, self._device, made, [each.numbers(rank) for each in matrices])
-            if scattered is not None:
-                self._apply_all(*scattered)
-            scattered = back, matrices
-        assert scattered is not None, "a group without rounds is not planned"
-        self._apply_all(*scattered)
-
-    def _gather(self, group: dist.ProcessGroup, matrices: _Round) -> _Exchange:
+        """Update the matrices that are sharded over a group. The gather of a round overlaps the round before it."""
         rank = dist.get_rank(group)
-        received = [matrices[rank].numbers(other) for other in range(group.size())] if rank < len(matrices) else []
-        return _Exchange(group, self._device, [self._update(each) for each in matrices], received)
+        gathering = self._gather(group, rounds[0])
+        scattering: tuple[_Exchange, _Round] | None = None
+        for number, batches in enumerate(rounds):
+            pieces = gathering.wait()
+            if number + 1 < len(rounds):
+                gathering = self._gather(group, rounds[number + 1])
+            results = self._orthogonalize_pieces(batches[rank], pieces) if rank < len(batches) else []
+            exchange = _Exchange(group, self._device, results, [batch.numel_on(rank) for batch in batches])
+            if scattering is not None:
+                self._apply_all(*scattering)
+            scattering = exchange, batches
+        assert scattering is not None, "a group without rounds is not planned"
+        self._apply_all(*scattering)
 
-    def _apply_all(self, scattered: _Exchange, matrices: _Round) -> None:
-        for each, made in zip(matrices, scattered.wait()):
-            self._apply(each, made)
+    def _gather(self, group: dist.ProcessGroup, batches: _Round) -> _Exchange:
+        """Start to send this rank's rows of every batch to the rank that orthogonalizes it."""
+        rank = dist.get_rank(group)
+        sizes: list[int] = []
+        if rank < len(batches):
+            sizes = [batches[rank].numel_on(source) for source in range(group.size())]
+        return _Exchange(group, self._device, [self._advance_momentum(batch) for batch in batches], sizes)
 
-    def _update(self, matrices: _Matrices) -> Tensor:
-        """What is to be made orthogonal, of this rank's rows; their momentum moves on."""
-        parameter = matrices.parameter
-        group, kept = self._group_of[parameter], matrices.part(self.state[parameter][MOMENTUM])
-        moved = kept.to(parameter.dtype)
-        grad = torch.zeros_like(moved) if parameter.grad is None else matrices.part(parameter.grad)
+    def _orthogonalize_pieces(self, batch: _MatrixBatch, pieces: Sequence[Tensor]) -> list[Tensor]:
+        """Return the orthogonalized rows for every rank, (E, R, N) each, from the rows of every rank."""
+        columns = batch.size[1]
+        rows = [piece.view(batch.num_matrices, num_rows, columns)
+                for piece, num_rows in zip(pieces, batch.rows_by_rank)]
+        whole = torch.cat(rows, 1)
+        whole = whole if batch.parameter.dim() == 3 else whole.squeeze(0)
+        result = orthogonalize(whole, self._coefficients).view(batch.num_matrices, *batch.size)
+        return [*result.split(batch.rows_by_rank, 1)]
+
+    def _apply_all(self, exchange: _Exchange, batches: _Round) -> None:
+        """Wait for the results of a round and update the parameters."""
+        for batch, orthogonalized in zip(batches, exchange.wait()):
+            self._apply(batch, orthogonalized)
+
+    def _advance_momentum(self, batch: _MatrixBatch) -> Tensor:
+        """Update the momentum of this rank's rows, and return the rows to orthogonalize."""
+        parameter = batch.parameter
+        group = self._group_of[parameter]
+        stored = batch.local_rows(self.state[parameter][MOMENTUM])
+        momentum = stored.to(parameter.dtype)
+        grad = torch.zeros_like(momentum) if parameter.grad is None else batch.local_rows(parameter.grad)
         if self.found_inf is not None:
-            grad = torch.where(self.found_inf > 0, moved, grad)  # so that nothing moves
-        moved.lerp_(grad, 1 - group["momentum"])
-        if moved is not kept:
-            kept.copy_(moved)
-        return grad.lerp(moved, group["momentum"]) if group["nesterov"] else moved
+            grad = torch.where(self.found_inf > 0, momentum, grad)  # the momentum then stays as it is
+        momentum.lerp_(grad, 1 - group["momentum"])
+        if momentum is not stored:
+            stored.copy_(momentum)
+        return grad.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
-    def _apply(self, matrices: _Matrices, made: Tensor) -> None:
-        """Update this rank's rows by what has been made of theirs."""
-        group, values = self._group_of[matrices.parameter], matrices.part(matrices.parameter.detach())
-        new = values if self.found_inf is None else values.clone()
-        new.mul_(1 - group["lr"] * group["weight_decay"])
-        new.add_(made.view(new.shape), alpha=-group["lr"] * (0.2 * math.sqrt(max(matrices.size))))
+    def _apply(self, batch: _MatrixBatch, orthogonalized: Tensor) -> None:
+        """Update this rank's rows of the parameter by its orthogonalized rows."""
+        group = self._group_of[batch.parameter]
+        values = batch.local_rows(batch.parameter.detach())
+        updated = values if self.found_inf is None else values.clone()
+        updated.mul_(1 - group["lr"] * group["weight_decay"])
+        updated.add_(orthogonalized.view(updated.shape), alpha=-group["lr"] * (0.2 * math.sqrt(max(batch.size))))
         if self.found_inf is not None:
-            values.copy_(torch.where(self.found_inf > 0, values, new))
+            values.copy_(torch.where(self.found_inf > 0, values, updated))
 
 
 class _Exchange:
-    """Numbers on their way between all ranks of a group, in bfloat16. sent: to each rank; received: how many from each;
-    the last ranks may be left out of both."""
+    """An all-to-all in progress, in bfloat16.
+
+    Args:
+        group: the ranks.
+        device: of the tensors.
+        tensors: to send, by rank. The last ranks may be missing.
+        sizes: number of elements to receive, by rank. The last ranks may be missing.
+    """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, sent: Sequence[Tensor], received: Sequence[int]
+        self, group: dist.ProcessGroup, device: torch.device, tensors: Sequence[Tensor], sizes: Sequence[int]
     ) -> None:
-        none = [0] * group.size()
-        self._received = [*received, *none][: group.size()]
-        sizes = [*(each.numel() for each in sent), *none][: group.size()]
-        flat = [each.reshape(-1).bfloat16() for each in sent]
+        self._group = group
+        padding = [0] * group.size()
+        self._received_sizes = [*sizes, *padding][: group.size()]
+        sent_sizes = [*(tensor.numel() for tensor in tensors), *padding][: group.size()]
+        flat = [tensor.reshape(-1).bfloat16() for tensor in tensors]
         self._sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.bfloat16, device=device)
-        self._arrived, self._group = self._sent.new_empty(sum(received)), group
+        self._received = self._sent.new_empty(sum(sizes))
         self._work = dist.all_to_all_single(
-            self._arrived, self._sent, self._received, sizes, group=group, async_op=True)
+            self._received, self._sent, self._received_sizes, sent_sizes, group=group, async_op=True)
 
     def wait(self) -> tuple[Tensor, ...]:
-        """What has arrived from each rank; on a device the current stream waits for it, not the host."""
+        """Return the elements from every rank. On a device the current stream waits for them, not the host."""
         recorder = Recorder.current()
-        with recorder.collective("muon", "matrices to be made orthogonal", recorder.members(self._group),
+        with recorder.collective("muon", "matrices to orthogonalize", recorder.members(self._group),
                                  self._sent.nbytes):
             self._work.wait()
-        return self._arrived.split(self._received)
+        return self._received.split(self._received_sizes)
 
 
-def _planned(parameters: Sequence[Tensor]) -> tuple[list[_Matrices], dict[dist.ProcessGroup, list[_Round]]]:
-    """Those that no rank has a part of but this one, and the rounds of each group, the same on all of its ranks."""
-    limit = max((parameter.shape[-2:].numel() for parameter in parameters), default=0)
-    alone: list[_Matrices] = []
-    shared: dict[dist.ProcessGroup, list[_Matrices]] = {}
+def _plan_rounds(
+    parameters: Sequence[Tensor]
+) -> tuple[list[_MatrixBatch], dict[dist.ProcessGroup, list[_Round]]]:
+    """Return the batches of matrices that are on this rank alone, and the rounds of every group.
+
+    All ranks of a group plan the same rounds.
+    """
+    largest = max((parameter.shape[-2:].numel() for parameter in parameters), default=0)
+    unsharded: list[_MatrixBatch] = []
+    sharded: dict[dist.ProcessGroup, list[_MatrixBatch]] = {}
     for parameter in parameters:
-        group, turned = _cut(parameter)
-        rows, columns = reversed(parameter.shape[-2:]) if turned else parameter.shape[-2:]
-        ranks = 1 if group is None else group.size()
-        most = -(-rows // ranks)  # as torch.chunk cuts
-        parts = tuple(len(range(rows)[rank * most :][:most]) for rank in range(ranks))
-        stack = local(parameter).shape[0] if parameter.dim() == 3 else 1
-        together = max(1, limit // (rows * columns))
-        for first in range(0, stack, together):
-            which = slice(first, min(first + together, stack))
-            found = _Matrices(parameter, which, which.stop - first, (rows, columns), turned, parts)
-            (alone if group is None else shared.setdefault(group, [])).append(found)
+        group, is_transposed = _find_sharding(parameter)
+        batches = _split_stack(parameter, group, is_transposed, largest)
+        if group is None:
+            unsharded += batches
+        else:
+            sharded.setdefault(group, []).extend(batches)
     rounds = {}
-    for group, each_of in shared.items():
-        ordered = sorted(each_of, key=lambda one: -one.cost)
-        rounds[group] = [ordered[i : i + group.size()] for i in range(0, len(ordered), group.size())]
-    return alone, rounds
+    for group, batches in sharded.items():
+        costliest_first = sorted(batches, key=lambda batch: -batch.flops)
+        rounds[group] = [costliest_first[start : start + group.size()]
+                         for start in range(0, len(costliest_first), group.size())]
+    return unsharded, rounds
 
 
-def _cut(parameter: Tensor) -> tuple[dist.ProcessGroup | None, bool]:
-    """The group over which the matrices of a parameter are cut through, and whether by their last dimension."""
+def _split_stack(
+    parameter: Tensor, group: dist.ProcessGroup | None, is_transposed: bool, largest: int
+) -> list[_MatrixBatch]:
+    """Return the batches of a parameter's matrices, of up to `largest` elements or one matrix each.
+
+    Args:
+        parameter: a matrix or a stack.
+        group: the ranks that its matrices are sharded over.
+        is_transposed: they are sharded over the last dimension.
+        largest: elements of the largest matrix of all parameters.
+    """
+    rows, columns = reversed(parameter.shape[-2:]) if is_transposed else parameter.shape[-2:]
+    num_ranks = 1 if group is None else group.size()
+    rows_per_rank = -(-rows // num_ranks)  # torch.chunk splits in the same way
+    rows_by_rank = tuple(len(range(rows)[rank * rows_per_rank :][:rows_per_rank]) for rank in range(num_ranks))
+    stack_size = local(parameter).shape[0] if parameter.dim() == 3 else 1
+    batch_size = max(1, largest // (rows * columns))
+    batches = []
+    for first in range(0, stack_size, batch_size):
+        selection = slice(first, min(first + batch_size, stack_size))
+        num_matrices = selection.stop - first
+        batches.append(_MatrixBatch(parameter, selection, num_matrices, (rows, columns), is_transposed, rows_by_rank))
+    return batches
+
+
+def _find_sharding(parameter: Tensor) -> tuple[dist.ProcessGroup | None, bool]:
+    """Return the group that the matrices of a parameter are sharded over, and True if by their last dimension."""
     if parameter.dim() not in (2, 3):
-        raise ValueError(f"Muon is for matrices and stacks of them; got a parameter of shape {tuple(parameter.shape)}, "
-                         "which AdamW is for")
-    found = []
+        raise ValueError(f"got a parameter of shape {tuple(parameter.shape)}; Muon is for matrices and stacks of them, "
+                         "give it to AdamW")
+    shardings = []
     if isinstance(parameter, DTensor):
-        for i, placement in enumerate(parameter.placements):
+        for mesh_dim, placement in enumerate(parameter.placements):
             dim = placement.dim - parameter.dim() if isinstance(placement, Shard) else -3
-            if dim >= -2 and parameter.device_mesh.size(i) > 1:
-                found.append((parameter.device_mesh.get_group(i), dim == -1))
-    if len(found) > 1:
-        raise ValueError("Muon gathers a matrix over one dimension of a mesh; give what is cut through twice, of shape "
-                         f"{tuple(parameter.shape)}, to AdamW by a group of optimizer.groups")
-    return found[0] if found else (None, False)
+            if dim >= -2 and parameter.device_mesh.size(mesh_dim) > 1:
+                shardings.append((parameter.device_mesh.get_group(mesh_dim), dim == -1))
+    if len(shardings) > 1:
+        raise ValueError(f"a matrix of shape {tuple(parameter.shape)} is sharded over {len(shardings)} dimensions of "
+                         "the mesh; Muon gathers over one, give it to AdamW by a group of optimizer.groups")
+    return shardings[0] if shardings else (None, False)

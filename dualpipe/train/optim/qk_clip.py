@@ -1,9 +1,10 @@
-"""QK-clip: after a step, heads whose largest attention score was above a limit have their weights scaled back to it.
+"""QK-clip: after a step, scale back the query and key weights of heads whose largest attention logit exceeds a limit.
 
-    share_h = min(1, limit / largest score of head h in the step's micro-batches, on all ranks)
+    factor_h = min(1, limit / largest logit of head h in the step's micro-batches, on all ranks)
 
-Muon lets scores grow where AdamW does not, until the softmax knows one key alone; unlike a cap on the scores this
-changes no forward, and a head that stays below is not touched (Kimi K2, arXiv:2507.20534, section 2.1).
+With Muon, logits grow where they do not with AdamW, until the softmax attends to one key only. In contrast to a cap on
+the logits, QK-clip changes no forward pass, and leaves heads below the limit alone (Kimi K2, arXiv:2507.20534, section
+2.1).
 """
 
 from __future__ import annotations
@@ -20,42 +21,61 @@ from dualpipe.train.optim.optimizer import Optimizer
 
 
 class QKClip:
-    """The heads of all attention layers of this rank's stages, whose largest scores are noted from now on.
+    """QK-clip of all attention layers in the stages of this rank. Makes the layers record their largest logits.
 
-    group: the ranks with the same stages. Raises ValueError for a limit that is not positive, and for queries and keys
-    that have norms.
+    Args:
+        stages: the stages of this rank.
+        limit: largest attention logit.
+        group: the ranks with the same stages. None: this rank only.
+        device: of the stages.
+
+    Raises:
+        ValueError: the limit is not positive, or queries and keys are normalized.
     """
 
     def __init__(
         self, stages: Iterable[nn.Module], limit: float, *, group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
         if limit <= 0:
-            raise ValueError(f"the limit of attention scores must be positive; got {limit}")
+            raise ValueError(f"the limit of attention logits must be positive; got {limit}")
         self._layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
-        self._limit, self._group = limit, group
+        self._limit = limit
+        self._group = group
         for layer in self._layers:
-            layer.peaks_A = torch.full((layer.num_heads,), -torch.inf, dtype=torch.float32, device=device)
-            layer.scaled(layer.peaks_A)
+            layer.max_logits_A = torch.full((layer.num_heads,), -torch.inf, dtype=torch.float32, device=device)
+            layer.logit_row_scales(layer.max_logits_A)  # raises ValueError for norms
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, grad_norm: Tensor) -> Tensor:
-        """Scale weights after a step of the optimizer, unless its gradient norm was infinite or NaN; returns the step's
-        largest score, a scalar on the device. Collective over the group; the host does not wait."""
+        """Scale weights after a step of the optimizer, and return the largest logit of the step.
+
+        Collective over the group. The host does not wait for the device.
+
+        Args:
+            optimizer: owns the weights.
+            grad_norm: of the step, a scalar on the device. If it is infinite or NaN, no weight is scaled.
+
+        Returns:
+            A scalar on the device.
+        """
         if not self._layers:
             return grad_norm.new_full((), -torch.inf)
-        peaks = [layer.peaks_A for layer in self._layers if layer.peaks_A is not None]
-        largest, recorder = torch.cat(peaks), Recorder.current()
+        recorder = Recorder.current()
+        max_logits = torch.cat([layer.max_logits_A for layer in self._layers if layer.max_logits_A is not None])
         if self._group is not None:
-            with recorder.collective("qk_clip", "the largest attention scores", recorder.members(self._group)):
-                dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group)
-        above = (largest > self._limit) & largest.isfinite() & grad_norm.isfinite()
-        shares = torch.where(above, self._limit / largest, 1.0).split([layer.num_heads for layer in self._layers])
-        optimizer.scale_rows(pair for layer, share_A in zip(self._layers, shares) for pair in layer.scaled(share_A))
-        self.forget()
-        return largest.max()
+            with recorder.collective("qk_clip", "the largest attention logits", recorder.members(self._group)):
+                dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self._group)
+        exceeds = (max_logits > self._limit) & max_logits.isfinite() & grad_norm.isfinite()
+        factors = torch.where(exceeds, self._limit / max_logits, 1.0)
+        factors_by_layer = factors.split([layer.num_heads for layer in self._layers])
+        optimizer.scale_rows(
+            parameter_and_factors for layer, factors_A in zip(self._layers, factors_by_layer)
+            for parameter_and_factors in layer.logit_row_scales(factors_A))
+        self.reset()
+        return max_logits.max()
 
-    def forget(self) -> None:
-        """Take no account of the scores since the last step, as of a micro-batch that was only looked at."""
+    def reset(self) -> None:
+        """Discard the logits recorded since the last step, for example those of a micro-batch that updates nothing."""
         for layer in self._layers:
-            if layer.peaks_A is not None:
-                layer.peaks_A.fill_(-torch.inf)
+            if layer.max_logits_A is not None:
+                layer.max_logits_A.fill_(-torch.inf)

@@ -1,4 +1,4 @@
-"""The dtypes of every tensor of a run's model, as train.dtype and [dtypes] say."""
+"""The dtypes of every tensor of a run's model, as configured in train.dtype and [dtypes]."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from dualpipe.train.config.resolve import Resolved
 def plan_run(
     resolved: Resolved, recorded: Mapping[str, torch.dtype] | None, mesh: DeviceMesh | None = None
 ) -> DTypePlan:
-    """The plan of a run whose parallel.dp is known: what `dualpipe train` does and `dualpipe dtypes` prints.
+    """Return the plan that `dualpipe train` uses and `dualpipe dtypes` prints. parallel.dp must be resolved.
 
-    recorded: what the checkpoint that is gone on from says, see `plan_model`; None where there is none.
+    recorded: dtypes in the checkpoint to resume from, see `plan_model`; None without one.
     """
     config = resolved.config
     return plan_model(
@@ -37,47 +37,59 @@ def plan_model(
     config: TrainedModel, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
     recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
 ) -> DTypePlan:
-    """The plan of the whole model, of which each rank has a part: it computes in `dtype` and accumulates gradients in
-    at least float32. Collective over `mesh` where `from_hf` is given.
+    """Return the plan of the whole model, which computes in `dtype` and accumulates gradients in at least float32.
 
-    Parameters that several replicas share are stored in at least float32; others in `dtype`, and the optimizer keeps
-    float32 masters. There, where nothing is gathered, what a rule gathers in a format is stored in it: the same bytes.
+    With several replicas, parameters are sharded and stored in at least float32. With one they are stored in `dtype`,
+    and the optimizer keeps float32 masters; nothing is gathered then, so a rule's `gather` format becomes the storage
+    format, which has the same bytes.
 
-    recorded, from_hf: the dtypes in the checkpoint that will be loaded, by name, or a directory with a Hugging Face
-    checkpoint: what is float32 among narrower ones stays so. One in float32 throughout says nothing; without replicas
-    its values become the masters.
+    Args:
+        recorded: dtypes in the checkpoint to load, by name.
+        from_hf: directory with a Hugging Face checkpoint to load instead. Its dtypes count like recorded ones:
+            parameters in float32 among narrower ones stay float32. A checkpoint in float32 throughout changes nothing;
+            with one replica its values become the masters.
 
-    Raises ValueError as `resolve_dtypes` does, and without replicas for a rule that stores what it does not compute in.
+    Collective over `mesh` with `from_hf`. Raises ValueError like `resolve_dtypes`, and with one replica for a rule
+    whose storage differs from its compute dtype.
     """
-    wide, known = torch.promote_types(dtype, torch.float32), recorded
+    wide = torch.promote_types(dtype, torch.float32)
     if replicas == 1:
         rules = [replace(rule, storage=rule.gather, gather=None) if rule.gather else rule for rule in rules]
     whole = _whole_on_meta(config, wide if replicas > 1 else dtype)
+    loaded = recorded
     if not isinstance(config, HubConfig):
-        known = None  # the stages are made by transformers, which reads all in the dtype that it is told
+        loaded = None  # transformers builds these stages and reads all weights in the dtype that it is given
     elif from_hf:
-        known = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(from_hf, config))
-    if known and not any(name in known for name, _ in whole.named_parameters()):
-        known = None  # of another model, which is said when it is loaded
+        loaded = RankSync.of_mesh(mesh).first(lambda: hub_dtypes(from_hf, config))
+    if loaded and not any(name in loaded for name, _ in whole.named_parameters()):
+        loaded = None  # a checkpoint of another model: loading it raises the error
     policy = DTypePolicy(dtype, wide, dtype, rules)
-    plan = resolve_dtypes(whole, policy, known)
-    return plan if replicas > 1 else _stored_as_computed(whole, plan, known or {})
+    plan = resolve_dtypes(whole, policy, loaded)
+    return plan if replicas > 1 else _store_as_computed(whole, plan, loaded or {})
 
 
 def _whole_on_meta(config: TrainedModel, dtype: torch.dtype) -> nn.Module:
-    """Return the whole model, on meta and stored in `dtype`, to be looked at alone."""
-    (whole,) = stages_on_meta(config)  # which takes seconds for a large model: made once in a run
+    """Return the whole model on meta, stored in `dtype`. It must not be changed."""
+    (whole,) = stages_on_meta(config)  # cached: building a large model takes seconds
     if all(parameter.dtype is dtype for parameter in whole.parameters()):
         return whole
     return deepcopy(whole).to(dtype=dtype)
 
 
-def _stored_as_computed(whole: nn.Module, plan: DTypePlan, known: Mapping[str, torch.dtype]) -> DTypePlan:
-    """The plan of ranks that share no storage: a checkpoint's wider values are kept as the optimizer's masters."""
-    rounded = {name: plan.of(name).compute for name, dtype in known.items() if name in plan.tensors
-               and torch.promote_types(dtype, plan.of(name).compute) is not plan.of(name).compute}
+def _store_as_computed(whole: nn.Module, plan: DTypePlan, loaded: Mapping[str, torch.dtype]) -> DTypePlan:
+    """Return the plan of ranks that share no storage; wider values of a checkpoint become the optimizer's masters.
+
+    loaded: dtypes in the checkpoint, by name.
+    """
+    rounded = {}
+    for name, dtype in loaded.items():
+        if name not in plan.tensors:
+            continue
+        compute = plan.of(name).compute
+        if torch.promote_types(dtype, compute) is not compute:
+            rounded[name] = compute
     if rounded:
-        plan = resolve_dtypes(whole, plan.policy, {**known, **rounded})
+        plan = resolve_dtypes(whole, plan.policy, {**loaded, **rounded})
     for name, dtypes in plan.tensors.items():
         if dtypes.storage is not dtypes.compute and not dtypes.format and not dtypes.unsharded:
             raise ValueError(f"{name} is stored in {short_name(dtypes.storage)} and computes in "

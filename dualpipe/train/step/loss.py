@@ -1,11 +1,11 @@
-"""The loss of a micro-batch, and of layers for multi-token prediction (MTP) where there are any; how good drafts are.
+"""The loss of a micro-batch, with optional multi-token prediction (MTP), and the acceptance of its drafts.
 
-With D such layers there are, at each token i, besides the logits of token i + 1 those of token i + 1 + k for each depth
-k = 1 ... D, from the text up to token i + k (DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 24 and 25):
+An MTP model with D extra layers predicts at token i, besides the logits of token i + 1, those of token i + 1 + k for
+each depth k = 1 ... D, from the text up to token i + k (DeepSeek-V3, arXiv:2412.19437, section 2.2, equations 24, 25):
 
     loss = L_0 + weight / D * (L_1 + ... + L_D)        L_k: sum of the cross-entropies at depth k / number of tokens
 
-Dimension letters: B sequences, T tokens of one, C those of them that are here, D depths, V words.
+Dimension letters: B sequences, T tokens of a sequence, C of them on this context-parallel rank, D depths, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,63 +17,85 @@ from torch import Tensor
 
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.train.data.loader import NO_TARGET
+from dualpipe.train.data.token_stream import NO_TARGET
 
 
 class MicroBatchLoss:
-    """A criterion whose sum over a step's micro-batches is the mean over the global batch. Ranks that share sequences
-    give the number of micro-batches over their `token_weight`. mtp_weight: that of the formula above.
+    """A criterion whose sum over the micro-batches of a step is the mean over the global batch.
 
-    noted: of each micro-batch that was seen the losses of each depth (1 + D,), detached, whose sum is their mean; none
-        of a model without MTP. greedy: where no gradients are wanted, of these micro-batches the likeliest token of
-        each depth, and the targets, both (B, C, 1 + D).
+    Args:
+        num_microbatches: micro-batches in the step; context-parallel ranks divide it by their `token_weight`.
+        mtp_weight: `weight` in the formula above.
+
+    Attributes:
+        depth_losses: for each micro-batch, the detached losses by depth (1 + D,); their sum over the step is the mean.
+            Empty for a model without MTP.
+        greedy: for each micro-batch that ran without gradients, the likeliest token of each depth and the targets, both
+            (B, C, 1 + D). Empty for a model without MTP.
     """
 
     def __init__(self, num_microbatches: float, mtp_weight: float = 0.0) -> None:
         self._num_microbatches = num_microbatches
         self._mtp_weight = mtp_weight
-        self.noted: list[Tensor] = []
+        self.depth_losses: list[Tensor] = []
         self.greedy: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Logits (B, C, V) and targets (B, C) of a model without MTP; else logits of each depth and (B, C, 1 + D)."""
+        """Return the loss of a micro-batch, a scalar.
+
+        tensors: logits (B, C, V) and targets (B, C); with MTP the logits of each depth and targets (B, C, 1 + D).
+        """
         *logits, targets = tensors
         if len(logits) == 1:
             return cross_entropy_loss(logits[0], targets) / self._num_microbatches
-        # By all tokens, also those without a target: else the others would count more where there are many documents.
-        of_depth = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=targets[..., 0].numel())
-        losses = torch.stack([of_depth(each, targets[..., k]) for k, each in enumerate(logits)])
+        # Divided by the number of all tokens, also those without a target: otherwise tokens of micro-batches with many
+        # documents would weigh more.
+        depth_loss = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=targets[..., 0].numel())
+        losses = torch.stack([depth_loss(logits_k, targets[..., k]) for k, logits_k in enumerate(logits)])
         losses = losses / self._num_microbatches
-        self.noted.append(losses.detach())
+        self.depth_losses.append(losses.detach())
         if not torch.is_grad_enabled():
-            self.greedy.append((torch.stack([each.argmax(-1) for each in logits], -1), targets))
+            self.greedy.append((torch.stack([logits_k.argmax(-1) for logits_k in logits], -1), targets))
         return losses[0] + self._mtp_weight * losses[1:].mean()
 
 
 def tokens_ahead(targets: Tensor) -> Tensor | None:
-    """What a model with MTP is told of the tokens behind each (B, C, D), below 0 where it has nothing to predict from
-    them; None for targets (B, C) of a model without. targets: from `dualpipe.train.data.loader.shifted`."""
-    return None if targets.dim() == 2 else targets[..., :-1].where(targets[..., 1:] >= 0, NO_TARGET)
+    """Return the D next tokens after each token (B, C, D), the inputs of the MTP layers; None without MTP.
+
+    Tokens that have no target to predict are `NO_TARGET`. targets: (B, C, 1 + D), or (B, C) without MTP, from
+    `dualpipe.train.data.token_stream.shift_targets`.
+    """
+    if targets.dim() == 2:
+        return None
+    return targets[..., :-1].where(targets[..., 1:] >= 0, NO_TARGET)
 
 
-def accepted(greedy: Tensor, targets: Tensor, main: Tensor, columns: Tensor) -> Tensor:
-    """Count the drafts that a greedy verification would accept, and the tokens that they were made of, float64 (2,).
+def count_accepted(greedy: Tensor, targets: Tensor, main: Tensor, columns: Tensor) -> Tensor:
+    """Count the drafts that greedy verification accepts, and the tokens that they start from: float64 (2,).
 
-    greedy, targets: (B, C, 1 + D) of the tokens with the numbers `columns` (C,); main: the likeliest next token behind
-    each of all tokens (B, T). At token i the draft of depth k, made with the text's tokens up to i + k, is accepted if
-    those before it are and it is the main model's likeliest token behind token i + k. Tokens count where every depth
-    has a target.
+    The draft of depth k at token i, made from the text up to token i + k, is accepted if the drafts of smaller depths
+    are accepted and it equals the main model's likeliest token after token i + k. Only tokens that have a target at
+    every depth count.
+
+    Args:
+        greedy: likeliest token of each depth (B, C, 1 + D).
+        targets: (B, C, 1 + D).
+        main: the main model's likeliest next token after each token of the whole sequences (B, T).
+        columns: positions of the C tokens in their sequences (C,).
     """
     depth = greedy.shape[-1] - 1
-    behind = columns.unsqueeze(-1) + torch.arange(1, 1 + depth, device=columns.device)  # (C, D)
-    same = greedy[..., 1:] == main[:, behind.clamp(max=main.shape[1] - 1)]
+    verified_at = columns.unsqueeze(-1) + torch.arange(1, 1 + depth, device=columns.device)  # (C, D)
+    is_equal = greedy[..., 1:] == main[:, verified_at.clamp(max=main.shape[1] - 1)]
     counts = (targets[..., -1] >= 0).double()
-    return torch.stack([(same.cumprod(-1).sum(-1) * counts).sum(), counts.sum()])
+    return torch.stack([(is_equal.cumprod(-1).sum(-1) * counts).sum(), counts.sum()])
 
 
 def token_weight(split: SequenceSplit, length: int) -> float:
-    """What a mean over this rank's tokens counts in the mean over ranks, for that to be the mean over all tokens: ranks
-    that share sequences of `length` tokens may have one or two of each more than others."""
+    """Return the weight of this rank's mean over tokens in the mean over context-parallel ranks.
+
+    Sequences of `length` tokens may split unevenly: some ranks have one or two tokens more. With the weights, the mean
+    over ranks is the mean over all tokens.
+    """
     if split.size == 1:
         return 1.0
     return split.counts(length)[split.rank] * split.size / length

@@ -1,4 +1,4 @@
-"""The schedule of a run's pipeline, as [parallel] says."""
+"""The schedule of a run's pipeline, as configured in [parallel]."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dualpipe.train.config.schema import ParallelConfig
 
 
 def build_schedule(parallel: ParallelConfig, num_microbatches: int, ranks: RankSync | None = None) -> Schedule:
-    """The schedule that [parallel] says. Collective over `ranks`, where there are several.
+    """Return the schedule that [parallel] selects. Collective over `ranks`, unless None.
 
-    "auto" is searched for on rank 0 alone, however long that takes. The result is the same object on all, also where
-    their machines find other ones.
+    "auto" is searched for on rank 0 alone, without a timeout, and sent to the others: all ranks have the same schedule
+    even if their own searches would differ.
 
-    Raises ValueError, on all ranks, for costs or a memory that cannot be.
+    Raises ValueError, on all ranks, for invalid costs or an insufficient memory limit.
     """
     if parallel.schedule == "auto":
         return _search(parallel, num_microbatches, ranks)
@@ -23,7 +23,7 @@ def build_schedule(parallel: ParallelConfig, num_microbatches: int, ranks: RankS
 
 
 def _search(parallel: ParallelConfig, num_microbatches: int, ranks: RankSync | None) -> Schedule:
-    """Search, on one of the ranks, for the schedule that takes least time by the costs that [parallel] gives."""
+    """Search on one rank for the fastest schedule under the costs in [parallel]."""
 
     def find() -> Schedule:
         try:

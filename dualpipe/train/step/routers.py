@@ -1,4 +1,4 @@
-"""The routers of a run's stages, as [router] says."""
+"""The routers of a run's stages, as configured in [router]."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ def build_routers(
     config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
     context: ContextParallel | None = None, whole: bool = False,
 ) -> RouterSet:
-    """The routers in `stages`, set to what `config.router` says, before a pipeline has them. Collective over `group`.
+    """Configure the routers in `stages` as `config.router` says and return them as a set. Collective over `group`.
 
-    context: of the stages, where ranks share sequences. whole: `stages` are the whole model, alone on this rank, which
-    runs the micro-batches of all pipelines.
+    Call it before the stages are put into a pipeline. Raises ValueError for options that the model's routers lack.
 
-    Raises ValueError for what the model's routers cannot do.
+    Args:
+        context: context parallelism of the stages; None without it.
+        whole: `stages` are the unpipelined model, and this rank runs the micro-batches of all pipelines.
     """
-    r, train, parallel = config.router, config.train, config.parallel
+    router = config.router
+    train = config.train
+    parallel = config.parallel
     split = SequenceSplit() if context is None else context.split
-    if context is not None and split.size > 1 and r.balance and r.balance_level != "global":
-        parts = train.micro_batch_size if r.balance_level == "sequence" else 1
+    if context is not None and split.size > 1 and router.balance and router.balance_level != "global":
+        parts = train.micro_batch_size if router.balance_level == "sequence" else 1
         share_loads(stages, context.stream.all_to_all, parts)
     return RouterSet(
-        stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1), balance=r.balance,
-        level=r.balance_level, z=r.z_loss, bias_update_rate=r.bias_update_rate,
+        stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1), balance=router.balance,
+        level=router.balance_level, z=router.z_loss, bias_update_rate=router.bias_update_rate,
         weight=token_weight(split, train.sequence_length), group=group, replicas=1 if whole else parallel.replicas,
         device=device,
     )

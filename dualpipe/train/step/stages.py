@@ -1,4 +1,4 @@
-"""The stages of a rank: its share of the model, cut, sharded and filled with weights."""
+"""The stages of a rank: its part of the model, sharded and with weights."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ from dualpipe.train.step.transformers_stages import build_transformers_stages
 
 @dataclass(frozen=True)
 class StageOptions:
-    """Options of how stages are built, besides the model and the dtypes.
+    """Options for building stages, besides the model and the dtypes.
 
-    seed: what initial weights are drawn by, not by how the model is cut. from_hf: a directory with a Hugging Face
-    checkpoint, whose weights are taken instead.
-    layers_per_stage: instead of stages that cost about the same.
-    recompute: what is computed again instead of kept, see `dualpipe.models.stages.Recompute`.
-    compiled: attention and dense MLPs go through torch.compile.
-    products, fp8_weight_grad: of layers with weights in a format, see `dualpipe.nn.quantized_matmul`.
-    fp8_dispatch: rows go to experts on other ranks as their products take them, see `ExpertParallel`.
+    Attributes:
+        seed: of the initial weights, which do not depend on how the model is split into stages.
+        from_hf: directory with a Hugging Face checkpoint to load instead, or "".
+        layers_per_stage: number of layers of each stage; by default stages cost about the same.
+        recompute: rules of activation recomputation, see `dualpipe.models.stages.Recompute`.
+        compiled: apply torch.compile to attention and dense MLPs.
+        products, fp8_weight_grad: GEMMs of layers with quantized weights, see `dualpipe.nn.quantized_matmul`.
+        fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
     """
 
     seed: int = 0
@@ -57,7 +58,7 @@ class StageOptions:
 
     @classmethod
     def of(cls, config: Config, from_hf: str = "") -> StageOptions:
-        """Return the options that a run's configuration says. from_hf: see above."""
+        """Return the options of a run's configuration. from_hf: see the attribute."""
         return cls(
             seed=config.train.seed, from_hf=from_hf, layers_per_stage=config.parallel.layers_per_stage,
             recompute=config.memory.recompute, compiled=config.train.compile, products=config.dtypes.products,
@@ -74,22 +75,23 @@ class Model(NamedTuple):
     has_first: bool
     has_last: bool
     masters: Mapping[nn.Parameter, Tensor]
-    """float32 values, from a checkpoint, of parameters that are stored in less, for the optimizer to update"""
+    """float32 values from a checkpoint, for the optimizer, of parameters that are stored with less precision"""
 
 
 def build_model(
     config: TrainedModel, schedule: Schedule, rank: int, *, dtypes: DTypePlan | torch.dtype, device: torch.device,
     options: StageOptions = StageOptions(), mesh: DeviceMesh | None = None, context: ContextParallel | None = None,
 ) -> Model:
-    """Build the stages of pipeline rank `rank`. Collective over `mesh` where they are loaded from a checkpoint.
+    """Build the stages of pipeline rank `rank`. Collective over `mesh` if they are loaded from a checkpoint.
 
-    Raises ValueError for a model that cannot be cut so, for `fp8_dispatch` where experts' products are not in FP8, and
-    on all ranks of `mesh` for a checkpoint that does not fit.
+    Args:
+        dtypes: plan of the whole model, from `plan_model`; or the dtype to compute in, for a default plan.
+        mesh: from `build_mesh`. With several pipelines, the parameters are sharded over them and stored in at least
+            float32. With one or without a mesh, they are stored in their compute dtype.
+        context: context parallelism over the ranks of "cp"; None for the defaults of `ContextParallel`.
 
-    dtypes: the plan of the whole model, from `plan_model`; or a dtype, of which one is made.
-    mesh: from `build_mesh`. Where it has several pipelines, they share the parameters' storage: those are stored in at
-    least float32. Without, they are stored as they are computed with.
-    context: of the ranks of its "cp", which share sequences; None: as `ContextParallel` makes it.
+    Raises ValueError if the model cannot be split into these stages, for `fp8_dispatch` if the GEMMs of the experts
+    are not in FP8, and on all ranks of `mesh` if the checkpoint does not fit.
     """
     place = Mesh.of(mesh)
     context = context or ContextParallel(place.part("cp"))
@@ -105,39 +107,58 @@ def build_model(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute)
         return Model(config, built, plan, has_first, has_last, {})
-    fp8_rows = _rows_of_experts(plan, options.products) if options.fp8_dispatch else None
+    fp8_rows = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
 
-    def cut() -> list[Stage]:
+    def build_numbers() -> list[Stage]:
         return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
 
     try:
-        stages = build_on_meta(cut)
+        stages = build_on_meta(build_numbers)
     except ValueError as error:
         raise ValueError(f"parallel.pp = {schedule.num_ranks} with schedule {schedule.name!r}: {error}") from error
     for stage in stages:
-        _prepare(stage, plan, options, context)
-        if mesh is None or place.replicas == 1:
-            shard(stage, None, plan)
-        else:
-            shard_experts(stage, place.part("ep") or mesh["ep"])
-            stage.use_expert_parallelism(ExpertParallel(config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
-    if mesh is not None and place.replicas > 1:  # blocks of one stage's weights alone may not be cut so
-        quantized = any(dtypes.format for dtypes in plan.tensors.values())
-        RankSync.of_mesh(mesh if quantized else None).agree(
-            lambda: shard_stages(stages, place.dense, plan, expert_mesh=place.experts))
-    masters: dict[nn.Parameter, Tensor] = {}
-    if options.from_hf and place.replicas == 1:
-        masters = _load_with_masters(stages, options.from_hf, mesh, plan, device)
-    elif options.from_hf:
-        load_hf(stages, options.from_hf, mesh, plan, device=device)
-    else:
+        _apply_options(stage, plan, options, context)
+    if mesh is None or place.replicas == 1:
         for stage in stages:
-            materialize(stage, device, plan, seed=options.seed)
+            shard(stage, None, plan)
+    else:
+        _shard_over(mesh, stages, plan, fp8_rows)
+    masters = _fill(stages, plan, options, mesh, device)
     return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
-def _prepare(stage: Stage, plan: DTypePlan, options: StageOptions, context: ContextParallel) -> None:
-    """Set what `options`, the plan and `context` say in a stage that is still on meta, and not sharded."""
+def _shard_over(mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_rows: int | None) -> None:
+    """Shard the stages over the pipelines of `mesh`.
+
+    fp8_rows: see `ExpertParallel`. Raises ValueError, on all ranks, for quantized weights whose blocks cannot be split
+    over the ranks.
+    """
+    place = Mesh.of(mesh)
+    for stage in stages:
+        shard_experts(stage, place.part("ep") or mesh["ep"])
+        stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
+    # Only the weights of some stages may fail to split: the ranks agree on an error.
+    is_quantized = any(dtypes.format for dtypes in plan.tensors.values())
+    RankSync.of_mesh(mesh if is_quantized else None).agree(
+        lambda: shard_stages(stages, place.dense, plan, expert_mesh=place.experts))
+
+
+def _fill(
+    stages: Sequence[Stage], plan: DTypePlan, options: StageOptions, mesh: DeviceMesh | None, device: torch.device
+) -> Mapping[nn.Parameter, Tensor]:
+    """Initialize or load the weights of the stages on `device`; return `Model.masters`."""
+    if not options.from_hf:
+        for stage in stages:
+            materialize(stage, device, plan, seed=options.seed)
+        return {}
+    if Mesh.of(mesh).replicas == 1:
+        return _load_with_masters(stages, options.from_hf, mesh, plan, device)
+    load_hf(stages, options.from_hf, mesh, plan, device=device)
+    return {}
+
+
+def _apply_options(stage: Stage, plan: DTypePlan, options: StageOptions, context: ContextParallel) -> None:
+    """Apply options, storage dtypes and context parallelism to a stage on meta that is not yet sharded."""
     stage.recompute = Recompute(options.recompute, len(stage.config.all_layers))
     if options.compiled:
         stage.compile_dense()
@@ -153,64 +174,76 @@ def _prepare(stage: Stage, plan: DTypePlan, options: StageOptions, context: Cont
 def _load_with_masters(
     stages: Sequence[nn.Module], from_hf: str, mesh: DeviceMesh | None, plan: DTypePlan, device: torch.device
 ) -> dict[nn.Parameter, Tensor]:
-    """Load as `load_hf` does what is stored in half precision, and return its values before they were rounded."""
+    """Load like `load_hf`; return the values of half-precision parameters before rounding, by parameter."""
     names = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-    in_half = {name: replace(dtypes, storage=torch.float32) for name, dtypes in plan.tensors.items()
-               if name in names and dtypes.storage in HALF}
-    load_hf(stages, from_hf, mesh, DTypePlan(plan.policy, {**plan.tensors, **in_half}), device=device)
+    loaded_in_float32 = {
+        name: replace(dtypes, storage=torch.float32) for name, dtypes in plan.tensors.items()
+        if name in names and dtypes.storage in HALF
+    }
+    load_hf(stages, from_hf, mesh, DTypePlan(plan.policy, {**plan.tensors, **loaded_in_float32}), device=device)
     masters: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            # Not what has its own master, nor what another stage shares, which is rounded already.
-            if name in in_half and quantized_part(parameter) is None and parameter not in masters:
+            # A quantized parameter has its own master; a parameter shared with another stage is already rounded.
+            if name in loaded_in_float32 and quantized_part(parameter) is None and parameter not in masters:
                 masters[parameter] = parameter.detach()
                 parameter.data = parameter.data.to(plan.of(name).storage)
                 parameter.grad_dtype = plan.reduce_dtype(name)
     return masters
 
 
-def _rows_of_experts(plan: DTypePlan, products: Products) -> int:
-    """The numbers under a scale in the rows that the experts' products take."""
-    found = [each for name, each in plan.tensors.items() if name.endswith(".experts.gate_up_proj.weight")]
-    blocks = {each.format.block[1] if each.format and each.format.computes and each.compute in HALF else None
-              for each in found}
+def _fp8_dispatch_block(plan: DTypePlan, products: Products) -> int:
+    """Return the number of elements per scale in the rows that expert GEMMs read in FP8.
+
+    Raises ValueError if the expert GEMMs are not in FP8.
+    """
+    expert_dtypes = [dtypes for name, dtypes in plan.tensors.items() if name.endswith(".experts.gate_up_proj.weight")]
+    blocks: set[int | None] = set()
+    for dtypes in expert_dtypes:
+        is_fp8 = dtypes.format and dtypes.format.computes and dtypes.compute in HALF
+        blocks.add(dtypes.format.block[1] if dtypes.format and is_fp8 else None)
     if len(blocks) != 1 or None in blocks or products == "weight-only":
         names = ", ".join(name for name, format in FORMATS.items() if format.computes)
-        formats = sorted({f"{each.format} in {short_name(each.compute)}" for each in found})
-        raise ValueError("dtypes.fp8_dispatch is for experts whose products are in FP8; give *.experts.gate_up_proj a "
-                         f"format by a rule ({names}), train.dtype bf16 and dtypes.products 'auto'; got "
-                         f"{', '.join(formats) or 'no experts'}, products {products!r}")
+        formats = sorted({f"{dtypes.format} in {short_name(dtypes.compute)}" for dtypes in expert_dtypes})
+        received = f"experts with {', '.join(formats)}" if formats else "no experts"
+        raise ValueError(f"dtypes.fp8_dispatch: got {received} and products {products!r}, but it needs expert GEMMs in "
+                         f"FP8; give *.experts.gate_up_proj a format by a rule ({names}), train.dtype bf16 and "
+                         "dtypes.products 'auto'")
     return cast(int, blocks.pop())
 
 
-def slow_products(model: Model, tokens: int, device: torch.device) -> list[str]:
-    """Which products of the stages' weights in formats are slower in FP8 than in bfloat16, and why; nothing on CPU.
+def slow_fp8_weights(model: Model, tokens: int, device: torch.device) -> list[str]:
+    """Return the quantized weights whose GEMMs are slower in FP8 than in bfloat16, with the reason; empty on CPU.
 
-    tokens: of a micro-batch, on all expert-parallel ranks.
+    tokens: number of tokens of a micro-batch on all expert-parallel ranks.
     """
-    found: list[str] = []
+    slow: list[str] = []
     if not any(dtypes.format for dtypes in model.plan.tensors.values()):
-        return found
+        return slow
     top_k = model.config.num_experts_per_tok
     for stage in model.stages:
         for name, module in stage.named_modules():
             if not isinstance(module, Linear | GroupedLinear) or module.products == "weight-only":
                 continue
-            item, experts = model.plan.of(f"{name}.weight"), 1
+            dtypes = model.plan.of(f"{name}.weight")
+            if not (dtypes.format and dtypes.format.computes and dtypes.compute in HALF):
+                continue
+            num_experts = 1
             rows: float = tokens
             if isinstance(module, GroupedLinear):
-                experts, rows = module.num_groups, tokens * top_k / module.num_groups
-            if item.format and item.format.computes and item.compute in HALF:
-                shape = (experts, module.out_features, module.in_features)
-                if why := slower_in_fp8(item.format, shape, rows, device):
-                    found.append(f"{name.rpartition('.')[2]}: {why}")
-    return list(dict.fromkeys(found))  # once for all layers
+                num_experts = module.num_groups
+                rows = tokens * top_k / num_experts
+            shape = (num_experts, module.out_features, module.in_features)
+            reason = slower_in_fp8(dtypes.format, shape, rows, device)
+            if reason:
+                slow.append(f"{name.rpartition('.')[2]}: {reason}")
+    return list(dict.fromkeys(slow))  # once for all layers
 
 
 def build_whole(
     config: HubConfig, *, dtypes: DTypePlan | torch.dtype, device: torch.device, seed: int = 0
 ) -> Stage:
-    """Build the unpipelined model, with the same weights. dtypes: see `build_model`."""
+    """Build the unpipelined model with the same weights as the pipelined one. dtypes: see `build_model`."""
     model = build_model(config, build("1f1b", 1, 1), 0, dtypes=dtypes, device=device, options=StageOptions(seed=seed))
     (stage,) = model.stages
     return cast(Stage, stage)

@@ -1,7 +1,7 @@
-"""A rank's part of a pipelined model, and the steps that run on it.
+"""One rank's part of a pipelined model, and its steps.
 
-The trainer, the guard that runs a bad step again, the replay of a recorded step and parity run steps through this file
-alone, so that all of them run the same step.
+The trainer, the guard that reruns a bad step, the replay of a recorded step and parity all use this file, so they run
+the same step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.resolve import Resolved
-from dualpipe.train.data.loader import TokenBatch
+from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
@@ -35,9 +35,11 @@ from dualpipe.train.step.stages import StageOptions, build_model
 class PipelinedModel:
     """The stages of this rank in their pipeline, with routers: forward, loss and backward of a batch. Collective.
 
-    dtypes: see `build_model`. from_hf: a directory with a Hugging Face checkpoint to take the weights of.
+    Args:
+        dtypes: see `build_model`.
+        from_hf: directory with a Hugging Face checkpoint to load the weights from, or "".
 
-    Raises ValueError, on all ranks, for a model, a schedule or routers that cannot be.
+    Raises ValueError, on all ranks, for an invalid model, schedule or router configuration.
     """
 
     def __init__(
@@ -58,77 +60,86 @@ class PipelinedModel:
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule,
-            overlap=config.parallel.overlap,
+            overlap=config.parallel.overlap, merge_weight_grads=config.parallel.merge_weight_grads,
         )
 
     @property
     def reports(self) -> bool:
-        """Return True on the one rank that knows the loss and writes the metrics: the last stage's, of pipeline 0."""
+        """True on the one rank that writes the metrics: the rank of pipeline 0 with the last stage, and so the loss."""
         return self.model.has_last and not self.job.place.replica
 
     def criterion(self, step: int) -> MicroBatchLoss:
-        """Return the criterion of a step, counted from 1, or of as many of its micro-batches as are run."""
+        """Return the criterion of a step, counted from 1. It also serves for fewer of its micro-batches."""
         train = self.config.train
-        micro_batches = train.num_chunks / token_weight(self.split, train.sequence_length)
-        return MicroBatchLoss(micro_batches, self.config.mtp.weight_of(step, train.steps))
+        num_microbatches = train.num_chunks / token_weight(self.split, train.sequence_length)
+        return MicroBatchLoss(num_microbatches, self.config.mtp.weight_of(step, train.steps))
 
     def forward_backward(
         self, batch: TokenBatch, criterion: MicroBatchLoss, num_microbatches: int | None = None
     ) -> Tensor | None:
-        """Run the pipeline once, on the micro-batches of a step unless another number is given.
+        """Run the pipeline once and return the loss of each micro-batch (N,); see `mean_losses`.
 
-        criterion: used for this call alone. Returns the loss of each micro-batch (N,) on the ranks of the last stage,
-        None elsewhere; see `mean_losses`.
+        The result is None on ranks without the last stage.
+
+        Args:
+            criterion: of the step; use it for this call alone.
+            num_microbatches: of the batch; by default those of a step.
         """
         model = self.model
-        positions = batch.positions if self.config.data.separate_documents else None
-        if positions is None and self.split.size > 1:  # whose stages tell by them which tokens of a row are theirs
-            positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
+        inputs = (batch.tokens,) if model.has_first else ()
+        labels = (batch.targets,) if model.has_last else ()
         losses, _ = self.pipeline.step(
-            *((batch.tokens,) if model.has_first else ()),
-            num_chunks=num_microbatches or self.config.train.num_chunks,
-            criterion=criterion if model.has_last else None,
-            labels=(batch.targets,) if model.has_last else (),
-            side=self._side_inputs(positions, batch.targets) if model.has_first else None,
+            *inputs, num_chunks=num_microbatches or self.config.train.num_chunks,
+            criterion=criterion if model.has_last else None, labels=labels,
+            side=self._side_inputs(batch) if model.has_first else None,
         )
         return losses
 
-    def _side_inputs(self, positions: Tensor | None, targets: Tensor) -> dict[str, Tensor | None]:
-        """Return what stages are given besides the tokens, by the names that their `forward` has for it."""
+    def _side_inputs(self, batch: TokenBatch) -> dict[str, Tensor | None]:
+        """Return the inputs of the stages besides the tokens, by the keywords of their `forward`."""
+        positions = batch.positions if self.config.data.separate_documents else None
+        if positions is None and self.split.size > 1:  # context-parallel stages select their tokens by position
+            positions = torch.arange(batch.positions.shape[1], device=self.job.device).expand_as(batch.positions)
         if not isinstance(self.model.config, HubConfig):
             return {"position_ids": positions}
-        return {"positions": positions, "ahead": tokens_ahead(targets)}
+        return {"positions": positions, "ahead": tokens_ahead(batch.targets)}
 
     def mean_losses(self, losses: Tensor | None, criterion: MicroBatchLoss) -> Tensor | None:
-        """Return the mean losses of all pipelines, on the ranks of the last stage; None elsewhere. Collective.
+        """Return the mean loss over all pipelines: (1,), or (1 + D,) for multi-token prediction of depth D. Collective.
 
-        losses, criterion: of `forward_backward`. The result is (1,), or (1 + D,) for multi-token prediction of depth D.
+        The result is None on ranks without the last stage. losses: returned by `forward_backward` for `criterion`.
         """
         if losses is None:
             return None
-        loss = torch.stack(criterion.noted).sum(0).float() if criterion.noted else losses.sum().float().unsqueeze(0)
+        if criterion.depth_losses:
+            loss = torch.stack(criterion.depth_losses).sum(0).float()
+        else:
+            loss = losses.sum().float().unsqueeze(0)
         self.all_reduce("loss", "the loss of all pipelines", loss, self.job.place.group(*DENSE))
         return loss / self.config.parallel.replicas
 
-    def everywhere(self, loss: Tensor | None) -> Tensor:
-        """Return a step's loss on every rank, from the one that reports it. Collective."""
+    def broadcast_loss(self, loss: Tensor | None) -> Tensor:
+        """Return the loss of the rank that reports it, on every rank: a float64 scalar. Collective."""
         shared = torch.zeros(1, dtype=torch.float64, device=self.job.device)
         if self.reports and loss is not None:
             shared[0] = loss
         self.all_reduce("loss", "the loss", shared, self.job.group)
         return shared[0]
 
-    def all_reduce(self, kind: str, what: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Add the other ranks' values to `tensor`, recorded as a wait for them."""
+    def all_reduce(self, kind: str, title: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Sum `tensor` over the ranks of `group` in place; without a group do nothing.
+
+        kind, title: names of the collective in the recorder.
+        """
         if group is not None:
-            with self.recorder.collective(kind, what, self.recorder.members(group)):
+            with self.recorder.collective(kind, title, self.recorder.members(group)):
                 dist.all_reduce(tensor, group=group)
 
 
 class StepRunner(PipelinedModel):
     """A pipelined model with its optimizer, for training steps. Collective.
 
-    recorded: the dtypes in the checkpoint that the run goes on from, by name; None for a new run.
+    recorded: dtypes in the checkpoint that the run resumes from, by name; None for a new run.
     """
 
     def __init__(self, resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
@@ -141,14 +152,16 @@ class StepRunner(PipelinedModel):
             masters=self.model.masters,
         )
         self.recorder.made("parameters", *self.optimizer.parameters)
-        limit, dense = config.optimizer.qk_clip, job.place.group(*DENSE)
-        self.qk_clip = QKClip(self.model.stages, limit, group=dense, device=job.device) if limit else None
+        self.qk_clip: QKClip | None = None
+        if config.optimizer.qk_clip:
+            self.qk_clip = QKClip(
+                self.model.stages, config.optimizer.qk_clip, group=job.place.group(*DENSE), device=job.device)
 
     def run_step(self, batch: TokenBatch, step: int) -> Tensor | None:
-        """Run forwards and backwards of a step, counted from 1, with the routers' losses and counts.
+        """Run forward and backward of a step, counted from 1, with the losses and counts of the routers.
 
-        Returns the `mean_losses`. A loss that is not finite leaves a gradient that is not: so every rank gets to know
-        by the norm.
+        Returns the `mean_losses`. If the loss is not finite, a gradient becomes NaN, so that every rank learns of it
+        from the gradient norm.
         """
         criterion = self.criterion(step)
         with self.routers.step():
@@ -158,15 +171,19 @@ class StepRunner(PipelinedModel):
         return losses
 
     def _spoil_gradient(self, losses: Tensor) -> None:
-        """Add NaN to a gradient if a loss is not finite, else 0; none of a copy, which the norm leaves out."""
-        loss, copies = losses.sum(), set(self.pipeline.copied_parameters)
+        """Add NaN to one element of a gradient if a loss is not finite, else 0.
+
+        The gradient is not one of a copied parameter, which the norm leaves out.
+        """
+        loss = losses.sum()
+        copies = set(self.pipeline.copied_parameters)
         grads = (local(p.grad) for p in self.optimizer.parameters if p.grad is not None and p not in copies)
         grad = next((grad for grad in grads if grad.numel()), None)
         if grad is not None:
             grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
 
     def update(self, lr: float, norm: Tensor) -> None:
-        """Update the parameters, unless the gradients' `norm` (a scalar tensor) is not finite; drop the gradients."""
+        """Update the parameters unless the gradient norm, a scalar tensor, is not finite; then drop the gradients."""
         with self.recorder.doing("optimizer"):
             self.optimizer.step(lr, norm)
             if self.qk_clip is not None:
@@ -174,6 +191,6 @@ class StepRunner(PipelinedModel):
         self.optimizer.zero_grad()
 
     def drop_scores(self) -> None:
-        """Forget the attention scores that QK-clip has noted, of a run of the pipeline that updates nothing."""
+        """Drop the attention scores that QK-clip has recorded, after a step without an update."""
         if self.qk_clip is not None:
-            self.qk_clip.forget()
+            self.qk_clip.reset()

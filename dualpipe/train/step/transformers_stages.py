@@ -1,4 +1,4 @@
-"""The stages of a rank of a model of transformers: building them, and writing what was trained."""
+"""The stages of a rank for a transformers model: building them, and saving the trained model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ def build_transformers_stages(
     model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
     mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int], recompute: Sequence[str],
 ) -> tuple[nn.Module, ...]:
-    """Build the stages with these numbers, sharded and filled. Collective over `mesh`.
+    """Build the stages with these numbers, sharded and with weights. Collective over `mesh`.
 
-    plan: of the whole model. The rest as for `build_model`. Raises ValueError as `load_stages` does, on all ranks.
+    plan: dtypes of the whole model. All other arguments as in `build_model` and `StageOptions`. Raises ValueError, on
+    all ranks, like `load_stages`.
     """
     from dualpipe.hf import load_stages
 
@@ -51,9 +52,9 @@ def build_transformers_stages(
 def save_transformers_stages(
     stages: Sequence[nn.Module], target: Path, *, mesh: DeviceMesh | None, plan: DTypePlan, source: str
 ) -> None:
-    """Write the model in Hugging Face's form, with the tokenizer of `source`, where there is one. Collective.
+    """Save the model in Hugging Face's format, with the tokenizer files of `source`, if not "". Collective.
 
-    Tensors are written in the dtypes that they are computed in, or that a rule says.
+    Tensors are saved in their compute dtype, or as a rule of the plan says.
     """
     from dualpipe.hf import save_stages
 
@@ -61,8 +62,8 @@ def save_transformers_stages(
 
     def finish() -> None:
         path = target / "config.json"
-        described = json.loads(path.read_text(encoding="utf-8")) | {"dtype": long_name(plan.policy.param_dtype)}
-        replace_file(path, json.dumps(described, indent=2) + "\n")
+        description = json.loads(path.read_text(encoding="utf-8")) | {"dtype": long_name(plan.policy.param_dtype)}
+        replace_file(path, json.dumps(description, indent=2) + "\n")
         for name in CARRIED if source else ():
             if (Path(source) / name).is_file():
                 shutil.copyfile(Path(source) / name, target / name)

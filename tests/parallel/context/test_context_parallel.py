@@ -310,7 +310,7 @@ def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
     keep = lambda t: found.setdefault(t.untyped_storage()._cdata, t)  # noqa: E731
     with store.activate(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         walk([segmented.forward(state)])
-    held = tree_leaves([(record.leaves, record.kept, record.context) for record in state.records])
+    held = tree_leaves([(record.leaves, record.saved_inputs, record.context) for record in state.records])
     found |= {t.untyped_storage()._cdata: t for t in held if isinstance(t, Tensor)}
     own = {p.untyped_storage()._cdata for p in stage.parameters()}
     return sum(t.untyped_storage().nbytes() for key, t in found.items() if key not in own)

@@ -971,7 +971,7 @@ def test_a_frozen_tower_that_fully_shard_does_not_cast_is_refused_with_the_remed
     assert "tower (Sequential) is frozen and computes in bf16, trained modules in fp32" in refused
     assert "dualpipe.parallel.shard" in refused and "cast_forward_inputs=False" in refused
     assert by_itself == cast == ""
-    assert "neither buffers nor what a module of another dtype returns" in in_a_forward
+    assert "neither buffers nor the outputs of a module of another dtype" in in_a_forward
 
 
 def refused(rank: int) -> list[str]:
@@ -1009,7 +1009,7 @@ def refused(rank: int) -> list[str]:
 
 def test_what_cannot_work_is_refused_with_the_remedy():
     offload, pair, apart, late, moved = run_ranks(refused, 1)[0]
-    assert "modules of two stages together" in apart and "shard each stage by itself" in apart
+    assert "modules of two stages together" in apart and "shard every stage by itself" in apart
     assert "after the pipeline was built" in late
     assert "CPU offload" in offload and "leave offload_policy out" in offload
     assert "call fully_shard on the stage itself as well" in pair

@@ -1,4 +1,4 @@
-"""A stage whose gradients would differ from one data-parallel rank to the next is refused, on every rank, by name."""
+"""Stages whose gradients would differ between data-parallel ranks raise on every rank, by name."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def test_gradients_that_nobody_reduces():
         "ddp": "rank WRONG: module 0 of this rank is a DistributedDataParallel, which does not reduce",
         "ddp inside": "rank WRONG: module 0 of this rank has a DistributedDataParallel, 1, which does not reduce",
         "fsdp1": "rank WRONG: module 0 of this rank is a FullyShardedDataParallel, which does not reduce",
-        "in part": "rank WRONG: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; gradients",
-        "in part, not all": "sharded in part, but not norm.weight; gradients would",
+        "in part": "rank WRONG: module 0 of this rank is sharded in part, but not norm.weight, norm.bias; their",
+        "in part, not all": "sharded in part, but not norm.weight; their gradients would",
         "replicated": "sharded in part, but not extra;",
         "ignored": "sharded in part, but not extra;",
-        "another rank's": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight; gradients",
+        "another rank's": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight; their",
         "apart on fewer ranks": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
         "another stage": "some stages are sharded, but not the one with norm.weight, norm.bias, up.weight",
     }

@@ -467,7 +467,8 @@ def odd():
         (Model, [Rule("head", storage="mxfp8")], r"heads, .* matches 'head' \(stored in mxfp8\), nearest: "),
         (Model, [Rule("*.decay", gather="mxfp8")], "gathered as mxfp8.*, nearest: "),
         (tied, [Rule("*", storage="mxfp8")], "embed.weight = layers.1.gate.weight cannot be quantized .* tied"),
-        (odd, [Rule("*", gather="nvfp4")], "0.weight cannot be quantized to nvfp4, as rule .* even; got .* 8 bits"),
+        (odd, [Rule("*", gather="nvfp4")],
+         r"0.weight cannot be quantized to nvfp4, as rule .* the shape is \(4, 5\), but .* even; choose a format"),
     ],
 )
 def test_given_a_format_that_cannot_be_then_it_is_refused(make, rules, message):

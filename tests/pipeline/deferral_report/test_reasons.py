@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from dualpipe.nn import GroupedLinear, defer_weight_grads
-from dualpipe.pipeline.deferral_report.reasons import is_computed_from, why_no_gemm, why_not_deferred
+from dualpipe.pipeline.deferral_report.reasons import is_computed_from, uncounted_reason, undeferred_reason
 
 
 class Foo(nn.Linear):
@@ -44,11 +44,11 @@ REASONS = {
 
 @pytest.mark.parametrize("reason", REASONS)
 def test_reasons_by_module(reason):
-    assert why_not_deferred(REASONS[reason], "weight", 2, ()) == reason
+    assert undeferred_reason(REASONS[reason], "weight", 2, ()) == reason
 
 
 def test_stacks_and_functions_are_named():
-    assert why_not_deferred(MyExperts(), "up", 3, {"Fused": 1, "CompiledFunction": 1}) == (
+    assert undeferred_reason(MyExperts(), "up", 3, {"Fused": 1, "CompiledFunction": 1}) == (
         "3-D parameter of MyExperts, used outside a deferring layer; inside Fused, torch.compile, counted as one GEMM")
 
 
@@ -56,12 +56,12 @@ def test_weights_computed_from_others():
     normed = parametrizations.weight_norm(nn.Linear(2, 2))
     owner = normed.parametrizations.weight
     assert is_computed_from(owner, "original0") and not is_computed_from(normed, "bias")
-    assert why_not_deferred(owner, "original1", 2, ()) == "weight computed from others (parametrized)"
+    assert undeferred_reason(owner, "original1", 2, ()) == "weight computed from others (parametrized)"
     pruned = prune.identity(nn.Linear(2, 2), "weight")
     assert is_computed_from(pruned, "weight_orig")
-    assert why_not_deferred(pruned, "weight_orig", 2, ()) == "weight computed from others (pruned, or by a norm)"
+    assert undeferred_reason(pruned, "weight_orig", 2, ()) == "weight computed from others (pruned, or by a norm)"
 
 
 def test_what_is_not_counted():
-    assert why_no_gemm(nn.Embedding(2, 2), ()) == "embedding: its gradient is no GEMM, not counted"
-    assert why_no_gemm(MyExperts(), {"Mul", "Add"}) == "used by Add, Mul: no GEMM, not counted"
+    assert uncounted_reason(nn.Embedding(2, 2), ()) == "embedding: its gradient is no GEMM, not counted"
+    assert uncounted_reason(MyExperts(), {"Mul", "Add"}) == "used by Add, Mul: no GEMM, not counted"

@@ -200,7 +200,7 @@ def test_each_rank_reports_its_own_stages():
 
 
 def test_the_program_of_the_document_prints_its_report():
-    section = DOCUMENT.read_text().partition("## How much of it can wait")[2]
+    section = DOCUMENT.read_text().partition("## Deferred weight gradients")[2]
     program, printed = re.findall(r"```(?:python)?\n(.*?)```", section, re.S)[:2]
     output = io.StringIO()
     names = {"__name__": "document"}

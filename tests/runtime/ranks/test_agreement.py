@@ -1,4 +1,4 @@
-"""Ranks agree: in few messages where all is as before, by their records where anything is new, and all alike."""
+"""Agreement of ranks: few messages if nothing is new, an exchange of records otherwise, one conclusion for all."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from ranks import run_ranks
 
 @dataclass(frozen=True)
 class Numbers:
-    """What ranks compare in these tests."""
+    """Record that ranks compare in these tests."""
 
     size: int
     own: list[int]
 
 
 def add_up(ranks: list[Numbers]) -> int:
-    """The sum of the ranks' own numbers; ValueError where they have different sizes."""
+    """Return the sum of the ranks' own numbers. Raises ValueError if their sizes differ."""
     if len({numbers.size for numbers in ranks}) > 1:
         raise ValueError(f"ranks disagree about the size: {[numbers.size for numbers in ranks]}")
     return sum(number for numbers in ranks for number in numbers.own)
 
 
-# -- many ranks, whose messages are counted
+# -- many ranks in one process, with counted messages
 
 
 class Mailboxes:
-    """Groups of any number of ranks in one process; a send never waits."""
+    """Mailboxes of groups with any number of ranks in one process; a send never waits."""
 
     def __init__(self) -> None:
         self.boxes: defaultdict[tuple, SimpleQueue] = defaultdict(SimpleQueue)
@@ -47,7 +47,7 @@ class Mailboxes:
 
 
 class MailGroup:
-    """What `HostMessages` uses of a process group."""
+    """Stand-in for a process group, with the methods that `HostMessages` uses."""
 
     def __init__(self, mail: Mailboxes, name: str, rank: int, size: int) -> None:
         self._mail, self._name, self._rank, self._size = mail, name, rank, size
@@ -69,11 +69,11 @@ class MailGroup:
 
 
 def in_lockstep(size: int) -> Counter[int]:
-    """Messages of `combine` on so many ranks, by their number on a rank: round by round, without threads."""
+    """Run `combine` on `size` ranks, each on a thread; count the ranks by their number of messages."""
     mail = Mailboxes()
     ranks = [HostMessages(MailGroup(mail, "all", rank, size)) for rank in range(size)]
     sent: Counter[int] = Counter()
-    # A rank's `combine` runs to the end only when its messages are there: the last rank to send is the first to end.
+    # `combine` waits for messages of other ranks, so every rank has a thread.
     results: dict[int, Summary] = {}
     threads = [threading.Thread(target=lambda rank=rank: results.update({rank: ranks[rank].combine(
         Summary(has_error=rank == 1, lowest=rank, highest=rank, key=rank + 5, known=7 - (rank == size - 1))
@@ -93,7 +93,7 @@ def test_summaries_are_combined_in_few_messages(size):
 
 
 def rounds_of(size: int) -> int:
-    """The messages that one rank of `size` sends to combine a summary: those that come are made up."""
+    """Return the number of messages that one of `size` ranks sends in `combine`; received messages are made up."""
 
     class Echo:
         sent = 0
@@ -151,7 +151,7 @@ def test_records_are_exchanged_once_for_each_new_set_of_them():
         assert mail.sent["pipeline", RECORD_BYTES] - before == exchanges * size * (size - 1)
 
 
-def test_more_sets_of_records_than_are_remembered_are_compared_all_the_same():
+def test_more_sets_of_records_than_the_cache_holds_are_compared_correctly():
     size, mail = 2, Mailboxes()
     agreements = in_threads(size, lambda rank: agreeing(mail, rank, size))
     in_threads(size, lambda rank: agreements[rank].compare_replicas())
@@ -185,19 +185,19 @@ def compared(rank: int) -> list[tuple[Any, str | None]]:
     return [(outcome.conclusion, outcome.problem) for outcome in outcomes]
 
 
-def test_all_ranks_come_to_one_conclusion_or_hear_what_is_wrong():
+def test_all_ranks_get_the_same_conclusion_or_problem():
     results = run_ranks(compared, 3)
     assert results[0] == results[1] == results[2]
     good, sizes, failed, long, unfit, again = results[0]
     assert good == again == (3, None)
     assert sizes == (None, "ranks disagree about the size: [0, 1, 2]")
     assert failed == (None, "rank 1: KeyError: 'planted'")
-    assert long[0] is None and long[1].startswith("rank 2: a record of 90") and "exceeds the 8192" in long[1]
+    assert long[0] is None and long[1].startswith("rank 2: a record of 90") and "exceeds the limit of 8192" in long[1]
     assert unfit == (None, "rank 2: TypeError: Object of type set is not JSON serializable")
 
 
 def with_replicas(rank: int) -> list[str | None]:
-    """Two pipelines of two ranks; what is wrong in one is told in the other, once by ranks without replicas too."""
+    """Share the problems of two pipelines of two ranks, the second time with ranks that have no replicas."""
     pipelines = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     problems = []
@@ -216,7 +216,7 @@ def with_replicas(rank: int) -> list[str | None]:
     return problems
 
 
-def test_replicas_hear_of_one_another():
+def test_replicas_share_their_problems():
     for found in run_ranks(with_replicas, 4):
         assert found == [None, "rank 1: planted", "data-parallel ranks disagree: by rank [0, 1]", "3"] * 2
 
@@ -231,6 +231,6 @@ def one_leaves(rank: int) -> str:
     return str(raised.value)
 
 
-def test_a_rank_that_has_left_is_named_by_the_one_that_waits_for_it():
+def test_a_rank_that_has_left_is_named_by_the_rank_that_waits():
     first, _ = run_ranks(one_leaves, 2, fresh=True, group_timeout=20)
-    assert "for word from rank 1, which has left" in first
+    assert "for an agreement message from rank 1, which has left" in first

@@ -1,4 +1,4 @@
-"""How a failure on one rank ends what the others wait for, and what they say of it."""
+"""Failure on one rank: the end of the other ranks' waits, and the errors that they raise."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ import torch
 import torch.distributed as dist
 
 import dualpipe.runtime.ranks.failure as failure_module
-from dualpipe.runtime.errors import PipelineError, RankLost, naming_ranks
+from dualpipe.runtime.errors import PipelineError, RankLost, mark_names_ranks
 from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up, watch
 from dualpipe.runtime.recorder import Recorder
 from ranks import run_ranks
 
 
-def test_the_first_cause_that_is_published_is_everybodys():
+def test_the_first_published_cause_is_that_of_all_ranks():
     store = dist.HashStore()
     board = FailureBoard(lambda: store, "one")
     assert board.cause() is None
     assert board.publish(Cause("first")) == Cause("first")
     assert board.publish(Cause("second", is_loss=True)) == Cause("first") == board.cause()
-    assert board.is_answered()
+    assert board.is_reachable()
 
 
 class Gone:
-    """A store that is gone: every call raises."""
+    """Stand-in for a store that is gone: every call raises."""
 
     def __getattr__(self, name):
         raise RuntimeError("connection reset")
 
 
 class Stopped:
-    """A store whose process is stopped: no call comes back."""
+    """Stand-in for a store whose process is stopped: no call returns."""
 
     def __getattr__(self, name):
         return lambda *_: time.sleep(60)
@@ -49,12 +49,12 @@ def test_a_store_that_does_not_answer_is_asked_once_for_a_moment(store, monkeypa
     board = FailureBoard(store, "one")
     began = time.monotonic()
     assert board.publish(Cause("mine")) == Cause("mine")
-    assert board.cause() is None and not board.are_waiting([0]) and not board.is_answered()
-    board.say_waiting(0)
+    assert board.cause() is None and not board.is_any_waiting([0]) and not board.is_reachable()
+    board.mark_waiting(0)
     assert time.monotonic() - began < 20
 
 
-def test_a_watching_thread_hangs_up_and_ends_with_what_it_watches(monkeypatch):
+def test_a_watching_thread_hangs_up_and_ends_with_the_watched_failure(monkeypatch):
     store = dist.HashStore()
     ended = []
 
@@ -94,7 +94,7 @@ def test_a_failure_without_other_ranks_ends_nothing():
     with pytest.raises(KeyboardInterrupt), failure.ending_step(str):
         raise KeyboardInterrupt
     with pytest.raises(PipelineError, match=r"^ranks 0-1: they say it$"), failure.ending_step(str):
-        raise naming_ranks(RuntimeError("ranks 0-1: they say it"))
+        raise mark_names_ranks(RuntimeError("ranks 0-1: they say it"))
 
 
 WAITS = {
@@ -106,7 +106,7 @@ WAITS = {
 
 
 def hung_up(rank: int, size: int, wait: str) -> tuple[str, float]:
-    """Rank 1 hangs up while the others wait; each that raises hangs up in turn."""
+    """Hang up on rank 1 while the others wait; every rank that raises hangs up in turn."""
     began = time.monotonic()
     try:
         if rank != 1:
@@ -120,7 +120,7 @@ def hung_up(rank: int, size: int, wait: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("wait", WAITS)
-def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
+def test_a_wait_in_an_ended_group_raises_at_once(wait, size):
     results = run_ranks(hung_up, size, size, wait, fresh=True, group_timeout=60)
     for rank, (text, seconds) in enumerate(results):
         if rank != 1:
@@ -128,7 +128,7 @@ def test_whoever_waits_in_a_group_that_is_ended_raises_at_once(wait, size):
 
 
 def hung_up_in_the_middle_of_a_message(rank: int, source: int) -> float:
-    """Rank 1 hangs up while a message is on its way, once its first numbers have arrived; how long the other waits."""
+    """Hang up on rank 1 once a message has partly arrived; return the seconds that the other rank waits."""
     message = torch.zeros(5_000_000)
     failure_module._LINGER = 1.0  # however busy the machine is
     if rank == source:
@@ -146,30 +146,30 @@ def hung_up_in_the_middle_of_a_message(rank: int, source: int) -> float:
 
 
 @pytest.mark.parametrize("source", [0, 1])
-def test_a_message_of_which_a_part_has_come_is_not_cut_off(source):
-    """gloo would never wake a wait for it."""
+def test_a_partly_received_message_is_not_cut_off(source):
+    """gloo would never wake the wait for it."""
     seconds = run_ranks(hung_up_in_the_middle_of_a_message, 2, source, fresh=True, group_timeout=60)
     assert max(seconds) < 30, seconds
 
 
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
-    """Ranks wait in a chain for the last one, which does not come: what the others say, and whether of a loss."""
+    """Let ranks wait in a chain for the last one, which does not come; return their errors."""
     failure = StepFailure(FailureBoard(partial(default_store, dist.group.WORLD), "one"), [dist.group.WORLD])
     if rank == size - 1:
         store = dist.distributed_c10d._get_default_store()
         while not all(store.check([f"told {other}"]) for other in range(size - 1)):
             time.sleep(0.05)
         return "", False, False
-    waiting = Recorder.current().wait("receive", "a word", (rank + 1,))
+    waiting = Recorder.current().wait("receive", "a message", (rank + 1,))
     with pytest.raises(PipelineError) as raised, failure.ending_step(str), waiting:
         work = dist.irecv(torch.empty(1), rank + 1)
-        work.wait(timedelta(seconds=1.0 + 0.2 * rank))  # the first to give up waits for one that is no cause
+        work.wait(timedelta(seconds=1.0 + 0.2 * rank))  # the first to time out waits for a rank that is not the cause
     dist.distributed_c10d._get_default_store().set(f"told {rank}", "yes")
     error = raised.value
     return str(error), error.is_loss, isinstance(error.__cause__, RankLost)
 
 
-def test_the_rank_that_does_not_come_is_named_though_others_give_up_first():
+def test_the_missing_rank_is_named_though_other_ranks_time_out_first():
     *others, _ = run_ranks(lost, 3, 3, fresh=True, group_timeout=60)
     for text, is_loss, is_caused in others:
-        assert "for a word from rank 2" in text and is_loss and is_caused, others
+        assert "for a message from rank 2" in text and is_loss and is_caused, others

@@ -1,4 +1,4 @@
-"""What fails on one rank is heard by all."""
+"""RankSync: failures on one rank raise on all ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def caught(call, argument):
 
 
 def fails_on(rank, *errors):
-    """What gives the rank's number, or raises its error."""
+    """Return work that returns the rank's number, or raises its error."""
 
     def work():
         if errors[rank] is not None:
@@ -40,7 +40,7 @@ def errors_of_work(rank):
     return [caught(call, fails_on(rank, *errors)) for errors in cases for call in (ranks.gather, ranks.first)]
 
 
-def test_errors_of_what_all_ranks_do_and_of_what_the_first_does():
+def test_errors_of_the_work_of_all_ranks_and_of_the_first():
     first, second = run_ranks(errors_of_work, 2)
     assert first == second == [
         [0, 1], 0,
@@ -65,12 +65,12 @@ def long_record(rank):
 def test_a_record_that_is_too_long_is_an_error_on_every_rank():
     for (kind, text), afterwards in run_ranks(long_record, 2, group_timeout=10, fresh=True):
         assert kind == "ValueError"
-        assert text.startswith("rank 1: a record of 90") and "bytes exceeds the 8192 that travel" in text
+        assert text.startswith("rank 1: a record of 90") and "bytes exceeds the limit of 8192" in text
         assert afterwards == [0, 1]
 
 
 @pytest.mark.parametrize("error", [ScheduleError("refused"), ValueError("refused")])
-def test_a_value_error_speaks_for_itself(error):
+def test_a_value_error_has_no_type_in_its_text(error):
     with pytest.raises(ValueError, match=r"^rank 0: refused$"), RankSync(None).together(ValueError):
         raise error
 
@@ -104,13 +104,13 @@ def equal_errors(rank):
     return caught(attempt, (0, 1, 2)), caught(attempt, (0, 2))
 
 
-def test_equal_errors_are_said_once():
+def test_equal_errors_are_joined():
     for said in run_ranks(equal_errors, 3):
         assert said == (("ValueError", "ranks 0-2: the same"), ("ValueError", "ranks 0, 2: the same; rank 1: another"))
 
 
 def one_has_left(rank):
-    """What the others say of a rank that has left, for one of which they wait a while."""
+    """Return the error of the ranks that wait for one that has left, after a wait for a late one."""
     ranks = RankSync(dist.new_group())
     if rank == 2:
         hang_up([ranks._group])
@@ -122,9 +122,10 @@ def one_has_left(rank):
     return str(error.value)
 
 
-def test_a_rank_that_has_left_is_said_to_have_and_a_wait_is_counted_from_its_beginning():
+def test_a_rank_that_has_left_is_named_and_a_wait_counts_from_its_beginning():
     first, second, _ = run_ranks(one_has_left, 3, group_timeout=40, fresh=True)
-    left = r"rank 2: cannot be reached: waited ([\d.]+ s|(\d+|less than 1) ms) for word from rank 2, which has left \("
+    left = (r"rank 2: cannot be reached: waited ([\d.]+ s|(\d+|less than 1) ms) for an agreement message from rank 2, "
+            r"which has left \(")
     assert re.search(left, first) and re.search(left, second)
-    seconds = re.search(r"waited ([\d.]+) s for word from rank 2", second)
-    assert float(seconds[1]) > 0.3, "rank 0 came late, which rank 1 waited for first"
+    seconds = re.search(r"waited ([\d.]+) s for an agreement message from rank 2", second)
+    assert float(seconds[1]) > 0.3, "rank 1 waited for rank 0 first, which was late"

@@ -8,15 +8,12 @@ import re
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
 from dualpipe.schedule import Schedule, build
 from dualpipe.schedule.by_name.command import add_parser
 from dualpipe.schedule.search import driver
-
-ROOT = Path(__file__).parents[3]
 
 
 def call(*arguments: str) -> int:
@@ -190,11 +187,3 @@ def test_progress_is_a_few_lines_elsewhere(capsys, monkeypatch, short_search):
         ("5", "0"), ("5", "100"), ("3", "0"), ("3", "100")]
     assert call(*short_search) == 0
     assert capsys.readouterr().err == "", "it is read from the disk"
-
-
-def test_the_picture_in_the_readme_is_that_of_its_command(tmp_path):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    (command,) = re.findall(r"dualpipe schedule (.*) --svg dualpipev\.svg", readme)
-    assert call(*command.split(), "--svg", str(tmp_path / "drawn.svg")) == 0
-    drawn, shown = tmp_path / "drawn.svg", ROOT / "docs/dualpipev.svg"
-    assert drawn.read_text() == shown.read_text(), f"draw it again: dualpipe schedule {command} --svg {shown}"

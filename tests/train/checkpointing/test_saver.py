@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what a rank that stops does to them, saving at once, and going back before an anomaly."""
+"""Checkpoints of a run: after a stopped rank, saved at once, and kept before an anomaly."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ TIMEOUT = 5  # s
 
 
 def ranks_of(launcher):
-    """Its ranks' processes, in order."""
+    """Return the process ids of a launcher's ranks, in order."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
@@ -27,7 +27,7 @@ def ranks_of(launcher):
     *(pytest.param(rank, mode, writer, delay, marks=pytest.mark.slow) for mode, writer, delay in (
         ("sync", "thread", 0.11), ("async", "thread", 0.23), ("async", "process", 0.32)) for rank in (0, 1)),
 ])
-def test_a_stopped_rank_holds_nobody(run_folder, start_dualpipe, rank, mode, writer, delay):
+def test_a_stopped_rank_blocks_no_other(run_folder, start_dualpipe, rank, mode, writer, delay):
     out = f"stopped-{rank}-{mode}-{writer}-{delay}"
     process = start_dualpipe(
         run_folder, "train", "run.toml", "--output.dir", out, "--train.steps", "100000", "--parallel.timeout", TIMEOUT,
@@ -44,12 +44,12 @@ def test_a_stopped_rank_holds_nobody(run_folder, start_dualpipe, rank, mode, wri
     assert time.monotonic() - start < TIMEOUT + 5, error
     assert process.returncode and f"rank {rank} (pp {rank})" in error
     assert not verify(latest(folder))
-    # Else the next save removes it: rank 0 cannot, or the other process of the stopped rank still writes there.
+    # Otherwise the next save removes it: rank 0 cannot, or the writer process of the stopped rank still writes.
     assert rank == 0 or writer == "process" or not list(folder.glob(".tmp-*"))
 
 
 def at_saving(monkeypatch, call):
-    """Have `call(saver, state, step, save)` done where a run saves, in place of `save(saver, state, step)`."""
+    """Replace `save(saver, state, step)` of a run by `call(saver, state, step, save)`."""
     save = Saver.save
     monkeypatch.setattr(Saver, "save", lambda saver, state, step: call(saver, state, step, save))
 
@@ -61,7 +61,7 @@ def in_one_process(folder, monkeypatch, out, steps, interval, *options):
 
 
 @pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
-def test_saved_now_at_once_and_only_once(run_folder, monkeypatch, mode):
+def test_save_now_saves_at_once_and_only_once(run_folder, monkeypatch, mode):
     saved = {}
 
     def call(saver, state, step, save):
@@ -79,24 +79,24 @@ def test_saved_now_at_once_and_only_once(run_folder, monkeypatch, mode):
     assert saved == {1: None, 2: None}
 
 
-def test_before_an_anomaly_also_after_a_resume(run_folder, monkeypatch):
+def test_a_checkpoint_before_an_anomaly_is_kept_also_after_a_resume(run_folder, monkeypatch):
     advice = {}
 
     def call(saver, state, step, save):
-        advice[step] = saver.advice(step)
+        advice[step] = saver.suggest_older_checkpoint(step)
         if step == 3:
-            saver.anomaly(step)
+            saver.mark_anomaly(step)
         save(saver, state, step)
 
     at_saving(monkeypatch, call)
     for steps in (4, 6):
         assert in_one_process(run_folder, monkeypatch, "anomaly", steps, 1, "--checkpoint.keep_last", "1") == 0
-        found = sorted((run_folder / "anomaly" / "checkpoints").glob("step-*"))
-        assert [int(path.name[5:]) for path in found] == [2, steps]
+        saved = sorted((run_folder / "anomaly" / "checkpoints").glob("step-*"))
+        assert [int(path.name[5:]) for path in saved] == [2, steps]
     folder = (run_folder / "anomaly" / "checkpoints").relative_to(run_folder)
     assert {step: text for step, text in advice.items() if text} == {
         5: f"the first step after {folder / 'step-00000004'} is not finite; "
-           f"checkpoint.resume = '{folder / 'step-00000002'}' goes on from before"
+           f"checkpoint.resume = '{folder / 'step-00000002'}' resumes from an earlier one"
     }
 
 
@@ -116,7 +116,7 @@ def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("resume", ["never", pytest.param("step-00000002", marks=pytest.mark.slow)])
-def test_a_run_that_is_started_again_goes_on_from_what_it_has_saved(run_folder, monkeypatch, capsys, resume):
+def test_a_restarted_run_resumes_from_its_own_checkpoints(run_folder, monkeypatch, capsys, resume):
     out = f"again-{resume}"
     path, begins = ("never", "step 1/") if resume == "never" else (f"{out}/checkpoints/{resume}", "after step 2,")
 

@@ -1,4 +1,4 @@
-"""The TOML config: defaults, overrides, and what is refused."""
+"""The TOML config: defaults, overrides, and invalid settings."""
 
 import json
 import re
@@ -11,7 +11,7 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
-from dualpipe.train.config.command_line import OTHER_NAMES
+from dualpipe.train.config.command_line import FIELDS_BY_FOREIGN_NAME
 from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
@@ -57,7 +57,7 @@ def test_special_paths_are_not_anchored(toml):
     assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
 
 
-def test_the_tokenizer_is_the_one_of_the_checkpoint_unless_another_is_given(toml, tmp_path):
+def test_auto_tokenizer_is_the_one_of_the_checkpoint(toml, tmp_path):
     started = GOOD + '\n[init]\nfrom_hf = "start"\n'
     (tmp_path / "start").mkdir()
     assert load_config(toml(started)).data.tokenizer == "bytes"
@@ -102,10 +102,10 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[[dtypes.rules]]\npatern = 'a'", r"\[dtypes\]: rules: unknown key 'patern'; .* is 'pattern'"),
         (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp9'", r"rules: storage = 'mxfp9' .* 'fp64', 'mxfp8', 'nvfp4'"),
         (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
-        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are stored"),
+        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are either stored"),
         (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
         (GOOD.replace("steps = 7", 'dtype = "fp16"'),
-         "dtype = 'fp16' is no valid choice; it must be one of 'fp32', 'bf16'$"),
+         "dtype = 'fp16' is not a valid choice; it must be one of 'fp32', 'bf16'$"),
         (GOOD.replace("lr = 1", "learning_rate = 1"), "unknown key 'learning_rate'; the nearest valid name is 'lr'"),
         (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
         (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "
@@ -124,7 +124,7 @@ def test_overrides_replace_the_file(toml):
         (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),
         (GOOD + "[router]\nbalanced = true", "key 'balanced'; router.balanced has been removed: .* leave it out"),
         (GOOD + "[[dtypes.rules]]\npattern = '*'\nstorage = 'fp8_tensor'",
-         "storage = 'fp8_tensor' is no valid choice; .* has been removed: choose fp8_block or mxfp8"),
+         "storage = 'fp8_tensor' is not a valid choice; .* has been removed: choose fp8_block or mxfp8"),
         (GOOD + '[router]\nbalance_level = "layer"', "one of 'microbatch', 'sequence', 'global'"),
         ("[train]\nsteps = 3", "there is no model; give model.config"),
         ("[model]", "there is no model; give model.config"),
@@ -137,7 +137,7 @@ def test_refuses_a_bad_file(toml, text, message):
         load_config(toml(text))
 
 
-def test_formats_are_those_that_there_are(toml):
+def test_format_names_equal_the_library_formats(toml):
     assert get_args(FormatName) == tuple(FORMATS)
     text = "[[dtypes.rules]]\npattern = '*'\nstorage = 'bf16'\ngather = 'nvfp4'"
     (rule,) = load_config(toml(GOOD + text)).dtypes.rules
@@ -148,16 +148,16 @@ def test_formats_are_those_that_there_are(toml):
 def test_every_router_loss_has_a_field_and_a_metric(toml, name):
     assert name.endswith("_loss"), "by which `dualpipe parity` knows it"
     coefficient = LOSSES[name].coefficient
-    (field,) = {name, coefficient} & {each.name for each in fields(RouterConfig)}
+    (field,) = {name, coefficient} & {setting.name for setting in fields(RouterConfig)}
     config = fit_world(load_config(toml(), [f"--router.{field}", "0.5"]), 2)
     router = Router(4, 2, 1)
     routers = build_routers(config, [router], group=None, device=torch.device("cpu"))
     with routers.step():
         assert router.step.coefficients == {name: 0.5}
-    assert routers.metrics().keys() <= {each.name for each in fields(StepMetrics)}
+    assert routers.metrics().keys() <= {setting.name for setting in fields(StepMetrics)}
 
 
-IMPOSSIBLE = {  # values, by what is said of them
+IMPOSSIBLE = {  # values, by the message about them
     "must be at least 0": {"parallel.dp": -1},
     "must be at least 1": dict.fromkeys(
         ("parallel.pp", "parallel.dp_replicate", "parallel.cp", "parallel.ep", "train.steps",
@@ -181,16 +181,16 @@ IMPOSSIBLE = {  # values, by what is said of them
 }
 
 
-def test_names_of_other_trainers_lead_to_fields():
-    fields_of = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)}
-    assert set(OTHER_NAMES.values()) <= fields_of
-    assert not set(OTHER_NAMES) & {name.partition(".")[2] for name in fields_of}
+def test_names_of_other_trainers_map_to_fields():
+    fields_of = {f"{table}.{setting.name}" for table, cls in get_type_hints(Config).items() for setting in fields(cls)}
+    assert set(FIELDS_BY_FOREIGN_NAME.values()) <= fields_of
+    assert not set(FIELDS_BY_FOREIGN_NAME) & {name.partition(".")[2] for name in fields_of}
 
 
-def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
+def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
     monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: None)
-    ruled = {f"{table}.{each.name}" for table, cls in get_type_hints(Config).items() for each in fields(cls)
-             if each.metadata}
+    ruled = {f"{table}.{setting.name}" for table, cls in get_type_hints(Config).items() for setting in fields(cls)
+             if setting.metadata}
     assert ruled == {name for names in IMPOSSIBLE.values() for name in names}
     for remedy, values in IMPOSSIBLE.items():
         for name, value in values.items():
@@ -207,11 +207,11 @@ def test_every_rule_of_a_field_refuses_something(toml, monkeypatch):
         (["--train.lr", "3"], "unknown option '--train.lr'; the nearest valid name is '--optimizer.lr'"),
         (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
         (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
-        (["--train.steps", "x"], "^--train.steps: 'x' is no valid value; it must be an integer$"),
+        (["--train.steps", "x"], "^--train.steps: 'x' is not a valid value; it must be an integer$"),
         (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
         (["--train.steps"], "^--train.steps: expected one argument$"),
-        (["--parallel.schedule", "x"], "^--parallel.schedule: 'x' is no valid choice; it must be one of 'dualpipev', "),
-        (["--parallel.overlap", "yes"], "^--parallel.overlap: 'yes' is no valid value; it must be true or false$"),
+        (["--parallel.schedule", "x"], "^--parallel.schedule: 'x' is not a valid choice; it must be one of 'dualpipe"),
+        (["--parallel.overlap", "yes"], "^--parallel.overlap: 'yes' is not a valid value; it must be true or false$"),
         (["--optimizer.betas", "0.5"], "^--optimizer.betas: expected 2 arguments$"),
         (["--dtypes.rules", "*,storage=fp9"], "^dtypes.rules.*fp9"),
         (["--dtypes.rules", "*,gather=fp8_tensor"], "^dtypes.rules.*; FP8 with a single scale .* choose fp8_block"),
@@ -248,7 +248,7 @@ def test_numbers_are_finite_everywhere(toml, option, values, name):
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e10"])
-def test_a_timeout_that_no_clock_has(toml, value):
+def test_timeouts_out_of_range_are_refused(toml, value):
     with pytest.raises(ValueError, match=f"parallel.timeout = {float(value)}: must be positive"):
         load_config(toml(), [f"--parallel.timeout={value}"])
 
@@ -288,7 +288,7 @@ def test_missing_file(tmp_path):
         load_config(tmp_path / "none.toml")
 
 
-def test_data_parallel_ranks_are_those_that_are_left(toml):
+def test_dp_follows_from_the_number_of_ranks(toml):
     config = load_config(toml())
     assert [fit_world(config, world).parallel.dp for world in (2, 4, 6)] == [1, 2, 3]
     with pytest.raises(ValueError, match=r"2 \* any \* 1 cannot be 3, .*; start 2, or change parallel\.pp"):
@@ -297,7 +297,7 @@ def test_data_parallel_ranks_are_those_that_are_left(toml):
         fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
 
 
-def test_dp_is_cut_into_parts(toml):
+def test_dp_replicate_splits_dp(toml):
     config = load_config(toml(), ["--parallel.dp_replicate", "2"])
     assert config.parallel.world_size == 4, "dp is at least as many"
     fitted = fit_world(config, 8).parallel
@@ -307,13 +307,13 @@ def test_dp_is_cut_into_parts(toml):
         fit_world(config, 6)
 
 
-def test_a_global_batch_is_cut_for_the_ranks_that_there_are(toml):
+def test_batch_size_gives_num_chunks_for_any_number_of_ranks(toml):
     config = load_config(toml(), ["--train.batch_size", "24", "--train.micro_batch_size", "2"])
     assert [fit_world(config, world).train.num_chunks for world in (2, 4, 6, 8)] == [12, 6, 4, 3]
-    with pytest.raises(ValueError, match=r"train.batch_size = 24 is no multiple of 10, .* = 2 \* 5 \* 1; give 20 or "
-                                         r"30, or have parallel.dp be one of 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(ValueError, match=r"train.batch_size = 24 is not a multiple of 10, .* = 2 \* 5 \* 1; give 20 "
+                                         r"or 30, or set parallel.dp to one of 1, 2, 3, 4, 6, 12$"):
         fit_world(config, 10)
-    with pytest.raises(ValueError, match=r"no multiple of 26, .*; give 26, or have"):
+    with pytest.raises(ValueError, match=r"not a multiple of 26, .*; give 26, or set"):
         fit_world(config, 26)
 
 

@@ -1,4 +1,4 @@
-"""Whose implementation of a model is trained, and what is refused of that of transformers."""
+"""Choice of the implementation of a model, and settings that are refused for models of transformers."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_without_transformers_it_is_said_what_to_install(folder, monkeypatch):
+def test_missing_transformers_names_the_package_to_install(folder, monkeypatch):
     monkeypatch.setattr("dualpipe.train.config.model_config.find_spec", lambda name: None)
     describe_model("olmoe")
-    with pytest.raises(ValueError, match="transformers, whose implementation would be trained, is not installed; `pip"):
+    with pytest.raises(ValueError, match="would be trained, but transformers is not installed; `pip"):
         read_model(load_config("run.toml", []))
 
 
@@ -36,26 +36,27 @@ def describe_model(family, **changes):
     return content
 
 
-def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
-    def chosen(*options):
+def test_auto_backend_depends_on_family_and_options(folder):
+    def model_class(*options):
         return type(read_model(load_config("run.toml", list(options))).config).__name__
 
-    assert chosen() == "Qwen3MoeConfig"
-    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    assert model_class() == "Qwen3MoeConfig"
+    assert model_class("--model.backend", "transformers") == "TransformersModel"
     own = json.loads(Path("config.json").read_text())
     Path("config.json").write_text(json.dumps(own | {"attention_dropout": 0.1}))
-    assert chosen("--model.backend", "transformers") == "TransformersModel"
+    assert model_class("--model.backend", "transformers") == "TransformersModel"
     with pytest.raises(ValueError, match=r'attention_dropout=0\.1 .*; model\.backend = "transformers" trains'):
-        chosen()
+        model_class()
     with pytest.raises(ValueError, match=r"options that qwen3_moe does not support here: attention_dropout=0\.1"):
-        chosen("--model.backend", "dualpipe")
+        model_class("--model.backend", "dualpipe")
     describe_model("olmoe")
-    assert chosen() == "TransformersModel"
+    assert model_class() == "TransformersModel"
     with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
-        chosen("--model.backend", "dualpipe")
+        model_class("--model.backend", "dualpipe")
     Path("config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ValueError, match=r"'nothing' is not one of those supported: .*; model_type 'nothing' is not"):
-        chosen()
+    message = r"'nothing' is not one of those supported: .*; model_type 'nothing' is unknown to"
+    with pytest.raises(ValueError, match=message):
+        model_class()
 
 
 @pytest.mark.parametrize("options, message", [
@@ -73,14 +74,14 @@ def test_the_backend_is_chosen_by_the_family_and_its_options(folder):
     ("--dtypes.fp8_dispatch True", "dtypes.fp8_dispatch = True: "),
     ("--export.quantized True", "export.quantized = True: "),
 ])
-def test_what_it_cannot_be_trained_with_is_refused_in_one_line(folder, capsys, options, message):
+def test_unsupported_settings_are_refused_in_one_line(folder, capsys, options, message):
     describe_model("olmoe")
     assert cli.main(["dtypes", "run.toml", *options.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
 
 
-def test_other_commands_refuse_it_in_one_line(folder, capsys):
+def test_other_commands_refuse_transformers_models_in_one_line(folder, capsys):
     describe_model("olmoe")
     assert cli.main(["plan", "run.toml"]) == 2
     assert "dualpipe plan is for this library's own models" in capsys.readouterr().err
@@ -96,13 +97,13 @@ def test_memory_counts_activations_and_draws_them(folder, capsys):
     assert "<svg" in (folder / "memory.svg").read_text()
 
 
-def test_documents_that_layers_cannot_keep_apart_are_refused(folder, capsys):
+def test_separate_documents_are_refused_for_layers_that_mix_them(folder, capsys):
     describe_model("qwen3_next")
     assert cli.main(["dtypes", "run.toml", "--data.separate_documents", "True"]) == 2
     assert "some of its layers see from one document into the next" in capsys.readouterr().err
 
 
-def test_operations_for_a_token_are_those_of_our_own_model(folder):
+def test_flops_per_token_equal_those_of_our_own_model(folder):
     own = read_model(load_config("run.toml", [])).config
     theirs = read_model(load_config("run.toml", ["--model.backend", "transformers"])).config
     assert flops_per_token(theirs, 64) == pytest.approx(flops_per_token(own, 64))

@@ -1,4 +1,4 @@
-"""A run goes on with other ranks than before: the same batches, and so the same losses up to the order of sums."""
+"""Resume with another number of ranks: the same batches, and so the same losses up to the order of summation."""
 
 import os
 import re
@@ -18,9 +18,9 @@ from dualpipe.parallel import Rule
 from dualpipe.train.config import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
+from dualpipe.train.config.source import ResumeSource
 from dualpipe.train.metrics import read_metrics
 
-# So many that its steps can be told apart by their losses, which are of different batches.
 OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",
            "--optimizer.schedule", "constant"]
 
@@ -31,16 +31,16 @@ def losses(folder, output):
 
 @pytest.fixture
 def train_on(run_folder, start_dualpipe, free_port):
-    """Train up to a step on so many ranks, which are started one by one; what they said."""
+    """Train up to a step on `world` ranks that are started one by one; returns the output of rank 0."""
 
     def run(world, output, steps, *options):
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port}", "WORLD_SIZE": f"{world}"}
         arguments = [*OPTIONS, "--output.dir", output, "--train.steps", f"{steps}", *options]
         started = [start_dualpipe(run_folder, *arguments, environment={**place, "RANK": f"{rank}"})
                    for rank in range(world)]
-        said = [each.communicate(280) for each in started]
-        assert [each.returncode for each in started] == [0] * world, said
-        return said[0][0]
+        outputs = [process.communicate(280) for process in started]
+        assert [process.returncode for process in started] == [0] * world, outputs
+        return outputs[0][0]
 
     return run
 
@@ -49,8 +49,8 @@ def train_on(run_folder, start_dualpipe, free_port):
 def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_on):
     train_on(2, "whole", 3)
     assert "num_chunks" not in train_on(2, "changing", 1)
-    said = train_on(1, "changing", 2)
-    assert "train.num_chunks = 8, so that a step has 16 sequences as before, by 2 pipelines then and 1 now" in said
+    output = train_on(1, "changing", 2)
+    assert "train.num_chunks = 8 keeps the 16 sequences of a step: 2 pipelines saved the checkpoint, 1" in output
     train_on(2, "changing", 3)
     assert losses(run_folder, "changing") == pytest.approx(losses(run_folder, "whole"), rel=1e-5)
     assert len(set(losses(run_folder, "whole").values())) == 3
@@ -61,52 +61,52 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(resolve, "find_source", lambda config: (tmp_path, {}, []))
+    monkeypatch.setattr(resolve, "find_source", lambda config: ResumeSource(tmp_path, {}, []))
     monkeypatch.setattr(resolve, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
 
 
-def fitted(config, world_size):
-    """The configuration of a run that goes on with so many ranks, and what is said of it."""
+def resume_on(config, world_size):
+    """Return the configuration of a run that resumes on `world_size` ranks, and the line about it."""
     known = resolve.Resolved.of(resolve.fit_world(config, world_size), None)
-    kept, said = resolve.keep_batch(known, resolve.saved_batch(config))
-    return kept.config, said
+    kept, note = resolve.keep_batch(known, resolve.find_saved_batch(config))
+    return kept.config, note
 
 
 def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path):
     config = saved_by_two_pipelines
-    assert fitted(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
-    kept, said = fitted(config, 4)
-    assert kept.train.num_chunks == 2 and "so that a step has 16 sequences as before, by 2 pipelines" in said
+    assert resume_on(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
+    resumed, note = resume_on(config, 4)
+    assert resumed.train.num_chunks == 2 and "keeps the 16 sequences of a step: 2 pipelines saved" in note
     message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
-               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or go on with other batches, 24 sequences "
-               'each, by checkpoint.allow = ["loader"]')
+               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or resume with batches of 24 sequences by "
+               'checkpoint.allow = ["loader"]')
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        fitted(config, 3)
+        resume_on(config, 3)
 
 
-def test_another_batch_that_is_allowed_is_said(saved_by_two_pipelines):
+def test_an_allowed_change_of_the_batch_gives_a_warning(saved_by_two_pipelines):
     config = replace(saved_by_two_pipelines, checkpoint=CheckpointConfig(allow=("loader",)))
-    other, said = fitted(config, 3)
+    other, note = resume_on(config, 3)
     assert other.train.num_chunks == 4
-    assert said == ("WARNING: a step has 24 sequences, and had 16 before: 3 pipelines cannot share these in "
+    assert note == ("WARNING: a step now has 24 sequences instead of 16: 3 pipelines cannot share these in "
                     "micro-batches of 2")
 
 
 @pytest.mark.slow
-def test_a_batch_that_is_given_holds_on_all_ranks(run_folder, train_on):
-    train_on(1, "given", 2, "--train.batch_size", "16")
-    assert "num_chunks = 8" not in train_on(2, "given", 4, "--train.batch_size", "16", "--train.num_chunks", "3")
+def test_batch_size_holds_on_any_number_of_ranks(run_folder, train_on):
+    train_on(1, "batch-size", 2, "--train.batch_size", "16")
+    assert "num_chunks = 8" not in train_on(2, "batch-size", 4, "--train.batch_size", "16", "--train.num_chunks", "3")
     train_on(2, "straight", 4)
-    assert losses(run_folder, "given") == pytest.approx(losses(run_folder, "straight"), rel=1e-5)
+    assert losses(run_folder, "batch-size") == pytest.approx(losses(run_folder, "straight"), rel=1e-5)
 
 
-# -- torchrun, in interpreters of its own
+# -- torchrun, in its own interpreters
 
 
 @pytest.fixture
 def agents(run_folder, free_port):
-    """Start an agent of torchrun, a node of one or two with a rank each; all are ended after the test."""
+    """Start agents of torchrun, each a node with one rank. All processes are killed after the test."""
     started = []
 
     def start(name, *options):
@@ -124,26 +124,26 @@ def agents(run_folder, free_port):
         return started[-1]
 
     yield start
-    for each in started:
-        for pid in descendants(each.pid):
+    for agent in started:
+        for pid in descendants(agent.pid):
             os.kill(pid, signal.SIGKILL)
-        each.kill()
-        each.wait()
+        agent.kill()
+        agent.wait()
 
 
 def descendants(pid):
-    """The processes that one has started, and those that they have."""
+    """Return the ids of all descendants of a process."""
     try:
-        own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except OSError:
         return []
-    return [each for child in map(int, own) for each in (child, *descendants(child))]
+    return [process for child in map(int, children) for process in (child, *descendants(child))]
 
 
 def wait_for_step(folder, output, step, agents, timeout=500):
-    """Wait until a step is in the metrics; fail at once where one of the agents that make it has ended.
+    """Wait until a step is in the metrics. Fail at once if one of the agents has ended.
 
-    At a load of 40, torchrun and its ranks start for minutes.
+    At a load of 40, torchrun and its ranks take minutes to start.
     """
     path = folder / output / "metrics.jsonl"
     deadline = time.monotonic() + timeout
@@ -160,16 +160,16 @@ def wait_for_step(folder, output, step, agents, timeout=500):
         time.sleep(0.05)
 
 
-def the_rank(agent):
+def rank_of(agent):
     return descendants(agent.pid)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_worker_of_torchrun_that_is_killed_is_started_again(run_folder, agents):
+def test_torchrun_restarts_a_killed_worker(run_folder, agents):
     agent = agents("alone", "--output.dir", "alone", "--train.steps", "40")
     wait_for_step(run_folder, "alone", 3, [agent])
-    os.kill(the_rank(agent), signal.SIGKILL)
+    os.kill(rank_of(agent), signal.SIGKILL)
     assert agent.wait(500) == 0
     assert "resuming from" in (run_folder / "alone.log").read_text()
     assert sorted(losses(run_folder, "alone")) == list(range(1, 41))
@@ -178,23 +178,23 @@ def test_a_worker_of_torchrun_that_is_killed_is_started_again(run_folder, agents
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_torchrun_is_asked_to_stop(run_folder, agents, number):
-    """As by a scheduler, or by Ctrl-C, which a terminal sends to the ranks too."""
+def test_a_signal_to_torchrun_stops_and_saves_the_run(run_folder, agents, number):
+    """SIGTERM as from a scheduler; SIGINT as from Ctrl-C, which a terminal sends to the ranks too."""
     output = f"stopped-{number}"
     agent = agents(output, "--output.dir", output, "--train.steps", "100000", "--checkpoint.interval", "1000")
     wait_for_step(run_folder, output, 3, [agent])
     for pid in (agent.pid, *descendants(agent.pid)) if number == signal.SIGINT else (agent.pid,):
         os.kill(pid, number)
     agent.wait(500)
-    said = (run_folder / f"{output}.log").read_text()
-    step = re.search(rf"stopped by {signal.Signals(number).name} after step (\d+); saved: .*/step-(\d+);", said)
-    assert step and int(step[1]) == int(step[2]), said
+    log = (run_folder / f"{output}.log").read_text()
+    step = re.search(rf"stopped by {signal.Signals(number).name} after step (\d+); saved: .*/step-(\d+);", log)
+    assert step and int(step[1]) == int(step[2]), log
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # interpreters start four times, and torchrun's own waits are long
-def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, train_on, free_port):
-    """Two nodes, of which one is killed: the other goes on alone, with the same batches."""
+def test_a_run_continues_without_a_killed_node(run_folder, agents, train_on, free_port):
+    """The other of two nodes continues alone, with the same batches."""
     options = ["--output.dir", "nodes", "--train.steps", "60", "--parallel.timeout", "60"]
     first, deadline = agents("first", *options), time.monotonic() + 300
     store = ["bash", "-c", f"exec 3<>/dev/tcp/localhost/{free_port}"]
@@ -206,16 +206,16 @@ def test_a_node_of_torchrun_that_is_gone_is_done_without(run_folder, agents, tra
     for pid in (second.pid, *descendants(second.pid)):
         os.kill(pid, signal.SIGKILL)
     assert first.wait(500) == 0
-    said = (run_folder / "first.log").read_text()
-    assert re.search(r"train.num_chunks = 8, so that a step has 16 sequences as before", said), said
+    log = (run_folder / "first.log").read_text()
+    assert re.search(r"train.num_chunks = 8 keeps the 16 sequences of a step", log), log
     train_on(2, "straight-60", 60)
     assert losses(run_folder, "nodes") == pytest.approx(losses(run_folder, "straight-60"), rel=1e-3)
 
 
-# -- once
+# -- resolving
 
 
-def test_the_dtypes_and_the_model_are_resolved(run_folder):
+def test_resolve_reads_the_dtypes_and_the_model(run_folder):
     options = ["--parallel.pp", "1", "--train.dtype", "bf16", "--optimizer.moments", "bf16",
                "--dtypes.rules", "*.mlp.gate,compute=fp32"]
     resolved = resolve.resolve(load_config(run_folder / "run.toml", options), 1)
@@ -242,22 +242,22 @@ def counted_build(config, num_stages, *arguments):
     counts["whole models"] += num_stages == 1
     return build(config, num_stages, *arguments)
 
-def told(*arguments, **options):
+def train_and_print_counts(*arguments, **options):
     status = train(*arguments, **options)
     print(counts)
     return status
 
-pathlib.Path.read_text, stages.build_stages, trainer.train = counted_read, counted_build, told
+pathlib.Path.read_text, stages.build_stages, trainer.train = counted_read, counted_build, train_and_print_counts
 """
 
 
-def test_a_run_reads_its_model_once_and_builds_it_once_to_be_looked_at(run_folder, dualpipe):
+def test_a_run_reads_its_model_once_and_builds_one_copy_for_inspection(run_folder, dualpipe):
     folder = run_folder / "once"
     save = ("train", "run.toml", "--parallel.pp", "1", "--train.steps", "1", "--train.eval_batches", "0")
     plain = dualpipe(run_folder, *save, "--output.dir", "once/plain", before=ONCE)
     assert "{'config.json': 1, 'whole models': 1}" in plain.stdout, plain.stderr
-    made = dualpipe(run_folder, *save, "--export.to_hf", str(folder / "hf"), "--output.dir", "once/first")
-    assert made.returncode == 0, made.stderr
+    exported = dualpipe(run_folder, *save, "--export.to_hf", str(folder / "hf"), "--output.dir", "once/first")
+    assert exported.returncode == 0, exported.stderr
     done = dualpipe(
         run_folder, *save, "--model.config", "", "--init.from_hf", str(folder / "hf"),
         "--optimizer.groups", "*.mlp.gate,lr=1e-4", "--train.dtype", "bf16", "--parallel.schedule", "zbv",

@@ -1,4 +1,4 @@
-"""Looking up documents by bisection, in memory that does not grow with the text."""
+"""Look up documents by bisection, in memory that does not grow with the text."""
 
 import itertools
 import json
@@ -9,10 +9,11 @@ import pytest
 
 from dualpipe.runtime.files import checksum_of
 from dualpipe.train.data import document_index
-from dualpipe.train.data import loader as data
 from dualpipe.train.data.document_index import TextPart, scan
-from dualpipe.train.data.loader import Loader, PackedTokens, open_splits, scan_splits, split_documents
+from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.pack import DOCUMENT_TYPE, FORMAT, INDEX
+from dualpipe.train.data.splits import open_splits, scan_splits, split_documents
+from dualpipe.train.data.token_stream import PackedTokens
 
 
 def documents_of(lengths, seed=0):
@@ -44,9 +45,9 @@ def pretend(folder, count, length):
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 100])
 @pytest.mark.parametrize("border", [0, 2**62, 2**63])
-def test_spans_are_those_of_a_cumulative_sum(monkeypatch, count, border):
+def test_spans_equal_those_of_a_cumulative_sum(monkeypatch, count, border):
     monkeypatch.setattr(document_index, "BLOCK", 8)
-    monkeypatch.setattr(document_index, "_SCANNED", 32)
+    monkeypatch.setattr(document_index, "_SCAN_CHUNK", 32)
     documents = documents_of(np.random.default_rng(1).integers(1, 6, count))
     part = TextPart(range(count), range(border, 2**64))
     chosen = documents[documents["hash"] >= border]
@@ -65,7 +66,7 @@ def test_spans_are_those_of_a_cumulative_sum(monkeypatch, count, border):
 
 
 def test_ten_billion_tokens_take_little_memory_and_a_batch_a_few_records(tmp_path, monkeypatch):
-    """Both where they are a few long documents and where they are many; an order in memory would take 5 GB."""
+    """For few long documents and for many; an order in memory would take 5 GB."""
 
     def noting(part, records):
         read.append(len(records))
@@ -76,9 +77,9 @@ def test_ten_billion_tokens_take_little_memory_and_a_batch_a_few_records(tmp_pat
     for count, length in ((10_000, 1_000_000), (200_000, 50_000)):
         folder = pretend(tmp_path / f"{count}", count, length)
         tracemalloc.start()
-        text, held_out = open_splits(folder, None, 0.01)
+        text, validation = open_splits(folder, None, 0.01)
         loader = Loader(text, sequence_length=16, batch_size=4, seed=0)
-        assert text.num_tokens + held_out.num_tokens == count * length >= 10**10
+        assert text.num_tokens + validation.num_tokens == count * length >= 10**10
         assert loader.num_windows > 5 * 10**8
         read.clear()
         for step in (0, loader.num_windows // 4, 3 * loader.num_windows // 4):  # the last two where an epoch ends
@@ -93,45 +94,44 @@ def test_ten_billion_tokens_take_little_memory_and_a_batch_a_few_records(tmp_pat
 
 @pytest.fixture
 def many(tmp_path, monkeypatch):
-    """A packed directory with more documents than are scanned anew each time, and an empty folder for the scans."""
-    monkeypatch.setattr(document_index, "KEPT_FROM", 100)
-    monkeypatch.setattr(data, "KEPT_FROM", 100)
+    """A packed directory with so many documents that scans are cached, and an empty folder for the scans."""
+    monkeypatch.setattr(document_index, "CACHED_FROM", 100)
     (tmp_path / "cache").mkdir()
     return pretend(tmp_path / "packed", 5000, 10), tmp_path / "cache"
 
 
-def compared(splits):
-    """What a scan finds."""
-    return [(each.index.starts.tolist(), *each.index[3:]) for each in splits]
+def scans_of(splits):
+    """Return the results of the scans."""
+    return [(stream.index.starts.tolist(), *stream.index[3:]) for stream in splits]
 
 
-def test_a_scan_of_many_documents_is_kept_for_all_ranks_and_later_starts(many, monkeypatch):
+def test_a_scan_of_many_documents_is_cached_for_all_ranks_and_later_starts(many, monkeypatch):
     folder, cache = many
-    expected = compared(split_documents(PackedTokens(folder), 0.1))
+    expected = scans_of(split_documents(PackedTokens(folder), 0.1))
     scan_splits(folder, None, 0.1, cache=cache)
     assert len(list(cache.glob("documents-*.npy"))) == 2
     monkeypatch.setattr(document_index, "scan", None)
-    kept = open_splits(folder, None, 0.1, cache=cache)
-    assert compared(kept) == expected and isinstance(kept.train.index.starts, np.memmap)
+    cached = open_splits(folder, None, 0.1, cache=cache)
+    assert scans_of(cached) == expected and isinstance(cached.train.index.starts, np.memmap)
     with pytest.raises(TypeError):
         open_splits(folder, None, 0.2, cache=cache)  # another split is scanned
 
 
-def test_a_kept_scan_that_is_damaged_is_made_again(many):
+def test_a_damaged_cached_scan_is_replaced(many):
     folder, cache = many
-    expected = compared(open_splits(folder, None, 0.1, cache=cache))
+    expected = scans_of(open_splits(folder, None, 0.1, cache=cache))
     for pattern in ("*.npy", "*.json"):
         for path in cache.glob(pattern):
             path.write_bytes(path.read_bytes()[:-9])
-        assert compared(open_splits(folder, None, 0.1, cache=cache)) == expected
+        assert scans_of(open_splits(folder, None, 0.1, cache=cache)) == expected
 
 
-def test_a_scan_that_cannot_be_kept_is_used_and_said(many):
+def test_a_scan_that_cannot_be_cached_is_used_with_a_warning(many):
     folder, cache = many
     cache.rmdir()
     with pytest.warns(UserWarning, match="cannot be written: No such file or directory; each rank scans"):
         splits = open_splits(folder, None, 0.1, cache=cache)
-    assert compared(splits) == compared(split_documents(PackedTokens(folder), 0.1))
+    assert scans_of(splits) == scans_of(split_documents(PackedTokens(folder), 0.1))
 
 
 def test_few_documents_leave_no_scan(tmp_path):

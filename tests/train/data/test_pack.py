@@ -1,5 +1,6 @@
-"""What is left where packing fails: on a full disk, after an interrupt, by a folder that cannot be read."""
+"""Pack text, and what a failed packing leaves: on a full disk, after an interrupt, next to another process."""
 
+import json
 import os
 import resource
 import tracemalloc
@@ -11,13 +12,81 @@ import pytest
 
 from dualpipe import cli
 from dualpipe.train.data import pack as train_pack
-from dualpipe.train.data.loader import PackedTokens, TokenStream
-from dualpipe.train.data.pack import ByteTokenizer, find_sources, pack
+from dualpipe.train.data.pack import pack
+from dualpipe.train.data.sources import find_sources
+from dualpipe.train.data.token_stream import PackedTokens, TokenStream
+from dualpipe.train.data.tokenizer import ByteTokenizer
+
+END = ByteTokenizer.end_of_document
+
+
+def stream_of(path):
+    stream = TokenStream(PackedTokens(path))
+    return stream.read(0, stream.num_tokens).tolist()
+
+
+def test_pack_bytes_in_order(texts, tmp_path):
+    packed = pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+    assert (packed["documents"], packed["tokens"]) == (3, 12)
+    expected = [*b"a\xff\x01", END, *b"bee", END, *b"sea", END]
+    assert stream_of(tmp_path / "out") == expected
+    index = json.loads((tmp_path / "out/index.json").read_text())
+    assert (index["dtype"], index["vocab_size"], index["tokens"]) == ("uint16", 257, 12)
+    assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == [], "no temporary left"
+
+
+def test_order_of_arguments_is_kept(texts, tmp_path):
+    pack(find_sources([texts / "sub/c.txt", texts / "b.txt"]), ByteTokenizer(), tmp_path / "out")
+    assert stream_of(tmp_path / "out") == [*b"sea", END, *b"bee", END]
+
+
+def test_repacking_gives_the_same_files_and_replaces_the_old(texts, tmp_path):
+    def contents():
+        pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out", overwrite=True)
+        return {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+
+    first = contents()
+    assert contents() == first
+    (texts / "d.txt").write_bytes(b"new")
+    assert contents() != first
+    assert stream_of(tmp_path / "out")[8:12] == [*b"new", END], "d.txt comes before sub/c.txt"
+
+
+def test_a_failed_repack_leaves_the_old(texts, tmp_path):
+    class Broken(ByteTokenizer):
+        def encode(self, text):
+            if text == b"sea":
+                raise ValueError("boom")
+            return super().encode(text)
+
+    pack(find_sources([texts]), ByteTokenizer(), tmp_path / "out")
+    with pytest.raises(ValueError, match=r"cannot tokenize .*c.txt: boom"):
+        pack(find_sources([texts]), Broken(), tmp_path / "out", overwrite=True)
+    assert len(stream_of(tmp_path / "out")) == 12
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "texts"]
+
+
+def test_pack_refuses_bad_sources_and_targets(texts, tmp_path):
+    with pytest.raises(ValueError, match="there is no file or directory"):
+        find_sources([tmp_path / "none"])
+    with pytest.raises(ValueError, match="there is no text to pack"):
+        pack(find_sources([texts / "empty.txt"]), ByteTokenizer(), tmp_path / "out")
+    for overwrite in (False, True):
+        with pytest.raises(ValueError, match="exists and is not a packed directory"):
+            pack(find_sources([texts]), ByteTokenizer(), texts, overwrite=overwrite)
+    with pytest.raises(ValueError, match=r"b.txt/out cannot be written: .*; choose another place"):
+        pack(find_sources([texts]), ByteTokenizer(), texts / "b.txt/out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_packing_next_to_the_text_skips_earlier_output(texts):
+    packed = [pack(find_sources([texts]), ByteTokenizer(), texts / "packed", overwrite=True) for _ in range(2)]
+    assert packed[0] == packed[1]
 
 
 @contextmanager
 def largest_file(size):
-    """No file may have more bytes: what a full disk does, but for the words of the error."""
+    """Limit the size of files, which fails as a full disk does, with another message."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
@@ -41,7 +110,7 @@ def contents(folder):
     ([60] * 3, "index.json"),
 ])
 def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monkeypatch, sizes, file):
-    """Where a write fails, and where only closing does; with something packed there, and with nothing."""
+    """For a failing write and a failing close, with and without an existing packed directory."""
     monkeypatch.setitem(pack.__kwdefaults__, "shard_tokens", 50)
     for i, size in enumerate(sizes):
         (text / f"{i:03}").write_bytes(b"x" * size)
@@ -54,13 +123,13 @@ def test_a_full_disk_is_a_line_that_names_the_file(tmp_path, text, capsys, monke
         capsys.readouterr()
         with largest_file(600):
             assert cli.main(run) == 2
-        said = capsys.readouterr().err
-        assert said == f"error: {tmp_path}/out/{file} cannot be written: File too large; choose another place\n"
+        error = capsys.readouterr().err
+        assert error == f"error: {tmp_path}/out/{file} cannot be written: File too large; choose another place\n"
         assert contents(tmp_path) == here and len(list(tmp_path.iterdir())) == 1 + (before == "packed")
 
 
 def test_memory_does_not_grow_with_the_documents(tmp_path, text):
-    """Their records, of 28 bytes each, are on disk until the file with them can be written, whose bytes are numpy's."""
+    """Records of 28 bytes per document are on disk until their file is written, with the same bytes as numpy."""
     number = 8_000
     (text / "many.jsonl").write_text('{"text": "ab"}\n' * number)
     tracemalloc.start()
@@ -82,7 +151,7 @@ class Interrupted(ByteTokenizer):
         return super().encode(text)
 
 
-def test_an_interrupt_leaves_what_was_there(tmp_path, text, monkeypatch):
+def test_an_interrupt_leaves_the_old_directory(tmp_path, text, monkeypatch):
     for i in range(4):
         (text / f"{i}").write_text(f"{i}")
     for expected in (["text"], ["out", "text"]):
@@ -94,7 +163,7 @@ def test_an_interrupt_leaves_what_was_there(tmp_path, text, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_the_old_comes_back_where_the_new_cannot_take_its_place(tmp_path, text, monkeypatch, error):
+def test_the_old_directory_comes_back_if_the_new_one_cannot_replace_it(tmp_path, text, monkeypatch, error):
     def fail(self, target):
         if self.name == "new":
             raise error
@@ -115,7 +184,7 @@ def test_the_old_comes_back_where_the_new_cannot_take_its_place(tmp_path, text, 
     assert bytes(stream.read(0, 3).astype(np.uint8)) == b"old"
 
 
-def test_what_was_packed_is_replaced_where_that_is_asked_for(tmp_path, text, capsys):
+def test_overwrite_replaces_a_packed_directory(tmp_path, text, capsys):
     (text / "a").write_text("first")
     run = ["data", "pack", str(text), "--out", str(tmp_path / "out")]
     assert cli.main(run) == 0
@@ -132,38 +201,38 @@ def test_what_was_packed_is_replaced_where_that_is_asked_for(tmp_path, text, cap
     assert cli.main(run) == 2 and "already, which is damaged; give another" in capsys.readouterr().err
 
 
-def test_what_another_process_has_packed_meanwhile_is_not_replaced(tmp_path, text, monkeypatch):
+def test_output_of_another_process_in_the_meantime_is_not_replaced(tmp_path, text, monkeypatch):
     (text / "a").write_text("ours")
-    write = train_pack._write
+    write = train_pack._write_files
 
     def write_beside_another(*arguments):
-        monkeypatch.setattr(train_pack, "_write", write)
+        monkeypatch.setattr(train_pack, "_write_files", write)
         pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
         (tmp_path / "out/theirs").touch()
         return write(*arguments)
 
-    monkeypatch.setattr(train_pack, "_write", write_beside_another)
+    monkeypatch.setattr(train_pack, "_write_files", write_beside_another)
     with pytest.raises(ValueError, match="out is a packed directory already, with 5 tokens in 1 documents"):
         pack(find_sources([text]), ByteTokenizer(), tmp_path / "out")
     assert (tmp_path / "out/theirs").exists() and sorted(os.listdir(tmp_path)) == ["out", "text"]
 
 
-def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path, text, capsys):
+def test_files_in_a_folder_that_are_not_text_are_skipped_and_named(tmp_path, text, capsys):
     (text / "a.md").write_text("text")
     (text / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR")
     (text / "late").write_bytes(b"x" * 100_000 + b"\0")
     (text / "z.zip").write_bytes(b"PK\x03\x04....")
     run = ["data", "pack", "--out", str(tmp_path / "out"), "--overwrite"]
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         assert cli.main([*run, str(text)]) == 0
-    assert [str(warning.message) for warning in said] == [
-        "files that are no text are left out: 3: b.png (NUL bytes), z.zip (a zip file), late (NUL bytes)"]
+    assert [str(warning.message) for warning in warned] == [
+        "files that are not text are skipped: 3: b.png (NUL bytes), z.zip (a zip file), late (NUL bytes)"]
     assert capsys.readouterr().out == f"{tmp_path}/out: 5 tokens in 1 documents\n"
     for name in ("b.png", "late"):
-        assert cli.main([*run, str(text), str(text / name)]) == 2, "one that is given by its name"
+        assert cli.main([*run, str(text), str(text / name)]) == 2, "a file that is named explicitly"
         assert f"error: {text}/{name} is not text: it has NUL bytes" in capsys.readouterr().err
     (text / "records.jsonl").write_bytes(b"\x1f\x8b")
-    assert cli.main([*run, str(text)]) == 2, "what is called records may not be lost"
+    assert cli.main([*run, str(text)]) == 2, "records may not be lost"
     assert "records.jsonl is a gzip file" in capsys.readouterr().err
     for name in ("records.jsonl", "a.md"):
         (text / name).unlink()
@@ -171,18 +240,4 @@ def test_files_of_a_folder_that_are_no_text_are_left_out_and_named(tmp_path, tex
         (text / f"{number:02}.png").write_bytes(b"\0")
     assert cli.main([*run, str(text)]) == 2
     error = capsys.readouterr().err
-    assert "there is no text to pack: " in error and "no text are 15: 00.png" in error and "and 5 more" in error
-
-
-def test_a_folder_that_cannot_be_read_is_named(text, monkeypatch):
-    def refuse(path):
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    scandir = os.scandir
-    (text / "closed").mkdir()
-    (text / "a.txt").write_text("open")
-    monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(ValueError, match=f"^cannot read {text}/closed: Permission denied$"):
-        find_sources([text])
+    assert "there is no text to pack: " in error and "not text are 15: 00.png" in error and "and 5 more" in error

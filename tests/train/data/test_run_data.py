@@ -1,4 +1,4 @@
-"""What runs make of their data: a single file, files of records, and which rank reads what and when."""
+"""The data of a run: a single file, files of records, and the rows that each rank reads in its thread."""
 
 import gzip
 import json
@@ -11,14 +11,16 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.data.loader import Loader, PackedTokens, TokenStream, evaluation_batches, split_documents
+from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.splits import choose_evaluation_windows, split_documents
+from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import train
 from ranks import run_ranks
 
 
 def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys, monkeypatch):
-    """nanoGPT's habit; and a run goes on only where the same tokens are held out, in another order if it must."""
+    """As nanoGPT does. A run resumes only with the same validation tokens; an early version's order may differ."""
     state_dict, folder = Loader.state_dict, run_toml.parent
     record = {"body": "the quick brown fox jumps over the lazy dog. " * 300}
     (folder / "one.jsonl.gz").write_bytes(gzip.compress(json.dumps(record).encode()))
@@ -31,20 +33,20 @@ def test_a_single_file_of_records_trains_with_the_default_validation_fraction(ru
                                                             if name != "order"})  # as earlier versions wrote it
         assert cli.main([*run, "--train.steps", "2"]) == 0
     said = capsys.readouterr().out
-    assert "data: 13,231 tokens in 1 documents to train on, 270 in 1 held out" in said
-    assert "a unigram model of the same text has a held-out loss of " in said
+    assert "data: 13,231 tokens in 1 documents for training, 270 in 1 for validation" in said
+    assert "a unigram model of the same text has a validation loss of " in said
     assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
     assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
-    for steps, is_said in (("3", True), ("4", False)):
+    for steps, warns in (("3", True), ("4", False)):
         assert cli.main([*run, "--train.steps", steps]) == 0
-        assert ("WARNING: the checkpoint is from a version that drew the order" in capsys.readouterr().out) is is_said
+        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is warns
     assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
     assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
 
 
 def _train(rank, folder, port):
-    """The windows that this rank read, each with the name of the thread that did."""
+    """Return the windows that this rank read, with the name of the thread."""
 
     def read(self, start, stop):
         if stop - start == 17:  # not those of the unigram model
@@ -59,31 +61,31 @@ def _train(rank, folder, port):
     return seen
 
 
-def test_ranks_read_their_own_rows_in_a_thread_and_those_between_the_ends_nothing(run_toml, free_port):
+def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml, free_port):
     folder = run_toml.parent
     seen = run_ranks(_train, 4, str(folder), free_port, fresh=True)
     assert seen[2] == seen[3] == [], "the ranks with the middle of the V"
     assert {thread for rank in seen[:2] for _, _, thread in rank} == {"read_ahead"}
     (packed,) = folder.glob("out/data-*")
-    text, held_out = split_documents(PackedTokens(packed), 0.2)
+    text, validation = split_documents(PackedTokens(packed), 0.2)
     loader = Loader(text, sequence_length=16, batch_size=16, seed=0)
-    evaluated = evaluation_batches(held_out, sequence_length=16, batch_size=16, limit=2)
+    evaluated = choose_evaluation_windows(validation, sequence_length=16, batch_size=16, limit=2)
     for rank in range(2):
-        own = slice(8 * rank, 8 * rank + 8)
-        windows = [window for step in range(3) for window in loader.windows(step)[own].tolist()]
+        rows_of_rank = slice(8 * rank, 8 * rank + 8)
+        windows = [window for step in range(3) for window in loader.windows(step)[rows_of_rank].tolist()]
         read = [start // 17 for documents, start, _ in seen[rank] if documents == text.num_documents]
         assert read == windows
-        read = [start // 17 for documents, start, _ in seen[rank] if documents == held_out.num_documents]
-        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[own]]
+        read = [start // 17 for documents, start, _ in seen[rank] if documents == validation.num_documents]
+        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[rows_of_rank]]
 
 
-def test_a_short_text_is_evaluated_on_and_the_run_says_by_what(dualpipe, run_toml):
+def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml):
     (run_toml.parent / "short.txt").write_text("the cat sat on the mat. " * 125)
     options = ("--parallel.pp", "1", "--train.steps", "1", "--train.sequence_length", "128")
     done = dualpipe(run_toml.parent, "train", "run.toml", *options, "--data.path", "short.txt",
                     "--data.validation_fraction", "0.02")
     assert done.returncode == 0, done.stderr
-    said = "129 of 3001 tokens are held out, so that there is a sequence to evaluate on: "
+    said = "129 of 3001 tokens are for validation, enough for one sequence: "
     assert f"{said}data.validation_fraction = 0.02 would be 60\n" in done.stdout
     rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval_loss"] > 0

@@ -1,4 +1,4 @@
-"""A random order that is computed index by index is a permutation, of any size, and looks like one drawn by chance."""
+"""The shuffle is a permutation for any size, and as random as those of numpy."""
 
 import itertools
 import tracemalloc
@@ -13,27 +13,27 @@ SIZES = [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 625, 1009, 1024, 4095,
 
 
 @pytest.mark.parametrize("seed, epoch", [(0, 0), (2**62, 5)])
-def test_every_index_has_a_place_of_its_own(seed, epoch):
+def test_shuffle_is_a_permutation(seed, epoch):
     for size in SIZES:
         places = shuffle(np.arange(size), size, seed, epoch)
         assert (np.sort(places) == np.arange(size)).all(), size
     assert shuffle(np.arange(0), 0, seed, epoch).shape == (0,)
 
 
-def test_an_index_has_the_same_place_alone_and_among_others():
+def test_an_index_has_the_same_place_alone_and_in_an_array():
     whole = shuffle(np.arange(1000), 1000, 3, 1)
     assert [int(shuffle(np.array([index]), 1000, 3, 1)[0]) for index in range(0, 1000, 97)] == whole[::97].tolist()
     assert shuffle(np.arange(6).reshape(2, 3), 1000, 3, 1).tolist() == whole[:6].reshape(2, 3).tolist()
 
 
-def test_the_order_is_the_one_that_checkpoints_go_on_with():
-    """Another order needs another name than `shuffle.ORDER`."""
+def test_the_order_equals_that_of_checkpoints():
+    """A changed order must change the name `shuffle.ORDER`."""
     assert shuffle(np.arange(8), 8, 0, 0).tolist() == [0, 1, 2, 4, 5, 3, 7, 6]
     assert shuffle(np.arange(3), 10**12, 7, 2).tolist() == [803451923396, 680015824767, 301291443039]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_small_sizes_have_all_orders_about_as_often(size):
+def test_small_sizes_have_all_orders_equally_often(size):
     orders = list(itertools.permutations(range(size)))
     draws = 40 * len(orders)
     counts = Counter(tuple(shuffle(np.arange(size), size, seed, 0).tolist()) for seed in range(draws))
@@ -44,7 +44,7 @@ def test_small_sizes_have_all_orders_about_as_often(size):
 
 
 def test_places_are_as_random_as_those_of_numpy():
-    """Against the spread that chance gives: where an index goes, neighbours, and fixed points."""
+    """Check the distribution of places, neighbours and fixed points against the spread of chance."""
     size, seeds = 24, 600
     places = np.stack([shuffle(np.arange(size), size, seed, 1) for seed in range(seeds)])
     counts = np.stack([np.bincount(places[:, index], minlength=size) for index in range(size)])

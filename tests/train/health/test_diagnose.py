@@ -1,4 +1,4 @@
-"""Which rank a job waits for, from states that recorders write."""
+"""The rank that a job waits for, from the states of recorders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_recorder(rank: int) -> Recorder:
 
 
 def state(rank, *entries, seconds=62.0, **more):
-    """What a rank has open: (kind, what), with ranks for a message, and a number for a collective as well."""
+    """Return a state with open entries: (kind, what), with ranks for a message, and a number for a collective."""
     recorder = make_recorder(rank)
     for kind, what, *waited in entries:
         if len(waited) == 2:  # a collective
@@ -36,7 +36,7 @@ def state(rank, *entries, seconds=62.0, **more):
 
 
 def past(rank, kind, what, ranks, number):
-    """A rank that has been in a collective, and is in a forward now."""
+    """Return the state of a rank that has left a collective and is in a forward."""
     recorder = make_recorder(rank)
     for _ in range(number):
         with recorder.collective(kind, what, tuple(ranks)):
@@ -75,13 +75,13 @@ def test_a_rank_without_a_state_is_at_fault(processes, text):
     ]
 
 
-def test_ranks_that_have_not_been_heard_of():
-    """As where the store is gone: it may have had no time to hand over the states of those that are well."""
+def test_ranks_that_have_not_reported():
+    """Without a store, healthy ranks may not have sent their states."""
     others = {rank: state(rank, ("meet", "the settings of all ranks", range(4), 1)) for rank in range(3)}
     found = diagnose(others)
-    assert found.rank == 3 and found.lines[0] == "everything waits for rank 3 (pp 1, dp 1): it has not been heard of"
+    assert found.rank == 3 and found.lines[0] == "everything waits for rank 3 (pp 1, dp 1): it has not reported"
     found = diagnose({2: others[2]})
-    assert found.rank is None and found.lines[0] == "everything waits for ranks 0-1, 3: they have not been heard of"
+    assert found.rank is None and found.lines[0] == "everything waits for ranks 0-1, 3: they have not reported"
 
 
 def test_a_stopped_rank_is_at_fault_though_it_has_written_a_state():
@@ -104,16 +104,16 @@ def test_a_rank_between_two_entries_is_in_code_that_records_nothing():
 
 
 def lost(rank, recorder, kind, what, ranks, ago, seconds=10.0):
-    """A wait that failed `ago` seconds ago."""
+    """Return a wait that failed `ago` seconds ago."""
     with pytest.raises(RuntimeError, match="waited"), recorder.wait(kind, what, ranks):
         recorder._open[-1][BEGAN] -= int((seconds + ago) * 1e9)
         raise RuntimeError("[../gloo/pair.cc:1] Connection closed")
     recorder._ring[-1][ENDED] -= int(ago * 1e9)
-    assert recorder._ring[-1] is recorder._lost_in
+    assert recorder._ring[-1] is recorder._loss.wait
 
 
-def test_all_are_looked_at_as_they_were_when_the_first_gave_up():
-    """Rank 1 comes too late: it finds that rank 0 has given it up, and waits for rank 0 by now."""
+def test_ranks_are_compared_at_the_moment_when_the_first_gave_up():
+    """Rank 1 is late: rank 0 has given up on it, and now rank 1 waits for rank 0."""
     first, late = make_recorder(0), make_recorder(1)
     late.begin("W", "W(stage 2, micro-batch 5)")[BEGAN] -= int(13e9)
     late.end()
@@ -219,7 +219,7 @@ def test_the_report_joins_what_is_in_the_folder(tmp_path, capsys):
 
 
 def test_a_state_from_before_a_rank_held_the_lock_is_not_looked_at(tmp_path):
-    """It was asked once when it could write its state, which would have emptied the file of stacks afterwards."""
+    """The state is older than the stack: writing a state empties the file of stacks."""
     older = state(1, ("send", "the activation", [0]), world_size=2, stacks={})
     why.state_file(tmp_path, 1).write_text(json.dumps(older))
     waiting = state(0, ("receive", "the activation", [1]), world_size=2, stacks={})

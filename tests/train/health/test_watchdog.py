@@ -1,4 +1,4 @@
-"""A job that hangs: it ends in time, by itself, and the rank at fault is named."""
+"""Jobs that hang end by themselves in time, and the rank at fault is named."""
 
 from __future__ import annotations
 
@@ -91,12 +91,13 @@ def start(start_dualpipe, tmp_path):
 
 
 def ranks_of(launcher: int) -> list[int]:
+    """Return the processes of the ranks, by rank: the kernel lists them as they were forked. Numbers wrap around."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    return sorted(map(int, children))  # which were forked in order
+    return list(map(int, children))
 
 
 def over(process) -> tuple[float, str]:
-    """The seconds until all processes have ended, and what was said."""
+    """Return the seconds until all processes have ended, and their output."""
     start = time.monotonic()
     _, err = process.communicate(TIMEOUT + ALLOWANCE + 30)
     return time.monotonic() - start, err
@@ -125,7 +126,7 @@ def test_a_stopped_rank_is_named_and_all_is_over_in_time(start, layout, rank):
       for locks in (False, True)),
 ])
 def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe, layout, names, locks):
-    """It is named from the states of all, with its stack; or, where it keeps its thread from writing one, without."""
+    """The rank is named from the states of all, with its stack; or without, if it blocks its watchdog thread."""
     process, _ = start(layout, steps=0, before=HOLDS_THE_LOCK if locks else SLEEPS)
     _, err = over(process)
     error = next(line for line in err.splitlines() if line.startswith("error: "))
@@ -143,7 +144,8 @@ def test_a_rank_that_does_not_come_to_meet_the_others(start):
     process, _ = start((2, 2, 1), "--watchdog.timeout", 1, steps=0, before=DOES_NOT_MEET, timeout=6)
     _, err = over(process)
     assert process.returncode == 1, err
-    assert "watchdog: nothing has gone on for 1 s: everything waits for rank 1: it has been in start (meeting)" in err
+    said = "watchdog: no progress for 1 s: everything waits for rank 1: it has been in start (rendezvous)"
+    assert said in err
     assert "wait for rank 1 in meet number 1 of ranks 0-3 (the settings of all ranks)" in err and "in sleeping" in err
     assert "error: rank 0 waited 6 s for rank 1 of 4" in err
 
@@ -159,7 +161,7 @@ def test_a_rank_that_runs_another_program(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True])
 def test_without_a_launcher_the_first_to_know_says_it_and_all_end(start_dualpipe, tmp_path, free_port, stops):
-    """As with torchrun or SLURM: each rank is on its own, and hears of a lost one by the store."""
+    """As with torchrun or SLURM: ranks learn of a lost one from the store alone."""
     write_files(tmp_path)
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port}"}
     before = SLEEPS.replace("time.sleep(60)", "os.kill(os.getpid(), 19)") if stops else SLEEPS
@@ -199,7 +201,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
 
 @pytest.mark.parametrize("disk", [pytest.param("writes", marks=pytest.mark.slow), "hangs"])
 def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
-    """As of a device, which knows no timeout: in a process of its own, as it is ended."""
+    """Such as a wait for a device, which has no timeout. It runs in a process of its own, which the watchdog ends."""
     recorder = Recorder(0, {"pp": 2})
     if (child := os.fork()) == 0:
         if disk == "hangs":
@@ -237,7 +239,7 @@ def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
 
 
 def test_an_action_has_few_entries():
-    """On one rank, where nothing is sent: a step's actions, and what it waits for and reduces once a stage."""
+    """On one rank, without messages: the actions of a step, and one wait and reduction per stage."""
     stages, (x, y) = make_stages(2), torch.randn(2, 8, 8).double()
     with Recorder().activate() as recorder:
         pipe = DualPipeV(stages)

@@ -1,5 +1,5 @@
-"""Ranks that were started with different settings do not train: they say what differs, all of them. And a rank gives up
-waiting after the configured time, in every group of its mesh."""
+"""Joining ranks: different settings raise the same error on all of them, and every process group of the mesh has the
+configured timeout."""
 
 import json
 import os
@@ -48,7 +48,7 @@ DIFFERENT = [
 
 
 def _join(rank, cases):
-    """The text of the error of each case, empty where all have joined."""
+    """Return the text of the error in each case, "" if all ranks have joined."""
     dist.destroy_process_group()
     said = []
     for config, odd, port in cases:
@@ -81,7 +81,7 @@ def test_ranks_with_different_settings_do_not_join(run_toml):
 
 
 def environment(rank, config, port):
-    """What CUDA would have found in the environment when it was first asked for anything."""
+    """Return the environment at the first call into CUDA."""
     dist.destroy_process_group()
     names = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     for name in names:
@@ -105,7 +105,7 @@ def test_the_environment_is_set_before_cuda_starts(run_toml):
 
 
 def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
-    """What `agree` returned or raised on each of so many ranks, and the records that it exchanged."""
+    """Return the result or error of `agree` on each of several ranks, and the records that it exchanged."""
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
 
@@ -122,7 +122,7 @@ def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
 
 
 def test_settings_travel_only_where_they_differ():
-    """Three of 40 ranks are odd, in two ways: they are named; no record is exchanged where all agree."""
+    """Three of 40 ranks differ, in two ways, and are named. Without a difference no record is exchanged."""
 
     def prepare(rank, settings):
         settings |= {"a": 1, "b": "x" if rank in (3, 4) else "z" if rank == 9 else "y", "c": 2.0}
@@ -166,7 +166,7 @@ def test_ranks_that_do_not_come_are_named():
 
 
 def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, capsys):
-    """What only its node refuses, as where there is no such file; else they would wait for it for minutes."""
+    """An error on one node alone, such as a missing file, is raised on all: otherwise they would wait for minutes."""
     port = str(free_ports(1)[0])
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -180,7 +180,7 @@ def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, caps
 
 
 def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
-    """Whether a launcher shows every rank a device of its own is known by the devices' names alone."""
+    """Only the UUIDs of the devices tell whether a launcher shows every rank a device of its own."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -1,4 +1,4 @@
-"""Who this process is under torchrun and SLURM."""
+"""The rank of a process under torchrun and SLURM."""
 
 import os
 import subprocess
@@ -25,8 +25,8 @@ def test_torchrun_environment():
         ({"RANK": "0"}, "WORLD_SIZE = '' must be a number from 0"),
         ({"WORLD_SIZE": "2"}, "RANK = '' must be a number from 0"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "rank 2 of 2, on its machine 2 of 2, cannot be: ranks count from 0"),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "2 of 2, cannot be"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "got rank 2 of 2 and, on its machine, rank 2 of 2, but ranks count from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "rank 2 of 2, but ranks"),
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "?"}, r"SLURM_STEP_NUM_TASKS = '\?' must be a number"),
     ],
 )
@@ -67,7 +67,7 @@ def test_slurm_rendezvous(monkeypatch):
 
 
 def test_a_device_for_every_rank(monkeypatch):
-    """Given a number of GPUs, then each rank has its own, or too few are refused; "auto" takes the CPU without any."""
+    """Every rank gets a GPU of its own; too few GPUs are refused; without any, "auto" selects the CPU."""
     info = RankInfo(rank=1, world_size=2, local_rank=1, local_world_size=2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     cases = [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (0, "auto", "cpu"), (2, "cpu", "cpu"), (1, "cpu", "cpu")]
@@ -123,7 +123,7 @@ def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
 
 @pytest.mark.parametrize("status", [0, 1, 7, 75, 138, 143])
 def test_the_batch_script_ends_as_srun_or_goes_back_into_the_queue(tmp_path, status):
-    """By the limit of time or by USR1; a job that is cancelled (143) is not put back."""
+    """After a time limit or USR1 the job is queued again; a cancelled job (143) is not."""
     ended = start_batch_script(tmp_path, "run.toml", srun=f"exit {status}").wait(200)
     requeued = "requeue 123456" in (tmp_path / "calls").read_text()
     assert (ended, requeued) == ((0, True) if status in (75, 138) else (status, False))

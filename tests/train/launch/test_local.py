@@ -1,4 +1,4 @@
-"""The process that starts the ranks of one machine: what it gives them, says when one fails, and refuses."""
+"""The process that starts the ranks of one machine: their environment, failures, signals and restarts."""
 
 import json
 import os
@@ -13,9 +13,9 @@ import pytest
 from dualpipe import cli
 from dualpipe.runtime import files
 from dualpipe.train.config.schema import Config, OutputConfig, ParallelConfig
-from dualpipe.train.launch import environment as launch
-from dualpipe.train.launch import local
-from dualpipe.train.launch.local import check_machine, start_ranks
+from dualpipe.train.health.signals import STOPPING
+from dualpipe.train.launch import local, rank_processes
+from dualpipe.train.launch.local import start_ranks
 from dualpipe.train.metrics import read_metrics
 from faults import planting
 from sockets import listening
@@ -40,7 +40,7 @@ def ranks(count, output="out", **layout):
 
 
 def fake_ranks(monkeypatch, tmp_path, program):
-    """Have the launcher start `program` in place of the `dualpipe` command."""
+    """Make the launcher start `program` instead of the `dualpipe` command."""
     (tmp_path / "dualpipe.py").write_text(program)
     monkeypatch.setattr(sys, "executable", _python_from(tmp_path))
 
@@ -122,9 +122,9 @@ LOST = ("leave('waited 10 s for the activation of stage 2 from rank 2 (pp 1, dp 
         (f"leave('mine', 5) if rank == 3 else after(3) or {LOST}", 5,
          ["error: mine"]),
         (f"os._exit(7) if rank == 3 else after(3) or {LOST}", 7,
-         ["error: rank 3 (pp 1, dp 1) ended with exit status 7, without a word"]),
+         ["error: rank 3 (pp 1, dp 1) ended with exit status 7 and no error message"]),
         (f"os._exit(0) if rank == 3 else after(3) or {LOST}", 1,
-         ["error: rank 3 (pp 1, dp 1) ended with exit status 0, without a word"]),
+         ["error: rank 3 (pp 1, dp 1) ended with exit status 0 and no error message"]),
         (f"rank and time.sleep(60) or kill(2, signal.SIGSTOP) or {LOST}", 1,
          ["error: rank 2 (pp 1, dp 0) is stopped (SIGSTOP)", "  rank 0 (pp 0, dp 0): waited"]),
         (f"rank and after(0) or {LOST}", 1, ["error: rank 0 (pp 0, dp 0) waited 10 s for the activation of stage 2"]),
@@ -163,14 +163,14 @@ def test_a_rank_that_stays_stopped_is_noticed_though_nobody_waits_for_it(monkeyp
 
 def test_a_rank_without_memory(monkeypatch, tmp_path, capsys):
     kills = iter([[5, 1], [6, 1]])
-    monkeypatch.setattr(local, "_oom_kills", lambda: next(kills))
+    monkeypatch.setattr(rank_processes, "count_oom_kills", lambda: next(kills))
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\nos.kill(os.getpid(), 9) if rank else time.sleep(60)\n")
     assert start_ranks(["train"], ranks(2)) == 137
     assert capsys.readouterr().err == "error: rank 1 (pp 1) was killed: out of memory\n"
 
 
 def test_ranks_are_asked_for_their_states(monkeypatch, tmp_path, capsys):
-    """What a watchdog does on SIGUSR2; a rank that does not answer is not waited for any longer."""
+    """Ranks answer SIGUSR2 like a watchdog; the launcher does not wait longer for a rank that does not answer."""
     (tmp_path / "out" / "why").mkdir(parents=True)
     (tmp_path / "out" / "why" / "rank-00002.json").write_text("old")
     answer = f"""
@@ -183,7 +183,7 @@ signal.signal(signal.SIGUSR2, answer if rank == 1 else signal.SIG_IGN)
     assert start_ranks(["train"], ranks(3, output=tmp_path / "out"), watched=True) == 6
     assert time.monotonic() - began < 40, "not by the ranks' own end after 60 s"
     assert capsys.readouterr().err == "error: mine\n", "which needs no report"
-    assert local._steps_done(tmp_path / "out") == 7, "one more is under way"
+    assert local._completed_steps(tmp_path / "out") == 7, "one more is under way"
 
 
 def test_a_disk_that_hangs_does_not_keep_the_launcher(monkeypatch, tmp_path, capsys):
@@ -234,12 +234,12 @@ def test_a_signal_is_passed_on_and_a_second_one_ends_all(
     program = GENTLE.replace("TMP", str(tmp_path)).replace("WILLING", f"{willing}")
     fake_ranks(monkeypatch, tmp_path, program.replace("SIGNALS", f"{list(map(int, signals))}"))
     # A shell's background jobs ignore SIGINT, and so would what they start.
-    before = [signal.signal(number, signal.default_int_handler) for number in local._STOPPING]
+    before = [signal.signal(number, signal.default_int_handler) for number in STOPPING]
     try:
         assert start_ranks(["train"], ranks(2), watched=watched, restarts=5) == status
-        assert {signal.getsignal(number) for number in local._STOPPING} == {signal.default_int_handler}
+        assert {signal.getsignal(number) for number in STOPPING} == {signal.default_int_handler}
     finally:
-        for number, handler in zip(local._STOPPING, before):
+        for number, handler in zip(STOPPING, before):
             signal.signal(number, handler)
     asked = [(tmp_path / f"asked{rank}").read_text() for rank in range(2) if watched]
     passed_on = signal.SIGRTMIN if signals[0] == signal.SIGINT else signals[0]
@@ -261,7 +261,7 @@ def test_a_signal_before_ranks_take_any_ends_all(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("status", [os.EX_TEMPFAIL, 143])
 def test_ranks_that_stop_together_have_not_failed(monkeypatch, tmp_path, capsys, status):
-    """By the limit of time, or as one of them was asked to."""
+    """At the time limit, or after a signal to one of them."""
     fake_ranks(monkeypatch, tmp_path, f"{SAY}\ntime.sleep(0.3 * rank)\nsys.exit({status})\n")
     assert start_ranks(["train"], ranks(2), restarts=5) == status
     assert capsys.readouterr().err == ""
@@ -318,7 +318,7 @@ def test_an_error_of_the_users_is_no_reason_to_start_again(starts):
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks in /proc")
 def test_a_run_whose_rank_is_killed_goes_on_to_the_same_losses(run_folder, start_dualpipe, dualpipe):
-    """And its ranks are reached from this machine only."""
+    """Its store is reachable from this machine only."""
     options = ["--train.steps", "6", "--train.eval_batches", "0", "--checkpoint.interval", "2"]
     assert dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "straight").returncode == 0
     run = start_dualpipe(run_folder, "train", "run.toml", "--max-restarts", "2", *options, "--output.dir", "killed",
@@ -399,82 +399,3 @@ with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
         arguments, environment = json.loads((tmp_path / f"rank{rank}").read_text())
         assert arguments == ["-P", "-m", "dualpipe", "train", "a b"]
         assert environment == [str(rank), str(rank), "2", "2", "1", "127.0.0.1"]
-
-
-# -- what one machine is not asked to serve
-
-
-@pytest.fixture
-def gpus(monkeypatch):
-    """A machine with two cores and so many GPUs: device files that the launcher sees, and what torch finds."""
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-
-    def set_(files, torch_finds=None):
-        monkeypatch.setattr(local, "_device_files", lambda environment: files)
-        found = files if torch_finds is None else torch_finds
-        monkeypatch.setattr("torch.cuda.is_available", lambda: found > 0)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: found)
-
-    return set_
-
-
-@pytest.mark.parametrize(
-    ("world_size", "device", "files", "torch_finds", "refused"),
-    [
-        (8, "auto", 0, 0, None),
-        (9, "auto", 0, 0, "9 ranks are more than 4 for each of this machine's 2 cores"),
-        (8, "cpu", 1, 1, None),
-        (9, "cpu", 16, 16, "9 ranks are more than 4 for each"),
-        (8, "auto", 8, 8, None),
-        (2, "auto", 1, 1, "2 ranks need as many GPUs, and this machine has 1; .*, or set parallel.device = 'cpu'"),
-        (2, "auto", 1, 0, None),  # a torch without CUDA
-        (2, "auto", 1, 2, None),  # device files are not all that there is
-        (2, "cuda", 0, 0, "2 ranks need as many GPUs, and this machine has 0; .*, or set parallel.device = 'cpu'"),
-    ],
-)
-def test_what_is_refused(gpus, world_size, device, files, torch_finds, refused):
-    gpus(files, torch_finds)
-    if refused is None:
-        check_machine(["train"], world_size, device)
-        return
-    with pytest.raises(ValueError, match=refused) as error:
-        check_machine(["train"], world_size, device)
-    assert [line.split()[0] for line in error.value.__notes__] == ["torchrun", "srun"]
-
-
-def test_the_commands_have_all_ranks(gpus):
-    def commands(arguments, world_size, device="auto"):
-        with pytest.raises(ValueError) as error:
-            check_machine(arguments, world_size, device)
-        return error.value.__notes__
-
-    gpus(8)
-    torchrun, srun = commands(["train", "a b.toml"], 1024)
-    assert torchrun.endswith("-m dualpipe train 'a b.toml'") and srun.endswith(" dualpipe train 'a b.toml'")
-    assert "--nnodes 128 --nproc-per-node 8 " in torchrun
-    assert "--nodes 128 --ntasks-per-node 8 --gpus-per-node 8 " in srun
-    assert "--nnodes 2 --nproc-per-node 6 " in commands(["train"], 12)[0], "as even as it goes"
-    assert "--nnodes 8 --nproc-per-node 2 " in commands(["train"], 16, "cpu")[0]
-    assert "gpus" not in commands(["train"], 16, "cpu")[1]
-
-
-def test_hidden_devices_do_not_count():
-    files = local._device_files({})
-    assert local._device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert local._device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
-
-
-@pytest.mark.parametrize("command", [["train"], ["parity", "--pp", "16"]])
-def test_no_process_is_started_for_a_thousand_ranks(run_toml, gpus, monkeypatch, capsys, command):
-    monkeypatch.setattr(local, "subprocess", None)
-    monkeypatch.setattr(launch, "rank_from_environment", lambda environment: None)
-    gpus(0)
-    name, *options = command
-    options = [*options, "--parallel.pp", "16", "--parallel.ep", "64", "--parallel.device", "auto"]
-    assert cli.main([name, str(run_toml), *options]) == 2
-    error, torchrun, srun = capsys.readouterr().err.splitlines()
-    assert error.startswith("error: 1024 ranks are more than 4 for each")
-    assert "--nnodes 128 --nproc-per-node 8" in torchrun and "--parallel.ep 64" in torchrun
-    assert "--nodes 128 --ntasks-per-node 8 --gpus-per-node 8" in srun
-
-

@@ -1,4 +1,4 @@
-"""Where ranks meet: on one machine nobody else can reach it, and what is there already is an error and no wait."""
+"""The rendezvous of ranks: on one machine no other machine reaches the store, and a port in use is an error."""
 
 import os
 import socket
@@ -19,8 +19,8 @@ PATIENCE = timedelta(seconds=20)
 
 
 @pytest.fixture
-def meet(monkeypatch, free_port):
-    """Set where ranks of this process meet; gives the port."""
+def set_rendezvous(monkeypatch, free_port):
+    """Return a function that sets MASTER_ADDR and MASTER_PORT, and returns the port."""
 
     def set_(address="127.0.0.1", port=free_port):
         monkeypatch.setenv("MASTER_ADDR", address)
@@ -34,34 +34,34 @@ def meet(monkeypatch, free_port):
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "localhost", "::1"])
-def test_a_store_that_only_this_machine_reaches(meet, address):
-    port = meet(address)
+def test_a_store_that_only_this_machine_reaches(set_rendezvous, address):
+    port = set_rendezvous(address)
     store = connect(FIRST, PATIENCE)
     assert listening(port) == ["::1" if address == "::1" else "127.0.0.1"]
     connect(SECOND, PATIENCE).set("key", "value")
     assert store.get("key") == b"value"
 
 
-def test_a_store_for_several_machines_is_confined_by_an_interface(meet, monkeypatch):
+def test_a_store_for_several_machines_is_confined_by_an_interface(set_rendezvous, monkeypatch):
     monkeypatch.setattr(rendezvous, "is_loopback", lambda host: False)  # as the name of a machine is not
-    port = meet("localhost")
+    port = set_rendezvous("localhost")
     everywhere = connect(FIRST, PATIENCE)
     assert listening(port) == ["::"]
     del everywhere
     name = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    meet("a.name.of.no.host", port)
+    set_rendezvous("a.name.of.no.host", port)
     store = connect(FIRST, PATIENCE, name)
     assert listening(port) == ["127.0.0.1"] == [interface_address(name)]
-    meet("localhost", port)  # which leads another rank there
+    set_rendezvous("localhost", port)  # which leads another rank there
     connect(SECOND, PATIENCE, name).set("key", "value")
     assert store.get("key") == b"value"
 
 
-def test_a_listener_that_was_inherited_is_taken(meet, monkeypatch):
+def test_an_inherited_listener_is_used(set_rendezvous, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = meet(port=listener.getsockname()[1])
+        port = set_rendezvous(port=listener.getsockname()[1])
         monkeypatch.setenv(LISTENER, str(os.dup(listener.fileno())))
     store = connect(FIRST, PATIENCE)
     assert LISTENER not in os.environ, "for no child to take it again"
@@ -69,17 +69,17 @@ def test_a_listener_that_was_inherited_is_taken(meet, monkeypatch):
     assert store.get("key") == b"value" and listening(port) == ["127.0.0.1"]
 
 
-def test_which_interfaces_gloo_and_nccl_take(meet, monkeypatch):
+def test_the_interfaces_of_gloo_and_nccl(set_rendezvous, monkeypatch):
     def found():
         return [os.environ.pop(name, None) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")]
 
     lo = next(name for _, name in socket.if_nameindex() if name in ("lo", "lo0"))
-    meet()
+    set_rendezvous()
     confine(FIRST, "")
     assert found() == [lo, None]
     confine(RankInfo(0, 4, 0, 2), "")
     assert found() == [None, None], "others are on other machines"
-    meet("a.name")
+    set_rendezvous("a.name")
     confine(FIRST, "")
     assert found() == [None, None]
     confine(RankInfo(0, 4, 0, 2), lo)
@@ -89,17 +89,17 @@ def test_which_interfaces_gloo_and_nccl_take(meet, monkeypatch):
     assert found() == ["mine", lo]
 
 
-def test_an_interface_that_there_is_not(meet):
-    meet("a.name")
+def test_an_interface_that_does_not_exist(set_rendezvous):
+    set_rendezvous("a.name")
     with pytest.raises(ValueError, match=r"parallel.interface = 'ib7' is no network .* give one of lo.* \(127.0.0.1\)"):
         confine(FIRST, "ib7")
     with pytest.raises(ValueError, match="'ib7' is no network interface"):
         connect(FIRST, PATIENCE, "ib7")
 
 
-def test_a_restart_by_torchrun_meets_anew(meet, monkeypatch):
-    """torchrun's store outlives the ranks: what the last attempt wrote there must not be read by the next."""
-    port = meet()
+def test_a_restart_by_torchrun_has_new_keys(set_rendezvous, monkeypatch):
+    """torchrun's store outlives the ranks: a restart must not read keys of an earlier start."""
+    port = set_rendezvous()
     agent = dist.TCPStore("127.0.0.1", port, None, True, PATIENCE, False)  # noqa: F841 - lives as long as this test
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for attempt in "01":
@@ -109,9 +109,9 @@ def test_a_restart_by_torchrun_meets_anew(meet, monkeypatch):
         store.set("key", "value")
 
 
-def test_groups_that_meet_one_after_the_other_have_keys_of_their_own(meet, monkeypatch):
-    """As settings of a benchmark do."""
-    port = meet()
+def test_groups_that_follow_one_another_have_separate_keys(set_rendezvous, monkeypatch):
+    """Groups of a benchmark, one per setting, use the same store one after the other."""
+    port = set_rendezvous()
     agent = dist.TCPStore("127.0.0.1", port, None, True, PATIENCE, False)  # noqa: F841 - lives as long as this test
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     stores = [connect(FIRST, PATIENCE, prefix=f"setting {number}") for number in (1, 2)]
@@ -128,16 +128,16 @@ def test_groups_that_meet_one_after_the_other_have_keys_of_their_own(meet, monke
         ("29500", "", "MASTER_ADDR = '' and MASTER_PORT = '29500' must be"),
     ],
 )
-def test_where_ranks_cannot_meet(meet, port, address, message):
-    meet(address, port)
+def test_an_invalid_rendezvous(set_rendezvous, port, address, message):
+    set_rendezvous(address, port)
     with pytest.raises(ValueError, match=message):
         connect(FIRST, PATIENCE)
 
 
 @pytest.mark.parametrize("says", [None, b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
 @pytest.mark.parametrize("info", [FIRST, SECOND])
-def test_a_port_of_somebody_else(meet, info, says):
-    """Who accepts and says nothing, speaks something else, or hangs up at once."""
+def test_a_port_of_another_server(set_rendezvous, info, says):
+    """A server that never answers, uses another protocol, or closes the connection at once."""
     kept = []
 
     def serve():
@@ -154,8 +154,8 @@ def test_a_port_of_somebody_else(meet, info, says):
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=serve, daemon=True).start()
-        port, start = meet(port=server.getsockname()[1]), time.monotonic()
-        where = f"rank {info.rank} cannot meet the others at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
+        port, start = set_rendezvous(port=server.getsockname()[1]), time.monotonic()
+        where = f"rank {info.rank} cannot reach the store at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}; give rank 0's"
         with pytest.raises(ValueError, match=where) as error:
             connect(info, timedelta(seconds=1))
         assert "\n" not in str(error.value)

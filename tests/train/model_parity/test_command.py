@@ -53,7 +53,7 @@ def test_bf16_passes(monkeypatch, capsys):
     assert cli.main(["parity", "--model", "own_model:right", "--dtype", "bf16", "--worst", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["tensor", "shape", "pipelined", "unpipelined", "accumulation"] and len(lines) == 8
-    assert lines[-2].startswith("routes of 4 modules replayed from float64; bfloat16 alone would have turned ")
+    assert lines[-2].startswith("routes of 4 modules replayed from float64; bfloat16 alone would have changed ")
     assert lines[-1] == "parity passed: all 25 within"
 
 
@@ -62,7 +62,7 @@ def test_bf16_fails_with_the_place(monkeypatch, capsys):
     assert cli.main(["parity", "--model", "own_model:wrong_cut", "--dtype", "bf16"]) == 1
     *_, verdict, place = capsys.readouterr().out.splitlines()
     assert verdict.startswith("parity FAILED: ") and "times as far from float64" in verdict
-    assert place.startswith("first: ") and "the cut computes something else" in place
+    assert place.startswith("first: ") and "the split into stages changes the result" in place
 
 
 def test_bf16_says_that_no_routes_were_recorded(monkeypatch, capsys):
@@ -74,8 +74,8 @@ def test_bf16_says_that_no_routes_were_recorded(monkeypatch, capsys):
 def test_routes_that_are_not_replayed_are_named():
     counts = {f"layers.{number}.router": RouteCount(96, number) for number in range(2)}
     text = describe_routes(RouteReport(counts, {"layers.0.router": RouteCount(96, 3)}, ["layers.1.router"]))
-    assert "would have turned 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
-    assert "routes of 1 modules were recorded and not replayed, as layers.1.router: " in text
+    assert "would have changed 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
+    assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
 
 
 def test_bf16_passes_for_a_model_of_transformers_with_experts_over_ranks(folder, dualpipe):
@@ -88,11 +88,11 @@ def test_bf16_passes_for_a_model_of_transformers_with_experts_over_ranks(folder,
     (["own_model:nothing"], "error: --model 'own_model:nothing': module 'own_model' has no function 'nothing'"),
     (["no_such_module:build"], "error: --model 'no_such_module:build': there is no module 'no_such_module'"),
     (["own_model:no_model", "--tolerance", "1"], "error: --model 'own_model:no_model' returned a str"),
-    (["own_model:right", "--dtype", "bf16", "--tolerance", "1"], "error: --tolerance 1: that of bf16 is derived"),
+    (["own_model:right", "--dtype", "bf16", "--tolerance", "1"], "error: --tolerance 1: the bounds of bf16"),
     (["own_model:right", "--pp", "0"], "error: --pp 0 must be at least 1"),
     (["own_model:right", "--cp", "2"], "error: --cp 2 is not for --model"),
-    (["own_model:right", "run.toml"], "error: --model own_model:right: got run.toml besides"),
-    (["own_model:right", "run.toml", "--x", "3"], "error: --model own_model:right: got run.toml --x 3 besides"),
+    (["own_model:right", "run.toml"], "error: --model own_model:right: got run.toml as well"),
+    (["own_model:right", "run.toml", "--x", "3"], "error: --model own_model:right: got run.toml --x 3 as well"),
     (["nothing"], "error: --model 'nothing' is no directory"),
 ])
 def test_wrong_inputs_are_said_in_one_line(monkeypatch, capsys, arguments, error):

@@ -1,4 +1,4 @@
-"""A model of one's own in a pipeline of real ranks passes, and what is planted into it is named."""
+"""A custom model in a pipeline of real ranks passes, and planted faults are located."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PP2, PP2_EP2, EP2 = (2, 1, 1), (2, 1, 2), (1, 1, 2)
 
 
 def compare(rank, layout, names, tolerance=1e-10):
-    """By name of a model's function: how many tensors failed, and where they first differ."""
+    """Return, by the name of a model's function, the number of failed tensors and the first difference."""
     pp, dp, ep = layout
     cpu = torch.device("cpu")
     job = Job(cpu, build_mesh(pp, dp, ep, cpu))
@@ -44,7 +44,7 @@ FAULTS = {
     "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0)", ""),
     "swapped_weights": ("layers.1.experts.down.weight", "the weights of stage 1, before any step", ""),
     "tied_without_sum": ("embed.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
-    "wrong_cut": ("norm.", "without a pipeline: the cut computes something else", "no stage uses it"),
+    "wrong_cut": ("norm.", "without a pipeline: the split into stages changes the result", "no stage uses it"),
 }
 
 
@@ -55,7 +55,7 @@ EP_FAULTS = {  # where tokens travel, and stages run by their segments
 
 
 def check_named(layout, faults):
-    """Each fault makes the comparison fail, with the same report on all ranks, which says where it is."""
+    """Check that each fault fails the comparison, with the same report on all ranks, which names its place."""
     found = run_ranks(compare, 2, layout, list(faults))
     assert found[0] == found[1]
     for name, (parameter, where, hint) in faults.items():
@@ -77,4 +77,4 @@ def test_stages_that_lack_parameters_are_refused():
     found = run_ranks(compare, 2, PP2, ["missing_parameter"], check=False)
     for error in found:
         assert isinstance(error, ValueError)
-        assert "no stage has 18 of the uncut model's parameters, such as 'layers.1.norm.weight'" in str(error)
+        assert "no stage has 18 of the unpipelined model's parameters, such as 'layers.1.norm.weight'" in str(error)

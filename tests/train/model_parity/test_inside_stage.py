@@ -10,7 +10,7 @@ NAMES = ("norm", "router", "experts", "last")
 
 
 def suspects_of(pipelined, hooked=()):
-    """The suspects of a stage whose four modules have returned ones."""
+    """Return the suspects in a stage whose four modules should return ones."""
     modules = {name: nn.Identity() for name in NAMES}
     for name in hooked:
         modules[name].register_forward_hook(lambda *_: None)

@@ -1,4 +1,4 @@
-"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank, and what cannot be asked for."""
+"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank, and invalid options."""
 
 import gc
 import json
@@ -64,10 +64,10 @@ def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatc
     options = ["--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1"]
     limit = ["--train.time_limit", "0.01"]
     assert cli.main(["train", "run.toml", *options, *limit, "--profile", "steps=1..3"]) == 75
-    assert "profile: out/profile-1-3-rank0.json, and such a file of each rank" in capsys.readouterr().out
+    assert "profile: out/profile-1-3-rank0.json, and one file per rank" in capsys.readouterr().out
     assert "ProfilerStep#1" in Path("out/profile-1-3-rank0.json").read_text()
     assert cli.main(["train", "run.toml", *options, "--train.steps", "3", "--profile", "steps=1"]) == 0
-    assert "no profile is taken: the run goes on behind step 1, the last one to profile" in capsys.readouterr().out
+    assert "no profile is taken: the run resumes after step 1, the last one to profile" in capsys.readouterr().out
 
 
 # -- the memory snapshot
@@ -77,13 +77,13 @@ def test_a_snapshot_is_of_a_cuda_device(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     assert cli.main(["train", "run.toml", "--parallel.pp", "1", "--memory-snapshot"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith("error: --memory-snapshot is for the memory of a CUDA device, and the ranks run on cpu;")
+    assert err.startswith("error: --memory-snapshot: the ranks run on cpu, but torch records the memory of CUDA ")
     profiler.check_memory_snapshot(torch.device("cuda", 0))
 
 
 @pytest.fixture
 def cuda_memory(monkeypatch):
-    """What is asked of torch.cuda.memory."""
+    """Return the calls to torch.cuda.memory."""
     asked = []
 
     def dump(path):

@@ -1,4 +1,4 @@
-"""`dualpipe train --trace`: which steps are in the file, all that they are made of, and what cannot be asked for."""
+"""`dualpipe train --trace`: the steps in the file, their content, and invalid options."""
 
 import errno
 import json
@@ -13,7 +13,7 @@ from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
 from dualpipe.train.observers.step_window import Steps
-from dualpipe.train.observers.tracing import parse
+from dualpipe.train.observers.tracing import parse_trace_option
 from faults import planted, planting
 from ranks import run_ranks
 from traces import check_format
@@ -51,7 +51,7 @@ def test_all_that_a_step_is_made_of(trace_file):
                            for kind in ("exchange", "all_to_all"))
         assert started == waited and len({*started}) == len(started), "it can be told which one is waited for"
         segments = [each for each in trace.slices if each.rank == rank and each.kind == "segment"]
-        assert {each.args["inside"] for each in segments} == {True, False}
+        assert {each.args["between_ranks"] for each in segments} == {True, False}
         assert {each.args["stage"] for each in segments} == set(trace.schedule.rank_stages(rank // 2))
     assert list(trace.info["loads"]) == ["2", "3"] and all(sum(load) > 0 for load in trace.info["loads"].values())
 
@@ -91,13 +91,14 @@ def test_a_trace_that_is_not_there(what, message, capsys):
 
 
 def test_which_steps():
-    assert parse("", 5) is None
-    assert parse("steps=10..12", 12) == Steps(10, 12) and parse("steps=3", 3) == Steps(3, 3)
-    assert parse("steps=1..2,file=a, b=c.json", 5) == Steps(1, 2, "a, b=c.json")
+    assert parse_trace_option("", 5) is None
+    assert parse_trace_option("steps=10..12", 12) == Steps(10, 12)
+    assert parse_trace_option("steps=3", 3) == Steps(3, 3)
+    assert parse_trace_option("steps=1..2,file=a, b=c.json", 5) == Steps(1, 2, "a, b=c.json")
 
 
 @pytest.mark.parametrize("text, message", [
-    ("10..12", "--trace: '10..12' is not understood; give steps=10..12, or steps=10, and perhaps ,file=PATH behind it"),
+    ("10..12", "--trace: '10..12' is not understood; give steps=10..12, or steps=10, optionally with ,file=PATH"),
     ("steps=1..", "--trace: 'steps=1..' is not understood"),
     ("steps=1,file=", "--trace: 'steps=1,file=' is not understood"),
     ("steps=0..2", "--trace: steps=0..2 are not steps of this run, which has 1 to 5; give some of these"),
@@ -128,7 +129,7 @@ def test_a_bad_step_is_the_last_one_and_run_again(run_toml, monkeypatch, capsys)
     with planted("nan rank=0 step=3 action=F"):
         assert alone("--trace", "steps=2..3", "--guard.on_nonfinite", "skip") == 0
     out = capsys.readouterr().out
-    assert "left out: nothing is updated by it" in out and "trace: out/trace-2-3.json" in out
+    assert "skipped: the step updates nothing" in out and "trace: out/trace-2-3.json" in out
     trace = read("out/trace-2-3.json")
     (check,) = (each for each in trace.slices if each.kind == "check")
     assert any(check.start < each.start < check.end for each in trace.slices if each.kind == "F")
@@ -166,7 +167,7 @@ def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, m
         assert {each.args.get("step") for each in read(f"out/{name}.json").slices} == {step}
     capsys.readouterr()
     assert alone(*saves, "--trace", "steps=1..2") == 0
-    assert "no trace is taken: the run goes on behind step 2, the last one to trace\n" in capsys.readouterr().out
+    assert "no trace is taken: the run resumes after step 2, the last one to trace\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file, message", [

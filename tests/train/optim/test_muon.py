@@ -1,4 +1,4 @@
-"""Muon beside `torch.optim.Muon`, over shards, and the groups, rates and classes of an optimizer."""
+"""Muon against `torch.optim.Muon` and over shards; groups, learning rates and custom classes of the optimizer."""
 
 import json
 
@@ -22,8 +22,8 @@ from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
 from dualpipe.train.optim.from_config import build_optimizer
-from dualpipe.train.optim.groups import parameter_places, takes_muon
-from dualpipe.train.optim.muon import Muon, orthogonal
+from dualpipe.train.optim.groups import find_trainable_parameters, is_hidden_matrix
+from dualpipe.train.optim.muon import Muon, orthogonalize
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.stages import build_model
@@ -36,7 +36,7 @@ ADAMW = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
 @pytest.mark.parametrize("shape", [(16, 24), (40, 24), (32, 32), (1, 8)])
-def test_has_the_bits_of_torchs(shape):
+def test_muon_equals_torch_muon_bit_for_bit(shape):
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, shape[0] * shape[1]).view(shape).clone()) for _ in range(2))
     optimizer = Muon([ours], lr=0.02, weight_decay=0.1)
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
@@ -48,19 +48,19 @@ def test_has_the_bits_of_torchs(shape):
         assert torch.equal(ours, theirs)
 
 
-def test_each_matrix_of_a_stack_is_one_by_itself():
+def test_matrices_of_a_stack_are_orthogonalized_separately():
     stack = nn.Parameter(torch.randn(5, 16, 24))
     alone = [nn.Parameter(matrix.clone()) for matrix in stack.detach()]
     large = nn.Parameter(torch.randn(32, 24))  # so that two of the stack are computed together
     optimizer, reference = Muon([stack, large], lr=0.02), Muon(alone, lr=0.02)
-    assert sorted(each.number for each in optimizer._alone) == [1, 1, 2, 2]
+    assert sorted(batch.num_matrices for batch in optimizer._unsharded) == [1, 1, 2, 2]
     for _ in range(2):
         stack.grad, large.grad = torch.randn_like(stack), torch.randn_like(large)
         for matrix, grad in zip(alone, stack.grad):
             matrix.grad = grad.clone()
         optimizer.step()
         reference.step()
-    torch.testing.assert_close(stack.detach(), torch.stack([each.detach() for each in alone]))
+    torch.testing.assert_close(stack.detach(), torch.stack([matrix.detach() for matrix in alone]))
 
 
 @pytest.mark.parametrize(("coefficients", "low", "high"), [("jordan", 0.65, 1.25), ("polar_express", 0.85, 1.15)])
@@ -68,9 +68,9 @@ def test_singular_values_are_about_1(coefficients, low, high):
     """Jordan's coefficients leave them within 0.7 and 1.2, but for the rounding of bf16; Polar Express nearer to 1."""
     u, _, v = torch.linalg.svd(torch.randn(3, 48, 64), full_matrices=False)
     matrices = u @ torch.diag_embed(torch.logspace(0, -1.5, 48).expand(3, 48)) @ v
-    values = torch.linalg.svdvals(orthogonal(matrices, coefficients).float())
+    values = torch.linalg.svdvals(orthogonalize(matrices, coefficients).float())
     assert low < values.min() and values.max() < high
-    alone = torch.linalg.svdvals(orthogonal(matrices[0].mT, coefficients).float())
+    alone = torch.linalg.svdvals(orthogonalize(matrices[0].mT, coefficients).float())
     torch.testing.assert_close(alone, values[0], atol=0.02, rtol=0)
 
 
@@ -119,13 +119,13 @@ def _whole(tensor):
 
 
 def _updated(rank, path, dp, ep):
-    """The parameters after three steps from gradients that depend on their names, and how many numbers were sent."""
+    """Return the parameters after three steps with gradients that depend on their names, and the elements sent."""
     model, sent, send = _model(rank, path, dp, ep), [], dist.all_to_all_single
     optimizer = Optimizer(model.stages, lr=0.02, name="muon", **ADAMW)
 
-    def counted(received, given, received_sizes, sizes, **options):
+    def counted(received, tensor, received_sizes, sizes, **options):
         sent.append(sum(sizes) - sizes[dist.get_rank(options["group"])])
-        return send(received, given, received_sizes, sizes, **options)
+        return send(received, tensor, received_sizes, sizes, **options)
 
     dist.all_to_all_single = counted
     try:
@@ -143,49 +143,48 @@ def _updated(rank, path, dp, ep):
 
 @pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow),
                                         pytest.param(3, 1, marks=pytest.mark.slow)])
-def test_is_the_same_over_shards_and_sends_what_it_says(tmp_path, dp, ep):
+def test_shards_give_the_same_update_and_send_the_documented_amount(tmp_path, dp, ep):
     path = str(write_files(tmp_path, MODEL | {"hidden_size": 28, "head_dim": 14}))  # rows that do not divide
     (expected, nothing), = run_ranks(_updated, 1, path, 1, 1)
-    found = run_ranks(_updated, dp * ep, path, dp, ep)
+    by_rank = run_ranks(_updated, dp * ep, path, dp, ep)
     assert nothing == 0
-    for parameters, _ in found:
+    for parameters, _ in by_rank:
         for name, values in parameters.items():
             torch.testing.assert_close(torch.from_numpy(values), torch.from_numpy(expected[name]), atol=1e-5, rtol=0,
                                        msg=name)
     layers, experts = MODEL["num_hidden_layers"], MODEL["num_experts"]
     attention, experts = 28 * 14 * (2 + 1 + 1 + 2) * layers, 3 * 28 * 32 * experts * layers
-    # There and back, three times: each number but a rank's own. FSDP2 cuts through experts over dp where ep ranks have
-    # them in turn; with one ep rank it cuts between them.
+    # Sent and returned in three steps: all elements but those that stay on a rank. FSDP2 shards experts over dp through
+    # their matrices if there are several ep ranks, and between them with one.
     shared = attention * (1 - 1 / (dp * ep)) + (experts * (1 - 1 / dp) if ep > 1 else 0)
-    assert sum(sent for _, sent in found) == pytest.approx(2 * 3 * shared, rel=0.02)  # rows do not divide
+    assert sum(sent for _, sent in by_rank) == pytest.approx(2 * 3 * shared, rel=0.02)  # rows do not divide
 
 
-def _asked_for(rank):
-    """How many of the matrices that this rank has been sent, or is, were not yet computed as each began to be; and how
-    many matrices were computed at once."""
+def _matrices_in_flight(rank):
+    """Return, for each matrix that this rank computes, the number of gathers that had begun and were not computed."""
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))["dp"]
     parameters = [nn.Parameter(DTensor.from_local(torch.randn(4, 8), mesh, [Shard(0)])) for _ in range(7)]
-    optimizer, asked, most = Muon(parameters, lr=0.1), [], []
-    gather, compute = optimizer._gather, muon.orthogonal
-    optimizer._gather = lambda *given: asked.append(1) or gather(*given)
-    muon.orthogonal = lambda *given: most.append(len(asked) - len(most)) or compute(*given)
+    optimizer, gathers, in_flight = Muon(parameters, lr=0.1), [], []
+    gather, compute = optimizer._gather, muon.orthogonalize
+    optimizer._gather = lambda *arguments: gathers.append(1) or gather(*arguments)
+    muon.orthogonalize = lambda *arguments: in_flight.append(len(gathers) - len(in_flight)) or compute(*arguments)
     try:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     finally:
-        muon.orthogonal = compute
-    return most
+        muon.orthogonalize = compute
+    return in_flight
 
 
-def test_at_most_one_matrix_more_is_on_its_way():
-    assert run_ranks(_asked_for, 2) == [[2, 2, 2, 1], [2, 2, 2]]
+def test_at_most_one_more_matrix_is_in_flight():
+    assert run_ranks(_matrices_in_flight, 2) == [[2, 2, 2, 1], [2, 2, 2]]
 
 
 # -- groups, rates and other classes
 
 
-def _made(path, *options, steps=1):
+def _build(path, *options, steps=1):
     config = load_config(path, ["--parallel.pp", "1", *options])
     hub = read_config(config.model.config)
     resolved = Resolved.of(config, hub)
@@ -194,29 +193,29 @@ def _made(path, *options, steps=1):
         config.optimizer, hub, model.stages, moments=resolved.dtypes.moments, masters=model.masters)
 
 
-def test_matrices_alone_are_muons(tmp_path):
-    _, model, optimizer = _made(str(write_files(tmp_path)), "--optimizer.name", "muon")
+def test_muon_updates_hidden_matrices_only(tmp_path):
+    _, model, optimizer = _build(str(write_files(tmp_path)), "--optimizer.name", "muon")
     (stage,) = model.stages
     names = {p: name for name, p in stage.named_parameters()}
-    found = {names[p] for p in optimizer.parameters if "momentum_buffer" in optimizer.state_tensors()[p]}
+    updated = {names[p] for p in optimizer.parameters if "momentum_buffer" in optimizer.state_tensors()[p]}
     kinds = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj")
-    assert found == {name for name in names.values() if name.split(".")[-2] in kinds}
+    assert updated == {name for name in names.values() if name.split(".")[-2] in kinds}
     assert estimate(load_config(str(tmp_path / "run.toml"), ["--parallel.pp", "1", "--optimizer.name", "muon"]),
                     model.config, activations=False)[0].optimizer == sum(
-        4 * p.numel() * (1 if name in found else 2) for p, name in names.items())
+        4 * p.numel() * (1 if name in updated else 2) for p, name in names.items())
 
 
-def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
+def test_groups_set_learning_rate_decay_and_algorithm(tmp_path):
     groups = ("*.mlp.gate,lr=1e-3", "*.self_attn,weight_decay=0.5,algorithm=adamw", "layers.0,lr=0.5")
-    _, model, optimizer = _made(
+    _, model, optimizer = _build(
         str(write_files(tmp_path)), "--optimizer.name", "muon", "--optimizer.lr", "0.01", "--optimizer.layer_decay",
         "0.5", "--optimizer.groups", *groups)
     (stage,) = model.stages
-    own = dict(stage.named_parameters())
+    parameters = dict(stage.named_parameters())
 
     def of(name):
-        algorithm, group = optimizer._groups[own[name]]
-        return algorithm, group["share"] * 0.01, group["weight_decay"]
+        algorithm, group = optimizer._groups[parameters[name]]
+        return algorithm, group["lr_factor"] * 0.01, group["weight_decay"]
 
     assert of("layers.0.mlp.gate.weight") == ("adamw", 0.5, 0.1)
     assert of("layers.3.mlp.gate.weight") == ("adamw", pytest.approx(1e-3), 0.1)
@@ -224,12 +223,12 @@ def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
     assert of("layers.1.mlp.experts.down_proj.weight") == ("muon", pytest.approx(0.01 * 0.5**3), 0.1)
     assert of("embed_tokens.weight") == ("adamw", pytest.approx(0.01 * 0.5**5), 0.1)
     assert of("lm_head.weight") == ("adamw", 0.01, 0.1)
-    before = {name: p.detach().clone() for name, p in own.items()}
-    for p in own.values():
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    for p in parameters.values():
         p.grad = torch.zeros_like(p)
     optimizer.step(0.01)
     for name, share, decay in (("layers.3.self_attn.q_proj.weight", 0.5, 0.5), ("lm_head.weight", 1, 0.1)):
-        torch.testing.assert_close(own[name].detach(), before[name] * (1 - 0.01 * share * decay))
+        torch.testing.assert_close(parameters[name].detach(), before[name] * (1 - 0.01 * share * decay))
 
 
 @pytest.mark.parametrize("family, expected", [
@@ -237,17 +236,16 @@ def test_groups_have_rates_decays_and_algorithms_of_their_own(tmp_path):
     ("olmoe", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
     ("granitemoe", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"}),
 ])
-def test_of_transformers_models_it_takes_no_routers(family, expected):
+def test_routers_of_transformers_models_are_not_muon_matrices(family, expected):
     stages = TransformersModel.from_dict(config_of(family).to_dict()).meta_stages()
-    places = parameter_places(stages).items()
-    taken = {name for parameter, (name, owner) in places if takes_muon(name, owner, parameter)}
-    assert {name.removesuffix(".weight").rpartition(".")[2] for name in taken} == expected
-
+    parameters = find_trainable_parameters(stages).items()
+    selected = {name for parameter, (name, owner) in parameters if is_hidden_matrix(name, owner, parameter)}
+    assert {name.removesuffix(".weight").rpartition(".")[2] for name in selected} == expected
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_group_that_takes_muon_has_the_settings_of_muon(tmp_path, name):
-    _, _, optimizer = _made(
+def test_a_group_with_muon_has_the_settings_of_muon(tmp_path, name):
+    _, _, optimizer = _build(
         str(write_files(tmp_path)), "--optimizer.name", name, "--optimizer.groups", "*.q_proj,algorithm=muon",
         "--optimizer.momentum", "0.8", "--optimizer.nesterov", "False", "--optimizer.coefficients", "polar_express")
     inner = optimizer._inner["muon"]
@@ -255,11 +253,11 @@ def test_a_group_that_takes_muon_has_the_settings_of_muon(tmp_path, name):
     assert {(group["momentum"], group["nesterov"]) for group in inner.param_groups} == {(0.8, False)}
 
 
-def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
+def test_a_custom_optimizer_updates_and_resumes(tmp_path):
     path = str(write_files(tmp_path))
     options = ("--optimizer.name", "torch.optim.NAdam", "--optimizer.options", json.dumps({"momentum_decay": 0.01}))
-    (_, model, optimizer), (_, twin, _) = _made(path, *options), _made(path)
-    own, theirs = ([*made.stages[0].parameters()] for made in (model, twin))
+    (_, model, optimizer), (_, twin, _) = _build(path, *options), _build(path)
+    ours, theirs = ([*built.stages[0].parameters()] for built in (model, twin))
     reference = torch.optim.NAdam([{"params": [p for p in theirs if p.dim() >= 2], "weight_decay": 0.1},
                                    {"params": [p for p in theirs if p.dim() < 2], "weight_decay": 0.0}],
                                   lr=3e-4, momentum_decay=0.01)
@@ -267,21 +265,21 @@ def test_a_class_of_ones_own_updates_and_resumes(tmp_path):
         if step == 2:
             with Checkpoints(tmp_path / "saved") as checkpoints:
                 checkpoints.save(training_state(model.stages, optimizer), step=2)
-            _, model, optimizer = _made(path, *options)
+            _, model, optimizer = _build(path, *options)
             load(next((tmp_path / "saved").glob("step-*")), training_state(model.stages, optimizer))
             optimizer.round_parameters()
-            own = [*model.stages[0].parameters()]
-        for mine, other in zip(own, theirs):
+            ours = [*model.stages[0].parameters()]
+        for mine, other in zip(ours, theirs):
             mine.grad = torch.randn(mine.shape)
             other.grad = mine.grad.clone()
         optimizer.step(3e-4, torch.tensor(1.0))
         reference.step()
         optimizer.step(3e-4, torch.tensor(float("nan")))  # which changes nothing
-    assert all(map(torch.equal, own, theirs))
+    assert all(map(torch.equal, ours, theirs))
 
 
 class Counting(torch.optim.SGD):
-    """One that notes something of its own in its groups."""
+    """SGD that counts its steps in its groups."""
 
     def step(self, closure=None):
         super().step(closure)
@@ -289,31 +287,31 @@ class Counting(torch.optim.SGD):
             group["count"] = group.get("count", 0) + 1
 
 
-def test_a_class_of_ones_own_goes_on_by_what_the_run_says_now(tmp_path, monkeypatch):
+def test_a_resumed_custom_optimizer_has_the_settings_of_the_run(tmp_path, monkeypatch):
     path, name = str(write_files(tmp_path)), ("--optimizer.name", "torch.optim.Counting")
     monkeypatch.setattr(torch.optim, "Counting", Counting, raising=False)
     saved = (*name, "--optimizer.options", '{"momentum": 0.9}', "--optimizer.layer_decay", "0.5")
     changed = (*name, "--optimizer.options", '{"dampening": 0.5}', "--optimizer.weight_decay", "0",
                "--optimizer.groups", "*.mlp,lr=1e-9")
-    (_, model, optimizer), (_, others, now) = _made(path, *saved), _made(path, *changed)
+    (_, model, optimizer), (_, others, now) = _build(path, *saved), _build(path, *changed)
     for parameter in optimizer.parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step(1e-3)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(training_state(model.stages, optimizer), step=1)
     load(tmp_path / "saved", training_state(others.stages, now))
-    assert {(g["momentum"], g["dampening"], g["weight_decay"], g["share"], g["count"])
+    assert {(g["momentum"], g["dampening"], g["weight_decay"], g["lr_factor"], g["count"])
             for g in now._inner[name[1]].param_groups} == {(0, 0.5, 0, 1.0, 1), (0, 0.5, 0, 1e-9 / 3e-3, 1)}
-    kept, before = now._inner[name[1]].state, optimizer._inner[name[1]].state
-    assert all(torch.equal(kept[here]["momentum_buffer"], before[there]["momentum_buffer"])
+    resumed, before = now._inner[name[1]].state, optimizer._inner[name[1]].state
+    assert all(torch.equal(resumed[here]["momentum_buffer"], before[there]["momentum_buffer"])
                for here, there in zip(now.parameters, optimizer.parameters))
 
 
-def test_another_class_begins_anew_where_that_is_allowed(tmp_path):
+def test_another_optimizer_class_starts_from_no_state_if_allowed(tmp_path):
     path, allow = str(write_files(tmp_path)), ["optimizer/*"]
     for before, after in (("SGD", "NAdam"), ("NAdam", "SGD"), ("Adam", "NAdam")):
         (_, model, optimizer), (_, others, now) = (
-            _made(path, "--optimizer.name", f"torch.optim.{each}") for each in (before, after))
+            _build(path, "--optimizer.name", f"torch.optim.{name}") for name in (before, after))
         for parameter in optimizer.parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step(1e-3)
@@ -330,7 +328,7 @@ def test_another_class_begins_anew_where_that_is_allowed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "Adagrad", "Adafactor", "NAdam", "RMSprop"])
-def test_classes_of_torchs_update_where_the_norm_is_finite(name):
+def test_torch_optimizers_update_only_if_the_norm_is_finite(name):
     model = nn.Sequential(Linear(8, 8, bias=False))
     optimizer = Optimizer([model], lr=0.1, name=f"torch.optim.{name}", **ADAMW)
     (weight,) = model.parameters()
@@ -342,13 +340,13 @@ def test_classes_of_torchs_update_where_the_norm_is_finite(name):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    (("--optimizer.name", "sgd"), "optimizer.name = 'sgd': give adamw, muon, or the path"),
+    (("--optimizer.name", "sgd"), "optimizer.name = 'sgd': give adamw, muon, or the import path"),
     (("--optimizer.name", "torch.optim.Nothing"), "has no attribute 'Nothing'; give adamw, muon"),
-    (("--optimizer.name", "torch.nn.Linear"), "is no torch.optim.Optimizer"),
+    (("--optimizer.name", "torch.nn.Linear"), "is not a torch.optim.Optimizer"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", '{"rho": 1}'), "unexpected keyword argument 'rho'"),
-    (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", "{rho"), "optimizer.options = '{rho': no JSON"),
-    (("--optimizer.options", '{"rho": 1}'), "give a JSON object, for a class of one's own"),
-    (("--optimizer.name", "torch.optim.SGD", "--optimizer.moments", "bf16"), "adamw and muon have others"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", "{rho"), "optimizer.options = '{rho': not JSON"),
+    (("--optimizer.options", '{"rho": 1}'), "give a JSON object, and optimizer.name the import path"),
+    (("--optimizer.name", "torch.optim.SGD", "--optimizer.moments", "bf16"), "only adamw and muon support it"),
     (("--optimizer.moments", "bf16", "--optimizer.momentum", "0.998"), "optimizer.momentum = 0.998: a mean in bf16"),
     (("--optimizer.groups", "*.gate,lr=fast"), "could not convert string to float: 'fast'"),
     (("--optimizer.groups", "*.gate,rate=1"), "unexpected keyword argument 'rate'"),
@@ -357,31 +355,31 @@ def test_classes_of_torchs_update_where_the_norm_is_finite(name):
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.groups", "*.gate,algorithm=muon"), "not torch.optim.SGD"),
     (("--optimizer.groups", "nope,lr=1"), r"no trained parameter matches 'nope'; nearest: \w"),
     (("--optimizer.groups", "*.gate,lr=inf"), "and both finite"),
-    (("--optimizer.groups", "norm,algorithm=muon"), r"norm\.weight \(32,\) is no matrix, nor a stack of them"),
+    (("--optimizer.groups", "norm,algorithm=muon"), r"norm\.weight \(32,\) is neither a matrix nor a stack"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", '{"lr": 9}'), "leave out lr and weight_decay"),
     (("--optimizer.name", "torch.optim.Rprop", "--optimizer.lr", "1e-3"), "it has no weight_decay: set optimizer"),
     (("--optimizer.name", "muon", "--optimizer.momentum", "1"), "must be at least 0 and less than 1"),
     (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
 ])
-def test_refuses_what_cannot_be(tmp_path, options, message):
+def test_refuses_invalid_settings(tmp_path, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        _made(str(write_files(tmp_path)), *options)
-    assert str(caught.value).count(options[-2].removeprefix("--")) <= 1, "what is wrong is named once"
+        _build(str(write_files(tmp_path)), *options)
+    assert str(caught.value).count(options[-2].removeprefix("--")) <= 1, "the setting is named once"
 
 
-def test_refuses_what_is_no_matrix():
-    with pytest.raises(ValueError, match=r"matrices and stacks of them; got a parameter of shape \(3,\)"):
+def test_muon_refuses_vectors():
+    with pytest.raises(ValueError, match=r"got a parameter of shape \(3,\); Muon is for matrices and stacks"):
         Muon([nn.Parameter(torch.zeros(3))])
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit(tmp_path):
+def test_a_run_resumes_bit_for_bit(tmp_path):
     path = str(write_files(tmp_path))
     options = ["--parallel.pp", "1", "--optimizer.name", "muon", "--checkpoint.interval", "2", "--train.steps", "4"]
 
     def losses(folder, *more):
         train(load_config(path, [*options, "--output.dir", str(tmp_path / folder), *more]), RankInfo(0, 1, 0, 1))
-        return [each["loss"] for each in read_metrics(tmp_path / folder / "metrics.jsonl")]
+        return [row["loss"] for row in read_metrics(tmp_path / folder / "metrics.jsonl")]
 
     whole = losses("whole")
     (saved,) = (tmp_path / "whole").rglob("step-00000002")

@@ -11,7 +11,7 @@ from dualpipe.models import config_from_dict
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.optim.groups import Group
+from dualpipe.train.optim.groups import ParameterGroup
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.trainer import train
 from hub import FAMILIES, TINY
@@ -37,7 +37,7 @@ def test_vectors_are_not_decayed():
         torch.testing.assert_close(p.detach(), before[name] * factor, msg=name)
 
 
-NOT_DECAYED = {  # by family, without what is before the module that owns it
+NOT_DECAYED = {  # by family, the last two segments of the names
     "qwen3_moe": {"input_layernorm.weight", "post_attention_layernorm.weight", "q_norm.weight", "k_norm.weight",
                   "norm.weight"},
     "deepseek_v2": {"input_layernorm.weight", "post_attention_layernorm.weight", "kv_a_layernorm.weight",
@@ -52,7 +52,7 @@ NOT_DECAYED = {  # by family, without what is before the module that owns it
 
 @pytest.mark.parametrize("algorithm", ["adamw", "muon"])
 @pytest.mark.parametrize("family", NOT_DECAYED)
-def test_what_multiplies_is_decayed_whatever_the_shapes_of_the_rest(family, algorithm):
+def test_matrices_are_decayed_whatever_the_shapes_of_other_parameters(family, algorithm):
     config = config_from_dict({"model_type": family} | ({"qwen3_moe": TINY} | FAMILIES)[family])
     stage = whole(config)
     optimizer = Optimizer([stage], **{**ADAMW, "weight_decay": 0.5}, name=algorithm)
@@ -74,10 +74,10 @@ def test_what_multiplies_is_decayed_whatever_the_shapes_of_the_rest(family, algo
 
 def test_a_group_cannot_give_stacked_biases_to_muon():
     stage = whole(config_from_dict({"model_type": "gpt_oss"} | FAMILIES["gpt_oss"]))
-    groups = [Group("*.experts", algorithm="muon")]
-    with pytest.raises(ValueError, match=r"gate_up_proj\.bias \(4, 64\) is no matrix, nor a stack of them"):
+    groups = [ParameterGroup("*.experts", algorithm="muon")]
+    with pytest.raises(ValueError, match=r"gate_up_proj\.bias \(4, 64\) is neither a matrix nor a stack"):
         Optimizer([stage], **ADAMW, groups=groups)
-    optimizer = Optimizer([stage], **ADAMW, groups=[Group("*.experts.*.weight", algorithm="muon")])
+    optimizer = Optimizer([stage], **ADAMW, groups=[ParameterGroup("*.experts.*.weight", algorithm="muon")])
     assert optimizer.state_tensors()[stage.layers["0"].mlp.experts.down_proj.weight].keys() == {
         "master", "momentum_buffer"}
 
@@ -176,7 +176,7 @@ def test_bf16_moments_are_updated_in_fp32_and_rounded():
 
 @pytest.mark.parametrize(("beta", "decays"), [(0.9, True), (0.9955, True), (0.999, False)])
 def test_bf16_moments_decay_by_the_betas_that_are_allowed(beta, decays):
-    """Of every value of a mantissa; that 0.999 does not is why it is refused."""
+    """For every value of the mantissa. 0.999 does not decay them, so it is refused."""
     weight = nn.Parameter(torch.zeros(128, 1))
     optimizer = Optimizer([nn.ParameterList([weight])], **{**ADAMW, "betas": (beta, beta)}, moments=torch.bfloat16)
     moment = optimizer.state_tensors()[weight]["exp_avg_sq"]

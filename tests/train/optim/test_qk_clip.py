@@ -1,4 +1,4 @@
-"""Largest scores of attention heads, and weights that are scaled back where these are too large."""
+"""QK-clip: the largest logits of attention heads, and weights scaled back if they exceed the limit."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ CONFIGS = {
 ADAMW = {"lr": 0.0, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
 
-def made(family):
+def build(family):
     kind, values = CONFIGS[family]
     model = whole(kind.from_dict(values))
     torch.manual_seed(0)
@@ -48,20 +48,20 @@ def made(family):
     return model, tokens, torch.tensor([list(range(8)) + list(range(4))] * 3)
 
 
-def peaks(model, tokens, positions):
-    """The largest score of each head of each layer, after a forward that wants gradients."""
+def max_logits(model, tokens, positions):
+    """Return the largest logit of each head of each layer in a forward with gradients."""
     layers = [layer.self_attn for _, layer in model.numbered()]
-    for each in layers:
-        each.peaks_A.fill_(-torch.inf)
+    for layer in layers:
+        layer.max_logits_A.fill_(-torch.inf)
     model(tokens, positions)
-    return torch.stack([each.peaks_A.clone() for each in layers])
+    return torch.stack([layer.max_logits_A.clone() for layer in layers])
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_heads_above_the_limit_come_back_to_it_and_others_stay(family):
-    model, *inputs = made(family)
+def test_heads_above_the_limit_are_scaled_back_and_others_are_not(family):
+    model, *inputs = build(family)
     clip = QKClip([model], 1e9, group=None, device=torch.device("cpu"))
-    before = peaks(model, *inputs)
+    before = max_logits(model, *inputs)
     first, limit = before[0], before[0].sort().values[2:].mean().item()  # between the heads of the first layer
     assert (first > limit).any() and (first < limit).any() and limit > 0
     with torch.no_grad():
@@ -69,35 +69,35 @@ def test_heads_above_the_limit_come_back_to_it_and_others_stay(family):
     clip._limit = limit
     optimizer = Optimizer([model], **ADAMW)
     assert clip(optimizer, torch.tensor(1.0)) == before.max()
-    after = peaks(model, *inputs)
+    after = max_logits(model, *inputs)
     torch.testing.assert_close(after[0], first.clamp(max=limit))  # later layers see other inputs now
 
 
 def test_a_norm_that_is_not_finite_scales_nothing():
-    model, *inputs = made("gpt_oss")
+    model, *inputs = build("gpt_oss")
     clip = QKClip([model], 1e-3, group=None, device=torch.device("cpu"))
-    peaks(model, *inputs)
+    max_logits(model, *inputs)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     clip(Optimizer([model], **ADAMW), torch.tensor(float("nan")))
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-    assert all(layer.self_attn.peaks_A.isneginf().all() for _, layer in model.numbered())
+    assert all(layer.self_attn.max_logits_A.isneginf().all() for _, layer in model.numbered())
 
 
 def test_narrow_weights_are_scaled_in_their_masters():
-    model, *inputs = made("gpt_oss")
+    model, *inputs = build("gpt_oss")
     model.bfloat16()
     optimizer, clip = Optimizer([model], **ADAMW), QKClip([model], 1e9, group=None, device=torch.device("cpu"))
-    clip._limit = peaks(model, *inputs).min().item() / 3
+    clip._limit = max_logits(model, *inputs).min().item() / 3
     weight = model.layers["0"].self_attn.q_proj.weight
     before = optimizer.state_tensors()[weight]["master"].clone()
-    share = (clip._limit / model.layers["0"].self_attn.peaks_A).repeat_interleave(16).unsqueeze(1)
+    share = (clip._limit / model.layers["0"].self_attn.max_logits_A).repeat_interleave(16).unsqueeze(1)
     clip(optimizer, torch.tensor(1.0))
     master = optimizer.state_tensors()[weight]["master"]
     torch.testing.assert_close(master, before * share)
     assert torch.equal(weight, master.bfloat16())
 
 
-def test_refuses_norms_and_limits_that_cannot_be():
+def test_refuses_norms_and_limits_that_are_not_positive():
     model = whole(Qwen3MoeConfig.from_dict(MODEL))
     with pytest.raises(ValueError, match="queries and keys have norms, which bound their scores"):
         QKClip([model], 100.0, group=None, device=torch.device("cpu"))
@@ -105,18 +105,18 @@ def test_refuses_norms_and_limits_that_cannot_be():
         QKClip([nn.Linear(2, 2)], 0, group=None, device=torch.device("cpu"))
 
 
-def shared_peaks(rank, family, method):
-    """The largest scores of a sequence that two ranks share, which the clip finds on both."""
+def shared_max_logits(rank, family, method):
+    """Return the largest logit of a sequence that two ranks share, as the clip returns it on each."""
     mesh = build_mesh(1, 1, 1, torch.device("cpu"), cp=2)["cp"]
-    model, tokens, positions = made(family)
+    model, tokens, positions = build(family)
     context = ContextParallel(mesh, method=method)
     model.use_context_parallelism(context)
     clip = QKClip([model], 1e9, group=mesh.get_group(), device=torch.device("cpu"))
-    own, state = tokens[:, context.split.own(12)], MicrobatchState()
+    local_tokens, state = tokens[:, context.split.token_indices(12)], MicrobatchState()
     stage = StageRunner(compile_segments(model.segments(), ("x",)), WeightGradStore())
-    state.begin({"x": own, "positions": positions}, ())
+    state.begin({"x": local_tokens, "positions": positions}, ())
     walk([stage.forward(state)])
-    loss = cross_entropy_loss(logits := state.carry.pop("x").requires_grad_(), own)
+    loss = cross_entropy_loss(logits := state.carry.pop("x").requires_grad_(), local_tokens)
     state.gradients = {"x": torch.autograd.grad(loss, logits)[0]}
     walk([stage.backward(state, "B", 0)])
     return clip(Optimizer([model], **ADAMW), torch.tensor(1.0)).item()
@@ -125,8 +125,8 @@ def shared_peaks(rank, family, method):
 @pytest.mark.parametrize(("family", "method"), [
     ("gpt_oss", "ring"), pytest.param("deepseek", "ring", marks=pytest.mark.slow),
     pytest.param("deepseek", "all_to_all", marks=pytest.mark.slow)])
-def test_ranks_that_share_a_sequence_find_the_scores_of_all_of_it(family, method):
-    model, *inputs = made(family)
+def test_ranks_that_share_a_sequence_see_all_of_its_logits(family, method):
+    model, *inputs = build(family)
     QKClip([model], 1e9, group=None, device=torch.device("cpu"))
-    expected = peaks(model, *inputs).max().item()
-    assert run_ranks(shared_peaks, 2, family, method) == [pytest.approx(expected)] * 2
+    expected = max_logits(model, *inputs).max().item()
+    assert run_ranks(shared_max_logits, 2, family, method) == [pytest.approx(expected)] * 2

@@ -1,4 +1,4 @@
-"""The models of a comparison in bfloat16: the uncut one in float64 and in bfloat16, and the pipeline."""
+"""The models of a comparison in bfloat16: the unpipelined model in float64 and in bfloat16, and the pipeline."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.model_parity.bf16.module_names import ModuleNames
-from dualpipe.train.model_parity.bf16.routes import PipelinePosition, Replay, Routes, UncutPosition, choosing
+from dualpipe.train.model_parity.bf16.routes import PipelinePosition, Replay, Routes, UnpipelinedPosition, choosing
 from dualpipe.train.model_parity.models.cut_model import ComparedModel
 from dualpipe.train.model_parity.models.pipelined import PipelinedModel
-from dualpipe.train.model_parity.models.uncut import (
+from dualpipe.train.model_parity.models.unpipelined import (
     Batch,
     StagesInSequence,
-    UncutStep,
+    UnpipelinedStep,
     make_batches,
     tied_names,
     train_whole,
@@ -27,8 +27,8 @@ from dualpipe.train.model_parity.models.uncut import (
 BF16 = torch.bfloat16
 
 
-class UncutModel(NamedTuple):
-    """The uncut model in one dtype, its modules by name, and the batches of all pipelines."""
+class UnpipelinedModel(NamedTuple):
+    """The unpipelined model in one dtype, its modules by name, and the batches of all pipelines."""
 
     whole: nn.Module
     modules: dict[nn.Module, str]
@@ -36,9 +36,9 @@ class UncutModel(NamedTuple):
 
 
 class ReplayedModels:
-    """The models, which all choose as the uncut one did in float64, with the weights that bfloat16 has left of them.
+    """The models, with weights rounded to bfloat16, and routed like the unpipelined model in float64.
 
-    Collective over all ranks, as is `train`.
+    Construction and `train` are collective.
     """
 
     def __init__(self, model: ComparedModel, job: Job) -> None:
@@ -51,63 +51,67 @@ class ReplayedModels:
         self.tied = tied_names(narrow)
         self.routes = Routes()
         self._names = ModuleNames(narrow, self.tied)
-        self._narrow = UncutModel(narrow, self._names.of_whole(narrow), batches)
-        self._exact = UncutModel(exact, self._names.of_whole(exact), [batch.double() for batch in batches])
+        self._narrow = UnpipelinedModel(narrow, self._names.of_whole(narrow), batches)
+        self._exact = UnpipelinedModel(exact, self._names.of_whole(exact), [batch.double() for batch in batches])
         self.pipelined = PipelinedModel(model, job, BF16)
-        self.modules: dict[nn.Module, str] = {}  # of this rank's stages, by their names in the uncut model
+        self.modules: dict[nn.Module, str] = {}  # names in the unpipelined model of the modules of this rank's stages
         self._stage_of: dict[nn.Module, int] = {}
         for stage in self.pipelined.stages:
             modules = self._names.of(stage.module, stage.names)
             self.modules |= modules
             self._stage_of |= dict.fromkeys(modules, stage.number)
 
-    def record(self) -> UncutStep:
-        """Run a step of the uncut model in float64, and record its routes."""
-        position = UncutPosition()
+    def record(self) -> UnpipelinedStep:
+        """Run a step of the unpipelined model in float64, and record its routes."""
+        position = UnpipelinedPosition()
         whole, modules, batches = self._exact
         with choosing(modules, position, self.routes.record):
             return train_whole(self._model, whole, batches, before_microbatch=position.begin)
 
-    def train_uncut(self, dtype: torch.dtype, only: int | None = None) -> tuple[UncutStep, Replay]:
-        """Run a step of the uncut model in float64 or bfloat16. only: the micro-batch whose loss counts."""
-        whole, modules, batches = self._uncut(dtype)
+    def train_unpipelined(self, dtype: torch.dtype, only: int | None = None) -> tuple[UnpipelinedStep, Replay]:
+        """Run a step of the unpipelined model in float64 or bfloat16. only: see `train_whole`."""
+        whole, modules, batches = self._unpipelined(dtype)
         replay = Replay(self.routes)
-        position = UncutPosition()
+        position = UnpipelinedPosition()
         with choosing(modules, position, replay.choose):
             step = train_whole(self._model, whole, batches, only, before_microbatch=position.begin)
         return step, replay
 
     def train(self, counted: Collection[int] | None = None) -> tuple[Tensor | None, Replay]:
-        """Run a step of the pipeline; return its losses, on the rank of the last stage. counted: see
-        `PipelinedModel.train`."""
+        """Run a step of the pipeline; return its losses, None on ranks without the last stage.
+
+        counted: see `PipelinedModel.train`.
+        """
         replay = Replay(self.routes)
         position = PipelinePosition(self._replica, self._stage_of)
         with Recorder.current().observed_by(position), choosing(self.modules, position, replay.choose):
             losses = self.pipelined.train(self._narrow.batches[self._replica], counted)
         return losses, replay
 
-    def train_in_sequence(self, dtype: torch.dtype) -> tuple[StagesInSequence, UncutStep]:
+    def train_in_sequence(self, dtype: torch.dtype) -> tuple[StagesInSequence, UnpipelinedStep]:
         """Build all stages in this process, and run a step of them in float64 or bfloat16."""
         count = self.pipelined.schedule.num_stages
         stages = self._model.build_stages(count, range(count), BF16, self._device, None)
         modules: dict[nn.Module, str] = {}
         for stage in stages:
-            stage.module.to(dtype)  # float64 has the numbers that bfloat16 has left
+            stage.module.to(dtype)  # float64 keeps the values rounded to bfloat16
             modules |= self._names.of(stage.module, stage.names)
         sequence = StagesInSequence(self._model, stages)
-        position = UncutPosition()
+        position = UnpipelinedPosition()
         with choosing(modules, position, Replay(self.routes).choose):
-            step = sequence.train(self._uncut(dtype).batches, self._replica, before_microbatch=position.begin)
+            step = sequence.train(self._unpipelined(dtype).batches, self._replica, before_microbatch=position.begin)
         return sequence, step
 
     def check_weights(self) -> None:
-        """Raise ValueError where the stages' weights are not the uncut model's. Collective over the ranks that share
-        them."""
+        """Raise ValueError if the weights of the stages differ from the unpipelined model's.
+
+        Collective over the ranks that share them.
+        """
         expected = dict(self._narrow.whole.named_parameters(remove_duplicate=False))
         for stage, name, value in self.pipelined.values():
             if not torch.equal(value.to(BF16), expected[name].detach().to(BF16)):
-                raise ValueError(f"the weights {name!r} of stage {stage} are not those of the uncut model, before any "
-                                 "step; compare in float64, which says by how much")
+                raise ValueError(f"the weights {name!r} of stage {stage} differ from the unpipelined model's before "
+                                 "any step; compare in float64, which prints by how much")
 
-    def _uncut(self, dtype: torch.dtype) -> UncutModel:
+    def _unpipelined(self, dtype: torch.dtype) -> UnpipelinedModel:
         return self._narrow if dtype is BF16 else self._exact

@@ -1,5 +1,5 @@
-"""The models that are compared: the uncut one, its stages in a sequence, and the pipeline; and places in them.
+"""The models that are compared: the unpipelined one, its stages in sequence, and the pipeline.
 
-Imports `train.anomaly.localize`, `train.launch`, `train.parity`, `hf`, `pipeline`, `parallel`, `nn`, `schedule` and
-`runtime`.
+Imports `train.anomaly.localize`, `train.launch`, `train.parity_errors`, `hf`, `pipeline`, `parallel`, `nn`,
+`schedule` and `runtime`.
 """

@@ -1,4 +1,4 @@
-"""Custom models and their cut into stages, as the function of `--model module:function` returns them."""
+"""Custom models and their split into stages, as the function in `--model module:function` returns them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Tensors = Tensor | Sequence[Tensor]
 
 
 class NamedStage(NamedTuple):
-    """A stage of the pipeline. names: for the name of each of its parameters, that in the uncut model."""
+    """A stage of the pipeline. names: names in the unpipelined model, by the names of the stage's parameters."""
 
     number: int
     module: nn.Module
@@ -27,9 +27,9 @@ class NamedStage(NamedTuple):
 
 
 class ComparedModel(Protocol):
-    """Interface of what parity compares: the uncut model, its stages, and a batch for both.
+    """Interface of models that parity compares: the unpipelined model, its stages, and a batch for both.
 
-    num_chunks: micro-batches of a step; schedule: the name of the pipeline's schedule.
+    num_chunks: number of micro-batches in a step; schedule: name of the pipeline's schedule.
     """
 
     @property
@@ -39,18 +39,19 @@ class ComparedModel(Protocol):
     def schedule(self) -> str: ...
 
     def build_whole(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Return the uncut model."""
+        """Return the unpipelined model."""
 
     def build_stages(
-        self, num_stages: int, mine: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None
+        self, num_stages: int, numbers: Sequence[int], dtype: torch.dtype, device: torch.device,
+        mesh: DeviceMesh | None,
     ) -> list[NamedStage]:
-        """Return the stages `mine`, with the weights of the uncut model. Collective over the mesh.
+        """Return the stages with these numbers and the weights of the unpipelined model. Collective over the mesh.
 
-        dtype: what they compute in; see `storage_dtype`. mesh: to place them on; None: nothing is sharded.
+        dtype: compute dtype; see `storage_dtype`. mesh: to shard the stages over; None: not sharded.
         """
 
     def make_batch(self, seed: int) -> tuple[Tensors, Tensors]:
-        """Return inputs and labels of one pipeline's step."""
+        """Return inputs and labels of a step of one pipeline."""
 
     def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch."""
@@ -58,20 +59,21 @@ class ComparedModel(Protocol):
 
 @dataclass(frozen=True)
 class CutModel:
-    """The uncut model, and how it is cut, placed and trained.
+    """The unpipelined model, and the functions that split it into stages, prepare them and train them.
 
-    whole: the uncut model. Parity works on copies of it.
-    cut: `cut(model, num_stages)` returns the stages, made of the modules of `model`, which is a copy of `whole`.
-    batch: `batch(seed)` returns inputs and labels of a step of one pipeline, each a tensor or several. Every pipeline
-        gets another seed. The first dimension is that of the batch.
-    loss: `loss(*outputs, *labels)` of a micro-batch, as training has it: gradients are summed over micro-batches.
-    place: `place(stages, mesh, dtype)` does to a rank's stages, in place, what training does to them: shards them,
-        gives them their experts' dispatchers, defers weight gradients. dtype: what they are to compute in. By default
-        weight gradients are deferred, and the parameters are sharded by FSDP2; experts over ranks (--ep) need a
-        `place`.
-    names: `names(stage, name)` returns the name in the uncut model of a stage's parameter. By default parameters are
-        recognised as those of the copy that was cut, and new ones by their names.
-    num_chunks, schedule: micro-batches of a step, and the schedule, by the names of `dualpipe.schedule.build`.
+    Attributes:
+        whole: the unpipelined model. Parity works on copies of it.
+        cut: `cut(model, num_stages)` returns the stages, made of the modules of `model`, a copy of `whole`.
+        batch: `batch(seed)` returns inputs and labels of a step of one pipeline, each a tensor or several with the
+            batch as the first dimension. Every pipeline gets another seed.
+        loss: `loss(*outputs, *labels)` of a micro-batch, as in training: gradients are summed over micro-batches.
+        place: `place(stages, mesh, dtype)` prepares a rank's stages in place as for training: it shards them, sets the
+            dispatchers of their experts, and defers weight gradients. dtype: compute dtype. By default weight gradients
+            are deferred, and parameters are sharded by FSDP2; expert parallelism (--ep) needs a `place`.
+        names: `names(stage, name)` returns the name in the unpipelined model of a stage's parameter. By default
+            parameters of the copy given to `cut` are recognized, and new ones must have the same names.
+        num_chunks: number of micro-batches in a step.
+        schedule: name of the schedule, see `dualpipe.schedule.build`.
     """
 
     whole: nn.Module
@@ -84,16 +86,17 @@ class CutModel:
     schedule: str = "dualpipev"
 
     def build_whole(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Return a copy of the uncut model."""
+        """Return a copy of the unpipelined model."""
         return copy.deepcopy(self.whole).to(device, dtype)
 
     def build_stages(
-        self, num_stages: int, mine: Sequence[int], dtype: torch.dtype, device: torch.device, mesh: DeviceMesh | None
+        self, num_stages: int, numbers: Sequence[int], dtype: torch.dtype, device: torch.device,
+        mesh: DeviceMesh | None,
     ) -> list[NamedStage]:
-        """Cut a copy of the uncut model, and place the stages `mine`."""
+        """Split a copy of the unpipelined model, and prepare the stages with these numbers."""
         whole = self.build_whole(dtype, device)
         shapes = {name: parameter.shape for name, parameter in _all_parameters(whole)}
-        known = {id(parameter): name for name, parameter in whole.named_parameters()}
+        names_by_id = {id(parameter): name for name, parameter in whole.named_parameters()}
         modules = list(self.cut(whole, num_stages))
         if len(modules) != num_stages or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(module).__name__ for module in modules]
@@ -101,10 +104,10 @@ class CutModel:
         storage = storage_dtype(dtype, mesh)
         for parameter in whole.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(storage)  # with values rounded to `dtype`, as the uncut model's are
-        # Of all stages, so that a wrong one is refused on every rank.
-        names = [self._names_of(number, module, known, shapes) for number, module in enumerate(modules)]
-        stages = [NamedStage(number, modules[number], names[number]) for number in mine]
+                parameter.data = parameter.data.to(storage)  # values stay rounded to `dtype`, as in the whole model
+        # Checks all stages, so that an invalid one raises on every rank.
+        names = [self._names_of(number, module, names_by_id, shapes) for number, module in enumerate(modules)]
+        stages = [NamedStage(number, modules[number], names[number]) for number in numbers]
         self._place([stage.module for stage in stages], dtype, mesh)
         return stages
 
@@ -121,26 +124,31 @@ class CutModel:
         return self.loss(*outputs_and_labels)
 
     def _names_of(
-        self, number: int, stage: nn.Module, known: dict[int, str], shapes: dict[str, torch.Size]
+        self, number: int, stage: nn.Module, names_by_id: dict[int, str], shapes: dict[str, torch.Size]
     ) -> dict[str, str]:
-        """Return the names in the uncut model of a stage's parameters, before they are sharded."""
+        """Return the names in the unpipelined model of a stage's parameters, which are not yet sharded.
+
+        Raises ValueError for a parameter that is not in the unpipelined model, or has another shape there.
+        """
         names: dict[str, str] = {}
-        for own, parameter in _all_parameters(stage):
-            # By identity first: a stage may name its parameters as it likes. A cut that makes parameters anew is
-            # trusted to have kept their names, unless it says otherwise.
-            name = self.names(number, own) if self.names is not None else known.get(id(parameter), own)
+        for stage_name, parameter in _all_parameters(stage):
+            if self.names is not None:
+                name = self.names(number, stage_name)
+            else:
+                # By identity, as a stage may rename parameters; a parameter that cut() created must keep its name.
+                name = names_by_id.get(id(parameter), stage_name)
             if name not in shapes:
-                raise ValueError(f"stage {number} has a parameter {own!r}, which is none of the uncut model's; make "
-                                 "stages of the modules that cut() is given, or give CutModel(names=...)")
+                raise ValueError(f"stage {number} has a parameter {stage_name!r}, which the unpipelined model lacks; "
+                                 "make stages of the modules that cut() receives, or give CutModel(names=...)")
             if parameter.shape != shapes[name]:
-                raise ValueError(f"{own!r} of stage {number} has shape {list(parameter.shape)}, and {name!r} of the "
-                                 f"uncut model {list(shapes[name])}; shard parameters in CutModel(place=...), not in "
-                                 "cut()")
-            names[own] = name
+                raise ValueError(f"{stage_name!r} of stage {number} has shape {list(parameter.shape)}, and {name!r} of "
+                                 f"the unpipelined model {list(shapes[name])}; shard parameters in "
+                                 "CutModel(place=...), not in cut()")
+            names[stage_name] = name
         return names
 
     def _place(self, modules: list[nn.Module], dtype: torch.dtype, mesh: DeviceMesh | None) -> None:
-        """Do to the stages what training does to them."""
+        """Prepare the stages as for training."""
         if mesh is None:
             return
         if self.place is not None:
@@ -148,8 +156,8 @@ class CutModel:
             return
         place = Mesh.of(mesh)
         if place.size("ep") > 1:
-            raise ValueError(f"--ep {place.size('ep')}: the model does not say how its experts are placed on ranks; "
-                             "give CutModel(place=...), or leave out --ep")
+            raise ValueError(f"--ep {place.size('ep')} needs CutModel(place=...), which distributes experts over "
+                             "ranks; give it, or leave out --ep")
         for module in modules:
             defer_weight_grads(module)
         plan = resolve_dtypes(modules, policy_of(dtype), group=place.group("pp"))
@@ -159,18 +167,18 @@ class CutModel:
 def storage_dtype(dtype: torch.dtype, mesh: DeviceMesh | None) -> torch.dtype:
     """Return the dtype in which the parameters of stages that compute in `dtype` are stored.
 
-    Sharded ones are stored in at least float32: FSDP2 casts them when it gathers them, and hands out their gradients in
-    the dtype of storage. Nothing casts those that are not sharded.
+    Sharded parameters are stored in at least float32: FSDP2 casts them when it gathers them, and returns gradients in
+    the storage dtype. Parameters that are not sharded are never cast.
     """
     return torch.promote_types(dtype, torch.float32) if Mesh.of(mesh).replicas > 1 else dtype
 
 
 def policy_of(dtype: torch.dtype) -> DTypePolicy:
-    """Return the policy by which stages compute in `dtype`, and accumulate gradients in at least float32."""
+    """Return a policy that computes in `dtype` and accumulates gradients in at least float32."""
     wide = torch.promote_types(dtype, torch.float32)
     return DTypePolicy(param_dtype=dtype, reduce_dtype=wide, output_dtype=dtype)
 
 
 def _all_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of a module with their names, tied ones by all of these."""
+    """Return the names and parameters of a module, tied parameters under all their names."""
     return list(module.named_parameters(remove_duplicate=False))

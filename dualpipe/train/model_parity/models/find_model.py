@@ -1,4 +1,4 @@
-"""The model that `--model` names: a function of the user's, or a directory of transformers."""
+"""The model of `dualpipe parity --model`: from a function of the user's, or a transformers directory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,10 +17,10 @@ from dualpipe.train.model_parity.models.cut_model import ComparedModel, CutModel
 
 
 def find_model(text: str) -> ComparedModel:
-    """Return the model of `--model`: what "module:function" returns, or a directory of transformers.
+    """Return the model for the value of `--model`: "module:function" or a transformers directory.
 
-    A module is looked for in the working directory too. Raises ValueError for what is neither, a function that cannot
-    be found, and one that returns anything but a `CutModel`.
+    Modules in the working directory are found too. Raises ValueError for other text, if the function does not exist, or
+    if it returns something other than a `CutModel`.
     """
     if Path(text).is_dir():
         try:
@@ -44,28 +44,27 @@ def find_model(text: str) -> ComparedModel:
 
 
 def _find_function(text: str, module_name: str, function_name: str) -> Callable[[], Any]:
-    """Return a function by the names of `module:function`."""
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.append(here)  # last: a folder here must not hide an installed package of its name
+    """Return a function by the names of its module and its own."""
+    directory = os.getcwd()
+    if directory not in sys.path:
+        sys.path.append(directory)  # last: a folder here must not hide an installed package of the same name
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # one that the module imports
-        raise ValueError(f"--model {text!r}: there is no module {error.name!r} in {here} or among installed packages; "
-                         "give its name as Python imports it") from error
+            raise  # another module, which the user's module imports
+        raise ValueError(f"--model {text!r}: there is no module {error.name!r} in {directory} or among installed "
+                         "packages; give its name as Python imports it") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         near = nearest(function_name, [name for name, value in vars(module).items() if callable(value)])
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"--model {text!r}: module {module_name!r} has no function {function_name!r}{hint}")
-    found: Callable[[], Any] = function
-    return found
+    return cast("Callable[[], Any]", function)
 
 
 def _check_fields(text: str, model: CutModel) -> None:
-    """Raise ValueError for fields of a type that they cannot have."""
+    """Raise ValueError for fields with invalid values."""
     if not isinstance(model.whole, nn.Module):
         raise ValueError(f"--model {text!r}: CutModel.whole must be an nn.Module; got {type(model.whole).__name__}")
     for field in ("cut", "batch", "loss"):

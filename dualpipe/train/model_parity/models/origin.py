@@ -1,21 +1,20 @@
-"""The place where a pipeline and the uncut model part."""
+"""The first place where the pipeline and the unpipelined model differ."""
 
 from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
 from dualpipe.schedule import Action
-from dualpipe.train.anomaly.localize import Spot
+from dualpipe.train.anomaly.localize import ResultLocation
 
 
 class Origin(NamedTuple):
-    """The first place where the pipeline and the uncut model differ. name: of a parameter; where: such as "F(stage 1,
-    micro-batch 0)"; hint: a likely cause, or nothing."""
+    """The first place where the pipeline and the unpipelined model differ."""
 
-    name: str
-    relative: float
-    where: str
-    hint: str = ""
+    name: str  # of a parameter
+    relative: float  # error of its gradient
+    where: str  # such as "F(stage 1, micro-batch 0)"
+    hint: str = ""  # a likely cause, or ""
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
@@ -23,6 +22,6 @@ class Origin(NamedTuple):
 
 
 def order_of(action: Action) -> tuple[int, ...]:
-    """Return the order in which actions depend on each other: a cause comes before what follows from it."""
+    """Return a sort key for actions: an action sorts before those that depend on it."""
     kind: Literal["F", "B"] = "F" if action.kind == "F" else "B"
-    return (*Spot.of(Action(kind, action.stage, action.microbatch), 0).order, action.microbatch)
+    return (*ResultLocation.of(Action(kind, action.stage, action.microbatch), 0).order, action.microbatch)

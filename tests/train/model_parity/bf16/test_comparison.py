@@ -1,4 +1,4 @@
-"""A model in bfloat16 in a pipeline of real ranks passes with replayed routes, and what is planted into it is named."""
+"""A bfloat16 model in a pipeline of real ranks passes with replayed routes, and planted faults are located."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PP2, PP2_EP2 = (2, 1, 1), (2, 1, 2)
 
 
 def compare(rank, layout, names) -> dict[str, Bf16Report]:
-    """By name of a model's function, its report."""
+    """Return the report of each model, by the name of its function."""
     cpu = torch.device("cpu")
     job = Job(cpu, build_mesh(*layout, cpu))
     found = {}
@@ -29,8 +29,8 @@ def test_models_that_are_right_pass():
     assert first == second
     for name, report in first.items():
         assert not report.failures and report.origin is None, name
-        assert list(report.routes.uncut) == [f"layers.{number}.router" for number in range(4)], name
-        assert report.routes.pipelined.keys() == report.routes.uncut.keys() and not report.routes.unreplayed
+        assert list(report.routes.unpipelined) == [f"layers.{number}.router" for number in range(4)], name
+        assert report.routes.pipelined.keys() == report.routes.unpipelined.keys() and not report.routes.unreplayed
 
 
 def test_experts_over_ranks_pass():
@@ -43,25 +43,25 @@ def test_experts_over_ranks_pass():
 def test_choices_that_rounding_turns_are_no_errors():
     """Without routes, all gradients together are wrong by 66% in both models, with routes by 3%."""
     report = run_ranks(compare, 2, PP2, ["close_scores"])[0]["close_scores"]
-    assert sum(count.turned for count in report.routes.pipelined.values()) > 10
+    assert sum(count.changed for count in report.routes.pipelined.values()) > 10
     for each in report.rounding:
         assert each.pipelined < 0.1 * each.norm and each.unpipelined < 0.1 * each.norm, each.name
     assert not report.failures
 
 
 FAULTS = {
-    "bf16_accumulation": ("norm.weight", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
-    "bf16_reduction": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
-    "no_policy": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its numbers are bfloat16's"),
-    "lost_microbatch": ("norm.weight", "B(stage 3, micro-batch 2)", "times the uncut model's error"),
+    "bf16_accumulation": ("norm.weight", "B(stage 3, micro-batch 1)", "all its elements are bfloat16 values"),
+    "bf16_reduction": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its elements are bfloat16 values"),
+    "no_policy": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its elements are bfloat16 values"),
+    "lost_microbatch": ("norm.weight", "B(stage 3, micro-batch 2)", "times the unpipelined model's error"),
     "swapped_experts": ("layers.1.", "F(stage 1, micro-batch 0)", ""),
     "tied_without_sum": ("embed.weight", "micro-batch 0)", ""),
-    "wrong_cut": ("layers.", "without a pipeline: the cut computes something else", "float64"),
+    "wrong_cut": ("layers.", "without a pipeline: the split into stages changes the result", "float64"),
 }
 
 
-def check_named(world_size, layout, names):
-    """Each fault makes the comparison fail, with the same report on all ranks, which says where it is."""
+def check_located(world_size, layout, names):
+    """Check that each fault fails the comparison, with the same report on all ranks, which names its place."""
     found = run_ranks(compare, world_size, layout, names)
     assert found == [found[0]] * world_size
     for name in names:
@@ -72,30 +72,30 @@ def check_named(world_size, layout, names):
         assert text.startswith(parameter) and where in text and hint in text, (name, text)
 
 
-def test_planted_faults_are_named():
-    check_named(2, PP2, list(FAULTS))
+def test_planted_faults_are_located():
+    check_located(2, PP2, list(FAULTS))
 
 
-def test_faults_of_sharded_stages_are_named():
-    check_named(4, PP2_EP2, ["bf16_reduction", "swapped_experts"])
+def test_faults_of_sharded_stages_are_located():
+    check_located(4, PP2_EP2, ["bf16_reduction", "swapped_experts"])
 
 
-def test_routers_that_choose_wrongly_are_named():
+def test_routers_that_choose_wrongly_are_reported():
     report = run_ranks(compare, 2, PP2, ["wrong_router"])[0]["wrong_router"]
     (failure,) = report.failures
-    assert failure.startswith("layers.0.router would choose ") and "0 of 96 in the uncut model" in failure
+    assert failure.startswith("layers.0.router would choose ") and "0 of 96 in the unpipelined model" in failure
 
 
-def test_models_without_top_k_are_told():
+def test_models_without_top_k_are_reported():
     reports = run_ranks(compare, 2, PP2, ["without_top_k", "sorting_pipeline"])[0]
-    assert not reports["without_top_k"].routes.uncut and not reports["without_top_k"].failures
+    assert not reports["without_top_k"].routes.unpipelined and not reports["without_top_k"].failures
     assert reports["sorting_pipeline"].routes.unreplayed == [f"layers.{number}.router" for number in range(4)]
 
 
-def test_what_is_no_bfloat16_pipeline_of_the_model_is_refused_on_all_ranks():
+def test_stages_with_other_dtypes_or_weights_are_refused_on_all_ranks():
     for name, text in {
-        "float32_stages": "stage 0 hands on torch.float32, and --dtype bf16 wants torch.bfloat16; have place",
-        "swapped_weights": "the weights 'layers.1.experts.down.weight' of stage 1 are not those of the uncut model",
+        "float32_stages": "the outputs of stage 0 are torch.float32, but --dtype bf16 needs torch.bfloat16; make place",
+        "swapped_weights": "the weights 'layers.1.experts.down.weight' of stage 1 differ from the unpipelined model's",
     }.items():
         for error in run_ranks(compare, 2, PP2, [name], check=False):
             assert isinstance(error, ValueError) and text in str(error), name
@@ -103,4 +103,4 @@ def test_what_is_no_bfloat16_pipeline_of_the_model_is_refused_on_all_ranks():
 
 def test_choices_that_cannot_be_replayed_end_all_ranks():
     for error in run_ranks(compare, 2, PP2, ["wide_choice"], check=False):
-        assert "layers.1.router chooses 3 of 4 in 12 rows, and 2 of 4 in 12 rows in the uncut model" in str(error)
+        assert "layers.1.router chooses 3 of 4 in 12 rows, and 2 of 4 in 12 rows in the unpipelined model" in str(error)

@@ -1,9 +1,9 @@
-"""Modules of stages are recognised as those of the uncut model by the parameters inside them."""
+"""Modules of stages are recognised as those of the unpipelined model by the parameters inside them."""
 
 from torch import nn
 
 from dualpipe.train.model_parity.bf16.module_names import ModuleNames
-from dualpipe.train.model_parity.models.uncut import tied_names
+from dualpipe.train.model_parity.models.unpipelined import tied_names
 
 
 class Layer(nn.Module):
@@ -23,7 +23,7 @@ def whole_model():
 
 
 def names_in(whole, stage, names):
-    """The names in the uncut model of the stage's modules, by those in the stage."""
+    """The names in the unpipelined model of the stage's modules, by those in the stage."""
     found = ModuleNames(whole, tied_names(whole)).of(stage, names)
     return {path: found[module] for path, module in stage.named_modules() if module in found}
 

@@ -11,12 +11,12 @@ from dualpipe.train.model_parity.bf16.rounding import (
     worst_rounding,
 )
 from dualpipe.train.model_parity.models.pipelined import StageGradient
-from dualpipe.train.model_parity.models.uncut import UncutStep
-from dualpipe.train.parity import Rounding, rounding_failures
+from dualpipe.train.model_parity.models.unpipelined import UnpipelinedStep
+from dualpipe.train.parity_errors import Rounding, rounding_failures
 
 
 def step(gradients, losses=(1.0, 1.0)):
-    return UncutStep(torch.tensor([losses], dtype=torch.float64), gradients)
+    return UnpipelinedStep(torch.tensor([losses], dtype=torch.float64), gradients)
 
 
 def test_errors_are_measured_by_those_of_the_uncut_model():
@@ -32,7 +32,7 @@ def test_errors_are_measured_by_those_of_the_uncut_model():
 
 
 def test_few_numbers_are_measured_by_the_error_of_all_gradients():
-    """Losses and a bias that the uncut model has right by chance."""
+    """Losses and a bias that the unpipelined model has right by chance."""
     large = torch.full((64,), 1e3)
     exact, narrow = step({"w": large, "bias": torch.ones(8)}), step({"w": large * 1.02, "bias": torch.ones(8)})
     found = measure_losses("loss", torch.tensor([1.03, 1.0]), 0, narrow, exact)

@@ -18,7 +18,7 @@ from dualpipe.train.model_parity.bf16.routes import (
     Replay,
     RouteCount,
     Routes,
-    UncutPosition,
+    UnpipelinedPosition,
     choosing,
 )
 
@@ -50,7 +50,7 @@ class Twice(nn.Module):
 
 def run(module, choose, scores, number=0, method="forward"):
     """Call a module for a micro-batch, with `choose` to decide."""
-    position = UncutPosition()
+    position = UnpipelinedPosition()
     position.begin(0, number)
     with choosing({module: "router"}, position, choose):
         return getattr(module, method)(scores)
@@ -93,7 +93,7 @@ def test_each_microbatch_has_its_own():
 def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
     module, routes = Twice(), Routes()
     scores = CLOSE.clone().requires_grad_()
-    position = UncutPosition()
+    position = UnpipelinedPosition()
     position.begin(0, 0)
 
     def step(choose, own):
@@ -111,7 +111,7 @@ def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
 
 def test_others_are_left_alone():
     module = TopK()
-    position = UncutPosition()
+    position = UnpipelinedPosition()
 
     def refuse(place, indices):
         raise AssertionError(place)
@@ -135,15 +135,15 @@ def test_this_librarys_router_is_replayed_by_its_choice():
     weights, replayed = run(router, replay.choose, -x)
     assert torch.equal(replayed, experts) and router.choice is before
     assert torch.equal(weights, (router.weight @ -x.t()).t().softmax(-1).gather(1, experts))
-    assert replay.counts["router"].made == 12 and replay.counts["router"].turned > 0
+    assert replay.counts["router"].made == 12 and replay.counts["router"].changed > 0
 
 
 def test_choices_of_another_size_are_refused():
     routes = Routes()
     run(TopK(), routes.record, CLOSE)
-    with pytest.raises(ValueError, match="router chooses 2 of 4 in 1 rows, and 2 of 4 in 2 rows in the uncut model"):
+    with pytest.raises(ValueError, match="router chooses 2 of 4 in 1 rows, and 2 of 4 in 2 rows in the unpipelined"):
         run(TopK(), Replay(routes).choose, CLOSE[:1])
-    with pytest.raises(ValueError, match="router chooses 2 of 4 in 2 rows, and nothing in the uncut model"):
+    with pytest.raises(ValueError, match="router chooses 2 of 4 in 2 rows, and nothing in the unpipelined model"):
         run(TopK(), Replay(Routes()).choose, CLOSE)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import own_model
-from dualpipe.train.model_parity.models.uncut import make_batches, train_whole
+from dualpipe.train.model_parity.models.unpipelined import make_batches, train_whole
 
 CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ def test_parameters_are_recognised_as_those_of_the_model():
     assert all(parameter.dtype is torch.float64 for parameter in first.module.parameters())
 
 
-def test_the_model_itself_stays_as_it_is():
+def test_the_model_itself_is_not_changed():
     model = own_model.right()
     first, _ = stages_of(model)
     assert first.module.embed.weight is not model.whole.embed.weight
@@ -33,15 +33,16 @@ def test_the_model_itself_stays_as_it_is():
 @pytest.mark.parametrize(("change", "error"), [
     ({"cut": lambda model, count: [model]}, r"returned \['Model'\]; it must return 2 nn.Modules"),
     ({"cut": lambda model, count: ["a", "b"]}, r"returned \['str', 'str'\]; it must return 2 nn.Modules"),
-    ({"cut": lambda model, count: [nn.Linear(1, 1)] * 2}, "stage 0 has a parameter 'weight', which is none of"),
+    ({"cut": lambda model, count: [nn.Linear(1, 1)] * 2},
+     "stage 0 has a parameter 'weight', which the unpipelined model lacks"),
     ({"names": lambda stage, name: "embed.weight"}, "of stage 0 has shape .* shard parameters in"),
 ])
-def test_cuts_that_do_not_fit_are_refused(change, error):
+def test_invalid_cuts_are_refused(change, error):
     with pytest.raises(ValueError, match=error):
         stages_of(replace(own_model.right(), **change))
 
 
-def test_batches_that_do_not_fit_are_refused():
+def test_invalid_batches_are_refused():
     model = replace(own_model.right(), batch=lambda seed: 3)
     with pytest.raises(ValueError, match=r"batch\(0\) returned a int; it must return \(inputs, labels\)"):
         make_batches(model, 1, torch.float64, CPU)
@@ -55,7 +56,7 @@ def test_batches_that_do_not_fit_are_refused():
     (lambda *tensors: own_model.loss(*tensors).expand(3), r"tensor of shape \[3\] that requires gradient; loss"),
     (lambda *tensors: 1.0, r"the loss of a micro-batch is a float; loss\(\*outputs, \*labels\) must return a scalar"),
 ])
-def test_losses_that_are_none_are_refused(loss, error):
+def test_invalid_losses_are_refused(loss, error):
     model = replace(own_model.right(), loss=loss)
     with pytest.raises(ValueError, match=error):
         train_whole(model, model.build_whole(torch.float64, CPU), make_batches(model, 1, torch.float64, CPU))

@@ -1,4 +1,4 @@
-"""A step without a pipeline: of the uncut model, and of its stages one after the other."""
+"""A step without a pipeline: of the unpipelined model, and of its stages in sequence."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch.autograd.graph import get_gradient_edge
 from dualpipe.pipeline.stage_program import as_tuple
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage, Tensors
-from dualpipe.train.parity import Difference, difference
+from dualpipe.train.parity_errors import Difference, difference
 
 
 class Batch(NamedTuple):
-    """Inputs and labels of one pipeline's step, or of one of its micro-batches."""
+    """Inputs and labels of a step of one pipeline, or of a micro-batch."""
 
     inputs: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
 
     def split(self, num_chunks: int) -> list[Batch]:
-        """Return the micro-batches, as `Pipeline.step` cuts them."""
+        """Return the micro-batches, split like in `Pipeline.step`."""
         inputs = [tensor.tensor_split(num_chunks) for tensor in self.inputs]
         labels = [tensor.tensor_split(num_chunks) for tensor in self.labels]
         return [Batch(tuple(part[m] for part in inputs), tuple(part[m] for part in labels)) for m in range(num_chunks)]
 
     def double(self) -> Batch:
-        """Return floating-point tensors in float64, others as they are."""
+        """Return the batch with floating-point tensors in float64."""
         return Batch(tuple(_double(tensor) for tensor in self.inputs), tuple(_double(tensor) for tensor in self.labels))
 
 
 class Boundary(NamedTuple):
-    """A place where a tensor leaves a stage: kind "F" for its outputs, "B" for the gradients of its inputs."""
+    """A boundary of a stage in one micro-batch. kind: "F" for its outputs, "B" for the gradients of its inputs."""
 
     kind: str
     stage: int
     microbatch: int
 
 
-class UncutStep(NamedTuple):
-    """The results of a step. losses: (replicas, micro-batches); gradients: by the uncut model's names."""
+class UnpipelinedStep(NamedTuple):
+    """The results of a step. losses: (replicas, micro-batches); gradients: by the unpipelined model's names."""
 
     losses: Tensor
     gradients: dict[str, Tensor]
@@ -53,7 +53,7 @@ def make_batches(model: ComparedModel, replicas: int, dtype: torch.dtype, device
     batches = []
     for replica in range(replicas):
         inputs, labels = model.make_batch(replica)
-        batch = Batch(_prepared(inputs, dtype, device), _prepared(labels, dtype, device))
+        batch = Batch(_prepare(inputs, dtype, device), _prepare(labels, dtype, device))
         for tensor in (*batch.inputs, *batch.labels):
             rows = tensor.shape[0] if tensor.dim() else 0
             if rows < model.num_chunks:
@@ -67,14 +67,13 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _prepared(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+def _prepare(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
     """Return tensors on the device, floating-point ones in the dtype of the model."""
-    found = as_tuple(tensors)
-    return tuple(t.detach().to(device, dtype if t.is_floating_point() else None) for t in found)
+    return tuple(t.detach().to(device, dtype if t.is_floating_point() else None) for t in as_tuple(tensors))
 
 
 def microbatches(model: ComparedModel, batches: Sequence[Batch], only: int | None) -> Iterator[tuple[int, int, Batch]]:
-    """Yield replica, number and micro-batch, of all pipelines. only: the one of each pipeline that has a loss."""
+    """Yield replica, number and data of the micro-batches of all pipelines. only: the number to yield; None for all."""
     for replica, batch in enumerate(batches):
         for number, microbatch in enumerate(batch.split(model.num_chunks)):
             if only is None or number == only:
@@ -84,28 +83,30 @@ def microbatches(model: ComparedModel, batches: Sequence[Batch], only: int | Non
 def train_whole(
     model: ComparedModel, whole: nn.Module, batches: Sequence[Batch], only: int | None = None,
     before_microbatch: Callable[[int, int], None] | None = None,
-) -> UncutStep:
-    """Run forward and backward of the uncut model, one micro-batch after the other; gradients are the mean over
-    pipelines, and accumulate in at least float32.
+) -> UnpipelinedStep:
+    """Run forward and backward of the unpipelined model, one micro-batch after the other.
 
-    only: the micro-batch whose loss counts; the others are left out. before_microbatch: called with the number of the
-    pipeline and of the micro-batch.
+    Gradients are the mean over pipelines, and accumulate in at least float32.
+
+    Args:
+        only: number of the micro-batch to run in each pipeline; None for all.
+        before_microbatch: called with the numbers of the pipeline and of the micro-batch.
     """
-    begin = before_microbatch or _nothing
+    begin = before_microbatch or _do_nothing
     whole.zero_grad()
     accumulate_wide([whole])
     losses = torch.zeros(len(batches), model.num_chunks, dtype=torch.float64, device="cpu")
     for replica, number, microbatch in microbatches(model, batches, only):
         begin(replica, number)
         outputs = as_tuple(whole(*microbatch.inputs))
-        loss = _checked(model.compute_loss(*outputs, *microbatch.labels))
+        loss = _check_loss(model.compute_loss(*outputs, *microbatch.labels))
         _run_backward([loss], [torch.full_like(loss, 1 / len(batches))])
         losses[replica, number] = loss.detach().double()
-    return UncutStep(losses, _gradients(whole))
+    return UnpipelinedStep(losses, _gradients(whole))
 
 
-def _checked(loss: object) -> Tensor:
-    """Return a micro-batch's loss. Raises ValueError for what gradients cannot be computed of."""
+def _check_loss(loss: object) -> Tensor:
+    """Return the loss of a micro-batch. Raises ValueError unless it is a scalar tensor that requires a gradient."""
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         kind = type(loss).__name__
         if isinstance(loss, Tensor):
@@ -117,32 +118,34 @@ def _checked(loss: object) -> Tensor:
 
 
 def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Run autograd as a pipeline does: torch.autograd.backward switches function modes off, which must see what a
-    checkpoint computes once more."""
+    """Run autograd as a pipeline does.
+
+    Not with torch.autograd.backward, which disables function modes: they must see the recomputations of checkpoints.
+    """
     run_backward([get_gradient_edge(root) for root in roots], gradients)
 
 
 def accumulate_wide(modules: Iterable[nn.Module]) -> None:
-    """Have gradients accumulate in at least float32."""
+    """Make gradients accumulate in at least float32."""
     for parameter in chain.from_iterable(module.parameters() for module in modules):
         if parameter.requires_grad:
             parameter.grad_dtype = torch.promote_types(parameter.dtype, torch.float32)  # type: ignore[attr-defined]
 
 
 def _gradients(whole: nn.Module) -> dict[str, Tensor]:
-    """Return gradients by all names of the parameters, zeros where there is none."""
-    found = {}
+    """Return gradients under all names of the parameters, zeros for a parameter without one."""
+    grads = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         if parameter.requires_grad:
-            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-    return found
+            grads[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    return grads
 
 
 class StagesInSequence:
-    """All stages in one process, one after the other, each with a backward of its own, as in a pipeline.
+    """All stages in one process, one after the other, with a backward of its own for every stage, as in a pipeline.
 
-    The stages are neither sharded nor overlapped: what differs from the uncut model in them is due to the cut, and
-    what differs from them in a pipeline is not.
+    The stages are neither sharded nor overlapped. Their differences from the unpipelined model come from the split into
+    stages; differences of a pipeline from them do not.
     """
 
     def __init__(self, model: ComparedModel, stages: Sequence[NamedStage]) -> None:
@@ -152,89 +155,94 @@ class StagesInSequence:
 
     @property
     def stages(self) -> Sequence[NamedStage]:
-        """All stages, in their order."""
+        """All stages, in order."""
         return self._stages
 
     def train(
         self, batches: Sequence[Batch], replica: int, after_forward: Callable[[int, int], None] | None = None,
         before_microbatch: Callable[[int, int], None] | None = None,
-    ) -> UncutStep:
-        """Run a step of all pipelines; keep the boundaries of one.
+    ) -> UnpipelinedStep:
+        """Run a step of all pipelines, and store the tensors at the boundaries in one of them.
 
-        after_forward: called with stage and micro-batch after each forward of that pipeline. before_microbatch: see
-        `train_whole`.
+        Args:
+            replica: number of that pipeline.
+            after_forward: called with the numbers of stage and micro-batch after every forward of that pipeline.
+            before_microbatch: see `train_whole`.
         """
-        begin = before_microbatch or _nothing
+        begin = before_microbatch or _do_nothing
         self.boundaries = {}
         losses = torch.zeros(len(batches), self._model.num_chunks, dtype=torch.float64, device="cpu")
         for stage in self._stages:
             stage.module.zero_grad()
-        for number_of_pipeline, microbatch, batch in microbatches(self._model, batches, None):
-            begin(number_of_pipeline, microbatch)
-            is_kept = number_of_pipeline == replica
-            call = after_forward if is_kept and after_forward is not None else _nothing
+        for pipeline, microbatch, batch in microbatches(self._model, batches, None):
+            begin(pipeline, microbatch)
+            is_stored = pipeline == replica
+            call = after_forward if is_stored and after_forward is not None else _do_nothing
             loss, boundaries = self._train_microbatch(microbatch, batch, 1 / len(batches), call)
-            losses[number_of_pipeline, microbatch] = loss
-            if is_kept:
+            losses[pipeline, microbatch] = loss
+            if is_stored:
                 self.boundaries |= boundaries
-        return UncutStep(losses, self._sum_gradients())
+        return UnpipelinedStep(losses, self._sum_gradients())
 
     def _train_microbatch(
         self, microbatch: int, batch: Batch, scale: float, after_forward: Callable[[int, int], None]
     ) -> tuple[Tensor, dict[Boundary, list[Tensor]]]:
-        """Run one micro-batch; boundaries are those of its loss, gradients of parameters are multiplied by `scale`."""
+        """Run one micro-batch; return its loss and the tensors at the boundaries.
+
+        Gradients of parameters are multiplied by `scale`, those at boundaries are not.
+        """
         boundaries: dict[Boundary, list[Tensor]] = {}
-        arrived: list[tuple[Tensor, ...]] = []
-        left: list[tuple[Tensor, ...]] = []
+        stage_inputs: list[tuple[Tensor, ...]] = []
+        stage_outputs: list[tuple[Tensor, ...]] = []
         tensors = batch.inputs
         for stage in self._stages:
             tensors = tuple(_leaf(tensor, needs_grad=stage.number > 0) for tensor in tensors)
-            arrived.append(tensors)
+            stage_inputs.append(tensors)
             tensors = as_tuple(stage.module(*tensors))
             after_forward(stage.number, microbatch)
-            left.append(tensors)
+            stage_outputs.append(tensors)
             boundaries[Boundary("F", stage.number, microbatch)] = [tensor.detach() for tensor in tensors]
         loss = self._model.compute_loss(*tensors, *batch.labels)
         roots: list[Tensor] = [loss]
         gradients: list[Tensor] = [torch.full_like(loss, scale)]
         for stage in reversed(self._stages):
             _run_backward(roots, gradients)
-            leaves = [tensor for tensor in arrived[stage.number] if tensor.requires_grad]
-            found = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            boundaries[Boundary("B", stage.number, microbatch)] = [gradient / scale for gradient in found]
+            leaves = [tensor for tensor in stage_inputs[stage.number] if tensor.requires_grad]
+            input_grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+            boundaries[Boundary("B", stage.number, microbatch)] = [grad / scale for grad in input_grads]
             if stage.number > 0:
-                before = left[stage.number - 1]
-                pairs = list(zip([t for t in before if t.is_floating_point()], found))
-                roots = [root for root, _ in pairs if root.requires_grad]
-                gradients = [gradient for root, gradient in pairs if root.requires_grad]
+                outputs = [tensor for tensor in stage_outputs[stage.number - 1] if tensor.is_floating_point()]
+                pairs = [(output, grad) for output, grad in zip(outputs, input_grads) if output.requires_grad]
+                roots = [output for output, _ in pairs]
+                gradients = [grad for _, grad in pairs]
         return loss.detach(), boundaries
 
     def _sum_gradients(self) -> dict[str, Tensor]:
-        """Return gradients by the uncut model's names; those of several copies of one parameter are added."""
-        found: dict[str, Tensor] = {}
+        """Return gradients by the unpipelined model's names, summed over the stages' copies of a parameter."""
+        sums: dict[str, Tensor] = {}
         counted: set[nn.Parameter] = set()
         for stage in self._stages:
-            for own, parameter in stage.module.named_parameters(remove_duplicate=False):
+            for stage_name, parameter in stage.module.named_parameters(remove_duplicate=False):
                 if parameter.grad is None or parameter in counted:
                     continue
                 counted.add(parameter)
-                name = stage.names[own]
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad.clone()
-        return found
+                name = stage.names[stage_name]
+                sums[name] = sums[name] + parameter.grad if name in sums else parameter.grad.clone()
+        return sums
 
 
-def _nothing(stage_or_replica: int, microbatch: int) -> None:
-    """Stand for a caller that wants to know nothing."""
+def _do_nothing(stage_or_replica: int, microbatch: int) -> None:
+    """Do nothing, in place of a callback."""
 
 
 def _leaf(tensor: Tensor, *, needs_grad: bool) -> Tensor:
-    """Return a tensor as it arrives in a stage: cut off from the stage before."""
-    found = tensor.detach()
-    return found.requires_grad_() if needs_grad and found.is_floating_point() else found
+    """Return a tensor as a stage receives it: without the graph of the stage before."""
+    leaf = tensor.detach()
+    return leaf.requires_grad_() if needs_grad and leaf.is_floating_point() else leaf
 
 
 def tied_names(whole: nn.Module) -> dict[str, list[str]]:
-    """Return, for each name of a parameter, all names of it."""
+    """Return, for the name of every parameter, all names of that parameter."""
     groups: dict[nn.Parameter, list[str]] = {}
     for name, parameter in whole.named_parameters(remove_duplicate=False):
         groups.setdefault(parameter, []).append(name)
@@ -242,25 +250,25 @@ def tied_names(whole: nn.Module) -> dict[str, list[str]]:
 
 
 def sum_by_first_name(gradients: Mapping[str, Tensor], tied: Mapping[str, list[str]]) -> dict[str, Tensor]:
-    """Return gradients by the first of each parameter's names; a tied one may have another in each stage."""
-    found: dict[str, Tensor] = {}
+    """Return gradients by the first name of their parameters; a tied parameter may have another name in every stage."""
+    sums: dict[str, Tensor] = {}
     for name, gradient in gradients.items():
         first = tied[name][0]
-        found[first] = found[first] + gradient if first in found else gradient
-    return found
+        sums[first] = sums[first] + gradient if first in sums else gradient
+    return sums
 
 
 def compare_by_first_name(
     gradients: Mapping[str, Tensor], expected: Mapping[str, Tensor], tied: Mapping[str, list[str]], floor: float
 ) -> list[Difference]:
-    """Measure the gradients that `sum_by_first_name` returns against the uncut model's, zeros where there is none.
+    """Measure the gradients of `sum_by_first_name` against those of the unpipelined model.
 
-    floor: the norm that a gradient counts as at least.
+    A missing gradient counts as zero. floor: see `difference`.
     """
     return [difference(name, gradients.get(name, torch.zeros_like(gradient)), gradient, floor)
             for name, gradient in expected.items() if tied[name][0] == name]
 
 
 def names_of(stages: Iterable[NamedStage]) -> set[str]:
-    """Return the uncut model's names of all parameters of some stages."""
+    """Return the names in the unpipelined model of all parameters of `stages`."""
     return {name for stage in stages for name in stage.names.values()}

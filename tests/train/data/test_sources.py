@@ -1,9 +1,10 @@
-"""Files of records: what is read of them, what is refused and how; and in how much memory."""
+"""Find files, read documents and records in little memory, and refuse damaged or binary files."""
 
 import bz2
 import gzip
 import json
 import lzma
+import os
 import random
 import sys
 import tracemalloc
@@ -14,9 +15,12 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train.data import pack as packing
-from dualpipe.train.data.loader import PackedTokens, TokenStream, packed_directory
-from dualpipe.train.data.pack import ByteTokenizer, find_sources, pack
+from dualpipe.train.data import sources
+from dualpipe.train.data.pack import pack
+from dualpipe.train.data.sources import find_sources
+from dualpipe.train.data.splits import ensure_packed
+from dualpipe.train.data.token_stream import PackedTokens, TokenStream
+from dualpipe.train.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end_of_document
 TEXTS = ["one", 'two\nlines and "quotes"', "drei \u00e4\u4e09\0", "four" * 500]
@@ -28,7 +32,7 @@ def lines_of(texts, key="text"):
 
 
 def write(path, content):
-    """A file of the kind that its name says; `content` is bytes, or texts of records."""
+    """Write a file of the kind of its suffix. `content` is bytes, or texts of records."""
     if path.name.endswith(".parquet"):
         table = pa.table({"id": range(len(content)), "text": content})
         parquet.write_table(table, path, row_group_size=2)
@@ -58,14 +62,14 @@ def packed_texts(paths, out, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(packing, "PIECE", 7)  # pieces end within lines, and within frames
-    monkeypatch.setattr(packing, "ROWS", 3)
+    monkeypatch.setattr(sources, "ZSTD_PIECE", 7)  # pieces end within lines, and within frames
+    monkeypatch.setattr(sources, "PARQUET_ROWS", 3)
     path = write(tmp_path / f"a{kind}", TEXTS)
     assert packed_texts([path], tmp_path / "out") == TEXTS
     assert packed_texts([path.rename(tmp_path / f"A{kind.upper()}")], tmp_path / "upper") == TEXTS
 
 
-def test_kinds_mix_and_the_last_line_needs_no_end(tmp_path):
+def test_kinds_can_be_mixed_and_the_last_line_needs_no_newline(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "c.txt").write_text("plain")
@@ -81,8 +85,8 @@ def test_another_key(tmp_path, capsys):
     (tmp_path / "a.jsonl").write_bytes(lines_of(TEXTS[:2], "content"))
     run = ["data", "pack", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
     assert cli.main(run) == 2
-    said = capsys.readouterr().err
-    assert said == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
+    error = capsys.readouterr().err
+    assert error == (f"error: cannot read record 1 of {tmp_path / 'a.jsonl'}: it has no 'text', but 'id', 'content'; "
                     "name the key of the text with --text-key or data.text_key\n")
     assert not (tmp_path / "out").exists()
     assert cli.main([*run, "--text-key", "content"]) == 0
@@ -92,9 +96,9 @@ def test_another_key(tmp_path, capsys):
     assert packed_texts([tmp_path / "b.parquet"], tmp_path / "out", text_key="content") == ["b"]
 
 
-def test_what_train_packed_is_used_again_for_the_same_content_and_key(tmp_path):
-    def packed(**how):
-        return packed_directory(str(path), tokenizer="bytes", cache=tmp_path / "cache", **how)
+def test_packed_directories_are_reused_for_the_same_content_and_key(tmp_path):
+    def packed(**options):
+        return ensure_packed(str(path), tokenizer="bytes", cache=tmp_path / "cache", **options)
 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json.dumps({"text": text, "other": text.upper()}).encode() + b"\n" for text in "abc"))
@@ -154,7 +158,7 @@ def test_bad_parquet_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [".jsonl.gz", ".jsonl.zst"])
-def test_damaged_files_are_named_and_never_taken_for_whole(tmp_path, kind):
+def test_damaged_files_are_refused_by_name(tmp_path, kind):
     path = write(tmp_path / f"bad{kind}", lines_of([f"x{i}" for i in range(3000)]))
     whole = path.read_bytes()
     for size in (len(whole) - 3, len(whole) * 3 // 4, 30):
@@ -168,21 +172,21 @@ def test_damaged_files_are_named_and_never_taken_for_whole(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_empty_records_are_left_out_and_said(tmp_path, kind):
+def test_empty_records_are_skipped_with_a_warning(tmp_path, kind):
     path = write(tmp_path / f"a{kind}", ["one", "", "three", ""])
-    with pytest.warns(UserWarning) as said:
+    with pytest.warns(UserWarning) as warned:
         assert packed_texts([path], tmp_path / "out") == ["one", "three"]
-    assert [str(w.message) for w in said] == [f"{path}: empty records are left out: 2, the first is record 2"]
+    assert [str(w.message) for w in warned] == [f"{path}: empty records are skipped: 2, the first is record 2"]
     with pytest.warns(UserWarning):
         refuses(write(tmp_path / f"b{kind}", ["", ""]), tmp_path / "none", "there is no text to pack")
     if kind == ".jsonl":
         path.write_bytes(lines_of(["one"]) + b"  \n" + lines_of(["three"]))
-        with pytest.warns(UserWarning, match="empty records are left out: 1, the first is record 2"):
+        with pytest.warns(UserWarning, match="empty records are skipped: 1, the first is record 2"):
             assert packed_texts([path], tmp_path / "out") == ["one", "three"]
 
 
 BINARY = {
-    "a.txt.gz": (gzip.compress(b"text"), "is a gzip file; unpack it, or give records in files that are called .jsonl,"),
+    "a.txt.gz": (gzip.compress(b"text"), "is a gzip file; unpack it, or give records in files named *.jsonl,"),
     "a.txt.zst": (zstandard.compress(b"text"), "is a zstd file"),
     "a.bz2": (bz2.compress(b"text"), "is a bzip2 file"),
     "a.txt.xz": (lzma.compress(b"text"), "is a xz file"),
@@ -203,10 +207,10 @@ def test_other_compressed_and_binary_files_are_refused_by_name(tmp_path):
         refuses(path, tmp_path / "out", f"{path} {message}")
 
 
-def test_binary_files_and_missing_packages_are_found_before_anything_is_tokenised(tmp_path, monkeypatch):
+def test_binary_files_and_missing_packages_are_detected_before_tokenizing(tmp_path, monkeypatch):
     class Never(ByteTokenizer):
         def encode(self, text):
-            raise AssertionError("tokenised")
+            raise AssertionError("tokenized")
 
     (tmp_path / "a.txt").write_text("fine")
     for name, package in (("z.bin", None), ("z.jsonl.zst", "zstandard"), ("z.parquet", "pyarrow")):
@@ -224,16 +228,38 @@ def test_binary_files_and_missing_packages_are_found_before_anything_is_tokenise
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_are_read_one_by_one(tmp_path, kind, monkeypatch):
-    """8 MB of text, 8 KB each, of which no more than a few are in memory, be it Python's or pyarrow's."""
-    monkeypatch.setattr(packing, "ROWS", 16)
+    """8 MB of text in records of 8 KB, of which only a few are in memory, Python's and pyarrow's."""
+    monkeypatch.setattr(sources, "PARQUET_ROWS", 16)
     path = write(tmp_path / f"large{kind}", [random.Random(i).randbytes(4000).hex() for i in range(1000)])
     before = pa.total_allocated_bytes()
     tracemalloc.start()
-    count, of_arrow = 0, []
-    for text, _ in packing.documents(path, "text"):
+    count, arrow_bytes = 0, []
+    for text, _ in sources.read_documents(path, "text"):
         count += len(text)
-        of_arrow.append(pa.total_allocated_bytes() - before)
-    peak = tracemalloc.get_traced_memory()[1] + max(of_arrow)
+        arrow_bytes.append(pa.total_allocated_bytes() - before)
+    peak = tracemalloc.get_traced_memory()[1] + max(arrow_bytes)
     tracemalloc.stop()
     assert count == 8_000_000
     assert peak < 2e6, peak
+
+
+def test_stdlib_is_code_without_tests_or_packages():
+    names = [s.name for s in find_sources(["stdlib"])]
+    assert "argparse.py" in names and names == sorted(names)
+    assert not [n for n in names if n.startswith(("site-packages/", "test/")) or "/tests/" in n]
+
+
+def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "closed").mkdir()
+    (text / "a.txt").write_text("open")
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=f"^cannot read {text}/closed: Permission denied$"):
+        find_sources([text])

@@ -1,0 +1,257 @@
+"""Files of text or records, and the documents in them.
+
+A file is a document, or has one per record if it is JSON lines (plain, gzip or zstd) or Parquet. Files are read in
+pieces, however large they are.
+"""
+
+from __future__ import annotations
+
+import gzip
+import importlib
+import json
+import os
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator
+from functools import partial
+from io import BufferedIOBase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dualpipe.train.config.schema import STDLIB
+
+DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
+# Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
+SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
+RECORD_KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # suffixes of files with records; others are text
+PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
+ZSTD_PIECE = 1 << 12  # bytes to decompress at a time: about 10 KB of text
+PARQUET_ROWS = 256  # rows to decode at a time
+
+# Signatures of compressed files: name, offset, bytes. Other binary files are recognised by a NUL byte.
+SIGNATURES = (
+    ("gzip", 0, b"\x1f\x8b"), ("zstd", 0, b"\x28\xb5\x2f\xfd"), ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ\0"),
+    ("zip", 0, b"PK\x03\x04"), ("tar", 257, b"ustar"), ("Parquet", 0, b"PAR1"),
+)
+
+
+class NotText(ValueError):
+    """A file is compressed or binary.
+
+    Args:
+        reason: two or three words for a list of files.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Source(NamedTuple):
+    """A file to pack.
+
+    name: for messages, and for the order of documents.
+    is_explicit: the caller named the file itself, not a folder: it must be text.
+    """
+
+    path: Path
+    name: str
+    is_explicit: bool = False
+
+
+def find_sources(paths: Iterable[str | Path]) -> list[Source]:
+    """Return all files under `paths`, in the order of the arguments and sorted within a directory.
+
+    Skips hidden files and packed directories, such as earlier output next to its text.
+
+    Args:
+        paths: files, directories, or "stdlib" for the sources of Python's standard library, which every machine has.
+
+    Raises:
+        ValueError: a path does not exist, or a directory cannot be read.
+    """
+    sources: list[Source] = []
+    for path in paths:
+        if path == STDLIB:
+            sources += _walk(Path(sysconfig.get_path("stdlib")), SKIPPED_STDLIB, ".py")
+        elif Path(path).is_file():
+            sources.append(Source(Path(path), Path(path).name, is_explicit=True))
+        elif Path(path).is_dir():
+            sources += _walk(Path(path))
+        else:
+            raise ValueError(f"there is no file or directory {path}; give files or directories of text")
+    return sources
+
+
+def _walk(directory: Path, skipped: Iterable[str] = (), suffix: str = "") -> list[Source]:
+    """Return the files under a directory whose names end with `suffix`, sorted.
+
+    Args:
+        skipped: names of folders to skip at any depth.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    def is_walked(root: str, folder: str) -> bool:
+        return not folder.startswith(".") and folder not in skipped and not Path(root, folder, DOCUMENTS).exists()
+
+    sources = []
+    for root, folders, names in os.walk(directory, onerror=refuse):
+        folders[:] = [folder for folder in folders if is_walked(root, folder)]
+        for name in names:
+            file = Path(root, name)
+            if not name.startswith(".") and name.endswith(suffix) and file.is_file():
+                sources.append(Source(file, file.relative_to(directory).as_posix()))
+    return sorted(sources, key=lambda source: source.name)
+
+
+def read_documents(path: Path, text_key: str) -> Iterator[tuple[bytes, str]]:
+    """Yield the documents of a file, each with its place for messages. Holds one piece of the file in memory.
+
+    Skips empty documents. Warns about the number of empty records.
+
+    Args:
+        path: the file.
+        text_key: key of the text in a record.
+
+    Raises:
+        ValueError: the file cannot be read or is binary, or a record is not an object with a string under `text_key`.
+            Names the file and the record, counted from 1 (in JSON lines: the line).
+    """
+    kind = file_kind(path)
+    if kind == "text":
+        text = read_checked(path)
+        if text:
+            yield text, str(path)
+        return
+    number = 1
+    num_empty = 0
+    first_empty = 0
+    try:
+        for value in _read_values(path, kind, text_key):
+            if not isinstance(value, str):
+                raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
+            text = value.encode()
+            if text:
+                yield text, f"record {number} of {path}"
+            else:
+                num_empty += 1
+                first_empty = first_empty or number
+            number += 1
+    except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # raised for damaged files
+        raise ValueError(f"cannot read record {number} of {path}: {error}") from error
+    if num_empty:
+        warnings.warn(f"{path}: empty records are skipped: {num_empty}, the first is record {first_empty}",
+                      stacklevel=1)
+
+
+def file_kind(path: Path) -> str:
+    """Return the suffix of a file with records, of `RECORD_KINDS`, or "text" for any other file."""
+    return next((kind for kind in RECORD_KINDS if path.name.lower().endswith(kind)), "text")
+
+
+def read_checked(path: Path, size: int = -1) -> bytes:
+    """Check that a file is text or has records, and return its first `size` bytes, by default all.
+
+    Raises:
+        NotText: the file is compressed or binary.
+        ValueError: the file cannot be opened, or the package that reads it is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(size)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    kind = file_kind(path)
+    if kind in PACKAGES:
+        _check_package(path, PACKAGES[kind])
+    elif kind != ".jsonl.gz":
+        _check_text(path, content)
+    return content
+
+
+def _check_package(path: Path, module: str) -> None:
+    """Raise ValueError if the module that reads a file is not installed."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(f"{path} needs the package {package}: pip install 'dualpipe[data]'") from error
+
+
+def _check_text(path: Path, content: bytes) -> None:
+    """Raise NotText if the content of a file is compressed or binary."""
+    for name, offset, signature in SIGNATURES:
+        if content.startswith(signature, offset):
+            raise NotText(f"{path} is a {name} file; unpack it, or give records in files named "
+                          f"{', '.join(f'*{kind}' for kind in RECORD_KINDS)}", f"a {name} file")
+    if b"\0" in content:
+        raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
+
+
+def _read_values(path: Path, kind: str, text_key: str) -> Iterator[Any]:
+    """Yield the value under `text_key` of every record, and "" for an empty line. Raises ValueError for bad records."""
+
+    def check_keys(keys: Iterable[str]) -> None:
+        if text_key not in keys:
+            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
+                             "the text with --text-key or data.text_key")
+
+    if kind == ".parquet":
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # pre_buffer keeps the whole file
+            check_keys(file.schema_arrow.names)
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[text_key], use_threads=False):
+                for value in batch.column(0):
+                    yield value.as_py()
+        return
+    with gzip.open(path, "rb") if kind == ".jsonl.gz" else path.open("rb") as file:
+        for line in _zstd_lines(file) if kind == ".jsonl.zst" else file:
+            try:
+                record = json.loads(line) if line.strip() else {text_key: ""}
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"it is not valid JSON ({error})") from error
+            if not isinstance(record, dict):
+                raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
+            check_keys(record)
+            yield record[text_key]
+
+
+def _zstd_lines(file: BufferedIOBase) -> Iterator[bytes]:
+    """Yield the lines of a zstd file, without their ends.
+
+    Decompresses frame by frame, because the readers of the package `zstandard` take a truncated file for a complete
+    one.
+
+    Raises:
+        ValueError: the file is damaged.
+        EOFError: the file is truncated.
+    """
+    from zstandard import ZstdDecompressor, ZstdError
+
+    frame = None
+    line_pieces: list[bytes] = []  # of the line that has not ended yet
+    for compressed in iter(partial(file.read, ZSTD_PIECE), b""):
+        rest = compressed
+        while rest:
+            if frame is None:
+                frame = ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                *line_ends, line_start = frame.decompress(rest).split(b"\n")
+            except ZstdError as error:
+                raise ValueError(error) from error
+            for line_end in line_ends:
+                yield b"".join((*line_pieces, line_end))
+                line_pieces.clear()
+            line_pieces.append(line_start)
+            rest = frame.unused_data if frame.eof else b""
+            if frame.eof:
+                frame = None
+    if frame is not None:
+        raise EOFError("the file is cut off")
+    last_line = b"".join(line_pieces)
+    if last_line:
+        yield last_line

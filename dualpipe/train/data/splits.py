@@ -1,0 +1,248 @@
+"""Split text into training and validation text, and choose the windows that evaluations read.
+
+`ensure_packed` packs the text of a `[data]` path on first use. `open_splits` opens it, and selects validation documents
+by a hash of their content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dualpipe.runtime.files import checksum_of
+from dualpipe.train.config.schema import BYTES, TEXT_KEY, TOKENIZER
+from dualpipe.train.data.document_index import TextPart, is_cached
+from dualpipe.train.data.pack import FORMAT, INDEX, pack
+from dualpipe.train.data.sources import DOCUMENTS, find_sources
+from dualpipe.train.data.token_stream import PackedTokens, TokenStream
+from dualpipe.train.data.tokenizer import load_tokenizer
+
+_UNIGRAM_BLOCK = 1 << 22  # tokens to count at a time
+
+
+class Splits(NamedTuple):
+    """Training text and validation text."""
+
+    train: TokenStream
+    validation: TokenStream
+
+    def unigram_loss(self, vocab_size: int, max_tokens: int = 1 << 26) -> float:
+        """Return the validation loss, in nats per token, of the token frequencies of `train` with add-one smoothing.
+
+        Args:
+            vocab_size: of the model.
+            max_tokens: tokens to count, from the beginning of each text.
+        """
+        counts = np.zeros((2, vocab_size), dtype=np.int64)
+        for stream, stream_counts in zip(self, counts):
+            end = min(stream.num_tokens, max_tokens)
+            for start in range(0, end, _UNIGRAM_BLOCK):
+                tokens = stream.read(start, min(end, start + _UNIGRAM_BLOCK))
+                stream_counts += np.bincount(tokens, minlength=vocab_size)
+        train_counts, validation_counts = counts
+        log_p = np.log(train_counts + 1.0) - np.log(train_counts.sum() + vocab_size)
+        return float(-(validation_counts * log_p).sum() / validation_counts.sum())
+
+
+def split_documents(
+    packed: PackedTokens, fraction: float, *, at_least: int = 0, cache: Path | None = None
+) -> Splits:
+    """Reserve about `fraction` of the documents for validation, selected by a hash of their content.
+
+    The selection depends on nothing else: it is the same in every run, and copies of a document are on the same side.
+    If it leaves one side without a document, as for a single file, the last `fraction` of all tokens is the validation
+    text instead. If either way gives fewer than `at_least` tokens, the last `at_least` tokens are, provided that as
+    many are left for training.
+
+    Args:
+        packed: the packed directory.
+        fraction: 0: no validation text.
+        at_least: tokens of validation text to have if possible.
+        cache: as in `TokenStream`.
+
+    Raises:
+        ValueError: the last `fraction` of all tokens is not even one token.
+    """
+    all_documents = range(len(packed.documents))
+    border = min(int(fraction * 2.0**64), 2**64 - 1)
+    splits = Splits(
+        train=TokenStream(packed, TextPart(all_documents, range(border, 2**64)), cache=cache),
+        validation=TokenStream(packed, TextPart(all_documents, range(border)), cache=cache),
+    )
+    total = splits.train.num_tokens + splits.validation.num_tokens
+    can_have_enough = 2 * at_least <= total
+    has_enough = splits.validation.num_tokens >= at_least or not can_have_enough
+    if not fraction or (splits.train.num_documents and splits.validation.num_documents and has_enough):
+        return splits
+    count = int(total * fraction)
+    if can_have_enough:
+        count = max(count, at_least)
+    if not count:
+        raise ValueError(
+            f"data.validation_fraction = {fraction} reserves none of the {total} tokens in {packed.path} for "
+            f"validation; give at least {sufficient_fraction(total, 1):g}, more text, or data.validation_path"
+        )
+    return _split_at(packed, total - count, cache)
+
+
+def _split_at(packed: PackedTokens, cut: int, cache: Path | None) -> Splits:
+    """Split all tokens of a text at `cut`, which may be within a document."""
+    all_documents = range(len(packed.documents))
+    whole = TokenStream(packed, cache=cache)
+    last_train = whole.index.number_at(cut - 1)
+    first_validation = whole.index.number_at(cut)  # the same document, unless the cut is between two
+    _, bounds = whole.index.span(cut, cut + 1)
+    train_part = TextPart(all_documents[: last_train + 1], num_tokens=cut)
+    validation_part = TextPart(all_documents[first_validation:], skip=cut - int(bounds[0]))
+    return Splits(TokenStream(packed, train_part, cache=cache), TokenStream(packed, validation_part, cache=cache))
+
+
+def sufficient_fraction(total: int, tokens: int) -> float:
+    """Return a fraction of `total`, with few digits, that gives at least `tokens` tokens."""
+    unit = 10 ** (math.ceil(math.log10(total / tokens)) + 2)
+    numerator = -(-tokens * unit // total)
+    while int(total * (numerator / unit)) < tokens:  # after rounding in floating point
+        numerator += 1
+    return numerator / unit
+
+
+def ensure_packed(path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY) -> Path:
+    """Return the packed directory of a `[data]` path. Packs text into a directory below `cache`, on first use.
+
+    Args:
+        path: a packed directory, a file or folder of text or records, or "stdlib".
+        tokenizer: as in `load_tokenizer`.
+        cache: parent of directories that are packed here.
+        text_key: as in `pack`.
+
+    Raises:
+        ValueError: there is no text, or as `pack` does.
+    """
+    folder = Path(path)
+    if folder.is_dir() and any((folder / name).exists() for name in (INDEX, DOCUMENTS)):
+        return folder
+    sources = find_sources([path])
+    if not sources:
+        raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
+    loaded = load_tokenizer(tokenizer)
+    digest = hashlib.sha256(f"{FORMAT}\n{loaded.identity}\n{text_key}\n".encode())
+    for source in sources:  # files of the same name, size and time are taken for unchanged, without reading them
+        stat = source.path.stat()
+        digest.update(f"{source.path.resolve()}\0{source.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+    target = cache / f"data-{digest.hexdigest()[:12]}"
+    if not (target / INDEX).exists():
+        pack(sources, loaded, target, text_key=text_key)
+    return target
+
+
+def scan_splits(train: Path, validation: Path | None, fraction: float, *, cache: Path) -> None:
+    """Scan very many documents for all ranks: their `open_splits` then reads the scan from `cache`.
+
+    Args:
+        train: packed directory.
+        validation: packed directory. None: `fraction` of `train`.
+        fraction: as in `split_documents`.
+        cache: as in `TokenStream`.
+    """
+    paths = [train] if validation is None else [train, validation]
+    try:
+        counts = [json.loads((path / INDEX).read_text(encoding="utf-8"))["documents"] for path in paths]
+        is_large = is_cached(max(counts))
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # `open_splits` reports what is wrong with the index
+    if is_large:
+        open_splits(train, validation, fraction, cache=cache)
+
+
+def open_splits(
+    train: Path, validation: Path | None, fraction: float, *, at_least: int = 0, cache: Path | None = None
+) -> Splits:
+    """Open packed data.
+
+    Args:
+        train: packed directory.
+        validation: packed directory. None: `fraction` of the documents of `train`.
+        fraction: as in `split_documents`.
+        at_least: as in `split_documents`.
+        cache: as in `TokenStream`.
+
+    Raises:
+        ValueError: a directory is not complete, the two were packed with different tokenizers, or as `split_documents`
+            does.
+    """
+    packed = PackedTokens(train)
+    if validation is None:
+        return split_documents(packed, fraction, at_least=at_least, cache=cache)
+    packed_validation = PackedTokens(validation)
+    if packed_validation.tokenizer != packed.tokenizer:
+        raise ValueError(
+            f"{train} was packed with the tokenizer {packed.tokenizer!r}, {validation} with "
+            f"{packed_validation.tokenizer!r}; pack both with the same"
+        )
+    return Splits(TokenStream(packed, cache=cache), TokenStream(packed_validation, cache=cache))
+
+
+def check_tokenizer(packed: PackedTokens, checkpoint: str) -> str:
+    """Return a warning if a text was packed with another tokenizer than that of a checkpoint, else "".
+
+    Args:
+        packed: the text.
+        checkpoint: directory of the checkpoint that the model starts from, or "".
+    """
+    path = Path(checkpoint, TOKENIZER)
+    if not checkpoint or not path.is_file() or packed.tokenizer.startswith(f"sha256:{checksum_of(path, 'sha256')}:"):
+        return ""
+    used = "as bytes" if packed.tokenizer == BYTES else "with another tokenizer"
+    return (f"{packed.path} was packed {used}, but the model starts from a checkpoint with its own tokenizer; set "
+            f"data.tokenizer = {str(path)!r}, or pack the text with it")
+
+
+def choose_evaluation_windows(
+    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None,
+    fraction_of: int = 0,
+) -> list[list[int]]:
+    """Return the starts of the windows of every evaluation batch, spread evenly over the validation text.
+
+    Batches are whole, and the same at every call. A text with fewer windows than a batch gives one batch of overlapping
+    windows.
+
+    Args:
+        stream: the validation text.
+        sequence_length: T; a window has T + 1 tokens.
+        batch_size: sequences of the global batch.
+        limit: maximum number of batches.
+        rows: sequences of a batch that this rank reads. None: all.
+        fraction_of: number of tokens that the text is a fraction of, for the error message. 0: it is a separate text.
+
+    Raises:
+        ValueError: the text is shorter than a window.
+    """
+    window = sequence_length + 1
+    num_windows = stream.num_tokens // window
+    if limit and not num_windows:
+        raise ValueError(f"the validation text has {stream.num_tokens} tokens, but a sequence needs "
+                         f"train.sequence_length + 1 = {window}; {_remedy_for_short_text(window, fraction_of)}, or set "
+                         "train.eval_batches = 0")
+    if num_windows >= batch_size:
+        count = min(limit, num_windows // batch_size)
+        starts = np.linspace(0, num_windows - 1, count * batch_size, dtype=np.int64) * window
+    else:
+        count = min(limit, 1)
+        starts = np.linspace(0, stream.num_tokens - window, count * batch_size, dtype=np.int64)
+    return starts.reshape(count, batch_size)[:, range(batch_size) if rows is None else rows].tolist()
+
+
+def _remedy_for_short_text(window: int, fraction_of: int) -> str:
+    """Return the remedies, in words, for a validation text with fewer tokens than a window."""
+    if not fraction_of:
+        return "give more text in data.validation_path, lower train.sequence_length"
+    if fraction_of < 2 * window:
+        return (f"the whole text has {fraction_of}, and training needs as many: give more text, lower "
+                f"train.sequence_length to at most {fraction_of // 2 - 1}, give data.validation_path")
+    return (f"raise data.validation_fraction to at least {sufficient_fraction(fraction_of, window):g}, as the whole "
+            f"text has {fraction_of}, give data.validation_path")

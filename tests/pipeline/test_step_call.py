@@ -1,0 +1,83 @@
+"""The names of `step`'s arguments: torch's, DeepSeek's beside them, and side inputs as keywords."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dualpipe import DualPipeV
+from ranks import run_ranks
+
+X = torch.arange(32.0).view(8, 4) / 32
+Y = torch.ones(8, 4)
+
+
+class Shifted(nn.Module):
+    """A linear layer whose input is shifted by a side input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, shift=None):
+        return self.linear(x if shift is None else x + shift)
+
+
+def run(*inputs, **arguments):
+    pipe = DualPipeV([Shifted(), Shifted()])
+    loss, _ = pipe.step(*inputs, **arguments)
+    return [loss, *[parameter.grad for parameter in pipe.parameters()]]
+
+
+def same(ours, theirs):
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_names_of_torch_and_of_deepseek_are_the_same_arguments():
+    deepseek = run(X, num_chunks=4, criterion=F.mse_loss, labels=(Y,))
+    assert same(run(X, num_microbatches=4, loss_fn=F.mse_loss, target=Y), deepseek)
+    assert same(run(X, num_microbatches=4, loss_fn=F.mse_loss, labels=[Y]), deepseek)
+
+
+def test_side_inputs_are_keywords():
+    shift = torch.full((8, 1), 0.5)
+    arguments = dict(num_microbatches=4, loss_fn=F.mse_loss, target=Y)
+    by_mapping = run(X, side={"shift": shift}, **arguments)
+    assert same(run(X, shift=shift, **arguments), by_mapping)
+    assert not same(run(X, **arguments), by_mapping) and same(run(X, shift=None, **arguments), run(X, **arguments))
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (dict(num_chunks=4), "got num_microbatches and num_chunks, two names of one argument; pass num_microbatches only"),
+    (dict(criterion=F.mse_loss), "got loss_fn and criterion, two names of one argument; pass loss_fn only"),
+    (dict(labels=Y), "got target and labels, two names of one argument; pass target only"),
+    (dict(shift=Y, side={"shift": Y}), r"side inputs \['shift'\] are both in side and keyword arguments"),
+    (dict(num_chunk=4), "side input 'num_chunk' must be a tensor, got int"),
+    (dict(shifted=Y), "shifted"),
+])
+def test_what_is_passed_twice_or_unknown_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        run(X, num_microbatches=4, loss_fn=F.mse_loss, target=Y, **arguments)
+
+
+def one_passes_both_names(rank):
+    pipe = DualPipeV([Shifted(), Shifted()])
+    first = rank == 0
+    arguments = dict(num_microbatches=4, loss_fn=F.mse_loss, target=Y) if first else dict(num_microbatches=4)
+    with pytest.raises(ValueError) as raised:
+        pipe.step(*(X,) * first, **arguments, **(dict(num_chunks=4) if rank else {}))
+    pipe.step(*(X,) * first, **arguments)  # the pipeline can be used again
+    return str(raised.value)
+
+
+def test_all_ranks_hear_of_a_mistake_on_one():
+    for text in run_ranks(one_passes_both_names, 2):
+        assert "rank 1: got num_microbatches and num_chunks" in text
+
+
+def test_names_of_parallelism_are_in_one_place():
+    from dualpipe.parallel import ContextParallel, ExpertParallel, build_mesh, shard_experts
+    from dualpipe.parallel.context import ContextParallel as Original
+
+    assert ContextParallel is Original and callable(build_mesh) and callable(shard_experts) and ExpertParallel
