@@ -1,4 +1,4 @@
-"""Where files live: in a local directory, or in a store that fsspec reaches by a URL (`s3://bucket/run`).
+"""File operations for a local directory, or for a store that fsspec reaches by a URL (`s3://bucket/run`).
 
 Imports `runtime.files`.
 """
