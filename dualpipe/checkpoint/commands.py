@@ -58,10 +58,10 @@ def _unfinished(path: Location) -> list[Location]:
 
 
 def clean(path: StrLocation) -> Iterator[str]:
-    """Remove what jobs that died have left of their saves in a directory; yield a line for each.
+    """Remove the unfinished saves of jobs that died from a directory; yield a line for each.
 
     Raises:
-        ValueError: there is nothing at `path`, it is a single checkpoint, or a job saves there now.
+        ValueError: there is nothing at `path`, it is a single checkpoint, or a job is saving there.
     """
     directory = as_location(path)
     if is_checkpoint(directory):

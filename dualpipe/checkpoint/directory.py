@@ -14,7 +14,7 @@ At any moment, a name that begins with "step-" belongs to a complete checkpoint,
 and renamed. Only then are others deleted, each renamed first. The newest checkpoint is the one that was committed last
 (the highest `sequence`), not the one of the highest step.
 
-`remote_directory` has the other kind of directory, in a store of objects. Finding checkpoints is the same for both.
+`remote_directory` writes to object stores. The functions that find checkpoints serve both.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from dualpipe.runtime.files import lock, replace_file, sync
 from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location, storage_of
 from dualpipe.runtime.storage.location import resolve
 
-INDEX = "index.json"  # in a remote directory: the checkpoints in it, also those that its listing does not show yet
+INDEX = "index.json"  # in a store: the saves below a URL, also those that a listing does not show yet
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # scans while another job deletes old checkpoints and commits new ones
 
@@ -102,18 +102,18 @@ def _local_checkpoints(directory: Path) -> list[Path]:
 
 
 def remote_saves(directory: RemotePath) -> list[RemotePath]:
-    """Return the places of a remote directory that were saved to, committed or not.
+    """Return the saves below a URL, committed or not.
 
-    The index is read by its key, so it has every save that has begun. The listing adds those of an index that is lost.
+    The index is read by its key, so it has every save that has begun. The listing finds them if the index is lost.
     """
     names = {*read_index(directory), *filter(_NAME.fullmatch, storage_of(directory).names(directory))}
     return [directory / name for name in names]
 
 
 def read_index(directory: RemotePath) -> dict[str, int]:
-    """Return the names of a remote directory's saves, each with the number of ranks that write it.
+    """Return the saves in the index of a URL: their names, each with the number of ranks that write it.
 
-    Empty if there is no index, or half of one.
+    Empty if there is no index, or only a part of one.
     """
     try:
         content = json.loads(storage_of(directory).read(directory / INDEX))

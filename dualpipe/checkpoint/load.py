@@ -75,10 +75,10 @@ def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None =
     """Fill `state` in place and restore the random state of this rank. Collective over `mesh`.
 
     Args:
-        path: a checkpoint, or a directory of checkpoints; or the URL of either, of which a rank reads the byte ranges
-            of its own part. From a directory, loads the checkpoint that was committed last and is undamaged; newer ones
-            that are damaged are passed over with a warning and listed in the result. Another job may save to the
-            directory and delete old checkpoints in the meantime.
+        path: a checkpoint, or a directory of checkpoints; or the URL of either, from which every rank reads only the
+            byte ranges of its own part. From a directory, loads the checkpoint that was committed last and is
+            undamaged; newer ones that are damaged are passed over with a warning and listed in the result. Another job
+            may save to the directory and delete old checkpoints in the meantime.
         state: from `training_state`.
         mesh: from `build_mesh`; None: this process alone.
         allow: globs of names that may differ. A tensor that is missing on either side, or has another shape, stays

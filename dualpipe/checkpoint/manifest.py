@@ -6,8 +6,7 @@ rank's files say where in them a box is. Files of a checkpoint are untrusted: ev
 and no path leads out of the directory.
 
 In a remote store, which cannot rename a directory, a checkpoint also has a marker, the object `COMMITTED`, with the
-SHA-256 of manifest.json. It is written last and deleted first: without it there is no checkpoint, whatever else is
-there.
+SHA-256 of manifest.json. It is written last and deleted first: a checkpoint without its marker does not exist.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class Checkpoint(NamedTuple):
         Raises:
             UnknownLayout: the checkpoint is from a later release.
             ValueError: there is no complete checkpoint, or its manifest cannot be read or is damaged.
-            OSError: the store of a URL cannot be reached: whether there is a checkpoint is not known.
+            OSError: the store of a URL cannot be reached, so it is unknown if there is a checkpoint.
         """
         path = as_location(path)
         file = path / MANIFEST
@@ -202,8 +201,7 @@ def _read_remote_manifest(path: RemotePath) -> str:
 def read_marker(path: RemotePath) -> bytes | None:
     """Return the marker of a remote checkpoint, or None if the checkpoint is not committed.
 
-    A marker that is too short was being written when its job died, in a store that shows objects before they are
-    complete: it commits nothing.
+    A marker that is too short commits nothing: its job died while writing, in a store that shows incomplete objects.
     """
     try:
         marker = storage_of(path).read(path / MARKER)
@@ -218,7 +216,7 @@ def marker_for(manifest: bytes) -> bytes:
 
 
 def identity_of(path: Location) -> object | None:
-    """Return a value that tells a checkpoint from a later one of its name; None if there is no checkpoint."""
+    """Return a value that differs for a later checkpoint of the same name; None if there is no checkpoint."""
     return read_marker(path) if isinstance(path, RemotePath) else inode(path)
 
 

@@ -43,7 +43,7 @@ class PendingSave:
     def __init__(self, step: int, ranks: RankSync, timeout: float) -> None:
         self.step = step
         self.ended: Future[Location] = Future()  # the path or the error, even if the work on this rank never ends
-        self.folder: Location | None = None  # what it is written to, on rank 0
+        self.folder: Location | None = None  # folder or URL that it is written to, on rank 0
         self.refused = ""  # reason that it may not be committed any more
         self._ranks = ranks
         self._timeout = timeout

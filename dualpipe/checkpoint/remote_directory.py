@@ -1,18 +1,18 @@
 """The checkpoints of a job in a store that cannot rename: S3, GCS and others that fsspec reaches.
 
-    step-00000100.518203947/     a save, which no other save ever writes to: its number is drawn at random
-        rank-00000.safetensors, tensors.json, manifest.json     as in a local directory
+    step-00000100.518203947/     a save; no other writes here, because its number is random
+        rank-00000.safetensors, tensors.json, manifest.json     like in a local directory
         COMMITTED                the marker: written last, deleted first
-    index.json                   the saves that have begun, with the number of ranks of each; written before a save
+    index.json                   all saves, with the number of ranks of each; written before a save begins
     latest                       the name of the newest, for people and scripts
-    .lock, .lock-ID              of the one job that may save there
+    .lock, .lock-ID              the lease of the one job that may save here
 
-A listing may be late, so nothing depends on one. Saves are found by the index, and are committed if their marker, read
-by its key, is there. Objects are deleted only where no marker is, by their keys as well as by the listing.
+A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
+read by key. Objects are deleted only if there is no marker: by key, and by the listing.
 
-Two jobs cannot harm each other even if one takes the other for dead. The one that commits writes its marker and then
-reads the lock; the one that cleans has written the lock and then reads the marker. So either the first learns that it
-has lost the lock, and takes its marker back, or the second finds the marker, and deletes nothing.
+Two jobs cannot harm each other even if one wrongly considers the other dead. The one that commits writes its marker and
+then reads the lock; the one that cleans has written the lock and then reads the marker. So either the first learns that
+it has lost the lock, and deletes its marker, or the second finds the marker, and deletes nothing.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class RemoteDirectory(Retention[RemotePath]):
             raise
 
     def close(self) -> None:
-        """Give up the right to save, so that other jobs can."""
+        """Release the lease, so that other jobs can save here."""
         if self._lease is not None:
             self._lease.release()
         self._lease = None
 
     def remove_unfinished(self, report_progress: Callable[[], None]) -> list[Location]:
-        """Remove what jobs that died have left of their saves; return the places.
+        """Remove the unfinished saves of jobs that died; return their URLs.
 
         report_progress: called repeatedly while objects are deleted.
         """
@@ -99,7 +99,7 @@ class RemoteDirectory(Retention[RemotePath]):
         return leftovers
 
     def begin(self, step: int, num_ranks: int, report_progress: Callable[[], None]) -> RemotePath:
-        """Remove what jobs that died have left, and return the place of a new checkpoint, which is in the index.
+        """Remove the unfinished saves of jobs that died; return the URL of a new save, which is in the index.
 
         Args:
             step: the step of the new checkpoint.
@@ -116,15 +116,15 @@ class RemoteDirectory(Retention[RemotePath]):
         self, folder: RemotePath, manifest: Manifest, stored: Mapping[str, StoredTensor],
         report_progress: Callable[[], None], guard: AbstractContextManager[None],
     ) -> RemotePath:
-        """Make a save the newest checkpoint, delete old checkpoints, and return its place.
+        """Make a save the newest checkpoint, delete old checkpoints, and return its URL.
 
         Replaces another checkpoint of the same step. Warns about old checkpoints that cannot be deleted.
 
         Args:
-            folder: complete but for the description of its tensors, the manifest and the marker.
+            folder: of a save that lacks only the description of its tensors, the manifest and the marker.
             manifest: gets its sequence number from this method.
             stored: the tensors of the checkpoint.
-            report_progress: called repeatedly while this goes on.
+            report_progress: called repeatedly during the commit.
             guard: entered around the one call that commits; raises if the checkpoint must not be committed any more.
         """
         self._sequence += 1
@@ -146,7 +146,7 @@ class RemoteDirectory(Retention[RemotePath]):
         return folder
 
     def discard(self, folder: RemotePath) -> None:
-        """Remove a save that was given up; nothing if it was committed.
+        """Remove a save that was given up, unless it is committed.
 
         It stays in the index: another rank may still be writing to it. The next save looks again.
         """
@@ -160,7 +160,7 @@ class RemoteDirectory(Retention[RemotePath]):
                           stacklevel=2)
 
     def _write_marker(self, folder: RemotePath, manifest: bytes) -> None:
-        """Commit a save, unless another job has taken over meanwhile. manifest: the content of manifest.json."""
+        """Commit a save, unless another job has taken the lease. manifest: the content of manifest.json."""
         self._store.write(folder / MARKER, [marker_for(manifest)])
         try:
             self._check_lease()
@@ -182,7 +182,7 @@ class RemoteDirectory(Retention[RemotePath]):
         self._write_index()
 
     def _delete(self, checkpoint: RemotePath, report_progress: Callable[[], None]) -> None:
-        """Delete a checkpoint, its marker first; warn if that fails. The next save removes what is left."""
+        """Delete a checkpoint, its marker first; warn if that fails. The next save retries."""
         try:
             names = self._expected_objects(checkpoint)
             self._store.delete(checkpoint / MARKER)
@@ -195,21 +195,21 @@ class RemoteDirectory(Retention[RemotePath]):
     def _delete_objects(
         self, save: RemotePath, expected: Iterable[str], report_progress: Callable[[], None]
     ) -> None:
-        """Delete the objects of a save that has no marker: those that are listed, and those with expected names."""
+        """Delete the objects of a save that has no marker: all that are listed, and those named in `expected`."""
         for name in dict.fromkeys([*expected, *self._store.names(save)]):
             self._store.delete(save / name)
             report_progress()
         self._store.delete_folder(save)
 
     def _expected_objects(self, save: RemotePath) -> list[str]:
-        """Return the names of a save's objects: a listing may not show them yet."""
+        """Return the names of a save's objects without a listing, which may be late."""
         try:
             return [*Checkpoint.read(save).manifest.files, MANIFEST, MARKER]
         except ValueError:
             return [*self._written_by_ranks(save), TENSORS, MANIFEST, MARKER]
 
     def _written_by_ranks(self, save: RemotePath) -> Iterable[str]:
-        """Yield the names of the tensor files that are there. Every rank writes its files in order."""
+        """Yield the names of the tensor files that exist. Every rank writes its files in order."""
         for rank in range(self._saves.get(save.name, 0)):
             for number in count():
                 name = tensor_file_name(rank, number)
@@ -224,7 +224,7 @@ class RemoteDirectory(Retention[RemotePath]):
 
     def _check_lease(self) -> None:
         if self._lease is None:
-            raise LeaseLost(f"the right to save to {self.path} has been given up")
+            raise LeaseLost(f"the lease on {self.path} is released")
         self._lease.check()
 
 

@@ -73,8 +73,8 @@ class Checkpoints:
     Constructing is collective over `mesh`, in the main thread.
 
     Args:
-        directory: receives the checkpoints. Created if it does not exist. Or the URL of a place in a store that fsspec
-            reaches, such as "s3://bucket/run".
+        directory: receives the checkpoints; created if it does not exist. Or a URL that fsspec knows, such as
+            "s3://bucket/run".
         mesh: from `build_mesh`; None: this process alone.
         kind: writer of background saves. Both kinds block training during the copy to host memory (15 ms for 200 MB on
             a CPU). "thread" needs nothing else, but shares the interpreter with training. "process" starts another

@@ -130,7 +130,7 @@ def read_header(path: Location) -> tuple[dict[str, TensorHeader], dict[str, str]
 
 @contextmanager
 def _header_copy(path: RemotePath) -> Iterator[Path]:
-    """Yield a local file with the header of a remote one and holes for its tensors, which take no memory."""
+    """Yield a local file with the header of a remote file, and with holes, which take no memory, for its tensors."""
     store = storage_of(path)
     size = store.size(path)
     head = bytearray(min(size, 8))
@@ -149,7 +149,7 @@ def _header_copy(path: RemotePath) -> Iterator[Path]:
 
 
 def _read_local_header(path: Path, shown: Location) -> tuple[dict[str, TensorHeader], dict[str, str]]:
-    """Read the header of a local file, which stands for `shown`."""
+    """Read the header of a local file. shown: the location to name in errors."""
     try:
         with safe_open(path, framework="np") as checked:
             metadata = checked.metadata() or {}

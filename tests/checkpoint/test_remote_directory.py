@@ -295,7 +295,7 @@ def test_a_job_that_was_taken_for_dead_commits_nothing(url, tmp_path, monkeypatc
 def test_a_second_job_is_refused(url, monkeypatch):
     monkeypatch.setattr(lease, "_BEAT_SECONDS", 0.05)
     with Checkpoints(url) as first:
-        with pytest.raises(ValueError, match=r"another job saves to object://.*; end it, or give each a directory"):
+        with pytest.raises(ValueError, match=r"another job saves to object://.*; end it, or give every job its own"):
             Checkpoints(url, timeout=timedelta(seconds=1))
         first.save(state_of(1), step=1)
         with pytest.raises(ValueError, match="another job saves to"):

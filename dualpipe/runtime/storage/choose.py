@@ -1,4 +1,4 @@
-"""The storage of a location."""
+"""Choose the storage of a location."""
 
 from __future__ import annotations
 

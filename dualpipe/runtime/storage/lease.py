@@ -1,11 +1,11 @@
-"""The right of one job to save below a URL, for stores that have no locks.
+"""A lease on a URL, so that one job at a time saves there: stores have no locks.
 
-    .lock          names the holder: written when a job begins to save there, and at no other time
-    .lock-ID       written every few seconds by the holder ID, so that others see that it lives
+    .lock          names the holder; written once, when a job takes the lease
+    .lock-ID       heartbeat of the holder ID, rewritten every few seconds
 
-A job that finds a holder watches it. A holder that writes nothing for the time of the watch is taken for dead, and one
-whose process is gone from this machine at once: a run that is started again does not wait. Should the first holder only
-have been slow, it learns of its loss at the next `check`, which comes after every commit.
+A job that finds another holder watches its heartbeat. A holder whose heartbeat does not change meanwhile is considered
+dead; so is, at once, a holder on this machine whose process has ended, so that a restarted run does not wait. If the
+first holder was only slow, it learns of its loss at the next `check`, which follows every commit.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _POLL_SECONDS = 0.5
 
 
 class LeaseLost(OSError):
-    """Another job saves to the same place now."""
+    """Another job has taken the lease."""
 
 
 class _Holder(NamedTuple):
     """The content of the lock."""
 
     id: str
-    machine: str  # with the namespace of its process numbers
+    machine: str  # from `_machine`
     process: int
-    started: str  # when the process started: its number may be used again
+    started: str  # start time of the process, whose number may be reused
 
     @classmethod
     def here(cls) -> _Holder:
@@ -46,16 +46,16 @@ class _Holder(NamedTuple):
 
     @property
     def is_gone(self) -> bool:
-        """Return True if its process ran on this machine and has ended."""
+        """True if the process ran on this machine and has ended."""
         return self.machine == _machine() and _start_of(self.process) != self.started
 
 
 class Lease:
-    """The right to save below a URL, until `release`. A thread of this process shows that it lives.
+    """The right to save below a URL, until `release`. A thread writes the heartbeat.
 
     Args:
         folder: the URL.
-        patience: seconds to wait for another job that is about to end. At least three beats, if there is another job.
+        patience: seconds to wait for another job that is about to end; at least three heartbeats, if there is one.
 
     Raises:
         ValueError: another job saves there.
@@ -76,26 +76,27 @@ class Lease:
         """Raise LeaseLost if another job has the lease now, and OSError if the store cannot be reached."""
         holder = self._read_holder()
         if holder is None or holder.id != self._holder.id:
-            raise LeaseLost(f"another job saves to {self._folder} now; end one of the two, or give each a directory")
+            raise LeaseLost(f"another job saves to {self._folder} now; end one of the two, or give every job its own "
+                            "directory")
 
     def release(self) -> None:
-        """Give the lease up. If the store cannot be reached, the next job has to watch it for a few seconds."""
+        """Give up the lease. If the store cannot be reached, the next job has to wait for a few seconds."""
         self._released.set()
         self._thread.join(timeout=10.0)
         with suppress(OSError):
             self.check()
             self._store.delete(self._folder / LOCK)
         with suppress(OSError):
-            self._store.delete(self._sign_of(self._holder.id))
+            self._store.delete(self._heartbeat_path(self._holder.id))
 
     def _beat(self) -> None:
-        """Show that this job lives, as long as it has the lease."""
+        """Write the heartbeat as long as this job has the lease."""
         count = 0
         while not self._released.wait(_BEAT_SECONDS):
             count += 1
             try:
                 self.check()
-                self._store.write(self._sign_of(self._holder.id), [str(count).encode()])
+                self._store.write(self._heartbeat_path(self._holder.id), [str(count).encode()])
             except LeaseLost:
                 return
             except OSError:
@@ -104,26 +105,27 @@ class Lease:
     def _wait_for_others(self, seconds: float) -> None:
         """Return when no other job saves there; raise ValueError if one still does after `seconds`."""
         deadline = time.monotonic() + seconds
-        first_sign: bytes | None = None
-        other: _Holder | None = None
-        lives = False
+        watched: _Holder | None = None
+        first_heartbeat: bytes | None = None
+        is_alive = False
         while True:
             holder = self._read_holder()
             if holder is None or holder.is_gone:
                 if holder is not None:
-                    self._store.delete(self._sign_of(holder.id))
+                    self._store.delete(self._heartbeat_path(holder.id))
                 return
-            sign = self._read_sign(holder.id)
-            if holder != other:
-                lives = other is not None  # a job that has begun meanwhile
-                other, first_sign = holder, sign
-            lives = lives or sign != first_sign
+            heartbeat = self._read_heartbeat(holder.id)
+            if holder != watched:
+                is_alive = watched is not None  # a job that has started meanwhile
+                watched = holder
+                first_heartbeat = heartbeat
+            is_alive = is_alive or heartbeat != first_heartbeat
             if time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
-        if lives:
-            raise ValueError(f"another job saves to {self._folder}; end it, or give each a directory")
-        self._store.delete(self._sign_of(holder.id))
+        if is_alive:
+            raise ValueError(f"another job saves to {self._folder}; end it, or give every job its own directory")
+        self._store.delete(self._heartbeat_path(holder.id))
 
     def _read_holder(self) -> _Holder | None:
         """Return the holder, or None if there is none."""
@@ -132,21 +134,21 @@ class Lease:
             return _Holder(**content)
         except FileNotFoundError:
             return None
-        except (ValueError, TypeError):  # half written, in a store that shows that
+        except (ValueError, TypeError):  # half written, in a store that shows incomplete objects
             return _Holder("", "", 0, "")
 
-    def _read_sign(self, holder: str) -> bytes | None:
+    def _read_heartbeat(self, holder: str) -> bytes | None:
         try:
-            return self._store.read(self._sign_of(holder))
+            return self._store.read(self._heartbeat_path(holder))
         except FileNotFoundError:
             return None
 
-    def _sign_of(self, holder: str) -> RemotePath:
+    def _heartbeat_path(self, holder: str) -> RemotePath:
         return self._folder / f"{LOCK}-{holder}"
 
 
 def _machine() -> str:
-    """Return a name for this boot of this machine and the namespace of its process numbers; "" if it has none."""
+    """Return an id of this boot of this machine and of the namespace of process numbers; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -155,7 +157,7 @@ def _machine() -> str:
 
 
 def _start_of(process: int) -> str:
-    """Return when a process of this machine started, in ticks since the boot; "" if it is gone."""
+    """Return the start time of a process on this machine, in ticks since the boot; "" if it has ended."""
     try:
         state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of local directories, by the calls of the system."""
+"""The `Storage` of local file systems."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from dualpipe.runtime.storage.protocol import Ranges, ReadInto
 
 
 class LocalStorage:
-    """A `Storage` of the local file systems."""
-
-    can_rename = True
+    """File operations by system calls."""
 
     def write(self, path: Path, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
         """Write a new file and flush it to the disk."""
@@ -34,7 +32,7 @@ class LocalStorage:
 
     @contextmanager
     def open_ranges(self, path: Path, ranges: Ranges) -> Iterator[ReadInto]:
-        """Open a file to read from any offset; `ranges` is not needed."""
+        """Open a file to read from any offset. Does not use `ranges`."""
         with open(path, "rb", buffering=0) as file:
             descriptor = file.fileno()
             yield lambda buffer, start: os.preadv(descriptor, [buffer], start)
@@ -44,7 +42,7 @@ class LocalStorage:
         return checksum_of(path, algorithm)
 
     def names(self, folder: Path) -> Iterator[str]:
-        """Yield the names in a directory; none if it does not exist."""
+        """Yield the names in a directory; nothing if it does not exist."""
         try:
             yield from (path.name for path in folder.iterdir())
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Locations: a `Path` on this machine's file systems, or the URL of a place in a store that fsspec reaches."""
+"""Locations: a `Path` of a local file system, or a URL of a store that fsspec reaches."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")  # `Path` drops one of the
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """A place in a store, such as s3://bucket/run. Has the part of `Path`'s interface that needs no access.
+    """A URL such as s3://bucket/run, with the part of `Path`'s interface that needs no access to the store.
 
-    It is no `PathLike`: code for local files raises a TypeError on it and creates no folder called "s3:".
+    Not a `PathLike`: code for local files raises TypeError instead of making a folder called "s3:".
 
     Args:
-        protocol: name of the store's kind in fsspec, such as "s3" or "file".
+        protocol: fsspec's name for the kind of store, such as "s3" or "file".
         key: the rest of the URL, without a slash at its end.
     """
 
@@ -39,7 +39,7 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """The place that contains this one."""
+        """The URL without its last component."""
         return RemotePath(self.protocol, self.key.rpartition("/")[0])
 
 
@@ -72,7 +72,7 @@ def absolute(location: Location) -> Location:
 
 
 def resolve(location: Location) -> Location:
-    """Return the location with all symbolic links followed; URLs have none."""
+    """Return the location with symbolic links resolved; URLs have none."""
     return location if isinstance(location, RemotePath) else location.resolve()
 
 

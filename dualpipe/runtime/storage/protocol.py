@@ -1,4 +1,4 @@
-"""The operations that checkpoints need from a place, local or remote."""
+"""The interface `Storage`: the file operations that checkpoints need, local or remote."""
 
 from __future__ import annotations
 
@@ -13,19 +13,17 @@ Ranges = Callable[[], Iterable[tuple[int, int]]]  # start and size of every rang
 
 
 class Storage(Protocol):
-    """File operations. Every one raises OSError if it fails, and FileNotFoundError if there is no such file."""
-
-    can_rename: bool  # a directory gets another name in one step that other processes see whole or not at all
+    """File operations. All raise FileNotFoundError if there is no such file, and OSError for other failures."""
 
     def write(self, path: Any, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
-        """Write a file; return its size and checksum. On return it is as safe as the place makes it.
+        """Write a file; return its size and checksum. On return it is as durable as the storage makes it.
 
         pieces: may be iterated several times, once for each attempt.
         """
         ...
 
     def size(self, path: Any) -> int:
-        """Return the size of a file, in bytes; raise ValueError for what is no plain file."""
+        """Return the size of a file, in bytes; raise ValueError if it is not a plain file."""
         ...
 
     def read(self, path: Any) -> bytes:
@@ -35,7 +33,7 @@ class Storage(Protocol):
     def open_ranges(self, path: Any, ranges: Ranges) -> AbstractContextManager[ReadInto]:
         """Open a file to read byte ranges of it.
 
-        ranges: those that will be read, in order. A remote store joins near ones in one request.
+        ranges: the ranges that will be read, in order. A remote store reads near ones in one request.
         """
         ...
 
@@ -44,7 +42,7 @@ class Storage(Protocol):
         ...
 
     def names(self, folder: Any) -> Iterator[str]:
-        """Yield the names of files and folders in a folder. A remote store may list late: too few, or deleted ones."""
+        """Yield the names in a folder. A remote store may list late: new names may be missing, deleted ones there."""
         ...
 
     def delete(self, path: Any) -> None:

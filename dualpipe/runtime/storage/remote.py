@@ -1,10 +1,10 @@
-"""Objects of a store that fsspec reaches: written in one stream, read by ranges, and retried a few times.
+"""The `Storage` of stores that fsspec reaches: streamed writes, reads of byte ranges, and retries.
 
-Nothing here needs a rename, an append, or a listing that is up to date. An object is there for others from the moment
-that its stream is closed. A read by key sees what was written before: so it is in S3, GCS and Azure.
+Needs no rename, no append and no up-to-date listing. Others see an object once its stream is closed. A read by key must
+see what was written before, as it does in S3, GCS and Azure.
 
-Errors that may pass, such as a timeout, are retried `_ATTEMPTS` times, which takes 8 s. After that an OSError says what
-was done, how often, and the last reason.
+An error that may pass, such as a timeout, is retried: `_ATTEMPTS` attempts in 8 s. The final OSError names the action,
+the number of attempts and the last reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ATTEMPTS = 5
 _FIRST_PAUSE = 0.5  # seconds, which double with every attempt
 _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError,
               NotImplementedError)
-_PIECE = 2**22  # bytes that are hashed and handed on at a time
+_CHUNK = 2**22  # bytes that are hashed and handed on at a time
 _BLOCK = 2**26  # bytes that fsspec holds before it uploads them: S3 takes 10,000 blocks of an object, so 640 GB
 _REQUEST = 2**23  # bytes of one request; a window has several at once
 _WINDOW = 2**26  # bytes in memory of a file that is read
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class _StoreError(Exception):
-    """Carries an error of the store out of the reach of `except` clauses for errors of the caller's own code."""
+    """Wraps an error of the store, so that `_retry` does not retry errors of its caller."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -42,7 +42,7 @@ class _StoreError(Exception):
 
 @contextmanager
 def _from_store() -> Iterator[None]:
-    """Mark errors that are raised inside as the store's."""
+    """Wrap errors that are raised inside of a `with` as `_StoreError`."""
     try:
         yield
     except Exception as error:
@@ -58,7 +58,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
     except ImportError:
-        raise ValueError(f"{path} is a URL, which takes fsspec, and fsspec is not installed; run pip install "
+        raise ValueError(f"{path} is a URL, which needs fsspec, but fsspec is not installed; run pip install "
                          "'dualpipe[remote]', or give a local directory") from None
     options = {"auto_mkdir": True} if path.protocol in ("file", "local") else {}
     try:
@@ -71,7 +71,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
 
 
 def _retry(path: RemotePath, action: str, call: Callable[[Any, str], T]) -> T:
-    """Return `call(file_system, name)`, after several attempts if need be.
+    """Return `call(file_system, name)`; retry errors that may pass.
 
     Args:
         path: the object.
@@ -80,7 +80,7 @@ def _retry(path: RemotePath, action: str, call: Callable[[Any, str], T]) -> T:
 
     Raises:
         FileNotFoundError: there is no such object.
-        OSError: all attempts failed, or one in a way that will not pass.
+        OSError: all attempts failed, or one with an error that does not pass.
     """
     for attempt in range(1, _ATTEMPTS + 1):
         try:
@@ -97,12 +97,10 @@ def _retry(path: RemotePath, action: str, call: Callable[[Any, str], T]) -> T:
 
 
 class RemoteStorage:
-    """A `Storage` of the stores that fsspec reaches."""
-
-    can_rename = False
+    """File operations by fsspec."""
 
     def write(self, path: RemotePath, pieces: Iterable[bytes | memoryview], checksum: str = "") -> Written:
-        """Write an object and ask the store for its size. Each attempt begins anew, with `pieces` from their start."""
+        """Write an object and ask the store for its size. Every attempt starts anew."""
         return _retry(path, "written", lambda file_system, name: _write_once(file_system, name, pieces, checksum))
 
     def size(self, path: RemotePath) -> int:
@@ -120,20 +118,20 @@ class RemoteStorage:
 
     @contextmanager
     def open_ranges(self, path: RemotePath, ranges: Ranges) -> Iterator[ReadInto]:
-        """Open an object for reading these ranges, in order; near ones are read in one request."""
-        yield _RangeReader(path, _joined(ranges()))
+        """Open an object to read `ranges` of it in order; near ones are read in one request."""
+        yield _RangeReader(path, _join_ranges(ranges()))
 
     def checksum(self, path: RemotePath, algorithm: str) -> str:
         """Read an object in windows; return its checksum."""
-        total = CHECKSUMS[algorithm]()
+        hasher = CHECKSUMS[algorithm]()
         size = self.size(path)
         for start in range(0, size, _WINDOW):
-            total.update(_read_window(path, start, min(start + _WINDOW, size)))
-        digest: str = total.hexdigest()
+            hasher.update(_read_window(path, start, min(start + _WINDOW, size)))
+        digest: str = hasher.hexdigest()
         return digest
 
     def names(self, folder: RemotePath) -> Iterator[str]:
-        """Yield what the store lists below a prefix; nothing if there is nothing."""
+        """Yield the names that the store lists directly below a prefix."""
 
         def list_once(file_system: Any, name: str) -> list[str]:
             with _from_store():
@@ -156,27 +154,27 @@ class RemoteStorage:
             _retry(path, "deleted", delete_once)
 
     def delete_folder(self, folder: RemotePath) -> None:
-        """Delete an empty folder of a store that has folders; of others, nothing."""
+        """Delete an empty folder, if the store has folders."""
         file_system, name = _connect(folder)
-        with suppress(Exception):  # what stores without folders raise differs
+        with suppress(Exception):  # stores without folders raise various errors
             file_system.rmdir(name)
 
 
 def _write_once(
     file_system: Any, name: str, pieces: Iterable[bytes | memoryview], checksum: str
 ) -> Written:
-    """Write an object in one stream. If that fails, the stream is never closed, which would complete the object."""
-    total = CHECKSUMS[checksum]() if checksum else None
+    """Write an object in one stream. After an error the stream is never closed, which would complete the object."""
+    hasher = CHECKSUMS[checksum]() if checksum else None
     size = 0
     with _from_store():
         out = file_system.open(name, "wb", block_size=_BLOCK)
     try:
         for piece in pieces:
             view = memoryview(piece)
-            for start in range(0, len(view), _PIECE):
-                part = view[start : start + _PIECE]
-                if total is not None:
-                    total.update(part)
+            for start in range(0, len(view), _CHUNK):
+                part = view[start : start + _CHUNK]
+                if hasher is not None:
+                    hasher.update(part)
                 size += len(part)
                 with _from_store():
                     out.write(part)
@@ -188,14 +186,14 @@ def _write_once(
     stored = _size_once(file_system, name)
     if stored != size:
         raise _StoreError(OSError(f"the store has {stored} bytes of {size}"))
-    return Written(size, "" if total is None else total.hexdigest())
+    return Written(size, "" if hasher is None else hasher.hexdigest())
 
 
 def _abandon(out: Any) -> None:
-    """Give up a stream. A stream that is merely dropped is closed by Python, and so completes the object."""
-    with suppress(Exception):  # some cannot; an object in part is no harm, as it is in no committed checkpoint
+    """Give up a stream: Python closes one that is only dropped, which would complete the object."""
+    with suppress(Exception):  # not all can discard; a partial object belongs to no committed checkpoint
         out.discard()
-    with suppress(AttributeError):  # files of some stores do not let it be set
+    with suppress(AttributeError):  # read-only in some stores
         out.closed = True
 
 
@@ -208,8 +206,8 @@ def _size_once(file_system: Any, name: str) -> int:
         return int(info["size"])
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return start and end of the spans that contain all ranges (start, size), which are in order."""
+def _join_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join near ranges (start, size), which are in order; return start and end of the spans that contain them."""
     spans: list[tuple[int, int]] = []
     for start, size in ranges:
         if spans and start - spans[-1][0] >= 0 and start - spans[-1][1] <= _GAP:
@@ -224,7 +222,7 @@ class _RangeReader:
 
     Args:
         path: the object.
-        spans: start and end of the spans, in the order that they are read in.
+        spans: start and end of the spans, in reading order.
     """
 
     def __init__(self, path: RemotePath, spans: list[tuple[int, int]]) -> None:
@@ -235,7 +233,7 @@ class _RangeReader:
         self._window = memoryview(b"")
 
     def __call__(self, buffer: memoryview, start: int) -> int:
-        """Fill the buffer from offset `start` on as far as the window goes; return the number of bytes."""
+        """Fill the buffer from offset `start`, up to the end of the window; return the number of bytes."""
         if not self._start <= start < self._start + len(self._window):
             self._advance(start, start + len(buffer))
         offset = start - self._start

@@ -21,7 +21,7 @@ def folder(tmp_path, monkeypatch):
 
 def test_one_at_a_time(folder, tmp_path):
     first = Lease(folder, 0.0)
-    with pytest.raises(ValueError, match=r"another job saves to object://.*; end it, or give each a directory"):
+    with pytest.raises(ValueError, match=r"another job saves to object://.*; end it, or give every job its own"):
         Lease(folder, 0.0)
     first.check()
     first.release()
