@@ -1,5 +1,8 @@
 """The operations of a `Storage`, the same for local files and for a store."""
 
+import subprocess
+import sys
+
 import pytest
 
 from dualpipe.runtime.files import CHECKSUMS
@@ -45,3 +48,28 @@ def test_what_is_no_plain_file(tmp_path):
     (tmp_path / "link").symlink_to("a")
     with pytest.raises(ValueError, match="link is not a plain file; refused"):
         storage_of(tmp_path).size(tmp_path / "link")
+
+
+LOCAL_ONLY = """
+import sys
+sys.modules["fsspec"] = None  # importing it raises
+import torch
+from dualpipe.checkpoint import Checkpoints, latest, load, verify
+from dualpipe.checkpoint.commands import check, clean, ls, show
+from dualpipe.train.trainer import Trainer
+folder = sys.argv[1]
+for kind in ("thread", "process"):
+    with Checkpoints(folder, kind=kind) as checkpoints:
+        checkpoints.save_async({"a": torch.ones(3)}, step=1)
+state = {"a": torch.zeros(3)}
+load(folder, state)
+assert state["a"].sum() == 3 and not verify(latest(folder))
+for command in (ls, check, show, clean):
+    list(command(folder))
+assert not [name for name in sys.modules if name.startswith("fsspec.")]
+"""
+
+
+def test_local_checkpoints_do_not_import_fsspec(tmp_path):
+    run = subprocess.run([sys.executable, "-P", "-c", LOCAL_ONLY, str(tmp_path)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
