@@ -92,7 +92,7 @@ CHECK: Arguments = {"path": dict(metavar="PATH", help=HUB)} | {
 } | MTP
 IMPORT: Arguments = {
     "source": dict(metavar="SRC", help=HUB),
-    "target": dict(metavar="DIR", help="the directory of a run's checkpoints"),
+    "target": dict(metavar="DIR", help="the directory of a run's checkpoints, or its URL"),
     **MTP,
 }
 EXPORT: Arguments = {

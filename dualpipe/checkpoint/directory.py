@@ -50,7 +50,7 @@ INDEX = "index.json"  # in a store: the saves below a URL, also those that a lis
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # scans while another job deletes old checkpoints and commits new ones
 
-P = TypeVar("P", Path, RemotePath)
+AnyPath = TypeVar("AnyPath", Path, RemotePath)
 
 
 class FoundCheckpoints(NamedTuple):
@@ -209,7 +209,7 @@ def step_of(path: Location) -> int:
     return int(match[1]) if match else -1
 
 
-class Retention(Generic[P]):
+class Retention(Generic[AnyPath]):
     """The complete checkpoints of a directory, and which of them are kept.
 
     Args:
@@ -218,17 +218,17 @@ class Retention(Generic[P]):
         keep_every: also keep checkpoints of steps that are multiples of this number.
     """
 
-    def __init__(self, path: P, keep_last: int | None, keep_every: int | None) -> None:
+    def __init__(self, path: AnyPath, keep_last: int | None, keep_every: int | None) -> None:
         self.anomaly = 0  # last step whose result may be wrong: the newest checkpoint before it is kept
         self._keep_last = keep_last
         self._keep_every = keep_every
         committed = scan(path).committed
         self._sequence = committed[0].manifest.sequence if committed else -1
         intact = [checkpoint.path for checkpoint in reversed(committed) if not checkpoint.find_damage()]
-        self._committed: list[P] = cast(list[P], intact)
+        self._committed: list[AnyPath] = cast(list[AnyPath], intact)
 
     @property
-    def newest(self) -> P | None:
+    def newest(self) -> AnyPath | None:
         """The complete checkpoint that was committed last."""
         return self._committed[-1] if self._committed else None
 
@@ -237,7 +237,7 @@ class Retention(Generic[P]):
         ignored = {resolve(path) for path in damaged}
         self._committed = [path for path in self._committed if resolve(path) not in ignored]
 
-    def _expired(self, step: int) -> list[P]:
+    def _expired(self, step: int) -> list[AnyPath]:
         """Return the checkpoints of other steps that `keep_last` and `keep_every` do not keep."""
         if not self._keep_last:
             return []
