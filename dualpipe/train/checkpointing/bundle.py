@@ -60,7 +60,7 @@ def write_bundle(
     first_run = {"loss": float(loss).hex(), "norm": float(values["grad_norm"]).hex()}
     loader = state.loader.state_dict() | {"step": step - 1}
     timeout = timedelta(seconds=config.parallel.timeout)
-    folder = Path(config.output.dir, BUNDLES)
+    folder = Path(config.output.dir, BUNDLES).absolute()
     with Checkpoints(folder, job.mesh, keep_last=MAX_BUNDLES, timeout=timeout, finite=False) as bundles:
         bundle = bundles.save(
             dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
