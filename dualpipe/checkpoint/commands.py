@@ -19,7 +19,7 @@ from dualpipe.checkpoint.tensors import bytes_in_file
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
-from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 
 
 def ls(path: StrLocation) -> Iterator[str]:

@@ -43,8 +43,8 @@ from dualpipe.checkpoint.manifest import (
 )
 from dualpipe.runtime.errors import raise_for
 from dualpipe.runtime.files import lock, replace_file, sync
-from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location, storage_of
-from dualpipe.runtime.storage.location import resolve
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location, resolve
 
 INDEX = "index.json"  # in a store: the saves below a URL, also those that a listing does not show yet
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")

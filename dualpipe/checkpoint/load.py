@@ -51,7 +51,8 @@ from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.storage import Location, StrLocation, as_location, storage_of
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, StrLocation, as_location
 from dualpipe.runtime.storage.protocol import ReadInto
 
 # The search for the nearest name is slow: at most so many names, each among fewer candidates than this.

@@ -30,7 +30,8 @@ from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.files import CHECKSUMS, Written, inode
-from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location, storage_of
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 
 FORMAT = 2  # version of the file format of a checkpoint, all its files together
 MANIFEST = "manifest.json"

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from dualpipe.runtime.errors import PipelineError, RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage import Location
+from dualpipe.runtime.storage.location import Location
 
 _ROUND_SECONDS = 5.0  # longest time between two rounds
 

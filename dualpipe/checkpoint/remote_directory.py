@@ -38,8 +38,8 @@ from dualpipe.checkpoint.manifest import (
     tensor_file_name,
     write_description,
 )
-from dualpipe.runtime.storage import Location, RemotePath
 from dualpipe.runtime.storage.lease import Lease, LeaseLost
+from dualpipe.runtime.storage.location import Location, RemotePath
 from dualpipe.runtime.storage.remote import RemoteStorage
 
 

@@ -38,7 +38,8 @@ from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage import Location, RemotePath, StrLocation, absolute, as_location, write_files
+from dualpipe.runtime.storage.choose import write_files
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, absolute, as_location
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _MAX_LOCK_WAIT = 10.0  # seconds that rank 0 waits for the directory, while the other ranks wait for rank 0

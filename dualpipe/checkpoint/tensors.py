@@ -22,7 +22,8 @@ from torch import Tensor
 
 from dualpipe.kernels.formats import Format
 from dualpipe.runtime.dtypes import SAFETENSORS_CODES, dtype_of_code
-from dualpipe.runtime.storage import Location, RemotePath, storage_of
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath
 from dualpipe.runtime.storage.protocol import ReadInto
 
 _LIKELY_HEADER = 2**20  # bytes that a first request for a remote header reads

@@ -15,7 +15,8 @@ from dualpipe.checkpoint.commands import check, clean, ls, show
 from dualpipe.checkpoint.directory import find, read_index, scan
 from dualpipe.checkpoint.manifest import MARKER
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.runtime.storage import RemotePath, as_location, lease, remote
+from dualpipe.runtime.storage import lease, remote
+from dualpipe.runtime.storage.location import RemotePath, as_location
 from native import Trainee, is_step, state_of, steps_in
 from object_store import FAULTS, kill_when, objects_in, set_faults
 from ranks import run_ranks

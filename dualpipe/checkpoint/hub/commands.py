@@ -31,7 +31,7 @@ from dualpipe.parallel.mesh import EXPERTS, TRAFFIC, Mesh
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 from dualpipe.schedule.types import v_placement
 
 

@@ -1,4 +1,4 @@
-"""Locations: a `Path` of a local file system, or a URL of a store that fsspec reaches."""
+"""Locations of checkpoints: `Location` is a `Path` or, for a URL, a `RemotePath`; `StrLocation` may be a string."""
 
 from __future__ import annotations
 

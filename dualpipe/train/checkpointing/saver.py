@@ -19,7 +19,7 @@ from dualpipe.models import HubConfig
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
-from dualpipe.runtime.storage import Location
+from dualpipe.runtime.storage.location import Location
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config

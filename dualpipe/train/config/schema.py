@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from dualpipe.runtime.storage import Location, as_location
+from dualpipe.runtime.storage.location import Location, as_location
 
 STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
 BYTES = "bytes"  # value of data.tokenizer: one token per byte

@@ -10,8 +10,7 @@ import torch
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import restart_count
-from dualpipe.runtime.storage import Location, as_location
-from dualpipe.runtime.storage.location import contains, resolve
+from dualpipe.runtime.storage.location import Location, as_location, contains, resolve
 from dualpipe.train.config.schema import Config
 
 

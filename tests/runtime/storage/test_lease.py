@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from dualpipe.runtime.storage import as_location, lease
+from dualpipe.runtime.storage import lease
 from dualpipe.runtime.storage.lease import LOCK, Lease, LeaseLost
+from dualpipe.runtime.storage.location import as_location
 from object_store import objects_in, set_faults
 
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from dualpipe.runtime.files import CHECKSUMS
-from dualpipe.runtime.storage import as_location, storage_of, write_files
+from dualpipe.runtime.storage.choose import storage_of, write_files
+from dualpipe.runtime.storage.location import as_location
 from object_store import set_faults
 
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe.runtime.storage import RemotePath, absolute, as_location
-from dualpipe.runtime.storage.location import contains, resolve
+from dualpipe.runtime.storage.location import RemotePath, absolute, as_location, contains, resolve
 
 
 def test_strings_with_a_protocol_are_urls():

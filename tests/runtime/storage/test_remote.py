@@ -4,7 +4,9 @@ import sys
 
 import pytest
 
-from dualpipe.runtime.storage import as_location, remote, storage_of
+from dualpipe.runtime.storage import remote
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import as_location
 from object_store import objects_in, set_faults
 
 
