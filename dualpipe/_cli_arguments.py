@@ -93,7 +93,7 @@ SHOW: Arguments = {
     "--document": dict(type=int, default=0, metavar="N", help="first document to print, from 0 (default: 0)"),
     "--count": dict(type=int, default=1, metavar="N", help="number of documents to print (default: 1)"),
 }
-CHECKPOINT: Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of checkpoints")}
+CHECKPOINT: Arguments = {"path": dict(metavar="PATH", help="a checkpoint, or a directory of checkpoints, or a URL")}
 HUB = "a directory with config.json and safetensors"
 MTP: Arguments = {
     "--mtp": dict(action="store_true", help="include layers for multi-token prediction, for a run with mtp.weight > 0"),
@@ -105,7 +105,7 @@ CHECK: Arguments = {"path": dict(metavar="PATH", help=HUB)} | {
 } | MTP
 IMPORT: Arguments = {
     "source": dict(metavar="SRC", help=HUB),
-    "target": dict(metavar="DIR", help="the directory of a run's checkpoints"),
+    "target": dict(metavar="DIR", help="the directory of a run's checkpoints, or its URL"),
     **MTP,
 }
 EXPORT: Arguments = {

@@ -253,10 +253,10 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _checkpoint(args: argparse.Namespace) -> None:
-    """List, verify or describe checkpoints."""
+    """List, verify, describe or clean up checkpoints."""
     from dualpipe.checkpoint import commands
 
-    functions = {"ls": commands.ls, "verify": commands.check, "show": commands.show}
+    functions = {"ls": commands.ls, "verify": commands.check, "show": commands.show, "clean": commands.clean}
     for line in functions[args.command](args.path):
         print(line)
 
@@ -389,6 +389,8 @@ _COMMANDS = {
         tables.CHECKPOINT),
     "checkpoint show": _Command(
         _checkpoint, "describe a checkpoint: its tensors, and how and by whom it was saved", tables.CHECKPOINT),
+    "checkpoint clean": _Command(
+        _checkpoint, "remove the unfinished saves of jobs that died", tables.CHECKPOINT),
     "hf check": _Command(
         _hf_check, "check that a checkpoint can be loaded; print its content, and the part that every rank reads "
         "(headers only)", tables.CHECK),

@@ -82,6 +82,7 @@ IN_PROCESS = {  # what is replaced, by what
     "dualpipe checkpoint ls out/checkpoints": {},
     "dualpipe checkpoint verify out/checkpoints": {},
     "dualpipe checkpoint show out/checkpoints/step-00000500": {"step-00000500": "step-00000000"},
+    "dualpipe checkpoint clean out/checkpoints": {},
     "dualpipe checkpoint ls out/mine/checkpoints": {"out/mine": "out"},
     "dualpipe hf export out/checkpoints OUT": {"OUT": "exported"},
     "dualpipe hf export out/mine/checkpoints out/mine/exported":

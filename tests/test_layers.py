@@ -212,6 +212,8 @@ ELSEWHERE = {
     "dualpipe/quantized/operators.py": "tests/quantized/test_tensor.py",
     "dualpipe/quantized/quantize_model.py": "tests/quantized/test_tensor.py",
     "dualpipe/quantized/registry.py": "tests/quantized/test_tensor.py",
+    "dualpipe/runtime/storage/choose.py": "tests/runtime/storage/test_local.py, for every kind of storage",
+    "dualpipe/runtime/storage/protocol.py": "tests/runtime/storage/test_local.py, for every kind of storage",
     "dualpipe/runtime/printing.py": "tests/test_cli.py and tests/train/test_metrics.py, which read what is printed",
     "dualpipe/train/export.py": "tests/train/test_hf.py",
     "dualpipe/train/parity_errors.py": "tests/train/test_parity.py and tests/train/model_parity/bf16/test_rounding.py",

@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[str, ...] | None] = {
     "dualpipe.parallel.context": None,
     "dualpipe.parallel.fsdp.forward_hooks": ("with_forward_hooks",),
     "dualpipe.checkpoint": None,
+    "dualpipe.runtime.storage.location": ("RemotePath",),
     "dualpipe.models": None,
     "dualpipe.hf": None,
     "dualpipe.quantized": None,

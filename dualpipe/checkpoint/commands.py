@@ -1,24 +1,28 @@
-"""`dualpipe checkpoint`: list the checkpoints of a directory, verify them, and show the contents of one."""
+"""`dualpipe checkpoint`: list the checkpoints of a directory, verify them, show one, and clean up after jobs that died.
+
+Every path may be a URL.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from math import prod
-from os import PathLike
-from pathlib import Path
 from typing import Any
 
-from dualpipe.checkpoint.directory import find, raise_none_complete
-from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, verify
+from dualpipe.checkpoint.directory import find, is_checkpoint, raise_none_complete, remote_saves
+from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, read_marker, verify
+from dualpipe.checkpoint.remote_directory import open_directory
 from dualpipe.checkpoint.tensors import bytes_in_file
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 
 
-def ls(path: str | PathLike[str]) -> Iterator[str]:
+def ls(path: StrLocation) -> Iterator[str]:
     """Yield a table with a line for each checkpoint, newest first, then damaged and unfinished ones.
 
     Checks the sizes of files. Reads no tensors.
@@ -26,7 +30,7 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
     Raises:
         ValueError: there is nothing to list at `path`.
     """
-    unfinished = sorted(Path(path).glob(".tmp-step-*"))
+    unfinished = _unfinished(as_location(path))
     checkpoints = find(path)
     if not (checkpoints.committed or checkpoints.damaged or unfinished):
         raise_none_complete(path, ())
@@ -46,7 +50,33 @@ def ls(path: str | PathLike[str]) -> Iterator[str]:
         yield f"{'-':>10}  not complete: {folder} is being written, or was left by a job that died"
 
 
-def check(path: str | PathLike[str]) -> Iterator[str]:
+def _unfinished(path: Location) -> list[Location]:
+    """Return the saves in a directory that are not committed."""
+    if isinstance(path, RemotePath):
+        return [*sorted(save for save in remote_saves(path) if read_marker(save) is None)]
+    return [*sorted(path.glob(".tmp-step-*"))]
+
+
+def clean(path: StrLocation) -> Iterator[str]:
+    """Remove the unfinished saves of jobs that died from a directory; yield a line for each.
+
+    Raises:
+        ValueError: there is nothing at `path`, it is a single checkpoint, or a job is saving there.
+    """
+    directory = as_location(path)
+    if is_checkpoint(directory):
+        raise ValueError(f"{directory} is one checkpoint; give the directory that holds it")
+    checkpoints = find(directory)
+    if not (checkpoints.committed or checkpoints.damaged or _unfinished(directory)):
+        raise_none_complete(directory, ())
+    with closing(open_directory(directory, None, None, patience=1.0)) as opened:
+        leftovers = opened.remove_unfinished(lambda: None)
+    for leftover in leftovers:
+        yield f"{leftover}: removed"
+    yield f"{directory}: {len(leftovers) or 'nothing'} removed"
+
+
+def check(path: StrLocation) -> Iterator[str]:
     """Read every byte of a checkpoint, or of all checkpoints in a directory, and yield a line for each.
 
     Raises:
@@ -67,7 +97,7 @@ def check(path: str | PathLike[str]) -> Iterator[str]:
     raise_for("these checkpoints are damaged and cannot be loaded:", problems)
 
 
-def show(path: str | PathLike[str]) -> Iterator[str]:
+def show(path: StrLocation) -> Iterator[str]:
     """Yield lines about the contents of a checkpoint, or of the newest one in a directory. Reads no tensors.
 
     Raises:
@@ -89,7 +119,7 @@ def show(path: str | PathLike[str]) -> Iterator[str]:
             yield f"  {name}  {tensor.shape}  {short_name(tensor.dtype)}" + (f"  ({uses})" if uses else "")
 
 
-def _newest_tensors(path: str | PathLike[str]) -> tuple[Checkpoint, dict[str, StoredTensor]]:
+def _newest_tensors(path: StrLocation) -> tuple[Checkpoint, dict[str, StoredTensor]]:
     """Return the checkpoint at `path`, or the newest in that directory, and its tensors by name."""
     while True:
         checkpoints = find(path)

@@ -13,11 +13,14 @@ At any moment, a name that begins with "step-" belongs to a complete checkpoint,
 ".del-" belongs to the holder of the lock, or to no process. A checkpoint is written under a temporary name, flushed,
 and renamed. Only then are others deleted, each renamed first. The newest checkpoint is the one that was committed last
 (the highest `sequence`), not the one of the highest step.
+
+`remote_directory` writes to object stores. The functions that find checkpoints serve both.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 import secrets
@@ -25,16 +28,29 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from os import PathLike
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Generic, NamedTuple, NoReturn, TypeVar, cast
 
-from dualpipe.checkpoint.manifest import MANIFEST, Checkpoint, Manifest, StoredTensor, UnknownLayout, write_description
+from dualpipe.checkpoint.manifest import (
+    MANIFEST,
+    Checkpoint,
+    Manifest,
+    StoredTensor,
+    UnknownLayout,
+    identity_of,
+    read_marker,
+    write_description,
+)
 from dualpipe.runtime.errors import raise_for
-from dualpipe.runtime.files import inode, lock, replace_file, sync
+from dualpipe.runtime.files import lock, replace_file, sync
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location, resolve
 
+INDEX = "index.json"  # in a store: the saves below a URL, also those that a listing does not show yet
 _NAME = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 _TRIES = 100  # scans while another job deletes old checkpoints and commits new ones
+
+AnyPath = TypeVar("AnyPath", Path, RemotePath)
 
 
 class FoundCheckpoints(NamedTuple):
@@ -44,11 +60,11 @@ class FoundCheckpoints(NamedTuple):
     """
 
     committed: list[Checkpoint]
-    damaged: dict[Path, str]
+    damaged: dict[Location, str]
     newer_release: str = ""
 
 
-def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
+def scan(directory: StrLocation) -> FoundCheckpoints:
     """Find the checkpoints of a directory: none if it does not exist.
 
     Repeats the scan if another job deletes or replaces a checkpoint in the meantime.
@@ -56,7 +72,7 @@ def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
     Raises:
         ValueError: `directory` is a file or cannot be read.
     """
-    directory = Path(directory)
+    directory = as_location(directory)
     for _ in range(_TRIES):
         checkpoints, is_stable = _scan_once(directory)
         if is_stable:
@@ -66,26 +82,60 @@ def scan(directory: str | PathLike[str]) -> FoundCheckpoints:
     return checkpoints
 
 
-def _scan_once(directory: Path) -> tuple[FoundCheckpoints, bool]:
+def _scan_once(directory: Location) -> tuple[FoundCheckpoints, bool]:
     """Read all manifests; return the checkpoints, unsorted, and False if one was deleted or replaced meanwhile."""
     try:
-        if not directory.exists():
-            return FoundCheckpoints([], {}), True
-        if not directory.is_dir():
-            raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
-        paths = [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+        if isinstance(directory, RemotePath):
+            return _read_all(path for path in remote_saves(directory) if read_marker(path) is not None)
+        return _read_all(_local_checkpoints(directory))
     except OSError as error:
         raise ValueError(f"{directory} cannot be read: {error}") from error
+
+
+def _local_checkpoints(directory: Path) -> list[Path]:
+    """Return the paths of a directory that have the name of a checkpoint."""
+    if not directory.exists():
+        return []
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is a file; give the directory that holds the checkpoints")
+    return [path for path in directory.iterdir() if _NAME.fullmatch(path.name)]
+
+
+def remote_saves(directory: RemotePath) -> list[RemotePath]:
+    """Return the saves below a URL, committed or not.
+
+    The index is read by its key, so it has every save that has begun. The listing finds them if the index is lost.
+    """
+    names = {*read_index(directory), *filter(_NAME.fullmatch, storage_of(directory).names(directory))}
+    return [directory / name for name in names]
+
+
+def read_index(directory: RemotePath) -> dict[str, int]:
+    """Return the saves in the index of a URL: their names, each with the number of ranks that write it.
+
+    Empty if there is no index, or only a part of one.
+    """
+    try:
+        content = json.loads(storage_of(directory).read(directory / INDEX))
+    except (FileNotFoundError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {name: ranks for name, ranks in content.items() if _NAME.fullmatch(name) and isinstance(ranks, int)}
+
+
+def _read_all(paths: Iterable[Location]) -> tuple[FoundCheckpoints, bool]:
+    """Read the manifests at these paths; return the same as `_scan_once`."""
     committed = []
     damaged = {}
     newer_release = ""
     is_stable = True
-    for path in sorted(paths, reverse=True):
-        node = inode(path)
+    for path in sorted(paths, key=str, reverse=True):
+        identity = identity_of(path)
         try:
             committed.append(Checkpoint.read(path))
         except ValueError as error:
-            if node is None or node != inode(path):
+            if identity is None or identity != identity_of(path):
                 # Deleted or replaced in the meantime: a newer one exists, perhaps since the names were listed.
                 is_stable = False
                 continue
@@ -95,33 +145,41 @@ def _scan_once(directory: Path) -> tuple[FoundCheckpoints, bool]:
     return FoundCheckpoints(committed, damaged, newer_release), is_stable
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Location) -> bool:
     """Return True if `path` is, or was, a single checkpoint and not a directory of checkpoints."""
-    return bool(_NAME.fullmatch(path.name)) or os.path.lexists(path / MANIFEST)
+    if _NAME.fullmatch(path.name):
+        return True
+    return read_marker(path) is not None if isinstance(path, RemotePath) else os.path.lexists(path / MANIFEST)
 
 
-def find(path: str | PathLike[str]) -> FoundCheckpoints:
+def find(path: StrLocation) -> FoundCheckpoints:
     """Find the one checkpoint at `path`, or all checkpoints of the directory `path`.
 
     Raises:
         ValueError: the checkpoint or the directory cannot be read.
     """
-    path = Path(path)
-    if not is_checkpoint(path):
-        return scan(path)
-    return FoundCheckpoints([Checkpoint.read(path.resolve())], {})  # links are followed: the caller named this one
+    path = as_location(path)
+    try:
+        if not is_checkpoint(path):
+            return scan(path)
+        return FoundCheckpoints([Checkpoint.read(resolve(path))], {})  # links are followed: the caller named this one
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def raise_none_complete(path: str | PathLike[str], damaged: Iterable[str]) -> NoReturn:
+def raise_none_complete(path: StrLocation, damaged: Iterable[str]) -> NoReturn:
     """Raise ValueError because `path` has no complete checkpoint.
 
     Args:
         damaged: problems of the damaged checkpoints. Empty: the message says why there are no checkpoints.
     """
     raise_for(f"{path} has no complete checkpoint:", damaged)
+    path = as_location(path)
+    if isinstance(path, RemotePath):
+        raise ValueError(f"{path} has no checkpoints; give the URL that a run saves to, or one checkpoint below it")
     if not os.path.lexists(path):
         raise ValueError(f"{path} does not exist")
-    inside = Path(path) / "checkpoints"
+    inside = path / "checkpoints"
     hint = f"give {inside}" if inside.is_dir() else "give the directory that a run saves to, or one checkpoint in it"
     raise ValueError(f"{path} has no checkpoints; {hint}")
 
@@ -129,7 +187,7 @@ def raise_none_complete(path: str | PathLike[str], damaged: Iterable[str]) -> No
 none_whole = raise_none_complete  # the former name
 
 
-def latest(directory: str | PathLike[str]) -> Path | None:
+def latest(directory: StrLocation) -> Location | None:
     """Return the checkpoint that was committed last, or None if the directory has none.
 
     Only manifests are read; `load` also goes back to an older checkpoint if files are damaged.
@@ -145,14 +203,57 @@ def latest(directory: str | PathLike[str]) -> Path | None:
     return None
 
 
-def step_of(path: Path) -> int:
+def step_of(path: Location) -> int:
     """Return the step in the name of a checkpoint, or -1 for any other name."""
     match = _NAME.fullmatch(path.name)
     return int(match[1]) if match else -1
 
 
-class Directory:
-    """The directory that a job saves its checkpoints to. Used on rank 0 only.
+class Retention(Generic[AnyPath]):
+    """The complete checkpoints of a directory, and which of them are kept.
+
+    Args:
+        path: the directory.
+        keep_last: number of newest checkpoints to keep. None: keep all.
+        keep_every: also keep checkpoints of steps that are multiples of this number.
+    """
+
+    def __init__(self, path: AnyPath, keep_last: int | None, keep_every: int | None) -> None:
+        self.anomaly = 0  # last step whose result may be wrong: the newest checkpoint before it is kept
+        self._keep_last = keep_last
+        self._keep_every = keep_every
+        committed = scan(path).committed
+        self._sequence = committed[0].manifest.sequence if committed else -1
+        intact = [checkpoint.path for checkpoint in reversed(committed) if not checkpoint.find_damage()]
+        self._committed: list[AnyPath] = cast(list[AnyPath], intact)
+
+    @property
+    def newest(self) -> AnyPath | None:
+        """The complete checkpoint that was committed last."""
+        return self._committed[-1] if self._committed else None
+
+    def ignore(self, damaged: Iterable[Location]) -> None:
+        """Exclude checkpoints from the `keep_last` that are kept. Each is deleted when its step is saved again."""
+        ignored = {resolve(path) for path in damaged}
+        self._committed = [path for path in self._committed if resolve(path) not in ignored]
+
+    def _expired(self, step: int) -> list[AnyPath]:
+        """Return the checkpoints of other steps that `keep_last` and `keep_every` do not keep."""
+        if not self._keep_last:
+            return []
+        others = [checkpoint for checkpoint in self._committed[:-1] if step_of(checkpoint) != step]
+        excess = max(0, len(others) - self._keep_last + 1)
+        before_anomaly = [checkpoint for checkpoint in self._committed if step_of(checkpoint) < self.anomaly]
+        expired = []
+        for checkpoint in others[:excess]:
+            is_multiple = self._keep_every is not None and step_of(checkpoint) % self._keep_every == 0
+            if not is_multiple and checkpoint not in before_anomaly[-1:]:
+                expired.append(checkpoint)
+        return expired
+
+
+class Directory(Retention[Path]):
+    """The local directory that a job saves its checkpoints to. Used on rank 0 only.
 
     Args:
         path: created with its parents if it does not exist.
@@ -167,8 +268,6 @@ class Directory:
 
     def __init__(self, path: Path, keep_last: int | None, keep_every: int | None, patience: float = 10.0) -> None:
         self.path = path
-        self._keep_last = keep_last
-        self._keep_every = keep_every
         self._lock = None
         try:
             _make_durable_directory(path)
@@ -176,20 +275,12 @@ class Directory:
             probe = path / f".tmp-step-{secrets.token_hex(4)}"
             probe.mkdir()
             probe.rmdir()
-            committed = scan(path).committed
+            super().__init__(path, keep_last, keep_every)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
                 raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
             raise
-        self._sequence = committed[0].manifest.sequence if committed else -1
-        self._committed = [checkpoint.path for checkpoint in reversed(committed) if not checkpoint.find_damage()]
-        self.anomaly = 0  # last step whose result may be wrong: the newest checkpoint before it is kept
-
-    @property
-    def newest(self) -> Path | None:
-        """The complete checkpoint that was committed last."""
-        return self._committed[-1] if self._committed else None
 
     def close(self) -> None:
         """Release the lock, so that other jobs can save to the directory."""
@@ -197,24 +288,34 @@ class Directory:
             self._lock.release()
         self._lock = None
 
-    def ignore(self, damaged: Iterable[Path]) -> None:
-        """Exclude checkpoints from the `keep_last` that are kept. Each is deleted when its step is saved again."""
-        ignored = {path.resolve() for path in damaged}
-        self._committed = [path for path in self._committed if path.resolve() not in ignored]
+    def remove_unfinished(self, report_progress: Callable[[], None]) -> list[Location]:
+        """Remove leftovers of jobs that died; return their paths.
 
-    def begin(self, step: int, report_progress: Callable[[], None]) -> Path:
+        report_progress: called repeatedly while files are deleted.
+        """
+        leftovers: list[Location] = []
+        for path in self.path.iterdir():
+            if path.name.startswith((".tmp-step-", ".del-step-")):
+                _remove(path, report_progress)
+                leftovers.append(path)
+        return leftovers
+
+    def begin(self, step: int, num_ranks: int, report_progress: Callable[[], None]) -> Path:
         """Remove leftovers of jobs that died, and make the temporary directory of a new checkpoint.
 
         Args:
             step: the step of the new checkpoint.
+            num_ranks: ranks that will write it.
             report_progress: called repeatedly while files are deleted.
         """
-        for path in self.path.iterdir():
-            if path.name.startswith((".tmp-step-", ".del-step-")):
-                _remove(path, report_progress)
+        self.remove_unfinished(report_progress)
         folder = self.path / f".tmp-step-{step:08}-{secrets.token_hex(4)}"
         folder.mkdir()
         return folder
+
+    def discard(self, folder: Path) -> None:
+        """Remove a temporary directory that was not committed; a committed one has another name."""
+        shutil.rmtree(folder, ignore_errors=True)
 
     def commit(
         self, folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor],
@@ -269,20 +370,6 @@ class Directory:
             self._committed[-1] = path
             self._update_latest(path)
         return path
-
-    def _expired(self, step: int) -> list[Path]:
-        """Return the checkpoints of other steps that `keep_last` and `keep_every` do not keep."""
-        if not self._keep_last:
-            return []
-        others = [checkpoint for checkpoint in self._committed[:-1] if step_of(checkpoint) != step]
-        excess = max(0, len(others) - self._keep_last + 1)
-        before_anomaly = [checkpoint for checkpoint in self._committed if step_of(checkpoint) < self.anomaly]
-        expired = []
-        for checkpoint in others[:excess]:
-            is_multiple = self._keep_every is not None and step_of(checkpoint) % self._keep_every == 0
-            if not is_multiple and checkpoint not in before_anomaly[-1:]:
-                expired.append(checkpoint)
-        return expired
 
     def _delete(self, checkpoint: Path, report_progress: Callable[[], None]) -> None:
         """Delete a checkpoint; warn if that fails. Renames it first: a partial one is never taken for complete."""

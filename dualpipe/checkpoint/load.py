@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby, takewhile
-from os import PathLike
-from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
@@ -38,7 +36,14 @@ from dualpipe.checkpoint.state import (
     restore_random,
     stage_numbers,
 )
-from dualpipe.checkpoint.tensors import Box, TensorHeader, block_rows, dtype_and_shape_in_file, read_box, read_header
+from dualpipe.checkpoint.tensors import (
+    Box,
+    TensorHeader,
+    block_rows,
+    dtype_and_shape_in_file,
+    read_box_with,
+    read_header,
+)
 from dualpipe.kernels.formats import Format
 from dualpipe.kernels.quantize import dequantize
 from dualpipe.quantized import QuantizedTensor
@@ -46,6 +51,9 @@ from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, StrLocation, as_location
+from dualpipe.runtime.storage.protocol import ReadInto
 
 # The search for the nearest name is slow: at most so many names, each among fewer candidates than this.
 _MAX_NEAREST = 20
@@ -56,21 +64,22 @@ _TRIES = 20  # attempts while another job deletes old checkpoints and commits ne
 class Loaded(NamedTuple):
     """The result of `load`, besides the tensors."""
 
-    path: Path
+    path: Location
     manifest: Manifest  # step, config, extra, layout, dtypes, versions
     random_restored: bool  # False: derived from seed, step and rank, because the layout differs
-    damaged: dict[Path, str]  # the newer checkpoints that were passed over, and their problems
+    damaged: dict[Location, str]  # the newer checkpoints that were passed over, and their problems
     allowed: tuple[str, ...]  # differences that `allow` permitted
 
 
-def load(path: str | PathLike[str], state: CheckpointState, *, mesh: DeviceMesh | None = None,
+def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None = None,
          allow: Sequence[str] = (), allow_at_start: Sequence[str] = (), seed: int = 0) -> Loaded:
     """Fill `state` in place and restore the random state of this rank. Collective over `mesh`.
 
     Args:
-        path: a checkpoint, or a directory of checkpoints. From a directory, loads the checkpoint that was committed
-            last and is undamaged; newer ones that are damaged are passed over with a warning and listed in the
-            result. Another job may save to the directory and delete old checkpoints in the meantime.
+        path: a checkpoint, or a directory of checkpoints; or the URL of either, from which every rank reads only the
+            byte ranges of its own part. From a directory, loads the checkpoint that was committed last and is
+            undamaged; newer ones that are damaged are passed over with a warning and listed in the result. Another job
+            may save to the directory and delete old checkpoints in the meantime.
         state: from `training_state`.
         mesh: from `build_mesh`; None: this process alone.
         allow: globs of names that may differ. A tensor that is missing on either side, or has another shape, stays
@@ -84,7 +93,7 @@ def load(path: str | PathLike[str], state: CheckpointState, *, mesh: DeviceMesh 
         RuntimeError: reading failed after that, for example because of a disk failure. The tensors are unusable then.
     """
     ranks = RankSync.of_mesh(mesh)
-    path = Path(path)
+    path = as_location(path)
     layout = mesh_layout(mesh)
     checkpoints = FoundCheckpoints([], {})
     has_begun_reading = False
@@ -124,7 +133,7 @@ class _LoadPlan(NamedTuple):
 
 
 def _load(
-    path: Path, checkpoints: FoundCheckpoints, state: CheckpointState, ranks: RankSync, layout: Mapping[str, int],
+    path: Location, checkpoints: FoundCheckpoints, state: CheckpointState, ranks: RankSync, layout: Mapping[str, int],
     allow: Sequence[str], allow_at_start: Sequence[str], seed: int,
 ) -> Loaded:
     """Load the newest intact checkpoint of `checkpoints`. The first half checks that it fits and changes nothing."""
@@ -158,10 +167,10 @@ def _load(
 
 
 def _choose_intact(
-    path: Path, checkpoints: FoundCheckpoints, ranks: RankSync
-) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Path, str]]:
+    path: Location, checkpoints: FoundCheckpoints, ranks: RankSync
+) -> tuple[Checkpoint, dict[str, StoredTensor], dict[Location, str]]:
     """Return the newest intact checkpoint, its tensors, and the problems of the newer ones. Ranks share the reading."""
-    damaged: dict[Path, str] = {}
+    damaged: dict[Location, str] = {}
     for checkpoint in checkpoints.committed:
         share = sorted(checkpoint.manifest.files)[ranks.rank :: ranks.size]
         problems = [line for lines in ranks.gather(partial(checkpoint.find_damage, share)) for line in lines]
@@ -251,9 +260,26 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
         headers = _read_headers(checkpoint, rank, stored, reads)
         reads.sort(key=lambda read: headers[read.name][2:])  # by file and position, for sequential reading
         for file, file_reads in groupby(reads, key=lambda read: headers[read.name].file):
-            with open(checkpoint.path / file, "rb", buffering=0) as opened:
-                for read in file_reads:
-                    _read_part(opened.fileno(), headers[read.name], stored[read.name].dtype, read, parts[read.name])
+            in_order = list(file_reads)
+            ranges = partial(_byte_ranges, in_order, headers, stored)
+            path = checkpoint.path / file
+            with storage_of(path).open_ranges(path, ranges) as read_into:
+                for read in in_order:
+                    _read_part(read_into, headers[read.name], stored[read.name].dtype, read, parts[read.name])
+
+
+def _byte_ranges(
+    reads: Iterable[_BoxRead], headers: Mapping[str, TensorHeader], stored: Mapping[str, StoredTensor]
+) -> list[tuple[int, int]]:
+    """Return start and size of the ranges of a file that these reads take, in order."""
+    ranges = []
+    for read in reads:
+        source = read.shared.relative_to(read.box)
+        dtype = stored[read.name].dtype
+        if isinstance(dtype, Format):
+            source = block_rows(source, dtype, read.box.shape[-1])
+        ranges += headers[read.name].byte_ranges(source)
+    return ranges
 
 
 def _read_headers(
@@ -274,29 +300,29 @@ def _read_headers(
 
 
 def _read_part(
-    descriptor: int, header: TensorHeader, dtype: torch.dtype | Format, read: _BoxRead, part: TensorPart
+    read_into: ReadInto, header: TensorHeader, dtype: torch.dtype | Format, read: _BoxRead, part: TensorPart
 ) -> None:
     """Read the intersection of a stored box with a part, and convert it from a format if the part is plain."""
     source = read.shared.relative_to(read.box)
     target = read.shared.relative_to(part.box)
     if not isinstance(dtype, Format):
-        read_box(descriptor, header, source, part.tensor[target.slices])
+        read_box_with(read_into, header, source, part.tensor[target.slices])
     elif part.quantized is not None:
         columns = read.box.shape[-1]
         target_rows = block_rows(target, dtype, columns)
-        read_box(descriptor, header, block_rows(source, dtype, columns), part.tensor[target_rows.slices])
+        read_box_with(read_into, header, block_rows(source, dtype, columns), part.tensor[target_rows.slices])
     else:
-        _read_dequantized(descriptor, header, dtype, read.box, source, part.tensor[target.slices])
+        _read_dequantized(read_into, header, dtype, read.box, source, part.tensor[target.slices])
 
 
 def _read_dequantized(
-    descriptor: int, header: TensorHeader, format: Format, box: Box, source: Box, out: Tensor
+    read_into: ReadInto, header: TensorHeader, format: Format, box: Box, source: Box, out: Tensor
 ) -> None:
     """Read the block rows that contain `source`, a region of a stored box, and dequantize the region into `out`."""
     columns = box.shape[-1]
     rows = block_rows(source, format, columns)
     data = torch.empty(rows.shape, dtype=torch.uint8, device="cpu")
-    read_box(descriptor, header, rows, data)
+    read_box_with(read_into, header, rows, data)
     start = rows.offsets[1] * format.block[0]
     num_rows = min(rows.shape[1] * format.block[0], box.shape[-2] - start)
     values = dequantize(data, format, num_rows, columns)
@@ -306,7 +332,7 @@ def _read_dequantized(
 
 
 def _compare(
-    ranks: RankSync, path: Path, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart],
+    ranks: RankSync, path: Location, stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorPart],
     allow: Sequence[str],
 ) -> tuple[str, ...]:
     """Return a line for each allowed difference, the same on all ranks; raise ValueError for all others."""
@@ -363,7 +389,7 @@ def _nearest_names(missing: set[str], unexpected: set[str], stored: Sequence[str
 
 
 def _check_stage_numbers(
-    path: Path, stored: Mapping[str, StoredTensor], missing: set[str], unexpected: set[str]
+    path: Location, stored: Mapping[str, StoredTensor], missing: set[str], unexpected: set[str]
 ) -> None:
     """Raise ValueError if checkpoint and model have names with the numbers of different stages."""
     saved = stage_numbers(stored)

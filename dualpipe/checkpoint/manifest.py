@@ -4,6 +4,9 @@ manifest.json has the step, the layout and versions, and the size and checksum o
 dtype and shape of each tensor and the boxes that it is stored in, each with the rank that wrote it; the headers of that
 rank's files say where in them a box is. Files of a checkpoint are untrusted: everything is checked before it is used,
 and no path leads out of the directory.
+
+In a remote store, which cannot rename a directory, a checkpoint also has a marker, the object `COMMITTED`, with the
+SHA-256 of manifest.json. It is written last and deleted first: a checkpoint without its marker does not exist.
 """
 
 from __future__ import annotations
@@ -11,13 +14,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import stat
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from math import prod
-from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,11 +29,15 @@ from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
 from dualpipe.runtime.dtypes import dtype_of, short_name
-from dualpipe.runtime.files import CHECKSUMS, Written, checksum_of, inode, write_file
+from dualpipe.runtime.files import CHECKSUMS, Written, inode
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 
 FORMAT = 2  # version of the file format of a checkpoint, all its files together
 MANIFEST = "manifest.json"
 TENSORS = "tensors.json"
+MARKER = "COMMITTED"  # of a remote checkpoint
+_MARKER_SIZE = 65  # a SHA-256 in hexadecimal and the end of the line
 RANDOM = "random"  # metadata key in the first file of a rank: its random state, as JSON
 
 
@@ -73,27 +78,21 @@ class UnknownLayout(ValueError):
 class Checkpoint(NamedTuple):
     """A committed checkpoint."""
 
-    path: Path
+    path: Location
     manifest: Manifest
 
     @classmethod
-    def read(cls, path: str | PathLike[str]) -> Checkpoint:
+    def read(cls, path: StrLocation) -> Checkpoint:
         """Read the manifest of the checkpoint at `path`.
 
         Raises:
             UnknownLayout: the checkpoint is from a later release.
             ValueError: there is no complete checkpoint, or its manifest cannot be read or is damaged.
+            OSError: the store of a URL cannot be reached, so it is unknown if there is a checkpoint.
         """
-        path = Path(path)
+        path = as_location(path)
         file = path / MANIFEST
-        try:
-            if path.is_symlink() and path.resolve().parent != path.parent.resolve():
-                raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
-            if not file.is_file() or file.is_symlink():
-                raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
-            text = file.read_text(encoding="utf-8", errors="replace")  # the checksum detects replaced characters
-        except OSError as error:  # from the disk, or missing permissions
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        text = _read_remote_manifest(path) if isinstance(path, RemotePath) else _read_local_manifest(path)
         try:
             manifest = _parse_manifest(text)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -103,11 +102,12 @@ class Checkpoint(NamedTuple):
 
     def still_exists(self) -> bool:
         """Return True if the checkpoint was neither deleted nor replaced by another of its step since it was read."""
-        node = inode(self.path)
+        identity = identity_of(self.path)
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence
         except ValueError:
-            return node is not None and node == inode(self.path)  # damaged, but not being replaced at this moment
+            # Damaged, but not being replaced at this moment.
+            return identity is not None and identity == identity_of(self.path)
 
     def find_damage(self, names: Iterable[str] | None = None) -> list[str]:
         """Check the files of the checkpoint and return a line for each problem.
@@ -115,6 +115,9 @@ class Checkpoint(NamedTuple):
         Args:
             names: files to read and compare with their checksums. None: check that all files exist with the right
                 size, without reading them.
+
+        Raises:
+            OSError: the store of a URL cannot be reached.
         """
         problems = []
         for name in self.manifest.files if names is None else names:
@@ -131,17 +134,20 @@ class Checkpoint(NamedTuple):
         """Return the problem with a file, or "" if there is none."""
         file = self.path / name
         expected = self.manifest.files[name]
+        storage = storage_of(file)
         try:
-            status = file.lstat()
-            if not stat.S_ISREG(status.st_mode):
-                return f"{file} is not a plain file; refused"
-            if status.st_size != expected.size:
-                return f"{file} has {status.st_size} bytes, expected {expected.size}"
-            if compare_checksum and checksum_of(file, self.manifest.checksum) != expected.checksum:
+            size = storage.size(file)
+            if size != expected.size:
+                return f"{file} has {size} bytes, expected {expected.size}"
+            if compare_checksum and storage.checksum(file, self.manifest.checksum) != expected.checksum:
                 return f"{file} is damaged: its checksum differs from the one in {MANIFEST}"
         except FileNotFoundError:
             return f"{file} is missing"
+        except ValueError as error:
+            return str(error)
         except OSError as error:
+            if isinstance(file, RemotePath):  # a store that cannot be reached is no damage
+                raise
             return f"{file} cannot be read: {error}"
         return ""
 
@@ -156,7 +162,7 @@ class Checkpoint(NamedTuple):
         file = self.path / TENSORS
         stored = {}
         try:
-            for name, (dtype, shape, boxes) in json.loads(file.read_text(encoding="utf-8")).items():
+            for name, (dtype, shape, boxes) in json.loads(storage_of(file).read(file).decode("utf-8")).items():
                 stored[name] = _parse_tensor(name, dtype, shape, boxes, self.manifest.files)
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             return {}, [f"{file} cannot be read: {error}"]
@@ -164,6 +170,55 @@ class Checkpoint(NamedTuple):
         if gaps:
             return {}, [f"{file}: {gaps[0]}"]
         return stored, []
+
+
+def _read_local_manifest(path: Path) -> str:
+    """Return the text of manifest.json; raise ValueError if it cannot be read."""
+    file = path / MANIFEST
+    try:
+        if path.is_symlink() and path.resolve().parent != path.parent.resolve():
+            raise ValueError(f"{path} is a link out of its directory; give {path.resolve()} if that is meant")
+        if not file.is_file() or file.is_symlink():
+            raise ValueError(f"{path} has no {MANIFEST}, so it is no complete checkpoint")
+        return file.read_text(encoding="utf-8", errors="replace")  # the checksum detects replaced characters
+    except OSError as error:  # from the disk, or missing permissions
+        raise ValueError(f"{path} cannot be read: {error}") from error
+
+
+def _read_remote_manifest(path: RemotePath) -> str:
+    """Return the text of manifest.json; raise ValueError if the checkpoint is not committed or it is damaged."""
+    marker = read_marker(path)
+    if marker is None:
+        raise ValueError(f"{path} has no {MARKER}, so it is no complete checkpoint")
+    try:
+        content = storage_of(path).read(path / MANIFEST)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is damaged: it has a {MARKER} and no {MANIFEST}") from None
+    if marker != marker_for(content):
+        raise ValueError(f"{path / MANIFEST} is damaged: its content does not match {MARKER}")
+    return content.decode("utf-8", errors="replace")
+
+
+def read_marker(path: RemotePath) -> bytes | None:
+    """Return the marker of a remote checkpoint, or None if the checkpoint is not committed.
+
+    A marker that is too short commits nothing: its job died while writing, in a store that shows incomplete objects.
+    """
+    try:
+        marker = storage_of(path).read(path / MARKER)
+    except FileNotFoundError:
+        return None
+    return marker if len(marker) == _MARKER_SIZE else None
+
+
+def marker_for(manifest: bytes) -> bytes:
+    """Return the marker that commits a checkpoint with this content of manifest.json."""
+    return f"{hashlib.sha256(manifest).hexdigest()}\n".encode()
+
+
+def identity_of(path: Location) -> object | None:
+    """Return a value that differs for a later checkpoint of the same name; None if there is no checkpoint."""
+    return read_marker(path) if isinstance(path, RemotePath) else inode(path)
 
 
 def _parse_manifest(text: str) -> Manifest:
@@ -189,7 +244,7 @@ def _parse_manifest(text: str) -> Manifest:
     return manifest
 
 
-def _check_manifest(file: Path, manifest: Manifest) -> None:
+def _check_manifest(file: Location, manifest: Manifest) -> None:
     """Raise ValueError for file names that lead out, missing files, and features that this release lacks."""
     for name in manifest.files:
         if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
@@ -236,7 +291,7 @@ def _has_whole_blocks(format: Format, shape: Sequence[int], offsets: Sequence[in
     return has_all_columns and first % format.block[0] == 0 and (end % format.block[0] == 0 or end == shape[-2])
 
 
-def verify(path: str | PathLike[str]) -> list[str]:
+def verify(path: StrLocation) -> list[str]:
     """Read every byte of the checkpoint at `path` and return a line for each problem.
 
     An empty list means that the checkpoint is intact and can be loaded.
@@ -252,14 +307,19 @@ def verify(path: str | PathLike[str]) -> list[str]:
     return problems
 
 
-def write_description(folder: Path, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> None:
-    """Write tensors.json and manifest.json, the last two files of a checkpoint. Both are on the disk on return."""
+def write_description(folder: Location, manifest: Manifest, stored: Mapping[str, StoredTensor]) -> bytes:
+    """Write tensors.json and manifest.json, the last two files of a checkpoint; return the content of manifest.json.
+
+    Both are on the disk on return.
+    """
+    storage = storage_of(folder)
     entries = {name: (_dtype_name(tensor.dtype), tensor.shape, [(*box, rank) for box, rank in tensor.boxes.items()])
                for name, tensor in stored.items()}
-    written = write_file(folder / TENSORS, [json.dumps(entries).encode()], manifest.checksum)
+    written = storage.write(folder / TENSORS, [json.dumps(entries).encode()], manifest.checksum)
     body = dataclasses.asdict(manifest) | {"files": dict(sorted({**manifest.files, TENSORS: written}.items()))}
-    content = {"format": FORMAT, "sha256": _digest(body), "manifest": body}
-    write_file(folder / MANIFEST, [json.dumps(content, indent=1).encode()])
+    content = json.dumps({"format": FORMAT, "sha256": _digest(body), "manifest": body}, indent=1).encode()
+    storage.write(folder / MANIFEST, [content])
+    return content
 
 
 def _digest(body: Any) -> str:

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from dualpipe.runtime.errors import PipelineError, RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage.location import Location
 
 _ROUND_SECONDS = 5.0  # longest time between two rounds
 
@@ -42,8 +42,8 @@ class PendingSave:
 
     def __init__(self, step: int, ranks: RankSync, timeout: float) -> None:
         self.step = step
-        self.ended: Future[Path] = Future()  # the path or the error, even if the work on this rank never ends
-        self.folder: Path | None = None  # temporary directory, on rank 0
+        self.ended: Future[Location] = Future()  # the path or the error, even if the work on this rank never ends
+        self.folder: Location | None = None  # folder or URL that it is written to, on rank 0
         self.refused = ""  # reason that it may not be committed any more
         self._ranks = ranks
         self._timeout = timeout
@@ -151,7 +151,7 @@ class PendingSave:
         if is_free:
             self._committing.release()
 
-    def end(self, outcome: Path | BaseException) -> None:
+    def end(self, outcome: Location | BaseException) -> None:
         """Complete `ended` with the path or the error. Only the first call has an effect."""
         if isinstance(outcome, RankLost):  # the saving thread may learn of the loss much later
             self._recorder.lost = self._recorder.lost or str(outcome)

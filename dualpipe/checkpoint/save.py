@@ -1,25 +1,23 @@
 """Save checkpoints of a run: at once, or in the background while training continues.
 
-    with Checkpoints("run/checkpoints", mesh, keep_last=3) as checkpoints:
+    with Checkpoints("run/checkpoints", mesh, keep_last=3) as checkpoints:  # or "s3://bucket/run"
         ...
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
 Every rank calls the same methods in the same order. A failure on one rank raises on all of them. `pending` describes
-how ranks wait for each other, `directory` the files on disk, and `state` their contents.
+how ranks wait for each other, `directory` the files on disk, `remote_directory` those in a store, and `state` their
+contents.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from os import PathLike
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
@@ -27,9 +25,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.checkpoint.assign import Offer, agree_on_writers
-from dualpipe.checkpoint.directory import Directory
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, mesh_layout, tensor_file_name
 from dualpipe.checkpoint.pending import PendingSave, SaveAbandoned
+from dualpipe.checkpoint.remote_directory import open_directory
 from dualpipe.checkpoint.snapshot import SaveRequest, Snapshot
 from dualpipe.checkpoint.state import CheckpointState, find_non_finite
 from dualpipe.checkpoint.tensors import NewFile, lay_out, storable
@@ -37,14 +35,16 @@ from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.files import CHECKSUMS, Written, report_writes, write_files
+from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage.choose import write_files
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, absolute, as_location
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _MAX_LOCK_WAIT = 10.0  # seconds that rank 0 waits for the directory, while the other ranks wait for rank 0
 
-WriteFiles = Callable[[Path], dict[str, Written]]  # writes this rank's files to a folder
+WriteFiles = Callable[[Location], dict[str, Written]]  # writes this rank's files to a folder
 
 
 class CheckpointError(OSError):
@@ -65,7 +65,7 @@ class _RankReport(NamedTuple):
     step: int
     is_as_planned: bool  # its offers are those of the current write plan
     non_finite: list[str]
-    newest: Path | None  # newest complete checkpoint, on rank 0
+    newest: Location | None  # newest complete checkpoint, on rank 0
 
 
 class Checkpoints:
@@ -74,7 +74,8 @@ class Checkpoints:
     Constructing is collective over `mesh`, in the main thread.
 
     Args:
-        directory: receives the checkpoints. Created if it does not exist.
+        directory: receives the checkpoints; created if it does not exist. Or a URL that fsspec knows, such as
+            "s3://bucket/run".
         mesh: from `build_mesh`; None: this process alone.
         kind: writer of background saves. Both kinds block training during the copy to host memory (15 ms for 200 MB on
             a CPU). "thread" needs nothing else, but shares the interpreter with training. "process" starts another
@@ -92,7 +93,7 @@ class Checkpoints:
     """
 
     def __init__(
-        self, directory: str | PathLike[str], mesh: DeviceMesh | None = None, *,
+        self, directory: StrLocation, mesh: DeviceMesh | None = None, *,
         kind: Literal["thread", "process"] = "thread", keep_last: int | None = None, keep_every: int | None = None,
         checksum: Literal["xxh3_128", "sha256"] = "xxh3_128", timeout: timedelta = timedelta(minutes=10),
         finite: bool = True,
@@ -104,7 +105,10 @@ class Checkpoints:
         for name, number in (("keep_last", keep_last), ("keep_every", keep_every)):
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise ValueError(f"{name} must be at least 1, or None to keep all; got {number}")
-        self.directory = Path(directory).absolute()
+        self.directory = absolute(as_location(directory))
+        if isinstance(self.directory, RemotePath) and self.directory.protocol == "memory" and kind == "process":
+            raise ValueError(f"{self.directory} is in the memory of this process, where kind='process' cannot write; "
+                             "give kind='thread', or another directory")
         self._kind = kind
         self._checksum = checksum
         self._finite = finite
@@ -127,18 +131,19 @@ class Checkpoints:
         self._abandoned: PendingSave | None = None  # last save, if its writer may still be running
         self._abandoned_patience = 1.0  # seconds to wait for that writer in `close`
         self._is_open = True
-        self._target: Any = None  # a Directory, on rank 0
+        self._target: Any = None  # a Directory or RemoteDirectory, on rank 0
         lock_wait = min(_MAX_LOCK_WAIT, self._timeout / 2)
         try:
             self._target = self._ranks.agree(
-                lambda: Directory(self.directory, keep_last, keep_every, lock_wait) if self._ranks.rank == 0 else None
+                lambda: open_directory(self.directory, keep_last, keep_every, lock_wait) if self._ranks.rank == 0
+                else None
             )
         except BaseException:
             self.close()
             raise
 
     def save(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
-             extra: Any = None) -> Path:
+             extra: Any = None) -> Location:
         """Write a checkpoint and return its path. On return, it is on the disk and committed. Collective.
 
         Args:
@@ -182,7 +187,7 @@ class Checkpoints:
         self._executor.submit(write_in_background)
         self._pending = pending
 
-    def wait(self) -> Path | None:
+    def wait(self) -> Location | None:
         """Wait for the save in progress and return its path, or None if there is none.
 
         Raises what `save` would have raised, on all ranks; once, so that a run may continue and save again.
@@ -204,14 +209,15 @@ class Checkpoints:
         finally:
             is_idle = self._abandoned is None or self._is_idle(self._abandoned_patience)
             self._executor.shutdown(wait=is_idle, cancel_futures=not is_idle)
-            if self._target is not None:
-                self._target.close()
+            target = self._target
+            if target is not None:
+                target.close()
             if is_idle:  # else the writer that hangs may still use them
                 self._memory.close()
                 if self._group is not None:
                     dist.destroy_process_group(self._group)
             elif self._abandoned is not None and self._abandoned.folder is not None:
-                shutil.rmtree(self._abandoned.folder, ignore_errors=True)
+                target.discard(self._abandoned.folder)
             self._target = None
             self._group = None
             self._is_open = False
@@ -230,7 +236,7 @@ class Checkpoints:
 
     anomaly = keep_before_anomaly  # the former name
 
-    def ignore(self, damaged: Iterable[Path]) -> None:
+    def ignore(self, damaged: Iterable[Location]) -> None:
         """Exclude damaged checkpoints, such as `Loaded.damaged`, from the `keep_last` that are kept."""
         if self._target is not None:
             self._target.ignore(damaged)
@@ -268,7 +274,7 @@ class Checkpoints:
             message = f"the checkpoint of step {step} was not saved to {self.directory}: {error}"
             raise CheckpointError(message) from error
 
-    def _begin(self, request: SaveRequest, *, is_staged: bool) -> tuple[PendingSave, Callable[[], Path]]:
+    def _begin(self, request: SaveRequest, *, is_staged: bool) -> tuple[PendingSave, Callable[[], Location]]:
         """Agree on the content of a checkpoint; return the save and a function that writes and commits it.
 
         is_staged: copy the tensors to host memory first.
@@ -347,23 +353,24 @@ class Checkpoints:
     def _write(
         self, pending: PendingSave, manifest: Manifest, names: Sequence[str], stored: Mapping[str, StoredTensor],
         write: WriteFiles,
-    ) -> Path:
+    ) -> Location:
         """Write this rank's files; rank 0 commits when all ranks have written theirs. Return the checkpoint's path.
 
         names: the tensors that this rank writes. stored: all tensors, on rank 0.
         """
         ranks = self._ranks
+        target = self._target
         recorder = Recorder.current()
 
-        def begin() -> Path:
-            pending.folder = self._target.begin(manifest.step, pending.report_progress)
+        def begin() -> Location:
+            pending.folder = self._target.begin(manifest.step, ranks.size, pending.report_progress)
             return pending.folder
 
         def write_own_files() -> dict[str, Written]:
             with recorder.doing("write", f"{tensor_file_name(ranks.rank)} of step {manifest.step}"):
                 return write(folder)
 
-        def commit() -> Path:
+        def commit() -> Location:
             complete = dataclasses.replace(
                 manifest, saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 files={name: file for rank_files, _ in written for name, file in rank_files.items()},
@@ -379,12 +386,12 @@ class Checkpoints:
             written = ranks.collect((files, dtypes)) or []
             return pending.first(commit)
         finally:
-            if pending.folder is not None:  # after a commit, it has another name
-                shutil.rmtree(pending.folder, ignore_errors=True)
+            if pending.folder is not None:
+                target.discard(pending.folder)  # not if it was committed
 
 
-def save(directory: str | PathLike[str], state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,
-         plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Path:
+def save(directory: StrLocation, state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,
+         plan: DTypePlan | None = None, config: Any = None, extra: Any = None) -> Location:
     """Write one checkpoint to a directory and return its path, like `Checkpoints.save`."""
     with Checkpoints(directory, mesh) as checkpoints:
         return checkpoints.save(state, step=step, plan=plan, config=config, extra=extra)

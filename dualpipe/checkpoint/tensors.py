@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -21,6 +22,12 @@ from torch import Tensor
 
 from dualpipe.kernels.formats import Format
 from dualpipe.runtime.dtypes import SAFETENSORS_CODES, dtype_of_code
+from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.location import Location, RemotePath
+from dualpipe.runtime.storage.protocol import ReadInto
+
+_LIKELY_HEADER = 2**20  # bytes that a first request for a remote header reads
+_LONGEST_HEADER = 10**8  # what safetensors accepts
 
 
 class Box(NamedTuple):
@@ -101,13 +108,49 @@ class TensorHeader(NamedTuple):
         return prod(self.shape) * self.dtype.itemsize
 
 
-def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    def byte_ranges(self, box: Box) -> list[tuple[int, int]]:
+        """Return start and size of every contiguous run of a box in the file."""
+        run_starts = box.run_starts(self.shape) if box.numel else []
+        run_size = box.numel * self.dtype.itemsize // max(1, len(run_starts))
+        return [(self.start + first * self.dtype.itemsize, run_size) for first in run_starts]
+
+
+def read_header(path: Location) -> tuple[dict[str, TensorHeader], dict[str, str]]:
     """Return the tensors of a file by name, and the file's metadata. Reads the header only.
 
     Raises:
         ValueError: the file cannot be opened; its header does not describe every byte of it, as in a truncated file;
             or torch lacks one of its dtypes.
+        OSError: the store of a URL cannot be reached.
     """
+    if isinstance(path, RemotePath):
+        with _header_copy(path) as copy:
+            return _read_local_header(copy, path)
+    return _read_local_header(path, path)
+
+
+@contextmanager
+def _header_copy(path: RemotePath) -> Iterator[Path]:
+    """Yield a local file with the header of a remote file, and with holes, which take no memory, for its tensors."""
+    store = storage_of(path)
+    size = store.size(path)
+    head = bytearray(min(size, 8))
+    with store.open_ranges(path, lambda: [(0, min(size, _LIKELY_HEADER))]) as read_into:
+        _transfer_run(read_into, memoryview(head), 0, path.name)
+        length = min(int.from_bytes(head, "little"), size - len(head), _LONGEST_HEADER)
+        head = bytearray(head + bytes(length))
+        _transfer_run(read_into, memoryview(head)[8:], 8, path.name)
+    descriptor = os.memfd_create("header")
+    try:
+        os.ftruncate(descriptor, size)
+        os.pwrite(descriptor, head, 0)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
+
+
+def _read_local_header(path: Path, shown: Location) -> tuple[dict[str, TensorHeader], dict[str, str]]:
+    """Read the header of a local file. shown: the location to name in errors."""
     try:
         with safe_open(path, framework="np") as checked:
             metadata = checked.metadata() or {}
@@ -115,19 +158,25 @@ def read_header(path: Path) -> tuple[dict[str, TensorHeader], dict[str, str]]:
             length = int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(length))
     except (SafetensorError, OSError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be opened as safetensors ({error}); download or write it again") from error
+        raise ValueError(f"{shown} cannot be opened as safetensors ({error}); download or write it again") from error
     entries.pop("__metadata__", None)
     header = {}
     for name, entry in entries.items():
         start = 8 + length + entry["data_offsets"][0]
-        header[name] = TensorHeader(dtype_of_code(entry["dtype"], name), tuple(entry["shape"]), path.name, start)
+        header[name] = TensorHeader(dtype_of_code(entry["dtype"], name), tuple(entry["shape"]), shown.name, start)
     return header, metadata
 
 
 def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor) -> None:
+    """Like `read_box_with`, from the descriptor of an open file."""
+    read_box_with(lambda buffer, start: os.preadv(descriptor, [buffer], start), tensor, box, out)
+
+
+def read_box_with(read_into: ReadInto, tensor: TensorHeader, box: Box, out: Tensor) -> None:
     """Read a box of a tensor from its open file, and no other bytes.
 
     Args:
+        read_into: reads from the file, as `Storage.open_ranges` gives it.
         out: receives the values; of the box's shape, in any dtype, strides and device.
 
     Raises:
@@ -135,7 +184,7 @@ def read_box(descriptor: int, tensor: TensorHeader, box: Box, out: Tensor) -> No
     """
     is_direct = out.device.type == "cpu" and out.dtype is tensor.dtype and out.is_contiguous()
     target = out if is_direct else torch.empty(box.shape, dtype=tensor.dtype, device="cpu")
-    _transfer(lambda buffer, start: os.preadv(descriptor, [buffer], start), tensor, box, target)
+    _transfer(read_into, tensor, box, target)
     if not is_direct:
         out.copy_(target)
 
@@ -158,17 +207,18 @@ def _transfer(move: Callable[[memoryview, int], int], tensor: TensorHeader, box:
     `move` returns the number of bytes that it transferred, 0 at the end of the file.
     """
     raw = bytes_of(values)
-    run_starts = box.run_starts(tensor.shape) if box.numel else []
-    run_size = len(raw) // max(1, len(run_starts))
-    for index, first_element in enumerate(run_starts):
-        buffer = raw[index * run_size : (index + 1) * run_size]
-        start = tensor.start + first_element * tensor.dtype.itemsize
-        while len(buffer):  # a call transfers at most 2 GB
-            count = move(buffer, start)
-            if not count:
-                raise OSError(f"{tensor.file} ends at byte {start}")
-            buffer = buffer[count:]
-            start += count
+    for index, (start, size) in enumerate(tensor.byte_ranges(box)):
+        _transfer_run(move, raw[index * size : (index + 1) * size], start, tensor.file)
+
+
+def _transfer_run(move: Callable[[memoryview, int], int], buffer: memoryview, start: int, file: str) -> None:
+    """Call `move(buffer, file_offset)` until the whole buffer is transferred."""
+    while len(buffer):  # a call transfers at most 2 GB
+        count = move(buffer, start)
+        if not count:
+            raise OSError(f"{file} ends at byte {start}")
+        buffer = buffer[count:]
+        start += count
 
 
 def dtype_and_shape_in_file(
@@ -231,11 +281,25 @@ class NewFile(NamedTuple):
         """The size of the complete file, in bytes."""
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def pieces(self, tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-        """Yield the bytes of the file in order, for `write_file`. Copies one device tensor at a time to the host."""
-        yield self.head
-        for name in self.tensors:
-            yield bytes_of(tensors[name].cpu().contiguous())
+    def pieces(self, tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
+        """Return the bytes of the file in order, for `Storage.write`, which may iterate over them several times.
+
+        Copies one device tensor at a time to the host.
+        """
+        return _FilePieces(self, tensors)
+
+
+class _FilePieces:
+    """The bytes of a new file."""
+
+    def __init__(self, file: NewFile, tensors: Mapping[str, Tensor]) -> None:
+        self._file = file
+        self._tensors = tensors
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        yield self._file.head
+        for name in self._file.tensors:
+            yield bytes_of(self._tensors[name].cpu().contiguous())
 
 
 def lay_out(

@@ -18,11 +18,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpipe.runtime.errors import die_with
-from dualpipe.runtime.files import Written, report_writes, write_files
+from dualpipe.runtime.files import Written, report_writes
+from dualpipe.runtime.storage.choose import write_files
+from dualpipe.runtime.storage.location import Location, as_location
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +100,7 @@ class HostMemory:
         return {name: [memoryview(self._map)[start:end]] for name, (start, end) in self._spans.items()}
 
     def write_in_process(
-        self, folder: Path, checksum: str, timeout: float, report: Callable[[int], None] = lambda size: None
+        self, folder: Location, checksum: str, timeout: float, report: Callable[[int], None] = lambda size: None
     ) -> dict[str, Written]:
         """Have another process write the files to a folder, like `write_files`. The memory must be shared.
 
@@ -170,7 +171,7 @@ if __name__ == "__main__":
         memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         report = partial(print, flush=True)
         pieces = {name: report_writes([memory[start:end]], report) for name, (start, end) in spans.items()}
-        outcome = write_files(Path(folder), pieces, checksum)
+        outcome = write_files(as_location(folder), pieces, checksum)
     except Exception as error:
         outcome = f"{type(error).__name__}: {error}"
     json.dump(outcome, sys.stdout)

@@ -92,14 +92,28 @@ def write_files(
     return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
 
 
-def report_writes(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterator[memoryview]:
-    """Split `pieces` for `write_file`, and call `report` with the size of every part once it has been written."""
-    for piece in pieces:
-        view = memoryview(piece)
-        for start in range(0, len(view), _REPORT_INTERVAL):
-            part = view[start : start + _REPORT_INTERVAL]
-            yield part
-            report(len(part))
+def report_writes(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterable[memoryview]:
+    """Split `pieces` for `write_file`, and call `report` with the size of every part once it has been written.
+
+    The result can be iterated as often as `pieces`.
+    """
+    return _ReportedPieces(pieces, report)
+
+
+class _ReportedPieces:
+    """The iterable that `report_writes` returns."""
+
+    def __init__(self, pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> None:
+        self._pieces = pieces
+        self._report = report
+
+    def __iter__(self) -> Iterator[memoryview]:
+        for piece in self._pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _REPORT_INTERVAL):
+                part = view[start : start + _REPORT_INTERVAL]
+                yield part
+                self._report(len(part))
 
 
 def checksum_of(path: Path, checksum: str) -> str:

@@ -11,7 +11,6 @@ import signal
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from dualpipe.runtime.rank_process import LAUNCHER, process_age
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage.location import Location
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 
@@ -110,7 +110,7 @@ class TimeLimit:
         return self._ages[-1] + self._queued * longest > self._limit
 
 
-def stop_message(config: Config, status: int, step: int, checkpoint: Path | None) -> str:
+def stop_message(config: Config, status: int, step: int, checkpoint: Location | None) -> str:
     """Return the last message of a run that stopped early: the cause, and how to continue.
 
     Args:

@@ -113,7 +113,7 @@ def test_a_commit_that_comes_too_late_is_none(tmp_path, monkeypatch):
     freed, begun, describe = threading.Event(), threading.Event(), directory.write_description
     monkeypatch.setattr(directory, "write_description",
                         lambda *given: (begun.set(), freed.wait(30), describe(*given)))
-    monkeypatch.setattr(saving.shutil, "rmtree", lambda *given, **more: None)
+    monkeypatch.setattr(directory.shutil, "rmtree", lambda *given, **more: None)
     with pytest.raises(RankLost), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save_async({"a": torch.ones(3)}, step=1)
         executor = checkpoints._executor

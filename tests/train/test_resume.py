@@ -17,10 +17,13 @@ from safetensors.torch import load_file
 from command import COMMAND
 from dualpipe import cli
 from dualpipe.checkpoint import latest
+from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer
 from hub import read_all, rewrite, save_qwen
+from native import steps_in
+from object_store import set_faults
 from processes import is_alive
 
 saving = importlib.import_module("dualpipe.checkpoint.save")  # the name in the package is the function
@@ -403,3 +406,22 @@ def test_an_imported_checkpoint_is_gone_on_from_without_saving_any(run_folder, m
     run = ["train", "run.toml", *ALONE, "--model.config", "plain/config.json", "--train.steps", "1"]
     assert cli.main([*run, "--output.dir", "auto"]) == 0
     assert "resuming from auto/checkpoints/step-00000000, after step 0" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_from_a_store(run_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(run_folder)
+    url = f"object://{tmp_path}/checkpoints"
+    set_faults()
+
+    def train(out, steps, *options):
+        cli.main(["train", "run.toml", *ALONE, "--output.dir", str(tmp_path / out), "--train.steps", f"{steps}",
+                  "--optimizer.schedule", "constant", "--checkpoint.interval", "1", *options])
+        return losses(tmp_path, out)
+
+    straight = train("straight", 3)
+    train("stored", 1, "--checkpoint.dir", url)
+    assert train("stored", 3, "--checkpoint.dir", url) == straight and steps_in(url) == [1, 2, 3]
+    second = next(checkpoint.path for checkpoint in scan(url).committed if checkpoint.manifest.step == 2)
+    assert train("other", 3, "--checkpoint.resume", str(second)) == straight[2:]
+    assert {"straight", "stored", "other", "checkpoints"} == {path.name for path in tmp_path.iterdir()}
+    assert not list(run_folder.glob("object*"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -32,6 +31,7 @@ from dualpipe.parallel.mesh import EXPERTS, TRAFFIC, Mesh
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
 from dualpipe.schedule.types import v_placement
 
 
@@ -124,12 +124,12 @@ def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
     return share
 
 
-def import_hf(source: StrPath, directory: StrPath, *, mtp: bool = False) -> Path:
+def import_hf(source: StrPath, directory: StrLocation, *, mtp: bool = False) -> Location:
     """Write a Hugging Face checkpoint as step 0 of a run; return its path.
 
     Args:
         source: the Hugging Face checkpoint.
-        directory: the checkpoint directory of the new run.
+        directory: the checkpoint directory of the new run, or its URL.
         mtp: include its layers for multi-token prediction, for a run that trains them.
 
     Raises:
@@ -171,14 +171,14 @@ def export(source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes
 
 
 def export_checkpoint(
-    source: StrPath, target: StrPath, dtype: torch.dtype, max_shard_bytes: int, hub: StrPath | None = None
+    source: StrLocation, target: StrPath, dtype: torch.dtype, max_shard_bytes: int, hub: StrPath | None = None
 ) -> None:
     """Write a checkpoint of a run, or the newest one in a directory, as a Hugging Face checkpoint.
 
     Layers for multi-token prediction are included if they were trained.
 
     Args:
-        source: the checkpoint or directory.
+        source: the checkpoint or directory, or the URL of either.
         target: a new directory.
         dtype: dtype of the new tensors, except those that the run kept in float32 while it computed in a narrower
             dtype.
@@ -213,9 +213,11 @@ def _model_of(checkpoint: Checkpoint) -> HubConfig:
     return replace(model, mtp_depth=model.mtp_depth_of(manifest.dtypes))
 
 
-def is_native_checkpoint(path: StrPath) -> bool:
-    """Return True if `path` is a checkpoint of this library, or a directory of such checkpoints."""
-    path = Path(path)
+def is_native_checkpoint(path: StrLocation) -> bool:
+    """Return True if `path` is a checkpoint of this library, or a directory of such checkpoints, or any URL."""
+    path = as_location(path)
+    if isinstance(path, RemotePath):
+        return True  # Hugging Face's checkpoints are read from local directories only
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
 
 

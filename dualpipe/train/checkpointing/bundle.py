@@ -61,12 +61,13 @@ def write_bundle(
     loader = state.loader.state_dict() | {"step": step - 1}
     results = {"then": first_run, "again": dict(rerun)}  # of the step in the run, and of its rerun there
     timeout = timedelta(seconds=config.parallel.timeout)
-    folder = Path(config.output.dir, BUNDLES)
+    folder = Path(config.output.dir, BUNDLES).absolute()
     with Checkpoints(folder, job.mesh, keep_last=MAX_BUNDLES, timeout=timeout, finite=False) as bundles:
-        path = bundles.save(
+        bundle = bundles.save(
             dict(state.tensors()) | batch_tensors(runner, batch), step=step, plan=model.plan,
             config=describe(config, model), extra={"loader": loader, **results},
         )
+    path = folder / bundle.name
     model_config = json.dumps(model.config.to_dict(), indent=2)
     job.ranks.first(lambda: replace_file(path / "config.json", model_config))
     return path

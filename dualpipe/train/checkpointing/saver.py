@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Self
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load
@@ -20,6 +19,7 @@ from dualpipe.models import HubConfig
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
+from dualpipe.runtime.storage.location import Location
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
@@ -52,10 +52,10 @@ class Saver:
         self._settings = settings = config.checkpoint
         self._has_failed = False  # the last save failed
         self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from
-        self._newest: Path | None = None  # that one, or the newest that the run has committed since
+        self._newest: Location | None = None  # that one, or the newest that the run has committed since
         self._anomaly = 0  # last step that may be wrong
         self._saved_step = -1  # the last step whose save began
-        self._saved_path: Path | None = None  # its path once it is committed
+        self._saved_path: Location | None = None  # its path once it is committed
         self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
@@ -98,7 +98,7 @@ class Saver:
             self._checkpoints.ignore(loaded.damaged)
         return manifest.step
 
-    def _load(self, path: Path, state: TrainingState) -> Loaded:
+    def _load(self, path: Location, state: TrainingState) -> Loaded:
         """Load a checkpoint into `state`."""
         loaded = load(path, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
                       allow_at_start=NOT_IMPORTED, seed=self._config.train.seed)
@@ -159,7 +159,7 @@ class Saver:
         is_last = step == self._config.train.steps
         return self._checkpoints is not None and (step % self._settings.interval == 0 or is_last)
 
-    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Path | None:
+    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Location | None:
         """Save if it is due after this step.
 
         A checkpoint that cannot be written gives a warning, and training continues. The error of a second one in a row
@@ -181,7 +181,7 @@ class Saver:
             return None
         save = checkpoints.save if now or self._settings.mode == "sync" else checkpoints.save_async
 
-        def write() -> Path | None:
+        def write() -> Location | None:
             self._saved_step = step
             self._saved_path = None
             return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
@@ -196,7 +196,7 @@ class Saver:
             self._saved_path = write()
         return self._saved_path
 
-    def _attempt(self, work: Callable[[], Path | None], *, is_last: bool, is_new: bool = False) -> None:
+    def _attempt(self, work: Callable[[], Location | None], *, is_last: bool, is_new: bool = False) -> None:
         """Call `work`, and keep or raise its CheckpointError as `save` describes.
 
         Args:

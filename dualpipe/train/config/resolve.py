@@ -8,7 +8,6 @@ a search on one rank, and the dtype plan needs the dtypes of the checkpoint that
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,6 +17,7 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.storage.location import Location
 from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config, DTypeRule, replace_field
 from dualpipe.train.config.source import find_source, saved_settings
@@ -94,7 +94,7 @@ class SavedBatch(NamedTuple):
 
     sequences: int
     pipelines: int
-    source: Path
+    source: Location
 
 
 def resolve(config: Config, world_size: int) -> Resolved:

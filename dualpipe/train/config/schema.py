@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from dualpipe.runtime.storage.location import Location, as_location
+
 STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
 BYTES = "bytes"  # value of data.tokenizer: one token per byte
 AUTO = "auto"  # value of data.tokenizer: the checkpoint's tokenizer; value of export.to_hf: a folder in output.dir
@@ -523,7 +525,8 @@ class CheckpointConfig:
     """[checkpoint]: saving the state of a run, and resuming from it."""
 
     dir: str = ""
-    """directory of checkpoints, relative to the working directory; default: `checkpoints` in output.dir"""
+    """directory of checkpoints, relative to the working directory, or a URL such as s3://bucket/run; default:
+    `checkpoints` in output.dir"""
     interval: int = _not_negative(0)
     """steps between checkpoints; the last step is saved too; 0: never save"""
     mode: Literal["sync", "async", "off"] = "async"
@@ -537,8 +540,8 @@ class CheckpointConfig:
     keep_every: int = _not_negative(0)
     """also keep checkpoints of steps that are multiples of this; 0: no others"""
     resume: str = _rule(bool, 'give "auto", "never" or a path')("auto")
-    """auto: resume from the newest complete checkpoint in `dir`; never: start anew; or the path of a checkpoint, or of
-    a directory of them, to begin with if `dir` has none yet"""
+    """auto: resume from the newest complete checkpoint in `dir`; never: start anew; or the path or URL of a
+    checkpoint, or of a directory of them, to begin with if `dir` has none yet"""
     allow: tuple[str, ...] = ()
     """names, with * and ?, of tensors that may be missing from a checkpoint, unused, or of another shape or dtype;
     "loader" allows other data or another order"""
@@ -626,9 +629,9 @@ class Config:
         return self.model.config or self.init.from_hf
 
     @property
-    def checkpoint_directory(self) -> Path:
-        """The directory of the run's checkpoints."""
-        return Path(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
+    def checkpoint_directory(self) -> Location:
+        """The directory of the run's checkpoints, or its URL."""
+        return as_location(self.checkpoint.dir or Path(self.output.dir) / "checkpoints")
 
     @property
     def export_directory(self) -> Path | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,18 +10,19 @@ import torch
 from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import restart_count
+from dualpipe.runtime.storage.location import Location, as_location, contains, resolve
 from dualpipe.train.config.schema import Config
 
 
 class ResumeSource(NamedTuple):
     """The checkpoint that a run resumes from.
 
-    path: a checkpoint or a directory of checkpoints. None: the run starts from its initial weights.
+    path: a checkpoint or a directory of checkpoints, local or remote. None: the run starts from its initial weights.
     compute_dtypes: compute dtypes of the run that saved it, by tensor name. None: a new run.
     notes: lines to print.
     """
 
-    path: Path | None
+    path: Location | None
     compute_dtypes: dict[str, torch.dtype] | None
     notes: list[str]
 
@@ -61,18 +61,17 @@ def find_source(config: Config) -> ResumeSource:
         return new_run
     if resume == "auto":
         return _select_newest(directory, existing) if existing.committed or existing.damaged else new_run
-    target = Path(resume).resolve()
-    is_own_checkpoint = directory.resolve() in (target, *target.parents)
-    if is_own_checkpoint or not (existing.committed or existing.damaged):
-        return _select_newest(Path(resume), find(resume))
-    if existing.committed and not (isinstance(began_with, str) and Path(began_with).resolve() == target):
+    target = as_location(resume)
+    if contains(directory, target) or not (existing.committed or existing.damaged):
+        return _select_newest(target, find(target))
+    if existing.committed and not (isinstance(began_with, str) and resolve(as_location(began_with)) == resolve(target)):
         raise ValueError(f"{directory} has checkpoints of a run that did not begin with checkpoint.resume = "
                          f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to resume from there')
     note = f"this run began with checkpoint.resume = {resume!r}; it resumes from its own checkpoints"
     return _select_newest(directory, existing, note)
 
 
-def _select_newest(path: Path, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
+def _select_newest(path: Location, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
     """Return the newest of the checkpoints at `path` as the source. Raises ValueError if none is complete."""
     if not checkpoints.committed:
         try:

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.storage.location import Location, RemotePath
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.diagnose import FOLDER
 from dualpipe.train.health.signals import STOPPING
@@ -107,8 +108,13 @@ def _start(arguments: Sequence[str], config: Config, number: int, received: list
                 print("\x1b[?25h", end="", flush=True)
 
 
-def remove_unfinished(checkpoints: Path) -> None:
-    """Remove unfinished checkpoints of ranks that have ended, unless another job saves to this folder."""
+def remove_unfinished(checkpoints: Location) -> None:
+    """Remove unfinished checkpoints of ranks that have ended, unless another job saves to this folder.
+
+    Leaves those in a store, which takes too long to reach, to the next save or `dualpipe checkpoint clean`.
+    """
+    if isinstance(checkpoints, RemotePath):
+        return
     with suppress(ValueError, OSError):
         unfinished = [*checkpoints.glob(".tmp-step-*"), *checkpoints.glob(".del-step-*")]
         if not unfinished:

@@ -1,0 +1,237 @@
+"""The checkpoints of a job in a store that cannot rename: S3, GCS and others that fsspec reaches.
+
+    step-00000100.518203947/     a save; no other writes here, because its number is random
+        rank-00000.safetensors, tensors.json, manifest.json     like in a local directory
+        COMMITTED                the marker: written last, deleted first
+    index.json                   all saves, with the number of ranks of each; written before a save begins
+    latest                       the name of the newest, for people and scripts
+    .lock, .lock-ID              the lease of the one job that may save here
+
+A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
+read by key. Objects are deleted only if there is no marker: by key, and by the listing.
+
+Two jobs cannot harm each other even if one wrongly considers the other dead. The one that commits writes its marker and
+then reads the lock; the one that cleans has written the lock and then reads the marker. So either the first learns that
+it has lost the lock, and deletes its marker, or the second finds the marker, and deletes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from itertools import count
+
+from dualpipe.checkpoint.directory import INDEX, Directory, Retention, read_index, remote_saves, step_of
+from dualpipe.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    TENSORS,
+    Checkpoint,
+    Manifest,
+    StoredTensor,
+    marker_for,
+    read_marker,
+    tensor_file_name,
+    write_description,
+)
+from dualpipe.runtime.storage.lease import Lease, LeaseLost
+from dualpipe.runtime.storage.location import Location, RemotePath
+from dualpipe.runtime.storage.remote import RemoteStorage
+
+
+class RemoteDirectory(Retention[RemotePath]):
+    """The URL that a job saves its checkpoints to. Used on rank 0 only. Has the interface of `Directory`.
+
+    Args:
+        path: the URL.
+        keep_last: number of newest checkpoints to keep. None: keep all.
+        keep_every: also keep checkpoints of steps that are multiples of this number.
+        patience: seconds to wait for another job that saves there. At least ten, if there may be one.
+
+    Raises:
+        ValueError: the store cannot be reached or written to, or another job saves there.
+    """
+
+    def __init__(self, path: RemotePath, keep_last: int | None, keep_every: int | None, patience: float = 10.0) -> None:
+        self.path = path
+        self._store = RemoteStorage()
+        self._lease: Lease | None = None
+        try:
+            self._lease = Lease(path, patience)
+            super().__init__(path, keep_last, keep_every)
+            index = read_index(path)
+            self._saves = {save.name: index.get(save.name, 0) for save in remote_saves(path)}  # ranks by name
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
+            raise
+
+    def close(self) -> None:
+        """Release the lease, so that other jobs can save here."""
+        if self._lease is not None:
+            self._lease.release()
+        self._lease = None
+
+    def remove_unfinished(self, report_progress: Callable[[], None]) -> list[Location]:
+        """Remove the unfinished saves of jobs that died; return their URLs.
+
+        report_progress: called repeatedly while objects are deleted.
+        """
+        self._check_lease()
+        leftovers: list[Location] = []
+        for save in remote_saves(self.path):
+            if save in self._committed or read_marker(save) is not None:
+                continue
+            try:
+                self._delete_objects(save, self._expected_objects(save), report_progress)
+            except OSError as error:
+                warnings.warn(f"{save} cannot be deleted: {error}", stacklevel=2)
+                continue
+            self._saves.pop(save.name, None)
+            leftovers.append(save)
+        if leftovers:
+            self._write_index()
+        return leftovers
+
+    def begin(self, step: int, num_ranks: int, report_progress: Callable[[], None]) -> RemotePath:
+        """Remove the unfinished saves of jobs that died; return the URL of a new save, which is in the index.
+
+        Args:
+            step: the step of the new checkpoint.
+            num_ranks: ranks that will write it.
+            report_progress: called repeatedly while objects are deleted.
+        """
+        self.remove_unfinished(report_progress)
+        save = self.path / f"step-{step:08}.{10**8 + secrets.randbelow(9 * 10**8)}"
+        self._saves[save.name] = num_ranks
+        self._write_index()
+        return save
+
+    def commit(
+        self, folder: RemotePath, manifest: Manifest, stored: Mapping[str, StoredTensor],
+        report_progress: Callable[[], None], guard: AbstractContextManager[None],
+    ) -> RemotePath:
+        """Make a save the newest checkpoint, delete old checkpoints, and return its URL.
+
+        Replaces another checkpoint of the same step. Warns about old checkpoints that cannot be deleted.
+
+        Args:
+            folder: of a save that lacks only the description of its tensors, the manifest and the marker.
+            manifest: gets its sequence number from this method.
+            stored: the tensors of the checkpoint.
+            report_progress: called repeatedly during the commit.
+            guard: entered around the one call that commits; raises if the checkpoint must not be committed any more.
+        """
+        self._sequence += 1
+        content = write_description(folder, dataclasses.replace(manifest, sequence=self._sequence), stored)
+        report_progress()
+        for name, written in manifest.files.items():
+            size = self._store.size(folder / name)
+            if size != written.size:
+                raise OSError(f"{folder / name} has {size} bytes in the store, of {written.size} that were written")
+            report_progress()
+        self._check_lease()
+        with guard:
+            self._write_marker(folder, content)
+        self._committed.append(folder)
+        try:
+            self._tidy(folder, report_progress)
+        except OSError as error:
+            warnings.warn(f"{folder} is saved, but older ones could not be tidied up: {error}", stacklevel=2)
+        return folder
+
+    def discard(self, folder: RemotePath) -> None:
+        """Remove a save that was given up, unless it is committed.
+
+        It stays in the index: another rank may still be writing to it. The next save looks again.
+        """
+        if folder in self._committed:
+            return
+        try:
+            self._store.delete(folder / MARKER)
+            self._delete_objects(folder, (), lambda: None)
+        except OSError as error:
+            warnings.warn(f"{folder} is not complete and cannot be deleted: {error}; the next save tries again",
+                          stacklevel=2)
+
+    def _write_marker(self, folder: RemotePath, manifest: bytes) -> None:
+        """Commit a save, unless another job has taken the lease. manifest: the content of manifest.json."""
+        self._store.write(folder / MARKER, [marker_for(manifest)])
+        try:
+            self._check_lease()
+        except LeaseLost:
+            self._store.delete(folder / MARKER)
+            raise
+
+    def _tidy(self, newest: RemotePath, report_progress: Callable[[], None]) -> None:
+        """Delete old checkpoints after `newest` was committed."""
+        try:
+            self._store.write(self.path / "latest", [f"{newest.name}\n".encode()])
+        except OSError as error:
+            warnings.warn(f"{self.path / 'latest'} cannot be written: {error}", stacklevel=2)
+        step = step_of(newest)
+        same_step = [self.path / name for name in self._saves
+                     if name != newest.name and step_of(self.path / name) == step]
+        for checkpoint in (*self._expired(step), *same_step):
+            self._delete(checkpoint, report_progress)
+        self._write_index()
+
+    def _delete(self, checkpoint: RemotePath, report_progress: Callable[[], None]) -> None:
+        """Delete a checkpoint, its marker first; warn if that fails. The next save retries."""
+        try:
+            names = self._expected_objects(checkpoint)
+            self._store.delete(checkpoint / MARKER)
+            self._committed = [other for other in self._committed if other != checkpoint]
+            self._delete_objects(checkpoint, names, report_progress)
+            self._saves.pop(checkpoint.name, None)
+        except OSError as error:
+            warnings.warn(f"the old checkpoint {checkpoint} cannot be deleted: {error}", stacklevel=2)
+
+    def _delete_objects(
+        self, save: RemotePath, expected: Iterable[str], report_progress: Callable[[], None]
+    ) -> None:
+        """Delete the objects of a save that has no marker: all that are listed, and those named in `expected`."""
+        for name in dict.fromkeys([*expected, *self._store.names(save)]):
+            self._store.delete(save / name)
+            report_progress()
+        self._store.delete_folder(save)
+
+    def _expected_objects(self, save: RemotePath) -> list[str]:
+        """Return the names of a save's objects without a listing, which may be late."""
+        try:
+            return [*Checkpoint.read(save).manifest.files, MANIFEST, MARKER]
+        except ValueError:
+            return [*self._written_by_ranks(save), TENSORS, MANIFEST, MARKER]
+
+    def _written_by_ranks(self, save: RemotePath) -> Iterable[str]:
+        """Yield the names of the tensor files that exist. Every rank writes its files in order."""
+        for rank in range(self._saves.get(save.name, 0)):
+            for number in count():
+                name = tensor_file_name(rank, number)
+                try:
+                    self._store.size(save / name)
+                except FileNotFoundError:
+                    break
+                yield name
+
+    def _write_index(self) -> None:
+        self._store.write(self.path / INDEX, [json.dumps(self._saves, indent=1).encode()])
+
+    def _check_lease(self) -> None:
+        if self._lease is None:
+            raise LeaseLost(f"the lease on {self.path} is released")
+        self._lease.check()
+
+
+def open_directory(
+    path: Location, keep_last: int | None, keep_every: int | None, patience: float = 10.0
+) -> Directory | RemoteDirectory:
+    """Return the directory to save to at a location. For arguments and errors see `Directory`."""
+    if isinstance(path, RemotePath):
+        return RemoteDirectory(path, keep_last, keep_every, patience)
+    return Directory(path, keep_last, keep_every, patience)

@@ -1,0 +1,473 @@
+"""Checkpoints in a store that cannot rename: whole or not there, whatever fails, however late it lists."""
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, tensors, verify
+from dualpipe.checkpoint.commands import check, clean, ls, show
+from dualpipe.checkpoint.directory import find, read_index, scan
+from dualpipe.checkpoint.manifest import MARKER
+from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.runtime.storage import lease, remote
+from dualpipe.runtime.storage.location import RemotePath, as_location
+from native import Trainee, is_step, state_of, steps_in
+from object_store import FAULTS, kill_when, objects_in, set_faults
+from ranks import run_ranks
+
+OBJECTS = [MARKER, "manifest.json", "rank-00000.safetensors", "tensors.json"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """No faults at first, and no long pauses between attempts."""
+    set_faults()
+    monkeypatch.setattr(remote, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(remote, "_GAP", remote._GAP)  # which a test changes
+    monkeypatch.setattr(tensors, "_LIKELY_HEADER", tensors._LIKELY_HEADER)
+    yield
+    set_faults()
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"object://{tmp_path}"
+
+
+def saves_on_disk(folder):
+    """The names of the saves of which there is any object, each with its objects."""
+    found = {}
+    for key in objects_in(folder):
+        if "/" in key:
+            found.setdefault(key.split("/")[0], []).append(key.split("/")[1])
+    return found
+
+
+# -- what it offers, as a local directory does
+
+
+@pytest.mark.parametrize("kind", ["memory://", "object://", "file://"])
+def test_save_and_load(kind, tmp_path):
+    url = f"{kind}{tmp_path}"
+    with Checkpoints(url, keep_last=2, keep_every=3) as checkpoints:
+        assert latest(url) is None
+        for step in (1, 2, 3, 4, 5):
+            checkpoints.save_async(state_of(step), step=step, extra={"loader": [step]})
+        path = checkpoints.wait()
+        assert isinstance(path, RemotePath) and path.name.startswith("step-00000005.") and latest(url) == path
+        assert steps_in(url) == [3, 4, 5] and set(read_index(as_location(url))) == {
+            checkpoint.path.name for checkpoint in scan(url).committed}
+        again = checkpoints.save(state_of(40), step=4)
+        assert steps_in(url) == [3, 4, 5] and latest(url) == again
+        checkpoints.keep_before_anomaly(4)
+        for step in (6, 7):
+            checkpoints.save(state_of(step), step=step)
+        assert steps_in(url) == [3, 6, 7]
+    for source in (url, latest(url), str(latest(url))):
+        state = state_of(0)
+        loaded = load(source, state)
+        assert is_step(state, 7) and loaded.path == latest(url) and loaded.manifest.step == 7
+        assert loaded.random_restored and not verify(loaded.path)
+    state = state_of(0)
+    assert load(find(url).committed[1].path, state).manifest.step == 6 and is_step(state, 6)
+
+
+def test_the_objects_of_a_checkpoint_can_be_copied_to_a_directory(url, tmp_path):
+    path = save(url, state_of(3), step=3)
+    assert saves_on_disk(tmp_path) == {path.name: OBJECTS}
+    assert (tmp_path / "latest").read_text() == f"{path.name}\n"
+    state = state_of(0)
+    assert load(tmp_path / path.name, state).manifest.step == 3 and is_step(state, 3)
+
+
+@pytest.mark.parametrize("kind", ["thread", "process"])
+def test_the_writers(tmp_path, kind):
+    with Checkpoints(f"file://{tmp_path}", kind=kind) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save_async(state_of(step), step=step)
+    state = state_of(0)
+    assert load(f"file://{tmp_path}", state).manifest.step == 2 and is_step(state, 2)
+
+
+def test_no_other_process_writes_to_memory():
+    with pytest.raises(ValueError, match=r"memory://run is in the memory of this process.*give kind='thread'"):
+        Checkpoints("memory://run", kind="process")
+
+
+def test_several_files_of_a_rank(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["dualpipe.checkpoint.save"], "MAX_FILE_BYTES", 20)
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(state_of(step), step=step)
+    (objects,) = saves_on_disk(tmp_path).values()
+    assert "rank-00000.1.safetensors" in objects
+    state = state_of(0)
+    load(url, state)
+    assert is_step(state, 2)
+
+
+def test_commands(url, tmp_path):
+    for step in (1, 2):
+        path = save(url, state_of(step), step=step)
+    head, *rows = ls(url)
+    assert head.split()[0] == "step" and [row.split()[0] for row in rows] == ["2", "1"]
+    assert all(row.endswith("complete") for row in rows)
+    assert [line.endswith("verified") for line in check(url)] == [True, True]
+    assert next(show(url)).startswith(f"{path}: step 2, saved at 20")
+    (tmp_path / path.name / MARKER).unlink()
+    rows = list(ls(url))
+    assert rows[1].split()[0] == "1" and f"not complete: {path} is being written" in rows[2]
+    assert list(clean(url)) == [f"{path}: removed", f"{url}: 1 removed"]
+    assert list(clean(url)) == [f"{url}: nothing removed"]
+    assert path.name not in saves_on_disk(tmp_path) and steps_in(url) == [1]
+    with pytest.raises(ValueError, match="is one checkpoint; give the directory that holds it"):
+        list(clean(latest(url)))
+    for command in (ls, check, show, clean):
+        with pytest.raises(ValueError, match=r"none has no checkpoints; give the URL that a run saves to"):
+            list(command(f"{url}/none"))
+
+
+def test_clean_of_a_local_directory(tmp_path):
+    save(tmp_path, state_of(1), step=1)
+    (tmp_path / ".tmp-step-00000002-ab").mkdir()
+    assert list(clean(tmp_path)) == [f"{tmp_path}/.tmp-step-00000002-ab: removed", f"{tmp_path}: 1 removed"]
+    with Checkpoints(tmp_path), pytest.raises(ValueError, match="another job saves to"):
+        list(clean(tmp_path))
+
+
+# -- committed by its marker, verified as it is read
+
+
+def test_without_its_marker_there_is_no_checkpoint(url, tmp_path):
+    save(url, state_of(1), step=1)
+    second = save(url, state_of(2), step=2)
+    marker = tmp_path / second.name / MARKER
+    content = marker.read_bytes()
+    for torn in (content[:-1], b"", None):  # half written, by a store that shows that; and not there
+        marker.write_bytes(torn) if torn is not None else marker.unlink()
+        found = scan(url)
+        assert [checkpoint.manifest.step for checkpoint in found.committed] == [1] and not found.damaged
+        with pytest.raises(ValueError, match=rf"{second.name} has no {MARKER}, so it is no complete checkpoint"):
+            load(second, state_of(0))
+    save(url, state_of(3), step=3)
+    assert second.name not in saves_on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("name, change, problem", [
+    ("rank-00000.safetensors", lambda content: content[:-1] + b"x", "its checksum differs"),
+    ("rank-00000.safetensors", lambda content: content[:-1], r"has \d+ bytes, expected"),
+    ("tensors.json", None, "is missing"),
+    ("manifest.json", lambda content: content.replace(b'"step": 2', b'"step": 3'), f"does not match {MARKER}"),
+    ("manifest.json", None, f"it has a {MARKER} and no manifest.json"),
+])
+def test_what_is_damaged_is_passed_over_and_not_cleaned(url, tmp_path, name, change, problem):
+    save(url, state_of(1), step=1)
+    second = save(url, state_of(2), step=2)
+    file = tmp_path / second.name / name
+    file.write_bytes(change(file.read_bytes())) if change else file.unlink()
+    state = state_of(0)
+    with pytest.warns(UserWarning, match=problem):
+        loaded = load(url, state)
+    assert is_step(state, 1) and list(loaded.damaged) == [second]
+    list(clean(url))
+    assert second.name in saves_on_disk(tmp_path)
+    save(url, state_of(2), step=2)  # the same step again replaces it
+    assert second.name not in saves_on_disk(tmp_path) and steps_in(url) == [1, 2]
+
+
+def test_a_store_that_cannot_be_reached_is_no_damage(url):
+    """Going back to an older checkpoint for it would lose progress."""
+    for step in (1, 2):
+        path = save(url, state_of(step), step=step)
+    for kind in ("read", "look up"):
+        set_faults(broken=lambda asked, key, kind=kind: asked == kind and path.name in key)
+        with pytest.raises((ValueError, OSError), match=f"in 5 attempts: OSError: the store refuses to {kind}"):
+            load(url, state_of(0))
+        with pytest.raises((ValueError, OSError), match=f"the store refuses to {kind}"):
+            save(url, state_of(3), step=3)
+
+
+# -- a store that is late, slow, or fails
+
+
+def test_nothing_depends_on_a_listing(url, tmp_path):
+    """It shows neither what was written nor, once it has shown that, what was deleted."""
+    set_faults(late=3600)
+    with Checkpoints(url, keep_last=2) as checkpoints:
+        for step in (1, 2, 3, 3):
+            path = checkpoints.save(state_of(step), step=step)
+        assert latest(url) == path and steps_in(url) == [2, 3]
+        assert list(saves_on_disk(tmp_path).values()) == [OBJECTS, OBJECTS]
+        broken = set_faults(late=3600, broken=lambda kind, key: kind == "write" and key.endswith("tensors.json"))
+        with pytest.raises(CheckpointError, match=r"step 4 was not saved.* in 5 attempts: OSError: the store refuses"):
+            checkpoints.save(state_of(4), step=4)
+        broken.broken = lambda kind, key: False
+        torn = saves_on_disk(tmp_path).keys() - {checkpoint.path.name for checkpoint in scan(url).committed}
+        assert len(torn) == 1, "the listing did not show what to discard"
+        checkpoints.save(state_of(5), step=5)
+    assert not torn & saves_on_disk(tmp_path).keys() and steps_in(url) == [3, 5]
+    assert len(saves_on_disk(tmp_path)) == 2 and all(objects == OBJECTS for objects in saves_on_disk(tmp_path).values())
+
+
+def test_without_its_index_the_listing_serves(url, tmp_path):
+    for content in (None, '{"step-0000', "[1]"):
+        save(url, state_of(1), step=1)
+        path = save(url, state_of(2), step=2)
+        index = tmp_path / "index.json"
+        index.unlink() if content is None else index.write_text(content)
+        assert latest(url) == path and steps_in(url) == [1, 2]
+    save(url, state_of(2), step=2)
+    assert steps_in(url) == [1, 2] and path.name not in saves_on_disk(tmp_path)
+
+
+def test_what_fails_for_a_moment_stops_no_save(url):
+    set_faults(every=11)
+    with Checkpoints(url, keep_last=2) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(state_of(step), step=step)
+        state = state_of(0)
+        load(url, state)
+        assert is_step(state, 3) and steps_in(url) == [2, 3]
+    assert len(FAULTS.requests) > 100
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("write", "rank-00000.safetensors"), ("complete", "manifest.json"), ("write", MARKER), ("complete", "index.json"),
+    ("look up", "rank-00000.safetensors"),
+])
+def test_what_fails_for_good_leaves_the_one_before(url, tmp_path, kind, name):
+    with Checkpoints(url) as checkpoints:
+        first = checkpoints.save(state_of(1), step=1)
+        set_faults(broken=lambda asked, key: asked == kind and key.endswith(name) and first.name not in key)
+        with pytest.raises(CheckpointError, match=rf"step 2 was not saved to object://.*{name} could not be .* in 5 "
+                                                  rf"attempts: OSError: the store refuses to {kind}"):
+            checkpoints.save(state_of(2), step=2)
+        set_faults()
+        assert latest(url) == first and set(saves_on_disk(tmp_path)) == {first.name}
+        checkpoints.save(state_of(3), step=3)
+    assert steps_in(url) == [1, 3]
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_removed_by_the_next_save(url, tmp_path):
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        first = checkpoints.save(state_of(1), step=1)
+        set_faults(broken=lambda kind, key: kind == "delete" and key.endswith("rank-00000.safetensors"))
+        with pytest.warns(UserWarning, match=rf"old checkpoint .*{first.name} cannot be deleted"):
+            second = checkpoints.save(state_of(2), step=2)
+        assert MARKER not in saves_on_disk(tmp_path)[first.name] and latest(url) == second  # the marker goes first
+        set_faults()
+        third = checkpoints.save(state_of(3), step=3)
+    assert set(saves_on_disk(tmp_path)) == {third.name}
+
+
+# -- one job at a time
+
+
+def test_a_job_that_was_taken_for_dead_commits_nothing(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease, "_BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(lease.Lease, "_beat", lambda self: None)
+    first = Checkpoints(url)
+    path = first.save(state_of(1), step=1)
+    taken = []
+
+    def take_over(key, size):
+        """After the first job has looked at the lock for the last time before its marker."""
+        if key.endswith(MARKER) and size == -1 and not taken:
+            taken.append(Checkpoints(url, timeout=timedelta(seconds=1)))
+
+    set_faults(at_write=take_over)
+    with pytest.raises(CheckpointError, match=r"step 2 was not saved.*another job saves to object://"):
+        first.save(state_of(2), step=2)
+    assert latest(url) == path
+    with pytest.raises(CheckpointError, match="another job saves to"):
+        first.save(state_of(3), step=3)
+    first.close()
+    taken[0].save(state_of(4), step=4)
+    taken[0].close()
+    assert steps_in(url) == [1, 4] and len(saves_on_disk(tmp_path)) == 2
+
+
+def test_a_second_job_is_refused(url, monkeypatch):
+    monkeypatch.setattr(lease, "_BEAT_SECONDS", 0.05)
+    with Checkpoints(url) as first:
+        with pytest.raises(ValueError, match=r"another job saves to object://.*; end it, or give every job its own"):
+            Checkpoints(url, timeout=timedelta(seconds=1))
+        first.save(state_of(1), step=1)
+        with pytest.raises(ValueError, match="another job saves to"):
+            list(clean(url))
+    save(url, state_of(2), step=2)
+
+
+# -- several ranks
+
+
+def fill(trainee, url, seed, kind):
+    with Checkpoints(url, trainee.mesh) as checkpoints:
+        trainee.fill(seed)
+        (checkpoints.save if kind == "sync" else checkpoints.save_async)(trainee.state, step=seed, plan=trainee.plan)
+
+
+def save_in_layout(rank, url, shape):
+    set_faults(delay=0.002, every=29, late=3600)
+    remote._FIRST_PAUSE = 0.001
+    fill(Trainee(shape), url, 1, "sync")
+    fill(Trainee(shape), url, 2, "async")
+
+
+def load_in_layout(rank, url, shape):
+    """The tensors that are wrong, and the bytes of tensor files that were read."""
+    faults = set_faults(delay=0.002, late=3600)
+    remote._GAP = tensors._LIKELY_HEADER = 0
+    trainee = Trainee(shape)
+    trainee.wreck()
+    loaded = load(url, trainee.state, mesh=trainee.mesh)
+    trainee.optimizer.round_parameters()
+    read = sum(size for kind, key, size in faults.requests if kind == "read" and key.endswith(".safetensors"))
+    return loaded.manifest.step, trainee.wrong(2), read
+
+
+def test_any_layout_and_each_rank_its_own_part(url, tmp_path):
+    run_ranks(save_in_layout, 2, url, (2, 1, 1))
+    (newest,) = [checkpoint for checkpoint in scan(url).committed if checkpoint.manifest.step == 2]
+    size = sum(file.size for name, file in newest.manifest.files.items() if name.startswith("rank-"))
+    for world, shape in ((1, (1, 1, 1)), (2, (1, 1, 2)), (2, (2, 1, 1)), (2, (1, 2, 1))):
+        results = ([load_in_layout(0, url, shape)] if world == 1 else run_ranks(load_in_layout, world, url, shape))
+        assert all(step == 2 and not wrong for step, wrong, _ in results)
+        # Every byte is read once to verify it, by all ranks together, and then by those that hold it.
+        read = sum(bytes_read for *_, bytes_read in results)
+        assert size * 1.9 < read < size * (2.3 if world == 1 or shape[0] == 2 else 2.7), (shape, read / size)
+
+
+def fail_on_one_rank(rank, url, how):
+    remote._FIRST_PAUSE = 0.001
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    state = state_on(mesh)
+    with Checkpoints(url, mesh, timeout=timedelta(seconds=20)) as checkpoints:
+        write = checkpoints.save if how == "sync" else checkpoints.save_async
+        write(of_step(state, 1), step=1)
+        checkpoints.wait()
+        if rank == 1:
+            set_faults(broken=lambda kind, key: kind == "write" and "step-00000002" in key)
+        with pytest.raises(CheckpointError) as caught:
+            write(of_step(state, 2), step=2)
+            checkpoints.wait()
+        dist.barrier()
+        set_faults()
+        after_failure = latest(url).name.partition(".")[0]
+        write(of_step(state, 3), step=3)
+        checkpoints.wait()
+        return str(caught.value), after_failure
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_failure_of_one_rank_is_that_of_all(url, tmp_path, how):
+    for message, after_failure in run_ranks(fail_on_one_rank, 2, url, how):
+        assert "step 2 was not saved" in message and after_failure == "step-00000001"
+        assert "rank-00001.safetensors could not be written in 5 attempts: OSError: the store refuses" in message
+    assert steps_in(url) == [1, 3] and len(saves_on_disk(tmp_path)) == 2
+
+
+# -- killed
+
+ROWS = 200_000
+
+
+def state_on(mesh):
+    sharded = distribute_tensor(torch.zeros(ROWS, 4), Mesh.of(mesh).dense, [Shard(0)])
+    return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": torch.zeros(ROWS)}
+
+
+def of_step(state, step):
+    for tensor in state.values():
+        tensor.fill_(float(step))
+    return state
+
+
+def save_and_be_killed(rank, url, how, victim, name, at):
+    """Save steps 1 and 2, and be killed in the third."""
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    state = state_on(mesh)
+    remote._FIRST_PAUSE = 0.001
+    set_faults(delay=0.002, late=3600)
+    with Checkpoints(url, mesh, keep_last=2, timeout=timedelta(seconds=20)) as checkpoints:
+        write = checkpoints.save if how == "sync" else checkpoints.save_async
+        for step in (1, 2):
+            write(of_step(state, step), step=step)
+            checkpoints.wait()
+        if rank == victim:
+            FAULTS.at_write = kill_when(name, at)
+        write(of_step(state, 3), step=3)
+        checkpoints.wait()
+        if rank == victim:  # the last objects are written after the commit
+            raise AssertionError("it was not killed")
+
+
+def whole_state():
+    return {"sharded": torch.zeros(ROWS, 4), "same": torch.zeros(ROWS), "own.0": torch.zeros(ROWS),
+            "own.1": torch.zeros(ROWS)}
+
+
+MOMENTS = [  # the rank that is killed, the object that it writes, when, and the step that is the newest afterwards
+    (0, "index.json", "half", 2), (0, "rank-00000.safetensors", "half", 2), (1, "rank-00001.safetensors", "begun", 2),
+    (1, "rank-00001.safetensors", "half", 2), (1, "rank-00001.safetensors", "closed", 2),
+    (0, "tensors.json", "closed", 2), (0, "manifest.json", "half", 2), (0, "manifest.json", "closed", 2),
+    (0, MARKER, "half", 2), (0, MARKER, "closed", 3), (0, "latest", "half", 3),
+]
+
+
+@pytest.mark.parametrize("how, moment", [
+    *(("async", moment) for moment in MOMENTS),
+    *(pytest.param("sync", moment, marks=pytest.mark.slow) for moment in MOMENTS),
+])
+def test_killed_in_a_save(url, tmp_path, how, moment):
+    victim, name, at, newest = moment
+    outcome = run_ranks(save_and_be_killed, 2, url, how, victim, name, at, check=False, fresh=True)
+    assert isinstance(outcome[victim], ChildProcessError), outcome
+    set_faults(late=3600)
+    state = whole_state()
+    loaded = load(url, state)
+    assert loaded.manifest.step == newest and not loaded.damaged and loaded.path == latest(url)
+    assert all(torch.equal(tensor, torch.full_like(tensor, float(newest))) for tensor in state.values())
+    list(clean(url))
+    kept = [checkpoint.path.name for checkpoint in scan(url).committed]
+    assert set(saves_on_disk(tmp_path)) == set(kept) == set(read_index(as_location(url)))
+    assert all(not verify(checkpoint.path) for checkpoint in scan(url).committed)
+    with Checkpoints(url, keep_last=2) as checkpoints:  # the next run is not hindered
+        checkpoints.save(of_step(whole_state(), 4), step=4)
+    assert steps_in(url) == [newest, 4] and len(saves_on_disk(tmp_path)) == 2
+    assert not [key for key in objects_in(tmp_path) if key.startswith(".lock")]
+
+
+KILLED = """
+import os, signal, threading, torch
+from dualpipe.checkpoint import Checkpoints
+checkpoints = Checkpoints({url!r}, keep_last=2)
+threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+for step in range({start}, 10**6):
+    checkpoints.save({{"weight": torch.full((300_000,), float(step))}}, step=step)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_in_a_store_that_shows_half_objects(tmp_path):
+    """`file://` writes in place, so a kill leaves objects, markers and indexes in part."""
+    url, step = f"file://{tmp_path}", 0
+    for attempt in range(12):
+        script = KILLED.format(url=url, delay=0.05 + 0.07 * attempt, start=step + 1)
+        assert subprocess.run([sys.executable, "-P", "-c", script], timeout=120).returncode < 0
+        state = {"weight": torch.zeros(300_000)}
+        if step or latest(url):
+            loaded = load(url, state)
+            assert loaded.manifest.step >= step and not loaded.damaged
+            step = loaded.manifest.step
+            assert torch.equal(state["weight"], torch.full((300_000,), float(step)))
+            list(clean(url))
+            kept = {checkpoint.path.name for checkpoint in scan(url).committed}
+            assert {name for name in os.listdir(tmp_path) if name.startswith("step-")} == kept
+    assert step > 12
