@@ -87,6 +87,8 @@ def test_export(tmp_path, capsys):
         assert between[name].dtype is torch.float32 and torch.equal(between[name], tensor.float())
         assert new[name].dtype is torch.bfloat16 and torch.equal(new[name], tensor)
     capsys.readouterr()
+    assert main(["hf", "export", str(tmp_path / "nowhere"), str(tmp_path / "new")]) == 2
+    assert "nowhere; give a checkpoint of a run" in capsys.readouterr().err and not (tmp_path / "new").exists()
     assert main(["hf", "export", str(source), str(narrow)]) == 2
     assert "exists already" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["narrow", "source", "wide"]
