@@ -295,15 +295,14 @@ def _hf_export(args: argparse.Namespace) -> None:
     from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run
     from dualpipe.runtime.byte_sizes import parse_bytes
     from dualpipe.runtime.dtypes import dtype_of
-    from dualpipe.runtime.storage.location import as_location
 
     dtype = dtype_of(args.dtype)
     max_shard_bytes = parse_bytes(args.max_shard_size)
-    if not as_location(args.path).exists():
-        raise ValueError(f"there is no file or directory {args.path}; give a checkpoint of a run, the directory of its "
-                         "checkpoints, or a checkpoint of Hugging Face")
     if is_of_a_run(args.path):
         export_checkpoint(args.path, args.target, dtype, max_shard_bytes, args.source)
+    elif not Path(args.path).exists():
+        raise ValueError(f"there is no file or directory {args.path}; give a checkpoint of a run, the directory of its "
+                         "checkpoints, or a checkpoint of Hugging Face")
     elif args.source is not None:
         raise ValueError(f"--source is for a run's checkpoint; {args.path} is one of Hugging Face's: leave it out")
     else:
