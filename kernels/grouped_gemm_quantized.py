@@ -490,8 +490,8 @@ def _check_operands(
 def slower_in_fp8(format: Format, shape: tuple[int, int, int], rows: float, device: torch.device) -> str | None:
     """Return a reason if `grouped_gemm_fp8`, with quantization of rows, is slower than bfloat16, else None.
 
-    The gains are estimates, not measurements; see grouped_gemm_tiles.py. Returns None on CPU, where all quantized GEMMs
-    are slower.
+    The gains are estimates, not measurements; see grouped_gemm_tiles.py. There is none for the CPU: all quantized GEMMs
+    are slower there, and the result is None.
 
     shape: (E, N, K) of the weights, or (E, K, N) for transposed weights.
     rows: mean number of rows of an expert.

@@ -1,9 +1,9 @@
 """Tiles of the grouped GEMMs: tables of their sizes, and the assignment of tiles to programs.
 
-Sizes are in tables by architecture, dtype and shape class (a range of shapes with one tile, such as "wide"), and equal
-in every run. There is no autotuning in training:
-ranks would wait for each other, and choices would differ between runs. In a checkout, `python
-benchmarks/compile_kernels.py --match grouped` prints the registers and shared memory of every entry.
+Sizes are in tables by architecture, dtype and shape class (a range of shapes with one tile, such as "wide"), and are
+the same in every run. There is no autotuning in training: ranks would wait for each other, and choices would differ
+between runs. In a checkout, `python benchmarks/compile_kernels.py --match grouped` prints the registers and shared
+memory of every entry.
 
 The rows of every expert start a new tile, so that a tile never has rows of two experts. Only the device knows the
 number of tiles: experts e with r_e rows have sum(cdiv(r_e, TILE_ROWS)) row tiles. The host launches a grid for at most

@@ -111,7 +111,7 @@ def _load_experts(experts_ptr, rows, N, num_experts):
     return tl.where(valid & (rows < N), expert, num_experts).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["T", "top_k"])  # top_k: layers divide rows by tokens, and pass 1 without tokens
+@triton.jit(do_not_specialize=["T", "top_k"])  # top_k: layers compute it as rows / tokens, or pass 1 without tokens
 def _sum_kernel(
     rows_ptr,  # (M, H), rows `stride` apart
     weights_ptr,  # (T, K) contiguous, or unused

@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and e
     from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts, shard_experts
     from dualpipe.parallel.mesh import build_mesh
 
-# Former paths of two modules. This package also has functions of these names: the import of an old path by a finder, as
-# in `dualpipe._moved`, would replace the function by the module.
+# Former paths of two modules. They are not in `dualpipe._moved`: this package has functions of the same names, and an
+# import through a finder would set its attribute to the module instead.
 sys.modules[f"{__name__}.materialize"] = sys.modules["dualpipe.parallel.fsdp.materialize"]
 sys.modules[f"{__name__}.shard"] = sys.modules["dualpipe.parallel.fsdp.shard"]
 

@@ -3,7 +3,7 @@
 Dimensions are ("pp", "dp", "ep"), outermost first: expert-parallel ranks communicate most and are adjacent; pipeline
 ranks communicate least and are furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1 share the experts of
 a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. Context parallelism adds "cp" before "ep":
-its ranks hold the same rows of a batch, and each some of their tokens. To add a dimension, name it in `TRAFFIC`, at its
+its ranks share the rows of a batch, and each has some of the tokens. To add a dimension, name it in `TRAFFIC`, at its
 place, and add it to `build_mesh` and `_RankLayout`.
 
 Parameters are sharded over all ranks that hold the same stages. With `dp_replicate`, "dp" is divided into that many

@@ -67,6 +67,6 @@ class TiedGradients:
         self._is_summed = True
 
     def discard(self) -> None:
-        """Drop the sums of earlier steps, together with their gradients."""
+        """Forget the sums of earlier steps: they have been added, or the gradients are dropped."""
         self._earlier_sums = []
         self._is_summed = False

@@ -25,7 +25,7 @@ def run_in_background(work: Callable[[], T], name: str = "") -> Future[T]:
 
 
 def run_with_timeout(work: Callable[[], T], seconds: float, name: str = "") -> T | None:
-    """Return the result of `work`, which may hang; None if it takes longer than `seconds`. Raises its error."""
+    """Return the result of `work`, or None if it has not ended after `seconds`. Raises the error of `work`."""
     future = run_in_background(work, name)
     wait([future], seconds)
     return future.result() if future.done() else None

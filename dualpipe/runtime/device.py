@@ -21,7 +21,7 @@ from torch import Tensor
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
 
-_SNAPSHOT_ENTRIES = 200_000  # latest allocations and frees in a memory snapshot; a step has some ten thousands
+_SNAPSHOT_ENTRIES = 200_000  # latest allocations and frees in a memory snapshot; a step makes tens of thousands
 _FLIGHT_RECORDER_ENTRIES = 100  # latest entries of torch's flight recorder that `flight_recorder` returns
 _MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -158,7 +158,7 @@ def dump_memory(path: Path) -> None:
 
 
 def pin(memory: Tensor) -> Callable[[], None]:
-    """Page-lock host memory, so that devices copy into it directly; return the function that ends it."""
+    """Page-lock host memory, so that devices copy into it directly; return a function that unlocks it."""
     runtime = torch.cuda.cudart()
     torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
     address = memory.data_ptr()
@@ -200,7 +200,7 @@ def deterministic(is_enabled: bool = True) -> Iterator[None]:
 
     Enter it before CUDA and NCCL are used, as their libraries read the environment once. torch refuses cuBLAS's GEMMs
     without a fixed workspace. NCCL must not add in the switch (NVLS), where the order of a sum is not documented.
-    Variables that the user has set stay, and so do those that are set here.
+    Variables that the user has set are not changed. Those that are set here stay set after the `with`.
     """
     if not is_enabled:
         yield
@@ -238,15 +238,17 @@ def set_environment() -> None:
     """Set the variables that CUDA and torch's allocator read once, when they start. Values of the user stay.
 
     A rank has some 20 streams. CUDA has 8 hardware queues by default, and of two streams that share a queue one waits
-    for the other, so the number is raised to 32. torch's kernels are loaded at the start (Triton's are not), and
-    memory grows in place, because loading a kernel at its first launch, or freeing memory, waits for all work on the
-    device. That work may be a message whose sender waits for this rank: a deadlock.
+    for the other, so the number is raised to 32.
+
+    Loading a kernel at its first launch, or freeing memory, waits for all work on the device. That work may be a
+    message whose sender waits for this rank: a deadlock. Therefore torch's kernels are loaded at the start (Triton's
+    are not), and the allocator's memory grows in place.
     """
     os.environ.setdefault(_MAX_CONNECTIONS, "32")
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # torch's watchdog cleans up after an aborted communicator but does not end the process: its ranks raise.
+    # torch's watchdog cleans up after an aborted communicator but does not end the process: the rank raises an error.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # the older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that torch's flight recorder keeps

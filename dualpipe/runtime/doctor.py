@@ -147,7 +147,7 @@ def _examine_gloo() -> Finding:
 
 
 def _examine_nccl() -> Iterator[Finding]:
-    """Yield whether NCCL is there, and whether its kernels fit the device when all of them wait at once."""
+    """Yield a finding for NCCL, then one that says if its kernels fit the device when all of them wait at once."""
     import torch
 
     from dualpipe.runtime import device as cuda

@@ -58,7 +58,7 @@ _MIXED_DTYPES = (
 )
 _REMEDIES = {  # remedies for errors of torch that do not mention the pipeline, by a phrase of their text
     "leaf Variable that requires grad": " A stage must not begin with an in-place operation: its input is a leaf, "
-    "whose gradient goes to the stage before, and so are parameters. Write x = x + 1 instead of x += 1.",
+    "like a parameter, and its gradient goes to the stage before. Write x = x + 1 instead of x += 1.",
     "must have the same dtype": _MIXED_DTYPES,
     "same dtype, but got": _MIXED_DTYPES,
 }

@@ -35,7 +35,7 @@ class Written(NamedTuple):
 
 
 def inode(path: Path) -> int | None:
-    """Return the inode of a file, which a later file of the same name does not have; None if there is no file."""
+    """Return the inode of a file, which changes when the file is replaced; None if there is no file."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -71,7 +71,7 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str =
     with open(path, "xb") as out:
         for piece in pieces:
             view = memoryview(piece)
-            if _FALLOCATE is not None and len(view) > _CHUNK:  # preallocated, it is written a quarter faster
+            if _FALLOCATE is not None and len(view) > _CHUNK:  # a preallocated file is written a quarter faster
                 _FALLOCATE(out.fileno(), _FALLOC_FL_KEEP_SIZE, ctypes.c_int64(out.tell()), ctypes.c_int64(len(view)))
             for start in range(0, len(view), _CHUNK):
                 chunk = view[start : start + _CHUNK]
@@ -175,7 +175,7 @@ class Lock:
 
     def release(self) -> None:
         """Release the lock, from any thread."""
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing alone leaves it to a forked child
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # after a close alone, a forked child would keep the lock
         os.close(self._descriptor)
 
 

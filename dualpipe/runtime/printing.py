@@ -1,4 +1,4 @@
-"""Printed lines of a run, which goes on when nobody can read them any more."""
+"""Printed lines of a run. The run goes on when its output can no longer be written."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 It is always on: an entry costs the host less than a microsecond. All work that takes time on a rank, or may wait for
 another rank, is between `begin` and `end`. So an outside reader such as the watchdog knows the running work of a rank
-and its start, and the states of all ranks together show which rank is being waited on. An `Observer` subscribes to the
-same places: a trace to entries, a check of numbers to results.
+and its start, and the states of all ranks together show which rank is being waited on. An `Observer` is called at the
+same places: a trace uses the entries, and a check of numbers the results.
 """
 
 from __future__ import annotations
@@ -186,15 +186,16 @@ class Recorder:
             what: the awaited object, such as "the activation".
             ranks: the global ranks being waited on.
             nbytes: the size of the awaited data.
-            since: start of the wait (ns), if it began before the entry, during waits on other ranks.
+            since: start of the wait (ns), if that is before the entry: receives from several ranks start together, and
+                are then waited for one after another.
         """
         return RecordedWait(self, self.begin(kind, what, ranks, nbytes), since)
 
     def end_wait(self, entry: Entry, error: BaseException | None, *, since: int = 0) -> None:
         """Close the entry of a wait, and those left open inside of it.
 
-        error: the error that ended the wait, or None. since: see `wait`. Raises RankLost if the error is one of the
-        backend.
+        error: the error that ended the wait, or None. since: see `wait`. Raises RankLost for an error of the
+        communication backend.
         """
         while not entry[ENDED]:
             self.end()

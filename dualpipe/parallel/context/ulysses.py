@@ -52,7 +52,7 @@ class UlyssesAttention:
         ]
 
     def _scatter_counts(self, length: int) -> tuple[list[int], list[int]]:
-        """Return the tokens sent to each rank, all of this rank's, and received from each, all of that rank's."""
+        """Return the tokens sent to each rank (all of this rank's) and received from each (all of its own)."""
         counts = self._split.counts(length)
         return [counts[self._split.rank]] * self._size, list(counts)
 

@@ -1,4 +1,4 @@
-"""Dispatch of rows in FP8: elements are sent as rows, scales beside the routing weights.
+"""Dispatch of rows in FP8: one exchange sends the elements, another their scales packed with the routing weights.
 
 A dispatch returns received rows twice: quantized, for GEMMs in FP8, and dequantized, as the tensor that has a gradient.
 Method: DeepSeek-V3 (arXiv:2412.19437, section 3.3), which also keeps outputs and gradients in 16 bits.

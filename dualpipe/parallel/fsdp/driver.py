@@ -154,11 +154,12 @@ class StageParameters:
             self._cast_accumulators()
 
     def prepare(self) -> None:
-        """Create the accumulators, filled with zeros, of parameters whose accumulator has another dtype than they have.
+        """Create zero accumulators for parameters whose accumulator has another dtype than the parameter.
 
-        Autograd, or a closure in the usual form, `w.grad = g if w.grad is None else w.grad.add_(g)`, makes gradients in
-        the parameter's dtype. It can add a bfloat16 `g` to a float32 accumulator, but assigning it as one would fail.
-        The layers of `dualpipe.nn` need no zeros: they write the first gradient in the accumulator's dtype.
+        Autograd makes gradients in the parameter's dtype, and so does a deferred weight gradient in the usual form,
+        `w.grad = g if w.grad is None else w.grad.add_(g)`. A bfloat16 `g` can be added to a float32 accumulator, but
+        torch would refuse it as the new `w.grad`. The layers of `dualpipe.nn` need no zeros: they write the first
+        gradient in the accumulator's dtype.
         """
         for module in self._stage.modules():
             if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
@@ -319,7 +320,7 @@ class ParametersStep:
                 parameters.prepare()
 
     def must_wait(self, stage: int) -> bool:
-        """Return True if `wait` must be called before the forwards of this stage; call it before the first one.
+        """Return True if `wait` must be called before each forward of this stage. Ask before the first `wait`.
 
         The stage is sharded, or uses a parameter of a sharded stage, whose accumulator exists once it is gathered.
         """
@@ -335,8 +336,8 @@ class ParametersStep:
                     parameters.wait()
             if self._train:
                 parameters.prepare()
-        if not parameters.several_groups:  # until torch 2.12, FSDP2 does not cast inputs of a recomputation
-            parameters.set_idle()
+        if not parameters.several_groups:  # until torch 2.12
+            parameters.set_idle()  # otherwise FSDP2 would take the forward for a recompute, and not cast its inputs
 
     def complete(self, stages: Iterable[int]) -> None:
         """Reduce or keep the gradients of stages without further actions in this step, and free their parameters.

@@ -134,8 +134,8 @@ def _fully_shard(
     def divide(gradient: Tensor) -> None:
         gradient.div_(dense_mesh.size() // mesh.size())
 
-    # Only frozen scalars, and parameters that another stage shards: FSDP2 does not reduce the gradients of ignored
-    # ones.
+    # FSDP2 cannot shard scalars, and does not reduce the gradients of ignored parameters. So only frozen scalars are
+    # ignored, and parameters that another stage shards.
     ignored = {p for m in modules for p in m.parameters() if p.dim() == 0 and not p.requires_grad}.union(unsharded)
     fully_shard(
         list(modules) if len(modules) > 1 else modules[0],

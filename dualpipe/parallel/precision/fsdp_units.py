@@ -51,8 +51,9 @@ class _Node:
     name: str
     is_host: bool
     direct_key: Key | None = None  # of the parameters that the module owns directly
-    narrow: torch.dtype | None = None  # compute dtype of those gathered in a wider dtype, if any
-    casts: dict[CastDTypes, None] = field(default_factory=dict)  # for these and for frozen scalars, in order
+    narrow: torch.dtype | None = None  # compute dtype of directly owned parameters gathered in a wider one, if any
+    # Of all floating-point parameters that the module owns directly, including frozen scalars, in order.
+    casts: dict[CastDTypes, None] = field(default_factory=dict)
     children: list[_Node] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside
     dtypes: set[CastDTypes] = field(default_factory=set)  # of all floating-point tensors inside
@@ -170,8 +171,8 @@ class ModuleUnits:
     def _add_casts(self, host: _Node, output: torch.dtype | None) -> None:
         """Add the casts of a host that returns `output`.
 
-        In a host of one dtype, these are the casts of the host itself. In a host of several, they are also those of the
-        outermost modules of one dtype inside it, and of modules of several dtypes that own parameters.
+        The host itself casts its inputs and output. In a host of several dtypes, so do the outermost modules of one
+        dtype inside it, and modules of several dtypes that own parameters directly.
         """
         self.casts[host.module] = (self._input_dtype(host), output)
         pending = [] if len(host.dtypes) == 1 or _casts_by_itself(host) else host.children[::-1]
@@ -201,7 +202,7 @@ class ModuleUnits:
         return self._plan.policy.param_dtype if host.main_key is None else host.main_key.compute
 
     def _add_units(self, host: _Node, main_key: Key | None) -> None:
-        """Add the units inside a module, then the unit of the module itself: the other parameters, of `main_key`."""
+        """Add the units inside a module, then that of the module itself, with its other parameters, of `main_key`."""
         groups: defaultdict[Key, list[nn.Module]] = defaultdict(list)
         pending = host.children[::-1]
         while pending:

@@ -1,9 +1,10 @@
-"""Agreement of the ranks of a pipeline and of their data-parallel replicas.
+"""Agreement of the ranks of a pipeline, and of their data-parallel replicas, on the arguments of a call.
 
-In a step whose records equal those of an earlier one, each of N ranks sends ceil(log2 N) small messages in the
-pipeline, and as many among its replicas (`HostMessages.combine`). If anything is new, wrong or different, the ranks of
-the pipeline exchange their records once, and all draw the same conclusion from the same records. Conclusions are cached
-with the records of all ranks; a rank tells the others which cached records fit its own.
+Every rank describes its arguments in a record. In a step whose records equal those of an earlier one, each of N ranks
+sends ceil(log2 N) small messages in the pipeline, and as many among its replicas (`HostMessages.combine`). If anything
+is new, wrong or different, the ranks of the pipeline exchange their records once, and all draw the same conclusion from
+the same records. Conclusions are cached with the records of all ranks; a rank tells the others which cached records fit
+its own.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def create_groups(
 
     This rank is in every requested group. All ranks of `parent` request the same number of groups, and the ranks of one
     group request it at the same index. NCCL's communicators are made at their first use, which no timeout ends: make
-    sure before that all ranks are there.
+    sure beforehand that all ranks are there.
 
     Args:
         requests: global ranks, and the use of the group, which sets the limits of NCCL.
@@ -55,7 +55,7 @@ def create_groups(
     dist.all_reduce(max_groups, dist.ReduceOp.MAX, group=parent)
     dummies = [([dist.get_rank()], requests[0][1])] * (int(max_groups) - num_groups)
     # If the default group is bound to a device, torch makes NCCL groups by splitting its communicator, in which all
-    # ranks of the job must take part. Even for a gloo group, all ranks but the members call the split.
+    # ranks of the job must take part. For a new gloo group too, torch calls the split on ranks that are not members.
     bound_device = world.bound_device_id
     world.bound_device_id = None
     try:

@@ -27,7 +27,7 @@ from dualpipe.runtime.recorder import Recorder
 
 TURN = 2.0  # seconds of one wait for long work: less than any timeout of a group
 _MAX_TEXT = 20_000  # characters of an error's text for other ranks
-_TIMEOUT_AFTER_LOSS = timedelta(seconds=1)  # of the last exchange, if this rank has lost another one
+_TIMEOUT_AFTER_LOSS = timedelta(seconds=1)  # of the last exchange, if this rank has lost another rank
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class RankSync:
         """Like `first`, for work that may take longer than the group's timeout.
 
         Rank 0 runs it on a thread, and the ranks synchronize every `TURN` seconds until it is done. A rank that fails
-        meanwhile does not wait for it.
+        meanwhile raises without waiting for the work.
         """
         if self.size == 1:
             return work()
@@ -180,7 +180,7 @@ class RankSync:
     def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
         """Run a collective of the group.
 
-        Raises RuntimeError if an earlier one was cut short: this one would take its messages for its own.
+        Raises RuntimeError if an earlier one was cut short: this one could receive messages of that one.
         """
         if self._cut_short:
             raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
