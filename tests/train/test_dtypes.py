@@ -272,7 +272,7 @@ def kept_on_disk(folder):
         (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, storage takes both: mxfp8, nvfp4, fp8_"),
         (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "and pinned ones, matches '*.mlp.gate' (stored"),
         (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
-        (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "to compute in more than that, fp32"),
+        (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "stores it in bf16, which is narrower"),
         (["--dtypes.rules", "lm_head,storage=fp32", "--train.dtype", "bf16"], "which only a sharded module can"),
         (["--dtypes.rules", "lm_head,save=fp32", "*,save=bf16"], "rules disagree on lm_head.weight: 'lm_head' (saved"),
     ],

@@ -356,10 +356,13 @@ def _storage_dtype(
     if rule_storage is None or rule_storage is storage:
         return storage
     if stored_as_computed or torch.promote_types(rule_storage, compute) is not rule_storage:
-        problem = ("a buffer or frozen, and is stored as it computes" if stored_as_computed else
-                   "to compute in more than that")
-        raise ValueError(f"{record.names[0]} is {problem}, {short_name(compute)}, but {record.rules} stores it in "
-                         f"{short_name(rule_storage)}; give both the same dtype")
+        narrow = short_name(rule_storage)
+        if stored_as_computed:
+            problem = f"stores it in {narrow}; a buffer or frozen parameter is stored in the dtype that it computes in"
+        else:
+            problem = f"stores it in {narrow}, which is narrower"
+        raise ValueError(f"{record.names[0]} computes in {short_name(compute)}, but {record.rules} {problem}; give "
+                         "both the same dtype")
     return rule_storage
 
 

@@ -272,8 +272,9 @@ def test_given_a_rule_then_each_dtype_is_decided_by_itself():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ([Rule("head", FP32, storage=BF16)], "head.weight is to compute in more than that, fp32, but rule"),
-        ([Rule("*.running", FP32, storage=BF16)], "a buffer or frozen, and is stored as it computes, fp32, but rule"),
+        ([Rule("head", FP32, storage=BF16)], "head.weight computes in fp32, but rule 'head' .*"
+         "stores it in bf16, which is narrower"),
+        ([Rule("*.running", FP32, storage=BF16)], "computes in fp32, but rule .* in bf16; a buffer or frozen parameter is"),
         ([Rule("head", save=FP32), Rule("*", save=BF16)], r"rules disagree on embed|rules disagree on head.weight: "
          r"'head' \(saved in fp32\) and '\*' \(saved in bf16\)"),
     ],
