@@ -274,7 +274,7 @@ def test_given_a_rule_then_each_dtype_is_decided_by_itself():
     [
         ([Rule("head", FP32, storage=BF16)], "head.weight computes in fp32, but rule 'head' .*"
          "stores it in bf16, which is narrower"),
-        ([Rule("*.running", FP32, storage=BF16)], "computes in fp32, but rule .* in bf16; a buffer or frozen parameter is"),
+        ([Rule("*.running", FP32, storage=BF16)], "computes in fp32, but rule .* in bf16; a buffer or frozen"),
         ([Rule("head", save=FP32), Rule("*", save=BF16)], r"rules disagree on embed|rules disagree on head.weight: "
          r"'head' \(saved in fp32\) and '\*' \(saved in bf16\)"),
     ],
