@@ -206,7 +206,7 @@ DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/runti
     "the host waits whenever an event is recorded": (
         "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
-COUNTS = {"Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance": 48}
+COUNTS = {"Event.synchronize in dualpipe/parallel/experts/one_hop.py: _PendingDispatch.advance": 48}
 
 
 @pytest.mark.slow

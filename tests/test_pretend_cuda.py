@@ -30,7 +30,7 @@ from run_files import write_files
 
 # The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
 # the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
-COUNTS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance"
+COUNTS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: _PendingDispatch.advance"
 # In training beside it: for the loss, the norm and the routers' metrics, once a step (when:
 # tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of what a checkpoint holds.
 READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
