@@ -25,9 +25,13 @@ most, S rows that a rank sends, R rows that it receives, M received (row, expert
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from itertools import groupby
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -38,12 +42,15 @@ from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAl
 from dualpipe.parallel.experts.fp8_rows import SCALES
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
 from dualpipe.parallel.experts.one_hop import AllToAllDispatcher, Plan
+from dualpipe.parallel.experts.two_hop import TwoHopDispatcher
 from dualpipe.parallel.mesh import divisors
 
 __all__ = [
     "AllToAllDispatcher", "Dispatcher", "ExpertParallel", "LocalDispatcher", "Plan", "Received", "is_interface_experts",
     "parameter_sizes", "run_experts", "shard_experts", "stacked_parameters",
 ]
+
+Dispatch = Literal["auto", "all_to_all", "two_hop"]
 
 
 class ExpertParallel:
@@ -53,34 +60,58 @@ class ExpertParallel:
     fp8_rows: the number of elements that share a scale if rows are dispatched in FP8: 128 for weights in blocks of FP8,
     32 for mxfp8. The experts must accept the keyword `quantized`; outputs and gradients keep their dtype. None: rows
     are dispatched in their own dtype.
+    dispatch: the way of a row: "all_to_all" to each rank with experts of its token, "two_hop" to each node with experts
+    of it, then within the node (`dualpipe.parallel.experts.two_hop`). Both have the same bits. "auto": in two hops
+    between nodes that each have as many of the ranks, more than one.
+    ranks_per_node: the number of successive ranks of the job that share a node, or of an `AsyncAllToAll` without a
+    process group; None: for processes LOCAL_WORLD_SIZE, which torchrun sets, and otherwise all ranks.
 
-    Raises ValueError for experts that cannot be divided evenly, and for another block size.
+    Raises ValueError for experts that cannot be divided evenly, for another block size, and for "two_hop" on ranks
+    that are not divided evenly among several nodes.
     """
 
     def __init__(
-        self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None
+        self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None,
+        dispatch: Dispatch = "auto", ranks_per_node: int | None = None,
     ) -> None:
         if fp8_rows not in (None, *SCALES):
             raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, elements under a scale, or None; got "
                              f"{fp8_rows!r}")
         if isinstance(ranks, DeviceMesh):
             ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
+        if dispatch not in get_args(Dispatch):
+            raise ValueError(f"dispatch must be {', '.join(get_args(Dispatch))}; got {dispatch!r}")
         self.size = 1 if ranks is None else ranks.size
         self.num_experts = num_experts
         self.local_experts = _experts_per_rank("the model", num_experts, self.size)
         self._fp8_rows = fp8_rows
-        self._stream = CommStream(ranks) if ranks is not None and self.size > 1 else None
+        self._dispatch = dispatch
+        self._stream: CommStream | None = None
+        if ranks is None or self.size == 1:
+            return
+        nodes = _ranks_by_node(ranks, ranks_per_node)
+        self._stream = CommStream(ranks, node=next(node for node in nodes if ranks.rank in node))
+        self._dispatch = _resolved_dispatch(dispatch, nodes)
+
+    @property
+    def sent_between_nodes(self) -> int:
+        """Number of bytes sent to ranks of other nodes, without the row counts."""
+        return 0 if self._stream is None else self._stream.sent_between_nodes
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes sent to other ranks, without the row counts (24 bytes for each rank in a forward)."""
+        """Number of bytes sent to other ranks, without the row counts.
+
+        A forward sends each rank three counts of 8 bytes, in two hops another one and one for each rank of a node.
+        """
         return 0 if self._stream is None else self._stream.sent_bytes
 
     def dispatcher(self) -> Dispatcher:
         """Create the dispatcher of one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
-        return AllToAllDispatcher(self.num_experts, self._stream, self._fp8_rows)
+        kind = TwoHopDispatcher if self._dispatch == "two_hop" else AllToAllDispatcher
+        return kind(self.num_experts, self._stream, self._fp8_rows)
 
 
 def run_experts(
@@ -162,6 +193,29 @@ def is_interface_experts(module: nn.Module) -> bool:
     It is recognized by the attributes that the interface sets, without an import of transformers.
     """
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
+
+
+def _ranks_by_node(ranks: AsyncAllToAll, ranks_per_node: int | None) -> list[range]:
+    """Return the ranks of a group by node. ranks_per_node: see `ExpertParallel`."""
+    numbers = list(range(ranks.size))  # in the job
+    if ranks.group is not None:
+        numbers = dist.get_process_group_ranks(ranks.group)
+        ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+    per_node = ranks_per_node or max(numbers) + 1
+    by_node = [list(group) for _, group in groupby(range(ranks.size), lambda rank: numbers[rank] // per_node)]
+    return [range(group[0], group[-1] + 1) for group in by_node]
+
+
+def _resolved_dispatch(dispatch: Dispatch, nodes: list[range]) -> Dispatch:
+    """Return the way of rows between these ranks; raise ValueError if it is "two_hop" and they do not fit it."""
+    sizes = [len(node) for node in nodes]
+    fits = len(nodes) > 1 and len(set(sizes)) == 1
+    if dispatch == "two_hop" and not fits:
+        raise ValueError(f"dispatch = 'two_hop' between {sum(sizes)} expert-parallel ranks with {sizes} on a node, but "
+                         "it needs several nodes with the same number; give 'auto', or another ranks_per_node")
+    if dispatch == "auto":
+        return "two_hop" if fits and sizes[0] > 1 else "all_to_all"
+    return dispatch
 
 
 def _experts_per_rank(owner: str, experts: int, ranks: int) -> int:

@@ -13,12 +13,31 @@ from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.nn.segments import Communication
 
 
+class HopCounts(NamedTuple):
+    """Row counts of a dispatch in two hops, on the host, for each rank of the group: 0 for ranks outside of a hop."""
+
+    first_sent: list[int]
+    first_received: list[int]
+    second_sent: list[int]
+    second_received: list[int]
+
+
+class Hops(NamedTuple):
+    """Dispatch in two hops, to repeat it. See `dualpipe.parallel.experts.two_hop`, with the dimension letters."""
+
+    counts: HopCounts
+    first_rows: Tensor  # (A,): sent row a of the first hop is row first_rows[a] of the plan
+    second_rows: Tensor  # (C,): sent row c of the second hop is received row second_rows[c] of the first hop
+    order: Tensor  # (R,): row r of the experts is received row order[r] of the second hop
+
+
 class DispatchSizes(NamedTuple):
     """Row counts of a dispatch and its combine, on the host."""
 
     sent: list[int]  # rows for each rank
     received: list[int]  # rows from each rank
     row_bytes: int  # of a hidden state, before it is quantized
+    hops: Hops | None = None  # of a dispatch in two hops
 
 
 class Received(NamedTuple):
@@ -34,7 +53,8 @@ class Received(NamedTuple):
 class Dispatcher:
     """Dispatch of one layer's tokens to their experts, and the combine. This base class has all experts on one rank.
 
-    dispatch and combine are None without communication; the plan is then a `Received`.
+    dispatch and combine are None without communication; the plan is then a `Received`. The rows that combine returns
+    are for `finish` alone, whose gradient is the same for all rows of a token.
     """
 
     dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received

@@ -19,13 +19,22 @@ from dualpipe.parallel.experts.interface import Dispatcher, DispatchSizes, Recei
 from dualpipe.runtime import device
 
 
+class NodeRows(NamedTuple):
+    """Rows for nodes, sorted by node, each node's in the order of their tokens; see `two_hop` for the letters."""
+
+    rows: Tensor  # (T * B,): a row of the plan with the same hidden state
+    weights: Tensor  # (T * B, K): all weights of the token
+    ids: Tensor  # (T * B, K) int32: a row's expert ids on its node, -1 for experts elsewhere
+
+
 class Plan(NamedTuple):
     """Destination ranks and experts of a rank's tokens."""
 
     tokens: SortedTokens  # one for each (token, destination rank) pair: the rows to send, sorted by rank
     copies: int  # D
     ids: Tensor  # (T * D, K) int32, sorted: a row's local expert ids on its rank, -1 for experts elsewhere
-    counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank
+    counts: Tensor  # (G, 2) int64: rows, and (row, expert) pairs, for each rank; two hops append more columns
+    node_rows: NodeRows | None = None  # with two hops
 
 
 class AllToAllDispatcher(Dispatcher):
@@ -35,8 +44,8 @@ class AllToAllDispatcher(Dispatcher):
         super().__init__(num_experts)
         self._ranks = stream.size
         self._local = num_experts // stream.size
-        self.dispatch = _Dispatch(stream, self._local, fp8_rows)
-        self.combine = _Combine(stream)  # type: ignore[assignment]  # `again` is never called
+        self.dispatch = Dispatch(stream, self._local, fp8_rows)
+        self.combine = Combine(stream)  # type: ignore[assignment]  # `again` is never called
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
         """Return rows (T * D, H), float32 or wider weights (T * D, K) and the plan.
@@ -56,12 +65,7 @@ class AllToAllDispatcher(Dispatcher):
         all_ranks_G = torch.arange(self._ranks, device=experts_TK.device)
         is_choice_TKG = ranks_TK.unsqueeze(-1) == all_ranks_G
         is_destination_TG = is_choice_TKG.any(1)
-        # The destination ranks of a token, ascending and without duplicates; -1 in unused places among the D.
-        if experts_TK.shape[1] >= self._ranks:
-            ranks_TD = all_ranks_G.where(is_destination_TG, -1)
-        else:
-            sorted_TK = ranks_TK.sort(-1).values
-            ranks_TD = sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
+        ranks_TD = destinations(ranks_TK, is_destination_TG, all_ranks_G)
         tokens = sort_tokens(ranks_TD, self._ranks)
         copies = ranks_TD.shape[1]
         is_local_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
@@ -72,14 +76,32 @@ class AllToAllDispatcher(Dispatcher):
         rows = dispatch_tokens(x_TH, tokens, copies)
         weights = dispatch_tokens(weights_TDK.flatten(0, 1), tokens, 1)
         ids = ids_TDK.flatten(0, 1).to(torch.int32).index_select(0, tokens.order)
-        return rows, weights, Plan(tokens, copies, ids, counts)
+        plan = Plan(tokens, copies, ids, counts)
+        return rows, weights, self._with_node_rows(plan, wide_TK.detach(), experts_TK, ranks_TD, is_destination_TG)
+
+    def _with_node_rows(
+        self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor, is_destination_TG: Tensor
+    ) -> Plan:
+        """Return the plan as it is: one hop has no rows for nodes."""
+        return plan
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
         """Sum each token's rows (S, H) in rank order, in float32 or wider; returns (T, H)."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
 
-class _DispatchContext(NamedTuple):
+def destinations(ranks_TK: Tensor, is_destination_TG: Tensor, all_ranks_G: Tensor) -> Tensor:
+    """Return the destinations of each token (T, D), ascending and without duplicates, -1 in unused places.
+
+    ranks_TK: the rank, or the node, of each choice; -1 is unassigned.
+    """
+    if ranks_TK.shape[1] >= len(all_ranks_G):
+        return all_ranks_G.where(is_destination_TG, -1)
+    sorted_TK = ranks_TK.sort(-1).values
+    return sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
+
+
+class DispatchContext(NamedTuple):
     """Context of a dispatch for its recompute and its backward."""
 
     sizes: DispatchSizes
@@ -90,7 +112,7 @@ class _DispatchContext(NamedTuple):
     received: Received
 
 
-class _Dispatch:
+class Dispatch:
     """Communication of rows and weights to their experts."""
 
     def __init__(self, stream: CommStream, num_experts: int, fp8_rows: int | None) -> None:
@@ -100,12 +122,15 @@ class _Dispatch:
         self.group = stream.group
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
-        pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
+        pending = self._start(inputs)
         if self._stream.device.type == "cpu":
-            pending.advance()  # the engine would do so only after the host has computed other work
+            pending.start_rows()  # the engine would do so only after the host has computed other work
         return pending
 
-    def backward(self, context: _DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
+    def _start(self, inputs: tuple[Tensor, Tensor, Plan]) -> PendingDispatch:
+        return PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
+
+    def backward(self, context: DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
         sizes = context.sizes
         weights_RK = context.weights_RK
         shape = (sum(sizes.received), context.width)
@@ -118,7 +143,7 @@ class _Dispatch:
         pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.num_plan_rows)
         return pending
 
-    def again(self, context: _DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def again(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         """Send the rows alone: row counts, weights and choices are known from the forward."""
         sizes = context.sizes
         rows_SH = inputs[0][: sum(sizes.sent)]
@@ -129,7 +154,7 @@ class _Dispatch:
                               context.weights_RK, context.received)
 
 
-class _PendingDispatch(PendingRows):
+class PendingDispatch(PendingRows):
     """Dispatch in flight: first the row counts, then the rows, with weights and choices as bytes beside them."""
 
     def __init__(
@@ -142,20 +167,27 @@ class _PendingDispatch(PendingRows):
         self._sizes: DispatchSizes | None = None  # known once the rows are sent
         rows, weights, plan = inputs
         row_format = _packed_format(rows, weights, plan.ids, fp8_rows)
-        # (2, G, 3), sent and received: for each rank the number of rows and of (row, expert) pairs, and the row format.
+        # (2, G, 3), sent and received: for each rank the number of rows and of (row, expert) pairs, and the row format;
+        # two hops have more numbers before the format.
+        columns = plan.counts.shape[1]
         with stream.beside(self._ready, plan.counts):
-            records = torch.empty(2, stream.size, 3, dtype=torch.int64, device=stream.device)
-            records[0, :, :2] = plan.counts
-            records[0, :, 2].fill_(row_format)
+            records = torch.empty(2, stream.size, columns + 1, dtype=torch.int64, device=stream.device)
+            records[0, :, :columns] = plan.counts
+            records[0, :, columns].fill_(row_format)
             ones = [1] * stream.size
             self._records = records
+            self._received_records = records[1]  # on the device
             self._records_exchange = stream.start(records[1], records[0], ones, ones)
             self._copied: device.Event | None = None
             if self._records_exchange[0] is None:  # on a device
                 self._records, self._copied = device.to_host(records)
 
     def advance(self) -> None:
-        """Send the rows; the host waits for the row counts."""
+        """Send the rows, unless that was done."""
+        self.start_rows()
+
+    def start_rows(self) -> None:
+        """Start to send the rows, once; the host waits for the row counts."""
         if self._sizes is not None:
             return
         assert self._inputs is not None, "inputs are kept until wait"
@@ -164,19 +196,28 @@ class _PendingDispatch(PendingRows):
         else:
             self._copied.synchronize()  # orders: the copy, then the host; no stream waits
         sent, received = self._records.tolist()
-        formats = {record[2] for record in (*sent, *received)}
+        formats = {record[-1] for record in (*sent, *received)}
         if len(formats) > 1:
             raise ValueError("the ranks' rows have different formats (bytes of hidden state, weights and choices; FP8 "
                              f"format or 0): {sorted(map(_unpacked_format, formats))}; give the layer the same sizes, "
                              "dtypes and fp8_rows everywhere")
-        rows, weights, plan = self._inputs
-        sizes = DispatchSizes([record[0] for record in sent], [record[0] for record in received], row_bytes_of(rows))
+        row_bytes = row_bytes_of(self._inputs[0])
         self._pairs = sum(record[1] for record in received)
+        self._sizes = self._send_rows(
+            DispatchSizes([record[0] for record in sent], [record[0] for record in received], row_bytes),
+            sent, received)
+
+    def _send_rows(
+        self, sizes: DispatchSizes, sent: list[list[int]], received: list[list[int]]
+    ) -> DispatchSizes:
+        """Send the rows and return the sizes. sent, received: for each rank the record of its rows, see `__init__`."""
+        assert self._inputs is not None, "inputs are kept until wait"
+        rows, weights, plan = self._inputs
         total = sum(sizes.sent)
         rows_SH, packed = self._packed_rows(rows[:total], weights[:total], plan.ids[:total])
         self.send(rows_SH, sizes.sent, sizes.received)
         self.send(packed, sizes.sent, sizes.received)
-        self._sizes = sizes
+        return sizes
 
     def _packed_rows(self, rows_SH: Tensor, weights_SK: Tensor, ids_SK: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows to send, and their weights, choices and FP8 scales as bytes side by side."""
@@ -195,17 +236,23 @@ class _PendingDispatch(PendingRows):
         inputs = self._inputs
         assert sizes is not None and inputs is not None, "advance sets the sizes"
         self._inputs = None  # frees the memory of sent rows
-        rows, weights, plan = inputs
+        rows = inputs[0]
+        weights_RK, ids_RK, scales = self._unpacked(packed, inputs)
+        received = Received(ids_RK, self._num_experts, self._pairs, sizes)
+        context = DispatchContext(sizes, len(rows), rows.shape[1], rows.dtype, weights_RK, received)
+        if self._fp8_rows is None:
+            return (rows_RH, weights_RK, received), context
+        scales = _copied_columns(scales, 0, scales.shape[1])
+        return dequantized(rows_RH, scales, self._fp8_rows, rows.dtype, weights_RK, received), context
+
+    def _unpacked(self, packed: Tensor, inputs: tuple[Tensor, Tensor, Plan]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights, choices and FP8 scales of received rows; the scales as a view of bytes, of 0 without FP8."""
+        _, weights, plan = inputs
         weights_end = row_bytes_of(weights)
         ids_end = weights_end + row_bytes_of(plan.ids)
         weights_RK = _copied_columns(packed, 0, weights_end).view(weights.dtype)
         ids_RK = _copied_columns(packed, weights_end, ids_end).view(torch.int32)
-        received = Received(ids_RK, self._num_experts, self._pairs, sizes)
-        context = _DispatchContext(sizes, len(rows), rows.shape[1], rows.dtype, weights_RK, received)
-        if self._fp8_rows is None:
-            return (rows_RH, weights_RK, received), context
-        scales = _copied_columns(packed, ids_end, packed.shape[1])
-        return dequantized(rows_RH, scales, self._fp8_rows, rows.dtype, weights_RK, received), context
+        return weights_RK, ids_RK, packed[:, ids_end:]
 
 
 def _copied_columns(packed: Tensor, start: int, end: int) -> Tensor:
@@ -231,7 +278,7 @@ def _unpacked_format(packed: int) -> tuple[int, int, int, int]:
     return packed >> 32, packed >> 20 & 0xFFF, packed >> 8 & 0xFFF, packed & 0xFF
 
 
-class _CombineContext(NamedTuple):
+class CombineContext(NamedTuple):
     """Context of a combine for its backward."""
 
     sizes: DispatchSizes
@@ -239,7 +286,7 @@ class _CombineContext(NamedTuple):
     dtype: torch.dtype
 
 
-class _Combine:
+class Combine:
     """Communication that returns rows to the ranks of their tokens."""
 
     def __init__(self, stream: CommStream) -> None:
@@ -253,10 +300,10 @@ class _Combine:
         if (rows.shape[0], row_bytes_of(rows)) != (sum(sizes.received), sizes.row_bytes):
             raise ValueError(f"combine takes one row of {sizes.row_bytes} bytes for each of {sum(sizes.received)} "
                              f"received rows; got {tuple(rows.shape)} in {rows.dtype}: keep shape and dtype")
-        context = _CombineContext(sizes, rows.shape[1], rows.dtype)
+        context = CombineContext(sizes, rows.shape[1], rows.dtype)
         return PendingRows(self._stream, context=context).send(rows, sizes.received, sizes.sent)
 
-    def backward(self, context: _CombineContext, gradients: tuple[Tensor | None, ...]) -> Pending:
+    def backward(self, context: CombineContext, gradients: tuple[Tensor | None, ...]) -> Pending:
         sizes = context.sizes
         shape = (sum(sizes.sent), context.width)
         d_rows_SH = gradient_rows(gradients[0], shape, context.dtype, self._stream.device)

@@ -13,64 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.models import DeepseekV3Config, Stage
-from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
+from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts, shard_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
+from expert_layers import CASES, DTYPES, WIDTH, E, Experts, H, batch, ours, through_experts
 from ranks import run_ranks
 from toys import relative_error
 
-E, H, WIDTH = 8, 16, 6  # experts, hidden, intermediate
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Sums in another order round differently. bfloat16: gate and up, h, a row's sum and a token's sum are rounded to 2^-9
 # each, on the way there and on the way back.
 TOLERANCE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1.2e-2}
-
-
-class Experts(nn.Module):
-    """Of seeded values, whatever part of them is here."""
-
-    def __init__(self, dtype, mesh=None):
-        super().__init__()
-        self.gate_up = GroupedSwiGLU(E, H, WIDTH, bias=True, dtype=dtype)
-        self.down = GroupedLinear(E, WIDTH, H, dtype=dtype)
-        if mesh is not None:
-            shard_experts(self, mesh)
-        if self.down.weight.device.type != "meta":
-            for name, param in self.named_parameters():
-                seeded_normal_(param, std=0.3, seed=0, name=name)
-
-    def forward(self, x, tokens, weights):
-        return self.down(self.gate_up(x, tokens, weights), tokens.offs)
-
-
-# name: (tokens of each of four ranks, experts of a token, who may be chosen)
-CASES = {
-    "random": ((7, 7, 7, 7), 3, lambda rank: range(E)),
-    "uneven": ((3, 9, 1, 6), 2, lambda rank: range(E)),
-    "skewed": ((5, 5, 5, 5), 2, lambda rank: (0, 1, 2)),  # the last ranks' experts get nothing
-    "one expert": ((4, 6, 4, 2), 1, lambda rank: (5,)),
-    "crossed": ((4, 4, 4, 4), 2, lambda rank: (range(4, 8), range(4))[rank % 2]),
-    "top 1": ((6, 5, 4, 3), 1, lambda rank: range(E)),
-    "all experts": ((3, 4, 5, 2), E, lambda rank: range(E)),
-    "a rank without tokens": ((0, 5, 0, 4), 3, lambda rank: range(E)),
-    "no tokens": ((0, 0, 0, 0), 2, lambda rank: range(E)),
-    "some unassigned": ((6, 6, 6, 6), 3, lambda rank: (*range(E), -1, -1, -1, -1)),
-    "all unassigned": ((3, 2, 3, 2), 2, lambda rank: (-1, -1)),
-}
-
-
-def batch(case, rank, dtype):
-    """Tokens, weights and choices of a rank, and a gradient for its results."""
-    counts, top_k, allowed = CASES[case]
-    generator = torch.Generator().manual_seed(rank)
-    pool = torch.tensor(list(allowed(rank)))
-    order = torch.rand(counts[rank], len(pool), generator=generator).argsort(-1)
-    weights = torch.rand(counts[rank], top_k, generator=generator, dtype=torch.float64)
-    x, dy = (torch.randn(counts[rank], H, generator=generator, dtype=torch.float64) for _ in range(2))
-    return *(t.to(dtype) for t in (x, weights)), pool[order[:, :top_k]], dy.to(dtype)
 
 
 def naive(experts, x, weights, choices):
@@ -104,30 +58,6 @@ def error(actual, expected):
     if not expected.numel() or not expected.double().norm():
         return float(actual.double().norm())
     return relative_error(actual.double(), expected.double())
-
-
-def through_experts(dispatcher, experts, x, weights, choices):
-    """(T, H) -> (T, H) through the chosen experts, wherever they are, as a model's segments do it."""
-    run = functools.partial(run_experts, experts)
-    segments = [Compute(dispatcher.plan, ("x", "weights", "choices"), ("rows", "weights", "plan"))]
-    if dispatcher.dispatch is None:
-        segments.append(Compute(run, ("rows", "weights", "plan"), "rows"))
-    else:
-        segments += [
-            Communicate(dispatcher.dispatch, ("rows", "weights", "plan"), ("rows", "weights", "received")),
-            Compute(run, ("rows", "weights", "received"), "rows"),
-            Communicate(dispatcher.combine, ("rows", "received"), "rows"),
-        ]
-    segments.append(Compute(dispatcher.finish, ("rows", "plan"), "x"))
-    return run_segments(segments, {"x": x, "weights": weights, "choices": choices})["x"]
-
-
-def ours(ep, experts, case, rank, dtype):
-    x, weights, choices, dy = batch(case, rank, dtype)
-    x, weights = x.requires_grad_(), weights.requires_grad_()
-    y = through_experts(ep.dispatcher(), experts, x, weights, choices)
-    y.backward(dy)
-    return [y.detach(), x.grad, weights.grad]
 
 
 def parity(rank, names, cases):
