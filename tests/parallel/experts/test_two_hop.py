@@ -44,6 +44,49 @@ def test_results_and_all_gradients_have_the_bits_of_one_hop(ranks, per_node, dty
     assert run_ranks(bits, ranks, per_node, dtypes, list(CASES)) == [[]] * ranks
 
 
+def quantized(rank, block, dtype, case):
+    """What experts get in FP8, the first time and again, by one hop and by two; and the first rows of a dispatch."""
+    mesh, found = ep_mesh(), []
+    x, weights, choices, _ = batch(case, rank, dtype)
+    x = x.repeat(1, 10)  # 160 columns: neither 128 nor a multiple of it
+    for way in ("all_to_all", "two_hop"):
+        dispatcher = ExpertParallel(E, mesh, fp8_rows=block, dispatch=way, ranks_per_node=2).dispatcher()
+        made = dispatcher.plan(x, weights, choices)
+        pending = dispatcher.dispatch.forward(made)
+        pending.advance()
+        (rows, received_weights, received), context = pending.wait()
+        again = dispatcher.dispatch.again(context, made)
+        again.advance()
+        (rows_again, weights_again, received_again), _ = again.wait()
+        assert torch.equal(weights_again, received_weights)
+        assert torch.equal(received_again.ids, received.ids)
+        found.append([rows, *received.quantized, received_weights, received.ids, rows_again, *received_again.quantized])
+    return [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("block, dtype", [(128, torch.bfloat16), (32, torch.float32)], ids=str)
+@pytest.mark.parametrize("case", ["random", "a rank without tokens"])
+def test_rows_in_fp8_have_the_bits_of_one_hop(block, dtype, case):
+    assert run_ranks(quantized, 4, block, dtype, case) == [[True] * 8] * 4
+
+
+def quantized_bytes(rank, block):
+    """Bytes between nodes that FP8 saves in the forward of a dispatch, and the rows that the rank sends there."""
+    mesh, sent = ep_mesh(), []
+    x, weights, choices, _ = batch("random", rank, torch.bfloat16)
+    for fp8_rows in (None, block):
+        ep = ExpertParallel(E, mesh, fp8_rows=fp8_rows, dispatch="two_hop", ranks_per_node=2)
+        pending = ep.dispatcher().dispatch.forward(made := ep.dispatcher().plan(x, weights, choices))
+        pending.wait()
+        sent.append(ep.sent_between_nodes)
+    return sent[0] - sent[1], made[2].counts[2 - rank // 2 * 2, 2].item()
+
+
+def test_rows_in_fp8_go_between_nodes_in_fewer_bytes():
+    for saved, rows in run_ranks(quantized_bytes, 4, 32):
+        assert saved == rows * (H - 1) > 0  # one byte for each element, and one scale
+
+
 # -- bytes
 
 
