@@ -25,6 +25,7 @@ from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
 from dualpipe.parallel.experts.dispatcher import (
+    Dispatch,
     ExpertParallel,
     LocalDispatcher,
     is_interface_experts,
@@ -42,7 +43,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_stages(
     source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], *, mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None, policy: DTypePolicy | None = None, experts: str = NAME, overlap: bool = True,
-    layers_per_stage: Sequence[int] = (), seed: int = 0,
+    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto",
 ) -> list[CausalLMStage]:
     """Build this rank's stages of a causal LM, load their weights, shard them, and defer their weight gradients.
 
@@ -65,6 +66,7 @@ def load_stages(
             all-to-all.
         layers_per_stage: number of layers of every stage, instead of stages with balanced costs.
         seed: seed of initial weights.
+        dispatch: way of tokens to experts on other ranks, see `dualpipe.parallel.ExpertParallel`.
 
     Returns the stages, in the order of `mine`.
 
@@ -94,7 +96,7 @@ def load_stages(
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
     choose_experts(stages, NAME if expert_ranks is not None else experts, ranks)
-    _shard(stages, layout, policy)
+    _shard(stages, layout, policy, dispatch)
     return stages
 
 
@@ -197,8 +199,10 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None) -> None:
-    """Shard the stages over the mesh. Collective over the pipeline's ranks."""
+def _shard(
+    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch
+) -> None:
+    """Shard the stages over the mesh. Collective over its ranks; raise ValueError on all if `dispatch` does not fit."""
     if layout.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
@@ -209,7 +213,14 @@ def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | 
     if expert_ranks is not None and expert_ranks.size() > 1:
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
-        by_count = {count: ExpertParallel(count, expert_ranks) for count in counts}
+        per_node = layout.ranks_per_node
+
+        def by_number_of_experts() -> dict[int, ExpertParallel]:
+            return {count: ExpertParallel(count, expert_ranks, dispatch=dispatch, ranks_per_node=per_node)
+                    for count in counts}
+
+        # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
+        by_count = RankSync.of_mesh(None if dispatch == "auto" else layout.device_mesh).agree(by_number_of_experts)
         for stage in stages:
             shard_experts(stage, expert_ranks, are_local=True)
             stage.use_expert_parallelism(by_count)

@@ -25,7 +25,6 @@ most, S rows that a rank sends, R rows that it receives, M received (row, expert
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import groupby
 from typing import Literal, get_args
@@ -43,7 +42,7 @@ from dualpipe.parallel.experts.fp8_rows import SCALES
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
 from dualpipe.parallel.experts.one_hop import AllToAllDispatcher, Plan
 from dualpipe.parallel.experts.two_hop import TwoHopDispatcher
-from dualpipe.parallel.mesh import divisors
+from dualpipe.parallel.mesh import divisors, launched_ranks_per_node
 
 __all__ = [
     "AllToAllDispatcher", "Dispatcher", "ExpertParallel", "LocalDispatcher", "Plan", "Received", "is_interface_experts",
@@ -200,7 +199,7 @@ def _ranks_by_node(ranks: AsyncAllToAll, ranks_per_node: int | None) -> list[ran
     numbers = list(range(ranks.size))  # in the job
     if ranks.group is not None:
         numbers = dist.get_process_group_ranks(ranks.group)
-        ranks_per_node = ranks_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", 0))
+        ranks_per_node = ranks_per_node or launched_ranks_per_node()
     per_node = ranks_per_node or max(numbers) + 1
     by_node = [list(group) for _, group in groupby(range(ranks.size), lambda rank: numbers[rank] // per_node)]
     return [range(group[0], group[-1] + 1) for group in by_node]

@@ -3,8 +3,8 @@
     hop 1    from rank (n, p) to rank (m, p)    one row for each token and node: to the same place in each node
     hop 2    from rank (m, p) to rank (m, q)    one row for each token and rank, within the node
 
-With 8 choices over 8 nodes of 8 ranks, a token of DeepSeek-V3 has experts on 6.6 ranks on average, but on at most 4
-nodes: its router chooses from `topk_group` groups of experts, of which each node has whole ones.
+On 8 nodes of 8 ranks, a token of DeepSeek-V3 has experts on 7.4 ranks on average, but on at most 4 nodes, on average on
+3.6: its router chooses from `topk_group` groups of experts, of which each node has whole ones.
 
 Results and gradients have the same bits as with one hop (`one_hop`). The experts receive the same rows in the same
 order: by the rank of the token, then by the token. Rows that return are sent directly, one for each token and rank, and

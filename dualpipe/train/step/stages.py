@@ -20,7 +20,7 @@ from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.quantized_matmul import Products
 from dualpipe.parallel import DTypePlan, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
-from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.dispatcher import Dispatch, ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.quantized.quantize_model import quantized_part
@@ -44,6 +44,7 @@ class StageOptions:
         recompute: rules of activation recomputation, see `dualpipe.models.stages.Recompute`.
         compiled: apply torch.compile to attention and dense MLPs.
         products, fp8_weight_grad: GEMMs of layers with quantized weights, see `dualpipe.nn.quantized_matmul`.
+        dispatch: way of rows to experts on other ranks, see `ExpertParallel`.
         fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
     """
 
@@ -55,6 +56,7 @@ class StageOptions:
     products: Products = "auto"
     fp8_weight_grad: bool = False
     fp8_dispatch: bool = False
+    dispatch: Dispatch = "auto"
 
     @classmethod
     def of(cls, config: Config, from_hf: str = "") -> StageOptions:
@@ -63,6 +65,7 @@ class StageOptions:
             seed=config.train.seed, from_hf=from_hf, layers_per_stage=config.parallel.layers_per_stage,
             recompute=config.memory.recompute, compiled=config.train.compile, products=config.dtypes.products,
             fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
+            dispatch=config.parallel.dispatch,
         )
 
 
@@ -105,7 +108,8 @@ def build_model(
     if not isinstance(config, HubConfig):
         built = build_transformers_stages(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
-            from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute)
+            from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute,
+            dispatch=options.dispatch)
         return Model(config, built, plan, has_first, has_last, {})
     fp8_rows = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
 
@@ -122,21 +126,31 @@ def build_model(
         for stage in stages:
             shard(stage, None, plan)
     else:
-        _shard_over(mesh, stages, plan, fp8_rows)
+        _shard_over(mesh, stages, plan, fp8_rows, options.dispatch)
     masters = _fill(stages, plan, options, mesh, device)
     return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
-def _shard_over(mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_rows: int | None) -> None:
+def _shard_over(
+    mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_rows: int | None, dispatch: Dispatch
+) -> None:
     """Shard the stages over the pipelines of `mesh`.
 
-    fp8_rows: see `ExpertParallel`. Raises ValueError, on all ranks, for quantized weights whose blocks cannot be split
-    over the ranks.
+    fp8_rows, dispatch: see `ExpertParallel`. Raises ValueError, on all ranks, for quantized weights whose blocks cannot
+    be split over the ranks, and for a dispatch that does not fit their nodes.
     """
     place = Mesh.of(mesh)
-    for stage in stages:
+
+    def expert_parallel(stage: Stage) -> ExpertParallel:
+        return ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_rows, dispatch=dispatch,
+                              ranks_per_node=place.ranks_per_node)
+
+    # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
+    ranks = RankSync.of_mesh(None if dispatch == "auto" else mesh)
+    experts = ranks.agree(lambda: [expert_parallel(stage) for stage in stages])
+    for stage, of_stage in zip(stages, experts, strict=True):
         shard_experts(stage, place.part("ep") or mesh["ep"])
-        stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_rows))
+        stage.use_expert_parallelism(of_stage)
     # Only the weights of some stages may fail to split: the ranks agree on an error.
     is_quantized = any(dtypes.format for dtypes in plan.tensors.values())
     RankSync.of_mesh(mesh if is_quantized else None).agree(

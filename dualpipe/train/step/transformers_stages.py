@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint.hub.save import CARRIED
 from dualpipe.models.stages import Recompute
 from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.experts.dispatcher import Dispatch
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.dtypes import long_name
 from dualpipe.runtime.files import replace_file
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 def build_transformers_stages(
     model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
     mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int], recompute: Sequence[str],
+    dispatch: Dispatch,
 ) -> tuple[nn.Module, ...]:
     """Build the stages with these numbers, sharded and with weights. Collective over `mesh`.
 
@@ -41,7 +43,8 @@ def build_transformers_stages(
     is_shared = Mesh.of(mesh).replicas > 1
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
-        dtype=torch.promote_types(compute, torch.float32) if is_shared else compute, layers_per_stage=layers_per_stage)
+        dtype=torch.promote_types(compute, torch.float32) if is_shared else compute, layers_per_stage=layers_per_stage,
+        dispatch=dispatch)
     for stage in stages:
         stage.recompute = rules
         if mesh is None:
