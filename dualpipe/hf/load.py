@@ -214,10 +214,11 @@ def _shard(
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
         per_node = layout.ranks_per_node
+        hidden = getattr(stages[0].config, "hidden_size", None)
 
         def by_number_of_experts() -> dict[int, ExpertParallel]:
-            return {count: ExpertParallel(count, expert_ranks, dispatch=dispatch, ranks_per_node=per_node)
-                    for count in counts}
+            return {count: ExpertParallel(count, expert_ranks, dispatch=dispatch, ranks_per_node=per_node,
+                                          hidden_size=hidden) for count in counts}
 
         # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
         by_count = RankSync.of_mesh(None if dispatch == "auto" else layout.device_mesh).agree(by_number_of_experts)

@@ -43,10 +43,11 @@ def two_hop_seconds(machine: Machine, sent: float, ranks: int, share: float) -> 
 def takes_two_hops(machine: Machine, ranks: int, dispatch: str) -> bool:
     """Return True if rows take two hops between `ranks` neighbours, by parallel.dispatch on this machine's nodes.
 
-    A dispatch that these nodes do not allow counts as one hop.
+    A dispatch that these nodes do not allow counts as one hop. "deep_ep" counts as "two_hop", although it sums outputs
+    within a node and has both hops at the same time.
     """
     spans_nodes = ranks > machine.node and ranks % machine.node == 0
-    return spans_nodes and (dispatch == "two_hop" or (dispatch == "auto" and machine.node > 1))
+    return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and machine.node > 1))
 
 
 def row_share(machine: Machine, ranks: int, gate: Router) -> float:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import groupby
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll
+from dualpipe.parallel.experts.deep_ep import DeepEPDispatcher, create_buffer
 from dualpipe.parallel.experts.fp8_rows import SCALES
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
 from dualpipe.parallel.experts.one_hop import AllToAllDispatcher, Plan
@@ -49,7 +50,7 @@ __all__ = [
     "parameter_sizes", "run_experts", "shard_experts", "stacked_parameters",
 ]
 
-Dispatch = Literal["auto", "all_to_all", "two_hop"]
+Dispatch = Literal["auto", "all_to_all", "two_hop", "deep_ep"]
 
 
 class ExpertParallel:
@@ -61,17 +62,20 @@ class ExpertParallel:
     are dispatched in their own dtype.
     dispatch: the way of a row: "all_to_all" to each rank with experts of its token, "two_hop" to each node with experts
     of it, then within the node (`dualpipe.parallel.experts.two_hop`). Both have the same bits. "auto": in two hops
-    between nodes that each have as many of the ranks, more than one.
+    between nodes that each have as many of the ranks, more than one. "deep_ep": by DeepEP's kernels, for rows in
+    bfloat16, with other bits (`dualpipe.parallel.experts.deep_ep`, which has never run); never by "auto".
     ranks_per_node: the number of successive ranks of the job that share a node, or of an `AsyncAllToAll` without a
     process group; None: for processes LOCAL_WORLD_SIZE, which torchrun sets, and otherwise all ranks.
 
-    Raises ValueError for experts that cannot be divided evenly, for another block size, and for "two_hop" on ranks
-    that are not divided evenly among several nodes.
+    hidden_size: the number of columns of the rows, required by "deep_ep".
+
+    Raises ValueError for experts that cannot be divided evenly, for another block size, for "two_hop" on ranks that are
+    not divided evenly among several nodes, and for "deep_ep" without CUDA or its package.
     """
 
     def __init__(
         self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None,
-        dispatch: Dispatch = "auto", ranks_per_node: int | None = None,
+        dispatch: Dispatch = "auto", ranks_per_node: int | None = None, hidden_size: int | None = None,
     ) -> None:
         if fp8_rows not in (None, *SCALES):
             raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, elements under a scale, or None; got "
@@ -86,11 +90,14 @@ class ExpertParallel:
         self._fp8_rows = fp8_rows
         self._dispatch = dispatch
         self._stream: CommStream | None = None
+        self._deep_ep: Any = None  # a `deep_ep.Buffer`
         if ranks is None or self.size == 1:
             return
         nodes = _ranks_by_node(ranks, ranks_per_node)
         self._stream = CommStream(ranks, node=next(node for node in nodes if ranks.rank in node))
         self._dispatch = _resolved_dispatch(dispatch, nodes)
+        if dispatch == "deep_ep":
+            self._deep_ep = create_buffer(ranks, hidden_size)
 
     @property
     def sent_between_nodes(self) -> int:
@@ -109,6 +116,8 @@ class ExpertParallel:
         """Create the dispatcher of one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
+        if self._deep_ep is not None:
+            return DeepEPDispatcher(self.num_experts, self._deep_ep, self._fp8_rows)
         kind = TwoHopDispatcher if self._dispatch == "two_hop" else AllToAllDispatcher
         return kind(self.num_experts, self._stream, self._fp8_rows)
 

@@ -125,10 +125,11 @@ class ParallelConfig:
     heads of the whole sequence; auto: the one that sends fewer bytes, if the numbers of heads allow both"""
     ep: int = _at_least_1(1)
     """expert-parallel ranks: each has some of the experts and its own data, and dispatches tokens to the others"""
-    dispatch: Literal["auto", "all_to_all", "two_hop"] = "auto"
+    dispatch: Literal["auto", "all_to_all", "two_hop", "deep_ep"] = "auto"
     """way of tokens to experts on other ranks: all_to_all sends a token to each rank with experts of it; two_hop sends
     it once to each node with experts of it, and then within the node, with the same results; auto: two_hop if the ranks
-    of ep are in several nodes, with the same number of them in each and more than one"""
+    of ep are in several nodes, with the same number of them in each and more than one; deep_ep: by the kernels of the
+    package deep_ep, in bf16 on CUDA, with other rounding; never run"""
     ranks_per_node: int = _at_least_0(0)
     """successive ranks that share a node, for dispatch; 0: as torchrun or SLURM has started them"""
     overlap: bool = True

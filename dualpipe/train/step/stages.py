@@ -143,11 +143,15 @@ def _shard_over(
 
     def expert_parallel(stage: Stage) -> ExpertParallel:
         return ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_rows, dispatch=dispatch,
-                              ranks_per_node=place.ranks_per_node)
+                              ranks_per_node=place.ranks_per_node, hidden_size=stage.config.hidden_size)
+
+    def expert_parallels() -> list[ExpertParallel]:
+        if dispatch == "deep_ep":  # its buffers are large: one for all stages
+            return [expert_parallel(stages[0])] * len(stages)
+        return [expert_parallel(stage) for stage in stages]
 
     # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
-    ranks = RankSync.of_mesh(None if dispatch == "auto" else mesh)
-    experts = ranks.agree(lambda: [expert_parallel(stage) for stage in stages])
+    experts = RankSync.of_mesh(None if dispatch == "auto" else mesh).agree(expert_parallels)
     for stage, of_stage in zip(stages, experts, strict=True):
         shard_experts(stage, place.part("ep") or mesh["ep"])
         stage.use_expert_parallelism(of_stage)
