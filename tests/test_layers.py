@@ -196,6 +196,8 @@ ELSEWHERE = {
     "dualpipe/parallel/context/ring.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/context/row_exchange.py": "tests/parallel/context/test_context_parallel.py",
     "dualpipe/parallel/context/ulysses.py": "tests/parallel/context/test_context_parallel.py",
+    "dualpipe/parallel/experts/interface.py": "tests/parallel/experts/test_dispatcher.py and test_two_hop.py",
+    "dualpipe/parallel/experts/one_hop.py": "tests/parallel/experts/test_dispatcher.py",
     "dualpipe/parallel/fsdp/units.py": "tests/parallel/fsdp/test_driver.py, whose stages consist of them",
     "dualpipe/parallel/precision/contract.py": "tests/parallel/precision/test_resolve.py, whose plans it checks",
     "dualpipe/parallel/precision/plan.py": "tests/parallel/precision/test_resolve.py, which makes them",

@@ -206,13 +206,20 @@ DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/runti
     "the host waits whenever an event is recorded": (
         "sync", lambda: instead(Timeline, "record_event", and_synchronize)),
 }
-COUNTS = {"Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance": 48}
+ROW_COUNTS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
+COUNTS = {ROW_COUNTS: 48}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, plant", DEVICE.values(), ids=DEVICE)
 def test_in_the_streams_of_expert_parallelism(kind, plant):
     assert kind in kinds(by_threads(qwen, 1, 2, plant=plant).report(COUNTS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, plant", DEVICE.values(), ids=DEVICE)
+def test_in_the_streams_of_two_hops(kind, plant):
+    assert kind in kinds(by_threads(qwen, 1, 4, plant=plant, per_node=2).report({ROW_COUNTS: 96}))
 
 
 def unwaited(name: str) -> AbstractContextManager:

@@ -30,7 +30,7 @@ from run_files import write_files
 
 # The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
 # the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
-COUNTS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance"
+COUNTS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
 # In training beside it: for the loss, the norm and the routers' metrics, once a step (when:
 # tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of what a checkpoint holds.
 READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
@@ -71,6 +71,18 @@ def test_quantized_weights(recompute):
     device = by_threads(quantized_qwen, 2, 2, recompute=recompute)
     counts = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
     assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
+
+
+@pytest.mark.parametrize("make, overlap, recompute", [
+    (qwen, True, ("layer", "dispatch")),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (qwen, True, ()), (qwen, False, ()), (quantized_qwen, True, ()),
+        (quantized_qwen, True, ("layer", "dispatch")))),
+])
+def test_two_hops_between_nodes(make, overlap, recompute):
+    """The host waits no more often than with one hop."""
+    device = by_threads(make, 1, 4, overlap, recompute, per_node=2)
+    assert device.report(waits={COUNTS: 4 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS}) == []
 
 
 def trained(rank, shape, dtype, fails):

@@ -26,6 +26,7 @@ from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
 from dualpipe.parallel.copy_engine.exchange import expert_ranks
 from dualpipe.parallel.experts.dispatcher import (
+    Dispatch,
     ExpertParallel,
     LocalDispatcher,
     is_interface_experts,
@@ -43,7 +44,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_stages(
     source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], *, mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None, policy: DTypePolicy | None = None, experts: str = NAME, overlap: bool = True,
-    layers_per_stage: Sequence[int] = (), seed: int = 0, all_to_all: str = "nccl",
+    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto", all_to_all: str = "nccl",
 ) -> list[CausalLMStage]:
     """Build this rank's stages of a causal LM, load their weights, shard them, and defer their weight gradients.
 
@@ -67,6 +68,7 @@ def load_stages(
             all-to-all.
         layers_per_stage: number of layers of every stage, instead of stages with balanced costs.
         seed: seed of initial weights.
+        dispatch: way of tokens to experts on other ranks, see `dualpipe.parallel.ExpertParallel`.
         all_to_all: how rows reach experts on other ranks: "nccl", which is gloo on the CPU, or "copy_engine"; see
             `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
 
@@ -98,7 +100,7 @@ def load_stages(
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
     choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
-    _shard(stages, layout, policy, all_to_all)
+    _shard(stages, layout, policy, dispatch, all_to_all)
     return stages
 
 
@@ -201,8 +203,10 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, all_to_all: str) -> None:
-    """Shard the stages over the mesh. Collective over the pipeline's ranks."""
+def _shard(
+    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch, all_to_all: str
+) -> None:
+    """Shard the stages over the mesh. Collective over its ranks; raise ValueError on all if `dispatch` does not fit."""
     if layout.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
@@ -214,7 +218,15 @@ def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | 
         ranks = expert_ranks(expert_mesh, all_to_all)  # one for all stages: their exchanges are one sequence
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
-        by_count = {count: ExpertParallel(count, ranks) for count in counts}
+        per_node = layout.ranks_per_node
+        hidden = getattr(stages[0].config, "hidden_size", None)
+
+        def by_number_of_experts() -> dict[int, ExpertParallel]:
+            return {count: ExpertParallel(count, ranks, dispatch=dispatch, ranks_per_node=per_node, hidden_size=hidden)
+                    for count in counts}
+
+        # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
+        by_count = RankSync.of_mesh(None if dispatch == "auto" else layout.device_mesh).agree(by_number_of_experts)
         for stage in stages:
             shard_experts(stage, expert_mesh, are_local=True)
             stage.use_expert_parallelism(by_count)

@@ -59,19 +59,33 @@ class GroupAllToAll:
 
 
 class CommStream:
-    """State shared by all layers: the all-to-all, its side stream, and the count of bytes sent to other ranks.
+    """State shared by all layers: the all-to-all, its side stream, and the counts of bytes sent to other ranks.
 
-    title: the name of the exchanges in traces.
+    title: the name of the exchanges in traces. node: the ranks of the group in this rank's node; None: all of them.
+
+    Attributes:
+        sent_bytes: bytes sent to other ranks.
+        sent_between_nodes: those of them sent to ranks of other nodes.
     """
 
-    def __init__(self, all_to_all: AsyncAllToAll, title: str = "rows to or from experts") -> None:
+    def __init__(
+        self, all_to_all: AsyncAllToAll, title: str = "rows to or from experts", *, node: range | None = None
+    ) -> None:
         self._title = title
         self.all_to_all = all_to_all
         self.group = all_to_all.group
         self.size = all_to_all.size
         self.device = all_to_all.device
+        self.node = range(all_to_all.size) if node is None else node
         self.sent_bytes = 0
+        self.sent_between_nodes = 0
         self._stream = device.new_stream(self.device)
+
+    def count(self, row_bytes: int, sent: Sequence[int]) -> None:
+        """Count the bytes of `sent[r]` rows to each rank r."""
+        total = sum(sent)
+        self.sent_bytes += row_bytes * (total - sent[self.all_to_all.rank])
+        self.sent_between_nodes += row_bytes * (total - sum(sent[self.node.start : self.node.stop]))
 
     def beside(self, ready: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
         """Return a context for work on the side stream that reads `tensors` after `ready`; on the CPU a no-op."""
@@ -145,7 +159,7 @@ class PendingRows:
         else:
             self._exchanges.append((exchange, sent_bytes))
         self._received.append(buffer)
-        stream.sent_bytes += row_bytes_of(rows) * (sum(sent) - sent[stream.all_to_all.rank])
+        stream.count(row_bytes_of(rows), sent)
         return self
 
     def receive(self) -> list[Tensor]:

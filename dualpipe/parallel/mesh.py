@@ -13,6 +13,7 @@ of a batch that a rank holds stay the same.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ EXPERTS = tuple(name for name in DENSE if name != "ep")  # ranks along these hol
 BATCH = tuple(name for name in DENSE if name != "cp")  # ranks along these hold different rows of the global batch
 # Attribute that `build_mesh` sets on the device mesh: its submeshes for `Mesh.part`, by the names of their dimensions.
 _FLATTENED = "dualpipe_parts"
+_RANKS_PER_NODE = "dualpipe_ranks_per_node"  # attribute that `build_mesh` sets as well
 _REPLICATE = "replicate"  # the parts of "dp" with `dp_replicate`
 _SHARD = "shard"  # the ranks of one part
 
@@ -96,6 +98,11 @@ class Mesh:
         return self.rank(*BATCH)
 
     @property
+    def ranks_per_node(self) -> int | None:
+        """Number of successive ranks of the job that share a node; None: unknown, the mesh is not from `build_mesh`."""
+        return getattr(self.device_mesh, _RANKS_PER_NODE, None)
+
+    @property
     def dense(self) -> DeviceMesh | None:
         """Mesh of the ranks with the same stages, over which dense parameters are sharded.
 
@@ -149,7 +156,7 @@ class Mesh:
 
 def build_mesh(
     pp: int, dp: int | None, ep: int, device: torch.device, *, cp: int = 1, dp_replicate: int = 1,
-    timeout: timedelta | None = None,
+    timeout: timedelta | None = None, ranks_per_node: int | None = None,
 ) -> DeviceMesh:
     """Build the mesh over all ranks of the default process group. Collective.
 
@@ -161,7 +168,8 @@ def build_mesh(
 
     dp: None for all ranks that the other dimensions leave. cp: 1 for a mesh without this dimension. dp_replicate: the
     number of parts of `dp`, each of which has all parameters. timeout: the time after which a rank stops waiting for
-    another (default: that of the default group).
+    another (default: that of the default group). ranks_per_node: the number of successive ranks that share a node
+    (default: LOCAL_WORLD_SIZE, which torchrun sets, or without it all).
 
     Raises ValueError, with the possible sizes, unless pp * dp * cp * ep is the number of ranks and dp_replicate divides
     dp.
@@ -179,11 +187,17 @@ def build_mesh(
     recorder.sizes = sizes
     layout = _RankLayout(sizes, dp_replicate, cp, world.rank())
     device_mesh, groups = _build_groups(layout, device, world, timeout or timeout_of(world))
+    setattr(device_mesh, _RANKS_PER_NODE, ranks_per_node or launched_ranks_per_node() or world.size())
     if "cpu" in backends(world):
         # If a rank is missing, this collective times out; the device collectives below would wait forever.
         dist.all_reduce(torch.zeros(1, device="cpu"))
     _connect(device_mesh, sizes, [world, *groups], device)
     return device_mesh
+
+
+def launched_ranks_per_node() -> int | None:
+    """Return the number of ranks of this node by torchrun's LOCAL_WORLD_SIZE; None without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or None
 
 
 class _RankLayout:

@@ -6,10 +6,12 @@ from typing import NamedTuple
 
 from dualpipe.models.flops import meta_layer
 from dualpipe.models.hub import HubConfig
+from dualpipe.nn import Router
 from dualpipe.parallel.context import method_for
 from dualpipe.parallel.context.ring import row_width
 from dualpipe.parallel.context.ulysses import heads_width
 from dualpipe.plan.machines import Machine
+from dualpipe.plan.on_meta.meta_run import expected_places
 
 
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
@@ -25,6 +27,38 @@ def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
     nvlink_seconds = bytes_per_peer * (ranks_in_node - 1) / (machine.nvlink * machine.links * 1e9)
     network_seconds = bytes_per_peer * (ranks - ranks_in_node) / (machine.network * machine.networks * 1e9)
     return max(nvlink_seconds, network_seconds) + _latency(machine, between_nodes=ranks > ranks_in_node)
+
+
+def two_hop_seconds(machine: Machine, sent: float, ranks: int, share: float) -> float:
+    """Return the seconds of rows in two hops over `ranks` neighbours: to each node once, then within the node.
+
+    sent: as in `all_to_all_seconds`, for one hop. share: the rows of a token to nodes, as a fraction of those to ranks.
+    """
+    nodes = ranks // machine.node
+    slowest = sent * machine.imbalance
+    first = slowest * share * (nodes - 1) / nodes / (machine.network * machine.networks * 1e9)
+    second = slowest * (machine.node - 1) / machine.node / (machine.nvlink * machine.links * 1e9)
+    return first + _latency(machine, between_nodes=True) + second + _latency(machine, between_nodes=False)
+
+
+def takes_two_hops(machine: Machine, ranks: int, dispatch: str) -> bool:
+    """Return True if rows take two hops between `ranks` neighbours, by parallel.dispatch on this machine's nodes.
+
+    A dispatch that these nodes do not allow counts as one hop. "deep_ep" counts as "two_hop", although it sums outputs
+    within a node and has both hops at the same time.
+    """
+    spans_nodes = ranks > machine.node and ranks % machine.node == 0
+    return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and machine.node > 1))
+
+
+def row_share(machine: Machine, ranks: int, gate: Router) -> float:
+    """Return the rows of a token to nodes as a fraction of those to ranks, for experts that are chosen at random.
+
+    gate: a router that is limited to groups of experts chooses from the nodes that hold `topk_group` groups.
+    """
+    nodes = ranks / machine.node
+    allowed = min(nodes, gate.topk_group * max(1.0, nodes / gate.n_group))
+    return expected_places(allowed, gate.top_k) / expected_places(ranks, gate.top_k)
 
 
 def ring_seconds(machine: Machine, size: float, ranks: int, stride: int = 1) -> float:

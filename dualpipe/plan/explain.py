@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dualpipe.models.flops import flops_per_token
+from dualpipe.models.decoder import SparseMLP
+from dualpipe.models.flops import flops_per_token, meta_layer
+from dualpipe.plan.communication import row_share, takes_two_hops
 from dualpipe.plan.memory import DECIMAL, GB, sent_bytes, table, unit_for
 from dualpipe.plan.predict import PRODUCTS, Prediction
 from dualpipe.plan.stage_costs import ATTENTION_BACKWARD, TILE, context_seconds
@@ -80,6 +82,8 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
     if p.ep > m.node:
         links += f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s"
     yield "  all-to-all, before overlap", f"bytes x {m.imbalance:g}, {links}, + latency, whole model", _ms(sent)
+    if takes_two_hops(m, p.ep, p.dispatch):
+        yield from _two_hop_rows(run)
     if p.cp > 1:
         seconds = sum(sum(context_seconds(setting, layer)) for layer in run.model.all_layers)
         yield "  of context parallelism", f"{p.cp_method}, {p.cp} ranks {p.ep} apart, whole model", _ms(seconds)
@@ -95,6 +99,22 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
     size = setting.tokens * sent_bytes(run.model, setting.dtype)
     formula = f"the simulated schedule with {_ms(run.send)} per send of {size / 1e6:,.1f} MB, minus that without sends"
     yield "sends", formula, _ms(run.parts["sends"])
+
+
+def _two_hop_rows(run: Prediction) -> Iterator[Row]:
+    """Yield the row of rows in two hops, for each layer with experts whose router differs from those before."""
+    m = run.machine
+    ep = run.config.parallel.ep
+    mlps = (meta_layer(run.model, index).mlp for index in run.model.all_layers)
+    shares = {row_share(m, ep, mlp.gate) for mlp in mlps if isinstance(mlp, SparseMLP)}
+    for share in sorted(shares):
+        yield (
+            "  of two hops",
+            f"dispatch and its repetition, backward of combine: {share:.2f} of the rows, {ep // m.node - 1} of "
+            f"{ep // m.node} at {m.network:g} x {m.networks:g} GB/s, then all rows, {m.node - 1} of {m.node} at "
+            f"{m.nvlink:g} x {m.links:g} GB/s",
+            "",
+        )
 
 
 def _shard_rows(run: Prediction) -> Iterator[Row]:

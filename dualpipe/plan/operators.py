@@ -53,12 +53,14 @@ class ActionPart(NamedTuple):
     """Part of an action: its operators up to the next communication, and that communication.
 
     sent: bytes that the communication sends per token to all ranks of "ep"; 0 without one. deferred: operators of the
-    weight gradients that can overlap it.
+    weight gradients that can overlap it. by_node: True if all rows of a token that it sends are equal, so that in two
+    hops one of them goes to each node: the dispatch, and the backward of the combine.
     """
 
     operators: tuple[Operator, ...]
     sent: float = 0.0
     deferred: tuple[Operator, ...] = ()
+    by_node: bool = False
 
 
 class LayerParts(NamedTuple):
@@ -145,9 +147,9 @@ def _run_layer(
     with recorder, run.store.activate():
         carry = {name: meta_hidden(config.hidden_size, 1, length, dtype) for name in inputs}
         run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
-        forward = list(_record_parts(run.forward(), run.store, recorder))
+        forward = list(_record_parts(run.forward(), run.store, recorder, is_backward=False))
         run.begin_backward()
-        backward = list(_record_parts(run.backward("I"), run.store, recorder))
+        backward = list(_record_parts(run.backward("I"), run.store, recorder, is_backward=True))
     return forward, backward
 
 
@@ -161,13 +163,18 @@ def _accumulating_store(module: nn.Module) -> WeightGradStore:
     return store
 
 
-def _record_parts(task: Task, store: WeightGradStore, recorder: _OperatorRecorder) -> Iterator[ActionPart]:
+def _record_parts(
+    task: Task, store: WeightGradStore, recorder: _OperatorRecorder, *, is_backward: bool
+) -> Iterator[ActionPart]:
     """Drive a task as `walk` does, and yield its parts: one per communication, and the rest."""
     for in_flight in task:
         operators = recorder.take()
         if in_flight is not None:
             in_flight.start()
-        yield ActionPart(operators, recorder.take_sent_bytes(), _record_deferred(store, recorder))
+        sent = recorder.take_sent_bytes()
+        # A dispatch sends rows, weights and choices, its backward gradients of the first two; a combine sends rows.
+        by_node = len(sent) == 3 or (len(sent) == 1 and is_backward)
+        yield ActionPart(operators, sum(sent), _record_deferred(store, recorder), by_node)
     yield ActionPart(recorder.take(), 0.0, _record_deferred(store, recorder))
 
 
@@ -193,6 +200,7 @@ def _fit_part(short: ActionPart, long: ActionPart) -> ActionPart:
         operators=_fit_operators(short.operators, long.operators),
         sent=_fit_line(short.sent, long.sent)[0],
         deferred=_fit_operators(short.deferred, long.deferred),
+        by_node=long.by_node,
     )
 
 
@@ -244,15 +252,15 @@ class _OperatorRecorder(TorchDispatchMode):
         self._operators = []
         return operators
 
-    def take_sent_bytes(self) -> float:
-        """Return the bytes of the communication that was just started.
+    def take_sent_bytes(self) -> list[float]:
+        """Return the bytes of each tensor of the communication that was just started.
 
         Its stand-in has cloned the sent tensors. A clone is recorded with the bytes that it reads and writes.
         """
         sizes = [copy.bytes / 2 for copy in self.take()]
         if self._fp8_rows and len(sizes) == 3:  # a dispatch: rows, weights, choices
             sizes[0] *= FP8_BYTES / 2
-        return sum(sizes)
+        return sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and record it unless it moves no data."""

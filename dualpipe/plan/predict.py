@@ -71,6 +71,7 @@ class Prediction:
             overlap=p.overlap,
             cp=p.cp,
             cp_method=p.cp_method,
+            dispatch=p.dispatch,
             fp8=_fp8_usage(self.config.dtypes, t.dtype, self.model) if self.machine.fp8 else NO_FP8,
         )
 

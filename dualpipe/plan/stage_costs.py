@@ -22,7 +22,14 @@ from dualpipe.kernels.grouped_gemm_tiles import merged_sizes, most_merged
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import attention_flops, meta_layer
 from dualpipe.models.hub import HubConfig
-from dualpipe.plan.communication import all_to_all_seconds, context_numbers, send_seconds
+from dualpipe.plan.communication import (
+    all_to_all_seconds,
+    context_numbers,
+    row_share,
+    send_seconds,
+    takes_two_hops,
+    two_hop_seconds,
+)
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.on_meta.meta_run import LayerKind, kinds_of
 from dualpipe.plan.operators import NO_FP8, ActionPart, FP8Usage, LayerParts, Operator, head_parts, layer_parts
@@ -39,7 +46,7 @@ class Setting:
     """Inputs of a layer's costs, apart from the layer itself.
 
     tokens: tokens per micro-batch on one rank. length: tokens per sequence. recompute: rules of `Recompute`. overlap:
-    True if the actions of a pair overlap.
+    True if the actions of a pair overlap. dispatch: way of rows to experts, as parallel.dispatch.
     """
 
     model: HubConfig
@@ -53,6 +60,7 @@ class Setting:
     cp: int = 1
     cp_method: str = "auto"
     fp8: FP8Usage = NO_FP8
+    dispatch: str = "auto"
 
 
 class Seconds(NamedTuple):
@@ -124,9 +132,13 @@ def layer_costs(
         attention: FLOPs of its attention per token, forward.
         cp_seconds: seconds of context-parallel communication in the forward and in the backward.
     """
-    is_sparse = isinstance(meta_layer(setting.model, kind.first).mlp, SparseMLP)
+    mlp = meta_layer(setting.model, kind.first).mlp
+    is_sparse = isinstance(mlp, SparseMLP)
     parts = layer_parts(setting.model, kind, setting.ep if is_sparse else 1, setting.dtype, setting.fp8)
-    return _time_parts(setting, parts, attention, cp_seconds)
+    share = 1.0
+    if is_sparse and takes_two_hops(setting.machine, setting.ep, setting.dispatch):
+        share = row_share(setting.machine, setting.ep, mlp.gate)
+    return _time_parts(setting, parts, attention, cp_seconds, share)
 
 
 @lru_cache(maxsize=1024)
@@ -136,10 +148,11 @@ def head_costs(setting: Setting) -> LayerCosts:
 
 
 def _time_parts(
-    setting: Setting, parts: LayerParts, attention: float, cp_seconds: tuple[float, float] = (0.0, 0.0)
+    setting: Setting, parts: LayerParts, attention: float, cp_seconds: tuple[float, float] = (0.0, 0.0),
+    share: float = 1.0,
 ) -> LayerCosts:
-    """Return the times of the parts. attention, cp_seconds: as in `layer_costs`."""
-    timer = _PartTimer(setting, attention)
+    """Return the times of the parts. attention, cp_seconds: as in `layer_costs`. share: as in `two_hop_seconds`."""
+    timer = _PartTimer(setting, attention, share)
     cp_forward, cp_backward = cp_seconds
     forward = tuple(chain.from_iterable(timer.part_seconds(part, cp_forward) for part in parts.forward))
     backward = tuple(chain.from_iterable(timer.part_seconds(part, cp_backward) for part in parts.backward))
@@ -179,9 +192,10 @@ def _seconds_if_merged(deferred: Iterable[Operator], setting: Setting, size: int
 class _PartTimer:
     """Timer of action parts. It also sums launches, FLOPs, bytes and seconds by kind of operator."""
 
-    def __init__(self, setting: Setting, attention: float) -> None:
+    def __init__(self, setting: Setting, attention: float, share: float) -> None:
         self._setting = setting
         self._attention = attention
+        self._share = share
         self._totals = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0, 0.0])
 
     def totals(self) -> tuple[tuple[str, OperatorTotal], ...]:
@@ -196,7 +210,11 @@ class _PartTimer:
         """
         setting = self._setting
         operators = part.operators
-        sent = all_to_all_seconds(setting.machine, part.sent * setting.tokens, setting.ep)
+        sent_bytes = part.sent * setting.tokens
+        if part.by_node and takes_two_hops(setting.machine, setting.ep, setting.dispatch):
+            sent = two_hop_seconds(setting.machine, sent_bytes, setting.ep, self._share)
+        else:
+            sent = all_to_all_seconds(setting.machine, sent_bytes, setting.ep)
         attention_at = [i for i, operator in enumerate(operators)
                         if operator.kind in ("attention", "attention backward")]
         if cp_seconds and attention_at:

@@ -223,14 +223,19 @@ def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is
 # -- bytes
 
 
-def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) -> tuple[int, int]:
-    """Bytes that a step sent to other expert-parallel ranks, and what the routes of all of these say."""
+def counted(
+    rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...], per_node: int | None
+) -> tuple[int, int]:
+    """Bytes that a step sent to other expert-parallel ranks, and what the routes of all of these say.
+
+    per_node: count those to other nodes of so many ranks, by two hops.
+    """
     mesh, ranks = build_mesh(*shape, torch.device("cpu")), shape[2]
     options = StageOptions(recompute=recompute)
     common = {"dtypes": torch.bfloat16, "device": torch.device("cpu"), "options": options}
     plan = build("dualpipev", shape[0], MICRO_BATCHES)
     model = build_model(CONFIG, plan, mesh["pp"].get_local_rank(), mesh=mesh, **common)
-    experts, routes = ExpertParallel(CONFIG.num_experts, mesh["ep"]), Routes(MICRO_BATCHES)
+    experts, routes = ExpertParallel(CONFIG.num_experts, mesh["ep"], ranks_per_node=per_node), Routes(MICRO_BATCHES)
     for stage in model.stages:
         stage.use_expert_parallelism(experts)
         for name, module in stage.named_modules():
@@ -246,7 +251,10 @@ def counted(rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...]) 
     )
     chosen = [{}] * ranks
     dist.all_gather_object(chosen, routes.experts, group=mesh["ep"].get_group())
-    return experts.sent_bytes, deduplicated_bytes(chosen, mesh["ep"].get_local_rank(), again="dispatch" in recompute)
+    place, again = mesh["ep"].get_local_rank(), "dispatch" in recompute
+    if per_node is not None:
+        return experts.sent_between_nodes, bytes_between_nodes(chosen, place, per_node, again=again)
+    return experts.sent_bytes, deduplicated_bytes(chosen, place, again=again)
 
 
 def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
@@ -268,12 +276,30 @@ def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
     return forward + backward + again * sent * row
 
 
-@pytest.mark.parametrize(("shape", "recompute"), [
-    ((2, 1, 2), ("dispatch",)),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 1, 2), ("layer",)), ((1, 1, 4), ()))),
+def bytes_between_nodes(chosen: list[dict], rank: int, per_node: int, *, again: bool) -> int:
+    """What `rank` sends to other nodes in a step: a token's row once to each node, and back from each rank.
+
+    chosen, again: see `deduplicated_bytes`.
+    """
+    ranks, top_k = len(chosen), CONFIG.num_experts_per_tok
+    node, there, back = rank // per_node, 0, 0
+    for source, of_source in enumerate(chosen):
+        for token in itertools.chain.from_iterable(experts_TK.tolist() for experts_TK in of_source.values()):
+            destinations = {expert * ranks // CONFIG.num_experts for expert in token}
+            if source == rank:
+                there += len({destination // per_node for destination in destinations} - {node})
+            back += rank in destinations and source // per_node != node
+    row, weights, ids = 2 * CONFIG.hidden_size, 4 * top_k, 4 * top_k  # bfloat16, float32, int32
+    return there * (row + weights + ids + row) + back * (row + row + weights) + again * there * row
+
+
+@pytest.mark.parametrize(("shape", "recompute", "per_node"), [
+    ((2, 1, 2), ("dispatch",), None), ((1, 1, 4), ("dispatch",), 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ((2, 1, 2), ("layer",), None), ((1, 1, 4), (), None), ((1, 1, 4), (), 2))),
 ], ids=str)
-def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute):
-    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute):
+def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute, per_node):
+    for sent, expected in run_ranks(counted, math.prod(shape), shape, recompute, per_node):
         assert sent == expected > 0
 
 

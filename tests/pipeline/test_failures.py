@@ -48,7 +48,7 @@ CONFIG = Qwen3MoeConfig(  # of two layers, or as many as there are stages
 
 
 class Layout(NamedTuple):
-    """Sizes of a mesh, a schedule, and rules for recomputation."""
+    """Sizes of a mesh, a schedule, rules for recomputation, and the ranks of a pretended node."""
 
     pp: int
     dp: int
@@ -56,6 +56,7 @@ class Layout(NamedTuple):
     ep: int
     schedule: str
     recompute: tuple[str, ...] = ()
+    per_node: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -63,7 +64,8 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         sizes = "-".join(f"{name}{getattr(self, name)}" for name in ("pp", "dp", "cp", "ep") if getattr(self, name) > 1)
-        return "-".join([sizes, self.schedule, *self.recompute])
+        nodes = [] if self.per_node is None else [f"{self.per_node} per node"]
+        return "-".join([sizes, self.schedule, *self.recompute, *nodes])
 
 
 class Planted(Exception):
@@ -73,9 +75,11 @@ class Planted(Exception):
 class Planting:
     """Profile function that counts the calls of the library in a step, and raises `Planted` at the n-th, from 0."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: int | None = None, file: str = "") -> None:
         self._at = at
+        self._file = file
         self.num_calls = 0
+        self.in_file: list[int] = []  # the calls of functions of `file`
         self.place = ""
         self._depth_is_inside = False
 
@@ -102,6 +106,8 @@ class Planting:
             return
         number = self.num_calls
         self.num_calls += 1
+        if self._file and frame.f_code.co_filename.endswith(self._file):
+            self.in_file.append(number)
         if number == self._at:
             self.place = f"{Path(frame.f_code.co_filename).relative_to(ROOT)}: {name}"
             sys.setprofile(None)
@@ -119,7 +125,7 @@ def make_stages(layout: Layout, mesh: Any) -> list[nn.Module]:
         if layout.cp > 1:
             stage.use_context_parallelism(ContextParallel(mesh["cp"], method="ring"))
         if layout.ep > 1:
-            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"]))
+            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"], ranks_per_node=layout.per_node))
             shard_experts(stage, mesh["ep"])
         if layout.dp > 1:
             plan = resolve_dtypes(stage, DTypePolicy(torch.float32, torch.float32, torch.float32))
@@ -205,6 +211,7 @@ LAYOUTS = [
     Layout(2, 1, 1, 2, "dualpipev"),
     Layout(2, 1, 2, 1, "1f1b", ("attention",)),
     Layout(1, 2, 1, 2, "1f1b"),
+    Layout(1, 1, 1, 4, "1f1b", ("layer", "dispatch"), per_node=2),
 ]
 
 
@@ -227,6 +234,21 @@ def few(layout: Layout) -> int:
 def test_a_failure_at_a_few_places_of_a_step_ends_it_on_all_ranks(layout):
     counts = run_ranks(count_calls, layout.num_ranks, *layout)
     check(layout, layout.num_ranks - 1, spread(counts[-1], few(layout)))
+
+
+def calls_of_two_hops(rank: int, *layout: Any) -> list[int]:
+    step = new_step(Layout(*layout))
+    step()
+    with Planting(file="two_hop.py") as counted:
+        step()
+    return counted.in_file
+
+
+@pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_failure_within_or_between_two_hops_ends_the_step_on_all_ranks(culprit):
+    calls = run_ranks(calls_of_two_hops, 4, *LAYOUTS[-1])[culprit]
+    assert len(calls) > 100
+    check(LAYOUTS[-1], culprit, [calls[i] for i in (len(calls) // 4, len(calls) // 4 + 5, len(calls) // 2)])
 
 
 @dataclasses.dataclass

@@ -107,12 +107,12 @@ def qwen(count: int) -> list[nn.Module]:
     return stages
 
 
-def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
-    """Keep only the experts of this rank."""
+def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll, per_node: int | None = None) -> None:
+    """Keep only the experts of this rank. per_node: ranks of a pretended node, between which rows take two hops."""
     for layer in stage.modules():
         if isinstance(layer, GroupedLinear):
             layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
-    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all))
+    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all, ranks_per_node=per_node))
 
 
 # -- parity
@@ -124,9 +124,10 @@ class Problem(NamedTuple):
     stages: list[nn.Module]
     batches: list[tuple[Tensor, Tensor]]  # by expert-parallel rank
     is_qwen: bool
+    per_node: int | None = None  # see `share_experts`
 
     def connect(self, stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
-        share_experts(stage, all_to_all) if self.is_qwen else stage.connect(all_to_all)
+        share_experts(stage, all_to_all, self.per_node) if self.is_qwen else stage.connect(all_to_all)
 
     def criterion(self, output: Tensor, target: Tensor) -> Tensor:
         return (cross_entropy_loss if self.is_qwen else F.mse_loss)(output, target)
@@ -248,6 +249,24 @@ def test_a_late_stream_changes_no_bit(real_device, delays):
     for one, other in zip(in_time(real_device), late):
         assert (one.loss is None and other.loss is None) or one.loss.equal(other.loss)
         assert all(other.gradients[name].equal(gradient) for name, gradient in one.gradients.items())
+
+
+TWO_HOPS = [
+    (True, ("layer", "dispatch"), None),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (True, (), None), (False, (), None), (True, ("layer", "dispatch"), Delays(all_to_all=EACH, rank=2)))),
+]
+
+
+@pytest.mark.parametrize("overlap, recompute, delays", TWO_HOPS, ids=str)
+def test_two_hops_change_no_bit_of_a_step(real_device, overlap, recompute, delays):
+    """The all-to-all of rank 2 alone is late: between the nodes, and within one."""
+    it = problem(True, 2, 4)
+    one, two = (run_threads(step, 4, it._replace(per_node=per_node), 1, 4, overlap, recompute, device=real_device,
+                            delays=delays) for per_node in (None, 2))
+    for by_one, by_two in zip(one, two):
+        assert by_one.loss.equal(by_two.loss)
+        assert all(by_two.gradients[name].equal(gradient) for name, gradient in by_one.gradients.items())
 
 
 @pytest.mark.gpu

@@ -8,9 +8,18 @@ import pytest
 import torch
 
 from dualpipe.models import read_config
-from dualpipe.plan.communication import all_to_all_seconds, ring_seconds, send_seconds
+from dualpipe.nn.routing.router import ExpertGroups, Router
+from dualpipe.plan.communication import (
+    all_to_all_seconds,
+    ring_seconds,
+    row_share,
+    send_seconds,
+    takes_two_hops,
+    two_hop_seconds,
+)
 from dualpipe.plan.machines import read_machine
-from dualpipe.plan.stage_costs import Setting, context_seconds, stage_costs
+from dualpipe.plan.on_meta.meta_run import kinds_of
+from dualpipe.plan.stage_costs import Setting, context_seconds, layer_costs, stage_costs
 from plans import EXAMPLES
 
 
@@ -24,6 +33,46 @@ def test_bytes_go_over_the_links_that_there_are():
     assert ring_seconds(machine, 16e9, 16, 8) == pytest.approx(15e9 / 50e9)
     assert send_seconds(machine, 1e9, 2, 4) == pytest.approx(1 / 450)
     assert send_seconds(machine, 1e9, 2, 8) == pytest.approx(1 / 50)
+
+
+def test_two_hops_go_over_the_network_once_for_each_node_and_then_over_nvlink():
+    machine = replace(read_machine("h100"), links=1, networks=1, latency=0, network_latency=0, imbalance=1)
+    assert two_hop_seconds(machine, 16e9, 16, 0.5) == pytest.approx(4e9 / 50e9 + 14e9 / 450e9)
+    late = replace(machine, latency=1, network_latency=10, imbalance=2)
+    assert two_hop_seconds(late, 16e9, 16, 0.5) == pytest.approx(2 * (4e9 / 50e9 + 14e9 / 450e9) + 11e-6)
+
+
+@pytest.mark.parametrize("ranks, dispatch, node, expected", [
+    (16, "auto", 8, True), (16, "two_hop", 8, True), (16, "all_to_all", 8, False), (8, "auto", 8, False),
+    (8, "two_hop", 8, False), (12, "two_hop", 8, False), (4, "auto", 1, False), (4, "two_hop", 1, True)])
+def test_rows_take_two_hops_where_a_run_would(ranks, dispatch, node, expected):
+    assert takes_two_hops(replace(read_machine("h100"), node=node), ranks, dispatch) is expected
+
+
+@pytest.mark.parametrize("groups, chosen, places", [(1, 1, 8), (8, 4, 4), (8, 8, 8), (4, 2, 4), (16, 4, 4)])
+def test_a_router_that_is_limited_to_groups_sends_a_token_to_their_nodes(groups, chosen, places):
+    """On 8 nodes: 4 groups are 2 nodes each, and of 16 groups 2 may be in one node, which the bound does not count."""
+    gate = Router(8, 256, 8, groups=ExpertGroups(groups, chosen), device="meta")
+    share = row_share(read_machine("h100"), 64, gate)
+    nodes = places * (1 - (1 - 1 / places) ** 8)
+    assert share == pytest.approx(nodes / (64 * (1 - (63 / 64) ** 8)))
+
+
+def test_two_hops_shorten_the_dispatch_and_the_backward_of_the_combine():
+    machine = read_machine("h800")
+    model = read_config(EXAMPLES / "models" / "deepseek-v3" / "config.json")
+    one, two = (Setting(model, machine, torch.bfloat16, 64, 4096, 4096, dispatch=way)
+                for way in ("all_to_all", "two_hop"))
+    kind = kinds_of(model, [4], ())[0]
+    forward, backward = (
+        [(a.sent, b.sent) for a, b in zip(getattr(layer_costs(one, kind, 1e6), part),
+                                          getattr(layer_costs(two, kind, 1e6), part)) if a.sent]
+        for part in ("forward", "backward"))
+    (dispatch, combine), (combine_back, dispatch_back) = forward, backward
+    assert dispatch[1] < 0.8 * dispatch[0]
+    assert combine_back[1] < 0.8 * combine_back[0]
+    assert combine[0] == combine[1]
+    assert dispatch_back[0] == dispatch_back[1]
 
 
 @pytest.mark.parametrize("name, method, layer, forward, backward", [

@@ -1,5 +1,6 @@
 """Terms of a prediction: each has its value, and those of a step add up to it."""
 
+import dataclasses
 import re
 
 import pytest
@@ -42,6 +43,14 @@ def test_terms_are_there_where_there_is_something_to_say():
     assert "all-to-all" in together and "all-to-all" not in alone
     (formula,) = [line for line in explain(prediction("--optimizer.offload", "True")) if line.startswith("optimizer")]
     assert "or if longer moments / 20 GB/s to and from the host at once" in formula
+
+
+@pytest.mark.parametrize("dispatch, per_node, shown", [("auto", 2, True), ("all_to_all", 2, False), ("auto", 4, False)])
+def test_the_formula_of_two_hops_is_there_where_rows_take_them(dispatch, per_node, shown):
+    run = prediction("--parallel.ep", "4", "--parallel.dp", "1", "--parallel.dispatch", dispatch)
+    run = dataclasses.replace(run, machine=dataclasses.replace(run.machine, node=per_node))
+    found = [line for line in explain(run) if "of two hops" in line]
+    assert [" of the rows, 1 of 2 at " in line for line in found] == [True] * shown
 
 
 def test_the_memory_of_each_rank_follows(capsys):

@@ -194,23 +194,28 @@ def quantized_qwen(count: int) -> list[nn.Module]:
 
 def by_threads(
     make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (), *,
-    schedule: str = "dualpipev", plant: Plant = nullcontext,
+    schedule: str = "dualpipev", plant: Plant = nullcontext, per_node: int | None = None,
 ) -> PretendCuda:
-    """Two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters."""
+    """Two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters.
+
+    per_node: expert-parallel ranks of a pretended node, between which rows take two hops.
+    """
     with watched_steps() as device, booked_transfers(), plant():
-        run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, schedule, device="cuda")
+        run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, schedule, per_node, device="cuda")
     device.traces = [trace for trace in device.traces if trace.ends]  # without that of this thread
     return device
 
 
-def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str], schedule: str) -> None:
+def _thread(
+    rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequence[str], schedule: str, per_node: int | None
+) -> None:
     mine, replica = divmod(rank.number, ep)
     the_device().of_thread.trace.name = f"rank {rank.number}"
     all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
     stages = make(num_stages(schedule, pp))
     stages = [stages[number].to(rank.device) for number in stages_of_rank(schedule, pp, mine)]
     for stage in stages:
-        _connect(stage, all_to_all, recompute)
+        _connect(stage, all_to_all, recompute, per_node)
     group = rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule=schedule, overlap=overlap)
     if make is not toys:
@@ -229,7 +234,7 @@ def _thread(rank: Rank, make, pp: int, ep: int, overlap: bool, recompute: Sequen
         pipe.zero_grad()
 
 
-def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
+def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str], per_node: int | None) -> None:
     """Give a stage its communication, in FP8 where its weights are quantized; leave this rank its experts."""
     if isinstance(stage, Toy):
         stage.exchange = Exchange(all_to_all)
@@ -238,7 +243,8 @@ def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str]) -> None:
         if isinstance(layer, GroupedLinear):
             layer.weight = nn.Parameter(layer.weight.detach().chunk(all_to_all.size)[all_to_all.rank].clone())
     fp8_rows = 128 if any(isinstance(parameter, QuantizedTensor) for parameter in stage.parameters()) else None
-    stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, all_to_all, fp8_rows=fp8_rows))
+    experts = ExpertParallel(CONFIG.num_experts, all_to_all, fp8_rows=fp8_rows, ranks_per_node=per_node)
+    stage.use_expert_parallelism(experts)
     stage.recompute = Recompute(recompute)
 
 

@@ -24,7 +24,7 @@ from dualpipe.nn.routing.losses import count_load
 from dualpipe.nn.routing.router import Router
 from dualpipe.nn.segments import Communication, Pending
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
-from dualpipe.parallel.experts.dispatcher import Dispatcher
+from dualpipe.parallel.experts.interface import Dispatcher
 
 
 def share_loads(modules: Iterable[nn.Module], ranks: AsyncAllToAll, parts: int) -> None:

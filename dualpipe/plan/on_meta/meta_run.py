@@ -133,6 +133,11 @@ def summed_loss(*logits_and_labels: Tensor) -> Tensor:
     return torch.stack([cross_entropy_loss(logits, labels) for logits in all_logits]).sum()
 
 
+def expected_places(places: float, top_k: int) -> float:
+    """Return the expected number of places, ranks or nodes, that hold the `top_k` experts of a token."""
+    return places * (1 - (1 - 1 / places) ** top_k)
+
+
 class EvenDispatcher:
     """Dispatcher of one of `ep` ranks for tokens that choose experts at random; all ranks get the same number."""
 
@@ -151,8 +156,7 @@ class EvenDispatcher:
             experts_TK: indices of the chosen experts.
         """
         top_k = experts_TK.shape[1]
-        copies = self._ranks * (1 - (1 - 1 / self._ranks) ** top_k)  # expected number of ranks that hold the K experts
-        rows = round(len(x_TH) * copies)
+        rows = round(len(x_TH) * expected_places(self._ranks, top_k))
         token_R = torch.zeros(rows, dtype=torch.int64, device=x_TH.device)
         received = Received(experts_TK.index_select(0, token_R).int(), self._experts_per_rank, experts_TK.numel(), None)
         return x_TH.index_select(0, token_R), weights_TK.index_select(0, token_R), received

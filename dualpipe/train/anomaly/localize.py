@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.deferral import local
-from dualpipe.parallel.experts.dispatcher import Plan
+from dualpipe.parallel.experts.one_hop import Plan
 from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder

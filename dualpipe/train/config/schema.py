@@ -171,6 +171,13 @@ class ParallelConfig:
     all_to_all: Literal["nccl", "copy_engine"] = "nccl"
     """how rows reach experts on other ranks: nccl, which is gloo on the CPU; copy_engine: copies into the memory of the
     other ranks, which leave the multiprocessors to computing; for ranks in one NVLink domain, or on one CPU host"""
+    dispatch: Literal["auto", "all_to_all", "two_hop", "deep_ep"] = "auto"
+    """way of tokens to experts on other ranks: all_to_all sends a token to each rank with experts of it; two_hop sends
+    it once to each node with experts of it, and then within the node, with the same results; auto: two_hop if the ranks
+    of ep are in several nodes, with the same number of them in each and more than one; deep_ep: by the kernels of the
+    package deep_ep, in bf16 on CUDA, with other rounding; never run"""
+    ranks_per_node: int = _at_least_0(0)
+    """successive ranks that share a node, for dispatch; 0: as torchrun or SLURM has started them"""
     overlap: bool = True
     """run the two actions of a pair interleaved, so that communication of one overlaps compute of the other"""
     merge_weight_grads: bool = True

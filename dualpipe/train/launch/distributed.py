@@ -132,7 +132,8 @@ def join_prepared(
     with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
         dist.all_reduce(torch.zeros(1, device="cpu"))
     mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
-                      dp_replicate=parallel.dp_replicate, timeout=timeout)
+                      dp_replicate=parallel.dp_replicate, timeout=timeout,
+                      ranks_per_node=parallel.ranks_per_node or info.local_world_size)
     yield Job(device, mesh), prepared
     dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 

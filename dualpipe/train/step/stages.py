@@ -21,7 +21,7 @@ from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.parallel import DTypePlan, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.copy_engine.exchange import expert_ranks
-from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
+from dualpipe.parallel.experts.dispatcher import Dispatch, ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.quantized.quantize_model import quantized_part
@@ -45,6 +45,7 @@ class StageOptions:
         recompute: rules of activation recomputation, see `dualpipe.models.stages.Recompute`.
         compiled: apply torch.compile to attention and dense MLPs.
         products, fp8_weight_grad: precision of GEMMs with quantized weights, see `dualpipe.nn.quantized_matmul`.
+        dispatch: way of rows to experts on other ranks, see `ExpertParallel`.
         fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
         all_to_all: how rows reach experts on other ranks, see `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
     """
@@ -57,6 +58,7 @@ class StageOptions:
     products: GemmPrecision = "auto"
     fp8_weight_grad: bool = False
     fp8_dispatch: bool = False
+    dispatch: Dispatch = "auto"
     all_to_all: str = "nccl"
 
     @classmethod
@@ -66,7 +68,7 @@ class StageOptions:
             seed=config.train.seed, from_hf=from_hf, layers_per_stage=config.parallel.layers_per_stage,
             recompute=config.memory.recompute, compiled=config.train.compile, products=config.dtypes.products,
             fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
-            all_to_all=config.parallel.all_to_all,
+            dispatch=config.parallel.dispatch, all_to_all=config.parallel.all_to_all,
         )
 
 
@@ -110,7 +112,7 @@ def build_model(
         built = build_transformers_stages(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute,
-            all_to_all=options.all_to_all)
+            dispatch=options.dispatch, all_to_all=options.all_to_all)
         return Model(config, built, plan, has_first, has_last, {})
     fp8_block = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
 
@@ -127,25 +129,37 @@ def build_model(
         for stage in stages:
             shard(stage, None, plan)
     else:
-        _shard_over(mesh, stages, plan, fp8_block, options.all_to_all)
+        _shard_over(mesh, stages, plan, fp8_block, options)
     masters = _fill(stages, plan, options, mesh, device)
     return Model(config, tuple(stages), plan, has_first, has_last, masters)
 
 
 def _shard_over(
-    mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_block: int | None, all_to_all: str
+    mesh: DeviceMesh, stages: Sequence[Stage], plan: DTypePlan, fp8_block: int | None, options: StageOptions
 ) -> None:
     """Shard the stages over the pipelines of `mesh`.
 
-    fp8_block: elements per scale of rows that are dispatched in FP8; None for a dispatch in the compute dtype.
-    all_to_all: see `StageOptions`. Raises ValueError, on all ranks, for quantized weights whose blocks cannot be split
-    over the ranks, and like `expert_ranks`.
+    fp8_block: elements per scale of rows that are dispatched in FP8; None for a dispatch in the compute dtype. Raises
+    ValueError, on all ranks, for quantized weights whose blocks cannot be split over the ranks, for a dispatch that
+    does not fit their nodes, and like `expert_ranks`.
     """
     place = Mesh.of(mesh)
-    ranks = expert_ranks(mesh["ep"], all_to_all)  # one for all stages: their exchanges are one sequence
-    for stage in stages:
+    ranks = expert_ranks(mesh["ep"], options.all_to_all)  # one for all stages: their exchanges are one sequence
+
+    def expert_parallel(stage: Stage) -> ExpertParallel:
+        return ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_block, dispatch=options.dispatch,
+                              ranks_per_node=place.ranks_per_node, hidden_size=stage.config.hidden_size)
+
+    def expert_parallels() -> list[ExpertParallel]:
+        if options.dispatch == "deep_ep":  # its buffers are large: one for all stages
+            return [expert_parallel(stages[0])] * len(stages)
+        return [expert_parallel(stage) for stage in stages]
+
+    # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
+    experts = RankSync.of_mesh(None if options.dispatch == "auto" else mesh).agree(expert_parallels)
+    for stage, of_stage in zip(stages, experts, strict=True):
         shard_experts(stage, place.part("ep") or mesh["ep"])
-        stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_block))
+        stage.use_expert_parallelism(of_stage)
     # The blocks may fit on some ranks and not on others, so the ranks agree on an error.
     is_quantized = any(dtypes.format for dtypes in plan.tensors.values())
     RankSync.of_mesh(mesh if is_quantized else None).agree(

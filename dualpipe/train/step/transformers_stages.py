@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint.hub.save import CARRIED
 from dualpipe.models.stages import Recompute
 from dualpipe.parallel import DTypePlan
+from dualpipe.parallel.experts.dispatcher import Dispatch
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.dtypes import long_name
 from dualpipe.runtime.files import replace_file
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 def build_transformers_stages(
     model: TransformersModel, num_stages: int, numbers: Sequence[int], *, plan: DTypePlan, device: torch.device,
     mesh: DeviceMesh | None, seed: int, from_hf: str, layers_per_stage: Sequence[int], recompute: Sequence[str],
-    all_to_all: str,
+    dispatch: Dispatch, all_to_all: str,
 ) -> tuple[nn.Module, ...]:
     """Build the stages with these numbers, sharded and with weights. Collective over `mesh`.
 
@@ -43,7 +44,7 @@ def build_transformers_stages(
     stages = load_stages(
         from_hf or model.config, num_stages, numbers, mesh=mesh, policy=plan.policy, seed=seed,
         dtype=torch.promote_types(compute, torch.float32) if is_sharded else compute, layers_per_stage=layers_per_stage,
-        all_to_all=all_to_all)
+        dispatch=dispatch, all_to_all=all_to_all)
     for stage in stages:
         stage.recompute = rules
         if mesh is None:

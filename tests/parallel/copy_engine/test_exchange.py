@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe.parallel.all_to_all import GroupAllToAll
 from dualpipe.parallel.copy_engine.exchange import METHODS, CopyEngineAllToAll, expert_ranks
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from expert_cases import CASES, E, Experts, advance, ours
+from expert_layers import CASES, E, Experts, advance, ours
 from ranks import run_ranks
 
 TINY = 96  # bytes of a rank's slots on four ranks: 16 for each, so that nearly all messages take several rounds

@@ -18,11 +18,10 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts, shard_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from expert_cases import CASES, WIDTH, E, Experts, H, advance, batch, ours, through_experts
+from expert_layers import CASES, DTYPES, WIDTH, E, Experts, H, advance, batch, ours, through_experts
 from ranks import run_ranks
 from toys import relative_error
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # Sums in another order round differently. bfloat16: gate and up, h, a row's sum and a token's sum are rounded to 2^-9
 # each, on the way there and on the way back.
 TOLERANCE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1.2e-2}

@@ -158,7 +158,7 @@ def test_every_router_loss_has_a_field_and_a_metric(toml, name):
 
 
 IMPOSSIBLE = {  # values, by the message about them
-    "must be at least 0": {"parallel.dp": -1},
+    "must be at least 0": {"parallel.dp": -1, "parallel.ranks_per_node": -1},
     "must be at least 1": dict.fromkeys(
         ("parallel.pp", "parallel.dp_replicate", "parallel.cp", "parallel.ep", "train.steps",
          "train.sequence_length", "train.micro_batch_size", "train.num_chunks", "train.log_interval",

@@ -1,4 +1,4 @@
-"""Experts with seeded values, rows for them on four ranks, and their way through a dispatcher."""
+"""A layer of experts over ranks, with batches that reach all corners of a dispatch."""
 
 import functools
 
@@ -11,6 +11,7 @@ from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel.experts.dispatcher import run_experts, shard_experts
 
 E, H, WIDTH = 8, 16, 6  # experts, hidden, intermediate
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Experts(nn.Module):
@@ -30,7 +31,7 @@ class Experts(nn.Module):
         return self.down(self.gate_up(x, tokens, weights), tokens.offs)
 
 
-# name: (tokens of each of four ranks, experts of a token, who may be chosen)
+# name: (tokens of each of four ranks, and of the next four, experts of a token, who may be chosen)
 CASES = {
     "random": ((7, 7, 7, 7), 3, lambda rank: range(E)),
     "uneven": ((3, 9, 1, 6), 2, lambda rank: range(E)),
@@ -51,9 +52,10 @@ def batch(case, rank, dtype):
     counts, top_k, allowed = CASES[case]
     generator = torch.Generator().manual_seed(rank)
     pool = torch.tensor(list(allowed(rank)))
-    order = torch.rand(counts[rank], len(pool), generator=generator).argsort(-1)
-    weights = torch.rand(counts[rank], top_k, generator=generator, dtype=torch.float64)
-    x, dy = (torch.randn(counts[rank], H, generator=generator, dtype=torch.float64) for _ in range(2))
+    count = counts[rank % len(counts)]
+    order = torch.rand(count, len(pool), generator=generator).argsort(-1)
+    weights = torch.rand(count, top_k, generator=generator, dtype=torch.float64)
+    x, dy = (torch.randn(count, H, generator=generator, dtype=torch.float64) for _ in range(2))
     return *(t.to(dtype) for t in (x, weights)), pool[order[:, :top_k]], dy.to(dtype)
 
 
@@ -82,5 +84,6 @@ def ours(ep, experts, case, rank, dtype):
 
 
 def advance(pending):
+    """Run a communication to its end, as the engine does."""
     pending.advance()
     return pending.wait()
