@@ -39,6 +39,7 @@ ON_CPU = {
 }
 COMPILING = ("bench_host.py", "tune_grouped_gemm.py")
 STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
+SLOW = (*STARTING_RANKS, "tune_grouped_gemm.py")
 ON_A_GPU = (
     "bench_attention.py", "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py",
     "bench_overlap.py", "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py",
@@ -78,7 +79,7 @@ def test_every_script_is_run_by_a_fast_test():
 
 
 @pytest.mark.parametrize("name", [
-    pytest.param(name, marks=NEEDS_TRITON if name in COMPILING else pytest.mark.slow if name in STARTING_RANKS else [])
+    pytest.param(name, marks=[NEEDS_TRITON] * (name in COMPILING) + [pytest.mark.slow] * (name in SLOW))
     for name in ON_CPU
 ])
 def test_runs_on_cpu(name, tmp_path):

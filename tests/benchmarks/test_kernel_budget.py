@@ -89,7 +89,7 @@ def test_what_is_over_the_budget_is_named_and_what_is_better_is_not():
         ["2 tiles in shared memory instead of 3"],
         ["the loop waits until 0 copies are on their way instead of 2"],
         ["4 matrix instructions instead of 8"], [],
-        ["the loop waits for copies by threads, which the copy engine made before"], [],
+        ["the loop waits for copies by threads, which TMA made before"], [],
     ]
     cycles = 32 * 1024
     assert shares == pytest.approx([cycles / (32 * 1568 + 1568 + 1024), *[cycles / (cycles + 1568 + 1024)] * 2])

@@ -42,7 +42,7 @@ def test_all_ranks_refuse_alike(tmp_path):
     run_ranks(refused, 2, tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["bamba", "falcon_h1"])
+@pytest.mark.parametrize("model_type", ["bamba", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_layers_that_return_tuples_run_by_stages_also_by_those_without_layers(model_type):
     assert outcome_of(model_type) == "equal"
 

@@ -31,7 +31,9 @@ def train(run_folder, dualpipe):
                  marks=pytest.mark.slow),
     pytest.param(["--parallel.pp", "1", "--parallel.ep", "2", "--model.backend", "transformers"],
                  marks=pytest.mark.slow),
-], ids=["ep 2", "pp 2 x ep 2, recomputed", "transformers"])
+    pytest.param(["--parallel.pp", "1", "--parallel.ep", "2", "--parallel.dispatch", "two_hop",
+                  "--parallel.ranks_per_node", "1"], marks=pytest.mark.slow),
+], ids=["ep 2", "pp 2 x ep 2, recomputed", "transformers", "two hops"])
 def test_losses_and_gradient_norms_are_the_same(train, options):
     plain = train("nccl", *options)
     assert len(plain) == 3
@@ -45,9 +47,9 @@ def test_losses_and_gradient_norms_are_the_same(train, options):
 def test_the_rank_that_fails_is_named_long_before_the_timeout(run_folder, dualpipe, fault, status, text):
     began = time.monotonic()
     done = dualpipe(run_folder, "train", "run.toml", "--output.dir", fault, *LAYOUT, "--parallel.pp", "1",
-                    "--parallel.ep", "2", "--parallel.all_to_all", "copy_engine", "--parallel.timeout", "200",
+                    "--parallel.ep", "2", "--parallel.all_to_all", "copy_engine", "--parallel.timeout", "1000",
                     before=planting(f"{fault} rank=1 step=2 action=segment"))
-    assert time.monotonic() - began < 100
+    assert time.monotonic() - began < 280
     assert (done.returncode, text in done.stderr) == (status, True), done.stderr
 
 

@@ -127,6 +127,8 @@ def test_the_bytes_that_are_planned_for_are_sent(run_toml, method):
 class Numbers(TokenStream):
     """A stream of the numbers from 0, in documents of ten."""
 
+    has_loss_mask = False
+
     def __init__(self):
         self.num_tokens = 200
 

@@ -201,6 +201,10 @@ class ParallelConfig:
     interface: str = ""
     """network interface for communication between nodes, such as ib0; default: the one of each host's name"""
 
+    def __post_init__(self) -> None:
+        _require(self.dispatch != "deep_ep" or self.all_to_all == "nccl", "parallel.all_to_all", self.all_to_all,
+                 "deep_ep sends rows by kernels of its own; leave it out, or give another parallel.dispatch")
+
     @property
     def sizes(self) -> dict[str, int]:
         """The sizes of the mesh's dimensions, outermost first."""

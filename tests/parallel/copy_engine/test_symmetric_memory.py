@@ -75,7 +75,7 @@ def steps_by_copies() -> Iterator[None]:
         yield
 
 
-HOST_WAITS = "Event.synchronize in dualpipe/parallel/experts/dispatcher.py: _PendingDispatch.advance"
+HOST_WAITS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
 
 
 def test_steps_of_a_pipeline_wait_for_the_counts_alone():

@@ -119,6 +119,8 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("pp = 2", "ep = 0"), "parallel.ep = 0: must be at least 1"),
         (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
+        (GOOD.replace("pp = 2", 'dispatch = "deep_ep"\nall_to_all = "copy_engine"'),
+         "parallel.all_to_all = 'copy_engine': deep_ep sends rows by kernels of its own"),
         (GOOD + "[router]\nbalance = -0.1", "router.balance = -0.1: must not be negative"),
         (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan: must not be negative"),
         (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),

@@ -201,23 +201,29 @@ def warnings_of(run_folder, dualpipe):
     return run
 
 
+# Sleeps are long beside a step on a loaded machine, whose shares are compared with limits.
+
+
+@pytest.mark.slow
 def test_a_slow_source_of_data(warnings_of):
-    slow = planted("train.data.loader", "Loader", "batch", "time.sleep(0.5)")
-    ((step, line),) = warnings_of(slow, "--parallel.pp", "1")
+    slow = planted("train.data.loader", "Loader", "batch", "time.sleep(2)")
+    ((step, line),) = [pair for pair in warnings_of(slow, "--parallel.pp", "1") if "starvation" in pair[1]]
     assert step == 3
     assert re.match(r"WARNING: for 3 steps, input starvation: rank 0 waits [2-9]\d% of a step for its next batch", line)
 
 
+@pytest.mark.slow
 def test_a_slow_rank_of_the_pipeline(warnings_of):
-    slow = planted("pipeline.executor", "Executor", "_run_actions", "time.sleep(0.15 * Recorder.current().rank)")
+    slow = planted("pipeline.executor", "Executor", "_run_actions", "time.sleep(0.25 * Recorder.current().rank)")
     ((step, line),) = [pair for pair in warnings_of(slow) if "bubble" in pair[1]]
     found = re.match(r"WARNING: for 3 steps, bubble: rank 0 \(pp 0\) waits (\d+)% of a step for other ranks of its "
                      r"pipeline, (\d+)% in the simulation", line)
     assert step >= 3 and found and int(found[1]) >= int(found[2]) + 15
 
 
+@pytest.mark.slow
 def test_slow_exchanges_of_rows(warnings_of):
-    slow = planted("parallel.all_to_all", "CommStream", "start", "time.sleep(0.03 * Recorder.current().rank)")
+    slow = planted("parallel.all_to_all", "CommStream", "start", "time.sleep(0.06 * Recorder.current().rank)")
     (line,) = [line for _, line in warnings_of(slow, "--parallel.pp", "1", "--parallel.ep", "2") if "exposed" in line]
     assert re.match(r"WARNING: for 3 steps, exposed communication: rank 0 \(ep 0\) waits \d+% of a step in "
                     r"collectives, \d+% in all-to-all; try a smaller \[parallel\] ep or cp", line)
@@ -237,7 +243,7 @@ def test_a_report_of_starvation_makes_no_host_wait_for_a_device(tmp_path, monkey
 def test_an_uneven_router(warnings_of):
     equal_logits = planted("nn.routing.router", "Router", "forward", "self.weight.data.zero_()")  # first two of four
     equal_logits += "step_health.LOAD_PATIENCE = 3\nstep_health.COLLAPSE_FRACTION = 2\n"
-    assert warnings_of(equal_logits, "--parallel.pp", "1") == [
+    assert [pair for pair in warnings_of(equal_logits, "--parallel.pp", "1") if "load imbalance" in pair[1]] == [
         (3, "WARNING: for 3 steps, load imbalance: an expert of some layer gets 2.0 times the mean number of tokens; "
             "raise [router] balance (now 0)")]
 
