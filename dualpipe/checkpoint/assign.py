@@ -15,7 +15,7 @@ from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
-_SAMPLE = 64  # elements of a part
+_SAMPLE = 64  # elements of a part that are compared with those of its copies
 
 
 class Offer(NamedTuple):
@@ -29,7 +29,7 @@ class Offer(NamedTuple):
 class RankOffers(NamedTuple):
     """The offers of a rank by name, each with a sample of its values.
 
-    stages: a number that ranks with the same stages share.
+    stages: identifies the rank's stages: the same number on all ranks that hold them.
     """
 
     stages: int
@@ -43,7 +43,7 @@ def agree_on_writers(
 
     Args:
         ranks: all ranks.
-        stages: a number that ranks with the same stages share.
+        stages: identifies this rank's stages: the same number on all ranks that hold them.
         parts: this rank's parts by name.
 
     Raises:

@@ -136,7 +136,7 @@ def _read_all(paths: Iterable[Location]) -> tuple[FoundCheckpoints, bool]:
             committed.append(Checkpoint.read(path))
         except ValueError as error:
             if identity is None or identity != identity_of(path):
-                # Deleted or replaced in the meantime: a newer one exists, perhaps since the names were listed.
+                # Deleted or replaced in the meantime: there is a newer one, which the list of names may lack.
                 is_stable = False
                 continue
             damaged[path] = str(error)
@@ -233,7 +233,10 @@ class Retention(Generic[AnyPath]):
         return self._committed[-1] if self._committed else None
 
     def ignore(self, damaged: Iterable[Location]) -> None:
-        """Exclude checkpoints from the `keep_last` that are kept. Each is deleted when its step is saved again."""
+        """Do not count damaged checkpoints among the `keep_last` newest.
+
+        Each stays on the disk until its step is saved again.
+        """
         ignored = {resolve(path) for path in damaged}
         self._committed = [path for path in self._committed if resolve(path) not in ignored]
 

@@ -195,7 +195,7 @@ def _require_existing(checkpoint: Checkpoint, ranks: RankSync) -> None:
 def _check_optimizer(plan: _LoadPlan, allow: Sequence[str]) -> set[str]:
     """Read the hyperparameters of torch's optimizers and check them; return the names of states not to load.
 
-    They must fit the parameter groups before anything is changed.
+    Called before anything is changed, so that a mismatch with the parameter groups leaves the run as it was.
     """
     names = [f"{name}/{VALUES}" for name in plan.states]
     values = {name: plan.parts[name] for name in names if name in plan.parts}
@@ -339,7 +339,7 @@ def _compare(
     names = sorted(stored)
 
     def compare_rank() -> tuple[dict[str, str], int]:
-        """Return this rank's differences, and the checkpoint's names that it has as a bit mask: a small message."""
+        """Return this rank's differences, and a bit mask (a small message) of the checkpoint's names that it has."""
         return _differences(stored, parts), sum(1 << bit for bit, name in enumerate(names) if name in parts)
 
     differences: dict[str, str] = {}
@@ -376,7 +376,7 @@ def _differences(stored: Mapping[str, StoredTensor], parts: Mapping[str, TensorP
 
 
 def _nearest_names(missing: set[str], unexpected: set[str], stored: Sequence[str]) -> dict[str, str]:
-    """Return the most similar name of the other side for names on one side only, as far as there is one."""
+    """For names that only the model or only the checkpoint has, return the most similar name in the other, if any."""
     similar = {}
     for names, candidates, more_candidates in ((missing, unexpected, stored), (unexpected, missing, ())):
         if len(candidates) >= _MAX_CANDIDATES:

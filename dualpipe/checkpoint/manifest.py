@@ -51,7 +51,7 @@ class Manifest:
     layout: dict[str, int]  # from `mesh_layout`
     own_dimensions: list[str]  # names in `layout` that are dimensions of a user's custom mesh
     versions: dict[str, str]
-    dtypes: dict[str, dict[str, str]]  # the dtype plan by name: "storage", "compute", "save"; "stored" or "gathered"
+    dtypes: dict[str, dict[str, str]]  # of the plan by tensor and use, from `snapshot._dtype_names`
     config: Any
     extra: Any
     checksum: str  # algorithm, one of `files.CHECKSUMS`
@@ -382,6 +382,6 @@ def tensor_file_name(rank: int, number: int = 0) -> str:
 
 
 def mesh_layout(mesh: DeviceMesh | None) -> dict[str, int]:
-    """Return the sizes of "world", "pp", "dp", "ep", and of any other dimension of a user's custom mesh, by name."""
+    """Return the number of ranks as "world", and the sizes of all dimensions of the mesh, by name."""
     sizes = Mesh.of(mesh)
     return {"world": sizes.world_size, **sizes.sizes}

@@ -17,18 +17,17 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from dualpipe.checkpoint.manifest import StoredTensor
 
-VALUES = "values"  # key of the values of a state that are not tensors: JSON as bytes
+VALUES = "values"  # key of a tensor with everything in a state that is no tensor: JSON as bytes
 _VALUES_ALIGNMENT = 256  # the values are padded to a multiple of this many bytes
 # Keys of a parameter group that select how the optimizer computes, not what. Loading does not change them.
 _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 class ParameterState:
-    """The state that any `torch.optim.Optimizer` keeps for a parameter, in place of tensors of `training_state`.
+    """The state that any `torch.optim.Optimizer` keeps for a parameter: an entry of `training_state` beside tensors.
 
-    Saving stores `tensors`. Loading fills `load_targets`, and `restore` hands them to the optimizer. The keys of a
-    state are known once there is a state: loading makes the tensors that the checkpoint has, so it also fills an
-    optimizer that never took a step.
+    Saving stores `tensors`. Loading fills `load_targets`, and `restore` hands them to the optimizer. An optimizer that
+    never took a step has no state, so its keys are unknown: loading makes the tensors that the checkpoint has.
 
     Args:
         optimizer: the optimizer, before its first step too.

@@ -1,9 +1,9 @@
 """A save in progress: the progress of all ranks, and permission to commit it.
 
 The work of a rank for a save, such as writing its files, may take any time as long as it makes progress. While it runs,
-a second thread meets the same thread of the other ranks in rounds: as soon as the work is done, and otherwise every few
-seconds. In each round, the ranks exchange the time since their last progress. So every rank learns that a rank is stuck
-or lost.
+a second thread holds rounds with the same thread of the other ranks: every few seconds, and at once when the work of
+the rank is done. In each round, the ranks exchange the time since their last progress. So every rank learns that a rank
+is stuck or lost.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PendingSave:
         with Recorder.current().wait("save", f"the checkpoint of step {self.step}", range(self._ranks.size)):
             try:
                 met.result()
-            except KeyboardInterrupt as interrupt:  # interrupts this wait: report it to the others as a failed work
+            except KeyboardInterrupt as interrupt:  # interrupts this wait: report to the others that the work failed
                 done = Future()
                 done.set_exception(interrupt)
                 met.result()
@@ -112,7 +112,7 @@ class PendingSave:
         """Hold rounds until all ranks are done, and then complete `met`."""
         recorder = self._recorder
         try:
-            # No recorder lane: rounds that continue say nothing about progress of the work.
+            # Not a lane of this rank's recorder: the watchdog would take the rounds for progress of the work.
             with Recorder(recorder.rank, recorder.sizes).activate():
                 while not self._round(work):
                     pass

@@ -1,6 +1,6 @@
 """The checkpoints of a job in a store that cannot rename: S3, GCS and others that fsspec reaches.
 
-    step-00000100.518203947/     a save; no other writes here, because its number is random
+    step-00000100.518203947/     a save; no other job writes here, because its number is random
         rank-00000.safetensors, tensors.json, manifest.json     like in a local directory
         COMMITTED                the marker: written last, deleted first
     index.json                   all saves, with the number of ranks of each; written before a save begins
@@ -8,7 +8,8 @@
     .lock, .lock-ID              the lease of the one job that may save here
 
 A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
-read by key. Objects are deleted only if there is no marker: by key, and by the listing.
+read by key. Objects are deleted only if there is no marker: those whose keys are
+known, and those in the listing.
 
 Two jobs cannot harm each other even if one wrongly considers the other dead. The one that commits writes its marker and
 then reads the lock; the one that cleans has written the lock and then reads the marker. So either the first learns that

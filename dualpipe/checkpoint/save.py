@@ -82,7 +82,7 @@ class Checkpoints:
             process for each save (0.1 s, 20 MB).
         keep_last: number of newest checkpoints to keep. None: keep all.
         keep_every: also keep checkpoints of steps that are multiples of this number.
-        checksum: algorithm for the checksums of files. SHA-256 takes as long as writing the files, which XXH3 does not.
+        checksum: algorithm for the checksums of files. SHA-256 takes as long as writing the files, XXH3 far less.
             SHA-256 also detects manipulation, XXH3 only damage.
         timeout: time without progress after which a rank is given up. A save may take longer.
         finite: refuse to save parameters and optimizer states that are infinite or NaN.
@@ -123,7 +123,7 @@ class Checkpoints:
         self._ranks = RankSync.of_mesh(mesh, self._group)
         self._write_plan = _WritePlan({}, [], {})
         self._memory = HostMemory(is_shared=kind == "process")
-        # Ctrl-C is handled by the rank: a process that this thread starts inherits the signals that it blocks.
+        # This thread blocks Ctrl-C, and so do the writer processes that it starts: only the rank handles it.
         blocked = (signal.SIG_BLOCK, {signal.SIGINT})
         self._executor = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask, blocked)
         self._recorder = Recorder.current()
@@ -167,7 +167,7 @@ class Checkpoints:
 
     def save_async(self, state: CheckpointState, *, step: int, plan: DTypePlan | None = None, config: Any = None,
                    extra: Any = None) -> None:
-        """Like `save`, but returns as soon as the tensors are copied to host memory. They may change then.
+        """Like `save`, but returns as soon as the tensors are copied to host memory. From then on they may change.
 
         Waits for the previous save if that is still in progress, and raises its error. In that case nothing is saved by
         this call, as with `save`: call it again, or call `wait` first.
@@ -237,7 +237,7 @@ class Checkpoints:
     anomaly = keep_before_anomaly  # the former name
 
     def ignore(self, damaged: Iterable[Location]) -> None:
-        """Exclude damaged checkpoints, such as `Loaded.damaged`, from the `keep_last` that are kept."""
+        """Do not count damaged checkpoints, such as `Loaded.damaged`, among the `keep_last` newest."""
         if self._target is not None:
             self._target.ignore(damaged)
 
@@ -245,7 +245,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Like `close`. After an error, a save in progress has `timeout` to end; without a rank, it has no time."""
+        """Like `close`.
+
+        After an error, wait up to `timeout` for a save in progress, or not at all if a rank is lost.
+        """
         pending = self._pending
         if error is not None and pending is not None:
             if isinstance(error, RankLost) or self._recorder.lost is not None:

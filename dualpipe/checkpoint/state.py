@@ -4,13 +4,13 @@
     layers.3.mlp.gate.e_score_correction_bias                         a buffer, in its own dtype
     layers.3.mlp.shared_expert.down_proj.weight                       a frozen quantized parameter, as block rows
     optimizer/layers.3.mlp.experts.gate_up_proj.weight/exp_avg        a tensor of the optimizer's state, by its key
-    optimizer/layers.3.mlp.experts.gate_up_proj.weight/values         JSON as bytes: the rest, of torch's optimizers
+    optimizer/layers.3.mlp.experts.gate_up_proj.weight/values         JSON as bytes: values of torch's optimizers
     stage-3.0.weight                                                  a parameter of a stage whose names repeat
 
 A trained parameter is stored once, as the values that the optimizer updates: the float32 master of a bfloat16
-parameter, or the float32 parameter itself where its storage is sharded. So the master of one layout is the parameter of
-another. A bfloat16 parameter is its rounded master, so it is restored bit for bit without being stored. The same holds
-for a trained quantized parameter, whose bytes follow from its master.
+parameter, or, where FSDP2 keeps the shards in float32, the parameter itself. So the master of one layout is the
+parameter of another. A bfloat16 parameter is its rounded master, so it is restored bit for bit without being stored.
+The same holds for a trained quantized parameter, whose bytes follow from its master.
 """
 
 from __future__ import annotations

@@ -87,22 +87,22 @@ def describe_layout(mesh: Mesh) -> str:
 
 
 def largest_share(config: HubConfig, mesh: Mesh, place: int) -> dict[str, Box]:
-    """Return the part of every tensor on the first rank of a pipeline rank: no other rank of it has a larger one.
+    """Return the box of every tensor on the first rank at a position along "pp". No other rank there has a larger one.
 
-    Parts are those of `shard_experts` and `shard`, with two stages per rank in a V. A tied head is part of the
+    Tensors are sharded as by `shard_experts` and `shard`, with two stages per rank in a V. A tied head is part of the
     embedding.
 
     Args:
         config: the model.
         mesh: sizes of the mesh.
-        place: pipeline rank.
+        place: the position, a pipeline rank.
 
     Raises:
         ValueError: the experts cannot be divided evenly.
     """
     pp = mesh.size("pp")
     ep = mesh.size("ep")
-    expert_shards = mesh.size(*EXPERTS)  # ranks that share the experts of an expert-parallel rank
+    expert_shards = mesh.size(*EXPERTS)  # ranks that the experts of one expert-parallel rank are sharded over
     numbers = tuple(number for number, rank in enumerate(v_placement(pp)) if rank == place)
     share: dict[str, Box] = {}
     for stage in meta_stages(config, 2 * pp, numbers):
@@ -183,8 +183,8 @@ def export_checkpoint(
         dtype: dtype of the new tensors, except those that the run kept in float32 while it computed in a narrower
             dtype.
         max_shard_bytes: most bytes of tensors in a file.
-        hub: the checkpoint that the model was made from, the `source` of `save_hf`. It is an argument because
-            checkpoints of runs do not record it, so that nothing outside of them is read.
+        hub: the checkpoint that the model was made from, the `source` of `save_hf`. Checkpoints of runs do not record
+            its path, because loading one reads nothing outside of it.
 
     Raises:
         ValueError: the checkpoint does not record its model, or the target exists.

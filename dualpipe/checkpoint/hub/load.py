@@ -47,11 +47,11 @@ def load_hf(
 ) -> int:
     """Fill this rank's stages from a Hugging Face checkpoint; return the bytes read. Collective over `mesh`.
 
-    Each rank reads the byte ranges of its stages, its experts and its shards, one parameter at a time, which is the
-    extra memory that it takes. Experts may be stacked or separate on disk, and stored in MXFP4 or FP8
+    Each rank reads the byte ranges of its stages, its experts and its shards, one parameter at a time, so the
+    extra memory is that of one parameter. Experts may be stacked or separate on disk, and stored in MXFP4 or FP8
     (`stored_formats`). A tied tensor is read once per stage that has it.
 
-    Parameters get the dtype `plan.of(name).storage`. FP8 is computed in float32 and rounded to that dtype once. A
+    Parameters get the dtype `plan.of(name).storage`. FP8 is decoded in float32 and rounded to that dtype once. A
     parameter that the plan stores in the format of the files, fp8_block or mxfp4, takes their bytes unchanged; if it is
     trained, its master gets the dequantized values.
 
@@ -107,9 +107,9 @@ def _find_sources(
 
 
 def hub_dtypes(path: StrPath, config: HubConfig) -> dict[str, torch.dtype]:
-    """Return the dtypes of a checkpoint's tensors by the model's names, for `resolve_dtypes`. Quantized: bfloat16.
+    """Return the dtypes of a checkpoint's tensors by the model's names, for `resolve_dtypes`.
 
-    Raises ValueError like `load_hf`.
+    Quantized tensors count as bfloat16. Raises ValueError like `load_hf`.
     """
     _, tensors = open_hf(path, config)
     return {name: tensor.dtype for name, tensor in tensors.items()}
@@ -169,7 +169,7 @@ def mxfp4_part(part: HubTensorPart) -> HubTensorPart:
 def find_cut_block(parts: Iterable[HubTensorPart], shape: Sequence[int], format: Format) -> str:
     """Return a problem if a part starts or ends within a block of the model's tensor; else "".
 
-    Example: the rows of gate above those of up, where they are no multiple of the rows of a block.
+    Example: gate is stacked above up, and the number of its rows is not a multiple of the rows of a block.
     """
     for part in parts:
         rows = part.where[-2]

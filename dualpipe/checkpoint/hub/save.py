@@ -87,8 +87,9 @@ def save_hf(
             has only what this library knows.
         max_shard_bytes: most bytes of tensors in a file. A larger tensor gets a separate file.
         quantized: write weights that are stored in the format of the family's quantized checkpoints (fp8_block, or
-            mxfp4 for gpt-oss) as their elements and scales, and say so in `config.json`. Untrained weights are those
-            that were loaded. False: write the masters of such weights, or the dequantized values of frozen ones.
+            mxfp4 for gpt-oss) as their elements and scales, and say so in `config.json`. Weights that were not trained
+            are written as they were loaded. False: write the masters of such weights, or the dequantized values of
+            frozen ones.
 
     Raises (on all ranks, with nothing left behind):
         ValueError: `path` exists and is not empty; the source is another model; the ranks together do not hold all of

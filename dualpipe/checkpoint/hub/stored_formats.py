@@ -47,7 +47,7 @@ class Stored:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
-    format: ClassVar[Format | None] = None  # same elements and scales, in blocks that may have another size
+    format: ClassVar[Format | None] = None  # has the same elements and scales; its blocks may have another size
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # dtypes of the tensors from `raw`: elements and scales
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:

@@ -3,9 +3,10 @@
     .lock          names the holder; written once, when a job takes the lease
     .lock-ID       heartbeat of the holder ID, rewritten every few seconds
 
-A job that finds another holder watches its heartbeat. A holder whose heartbeat does not change meanwhile is considered
-dead; so is, at once, a holder on this machine whose process has ended, so that a restarted run does not wait. If the
-first holder was only slow, it learns of its loss at the next `check`, which follows every commit.
+A job that finds another holder watches its heartbeat, and considers the holder dead if the heartbeat does not change
+for some seconds. A holder on this machine whose process has ended is considered dead at once, so that a restarted run
+does not wait. If the first holder was only slow, it learns at its next `check` that it has lost the lease; a `check`
+follows every commit.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Lease:
 
     Args:
         folder: the URL.
-        patience: seconds to wait for another job that is about to end; at least three heartbeats, if there is one.
+        patience: seconds to wait for another job that is about to end. If there is one, at least three heartbeats.
 
     Raises:
         ValueError: another job saves there.

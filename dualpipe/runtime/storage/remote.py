@@ -25,8 +25,8 @@ _PERMANENT = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirecto
               NotImplementedError)
 _CHUNK = 2**22  # bytes that are hashed and handed on at a time
 _BLOCK = 2**26  # bytes that fsspec holds before it uploads them: S3 takes 10,000 blocks of an object, so 640 GB
-_REQUEST = 2**23  # bytes of one request; a window has several at once
-_WINDOW = 2**26  # bytes in memory of a file that is read
+_REQUEST = 2**23  # bytes of one request; a window is read by several at once
+_WINDOW = 2**26  # bytes of a file that are read at a time and held in memory
 _GAP = 2**20  # bytes between two ranges that cost less to read than another request
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; give a URL that fsspec knows, and install the package for "
                          "it, such as s3fs for s3:// or gcsfs for gs://") from error
-    file_system.invalidate_cache()  # of listings, which it would answer from
+    file_system.invalidate_cache()  # its cache of listings may be out of date
     return file_system, name
 
 

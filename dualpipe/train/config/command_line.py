@@ -113,7 +113,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _build_parser(config: Config, *, with_help: bool) -> tuple[argparse.ArgumentParser, dict[str, Any]]:
-    """Return a parser for all fields, and the annotation of the field by option.
+    """Return a parser for all fields, and the annotation of every field by the name of its option.
 
     Args:
         config: the current values, which the help shows.

@@ -27,7 +27,7 @@ from dualpipe.train.config.schema import (
     replace_field,
 )
 
-# Fields with the path of an input of the run, by table, and their values that are not paths.
+# Fields that hold the path of an input of the run, by table; and for each, the values that are not paths.
 INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"config": ()}, "init": {"from_hf": ()},
     "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": (), "chat_template": ()},

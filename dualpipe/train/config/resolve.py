@@ -88,7 +88,7 @@ class SavedBatch(NamedTuple):
     """The global batch of the run that saved a checkpoint.
 
     sequences: size of the global batch.
-    pipelines: number of parts that it was split into; context-parallel pipelines share one.
+    pipelines: number of parts that it was split into, dp * ep: pipelines that differ along "cp" only read one part.
     source: the checkpoint, or the directory of checkpoints.
     """
 

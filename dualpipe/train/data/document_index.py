@@ -1,4 +1,4 @@
-"""Find the document of a token in a packed text, without a number per document in memory.
+"""Find the document of a token in a packed text, without the offset of every document in memory.
 
 A part of a text selects documents by their number and hash alone. A scan counts the selected tokens in blocks of
 `BLOCK` documents. A lookup bisects the counts, then reads one block of the memory-mapped records. The scan of very many

@@ -18,7 +18,8 @@ from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
 from dualpipe.train.data.windows import Windows, find_windows
 
-CONVERSATIONS = "whole conversations 1"  # names windows of conversations in a checkpoint; those of text have no name
+# Value of "windows" in the state of a loader of conversations. The state of a loader of text has no "windows".
+CONVERSATIONS = "whole conversations 1"
 
 
 class Loader:
@@ -69,7 +70,10 @@ class Loader:
         self.skipped_batches = 0
 
     def windows(self, step: int) -> np.ndarray:
-        """Return the numbers of the windows of this rank's rows in the batch of `step`, int64 (B,), of one stream."""
+        """Return the numbers of the windows that this rank reads in the batch of `step`, int64 (B,).
+
+        For a loader of one stream.
+        """
         return self._order(0, self._numbers(step))
 
     def batch(self, step: int) -> TokenBatch:
@@ -82,7 +86,7 @@ class Loader:
         return self._read(join_spans(sources, spans, self._window))
 
     def _numbers(self, step: int) -> np.ndarray:
-        """Return the numbers, through the run, of this rank's sequences in the batch of `step`, int64 (B,)."""
+        """Return the numbers of this rank's sequences in the batch of `step`, counted through the run, int64 (B,)."""
         return step * self._batch_size + np.array(self._rows, np.int64)
 
     def _order(self, source: int, draws: np.ndarray) -> np.ndarray:
@@ -95,7 +99,7 @@ class Loader:
         return windows
 
     def num_drawn(self, step: int) -> list[int]:
-        """Return the number of sequences of each source in the batches before that of `step`, with skipped ones."""
+        """Return the number of sequences of each source in all batches before that of `step`, also the skipped ones."""
         number = (step + self.skipped_batches) * self._batch_size
         return [number] if self.mixture is None else self.mixture.num_drawn(number)
 

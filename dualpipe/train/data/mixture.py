@@ -6,7 +6,7 @@ permutation deals the places out, so shares are exact after every block, and the
 O(1).
 
     weights 2 : 1, BLOCK = 6        sources of a block      a b a a b a
-                                    draw of each source     0 0 1 2 1 3      the next block continues with 4 and 2
+                                    draw from that source   0 0 1 2 1 3      the next block continues with 4 and 2
 
 If weights change during a run, a new mixture starts at that sequence, with the number of sequences drawn so far.
 

@@ -112,7 +112,7 @@ def _walk(directory: Path, skipped: Iterable[str] = (), suffix: str = "") -> lis
 def read_documents(
     path: Path, text_key: str, on_position: Callable[[int], None] | None = None
 ) -> Iterator[tuple[bytes, str]]:
-    """Yield the documents of a file, each with its place for messages. Holds one piece of the file in memory.
+    """Yield the documents of a file, each with its place as error messages name it. Holds one piece in memory.
 
     Skips empty documents. Warns about the number of empty records.
 
@@ -150,7 +150,7 @@ def read_documents(
 def read_conversations(
     path: Path, key: str = "", on_position: Callable[[int], None] | None = None
 ) -> Iterator[tuple[Conversation, str]]:
-    """Yield the conversations of a file of records, each with its place for messages.
+    """Yield the conversations of a file of records, each with its place as error messages name it.
 
     Skips empty records with a warning, as `read_documents` does.
 

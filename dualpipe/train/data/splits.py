@@ -62,8 +62,8 @@ def split_documents(
 
     The selection depends on nothing else: it is the same in every run, and copies of a document are on the same side.
     If it leaves one side without a document, as for a single file, the last `fraction` of all tokens is the validation
-    text instead. If either way gives fewer than `at_least` tokens, the last `at_least` tokens are, provided that as
-    many are left for training.
+    text instead. If either way selects fewer than `at_least` tokens, the last `at_least` tokens are the validation
+    text, provided that as many are left for training.
 
     Args:
         packed: the packed directory.
@@ -158,7 +158,7 @@ def ensure_packed(
 
 
 def scan_splits(train: Path, validation: Path | None, fraction: float, *, cache: Path) -> None:
-    """Scan very many documents for all ranks: their `open_splits` then reads the scan from `cache`.
+    """Scan very many documents once for all ranks, whose `open_splits` then reads the scan from `cache`.
 
     Args:
         train: packed directory.

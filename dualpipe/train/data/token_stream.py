@@ -222,8 +222,9 @@ class TokenStream:
 def shift_targets(rows: np.ndarray, depth: int = 0, positions: np.ndarray | None = None) -> np.ndarray:
     """Return the targets of all tokens but the last of each row.
 
-    Target k of a token is the token k + 1 places ahead. It is NO_TARGET if one of the k tokens before it, which the MTP
-    layer of depth k gets as input, is not among the T tokens or, with `positions`, is in another document.
+    Target k of a token is the token k + 1 places ahead. The MTP layer of depth k also gets the k tokens between the two
+    as input: if one of them is not among the T tokens or, with `positions`, is in another document, target k is
+    NO_TARGET.
 
     Args:
         rows: (B, T + 1) windows.

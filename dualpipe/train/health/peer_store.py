@@ -20,7 +20,7 @@ from typing import Any
 
 from dualpipe.train.health.diagnose import halted
 
-FAULT = 2**32  # added to the counter in the store when a rank is lost; below it counts the requests for states
+FAULT = 2**32  # added to the counter in the store when a rank is lost; a request for states adds 1
 TICK = 0.25  # seconds between two checks of this rank
 ASK = 1.0  # seconds between two reads of the store
 _ANSWER = timedelta(seconds=5)  # for an answer of the store
@@ -37,7 +37,7 @@ class PeerStore:
 
     Attributes:
         asked: number of requests for states that this rank knows of, plus `FAULT` if a rank is lost.
-        gone: time (time.monotonic) when the store was found gone, with rank 0; 0 while it exists.
+        gone: time (time.monotonic) when the store, which ends with rank 0, was found gone. 0: it exists.
         neighbours: process ids of the ranks on this host, by rank.
     """
 
@@ -86,7 +86,7 @@ class PeerStore:
         self._answer(lambda: self._store.set("said", "1"), None)
 
     def wait_said(self) -> bool:
-        """Wait until a rank has called `set_said`, as long as that may take; return True if one has.
+        """Wait until a rank has called `set_said`, for a few seconds at most; return True if one has.
 
         Also return True if the store does not answer, so that one cannot know.
         """

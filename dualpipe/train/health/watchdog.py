@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Seconds in which several signals count as one: Ctrl-C reaches a rank from the terminal and from its launcher.
 TOGETHER = 1.0
 _LAST_CHANCE = 2.0  # seconds for the main thread to end by itself after the loss of a rank
-_LATE = 2.0  # seconds beyond its limit after which a wait is taken not to end by itself
+_LATE = 2.0  # seconds beyond its limit, after which the watchdog no longer expects a wait to end by itself
 _FRAMES = 100  # of a stack; a layer has 40, with those of torch
 
 
@@ -97,11 +97,14 @@ class Watchdog:
             self._remove_files()
 
     def _announce_error(self) -> None:
-        """Announce a lost rank that the thread may not have seen; publish the state of a rank that fails otherwise."""
+        """Announce the loss of a rank, if that is the error: the thread may not have seen it.
+
+        After another error without a launcher, publish this rank's state.
+        """
         loss = self._find_loss()
         if loss:
             self._announce_loss(loss)
-        elif ERROR_FILE not in os.environ:  # another rank may have announced the loss of this one
+        elif ERROR_FILE not in os.environ:  # a rank that finds this one lost waits for its state
             self._store.put(json.dumps(self._state() | {"asked": FAULT}))
         self._store.flush()
 
@@ -110,7 +113,7 @@ class Watchdog:
 
         Args:
             patience: seconds without progress after which all ranks write their states.
-            limit: seconds to wait for another rank, which is lost then.
+            limit: seconds to wait for another rank before it counts as lost.
         """
         self._info = info
         self._folder = output / FOLDER
@@ -146,11 +149,11 @@ class Watchdog:
             self._progress_time = now
             self._has_reported = False
         idle = now - self._progress_time
-        overdue = self._innermost() if idle > self._limit else {}  # it does not end by itself, as most waits do
+        overdue = self._innermost() if idle > self._limit else {}  # most waits end by themselves before
         loss = self._find_loss()
         if loss or asked >= FAULT:
             self._leave(loss)
-        elif overdue.get("ranks") and overdue["kind"] != "save":  # a save goes by the progress of all ranks
+        elif overdue.get("ranks") and overdue["kind"] != "save":  # ranks in a save compare their progress themselves
             self._leave(self._describe_wait(overdue))
         elif self._store.gone and now - self._store.gone > self._limit:
             self._leave("the store of the job is gone, with rank 0, but this rank still runs")

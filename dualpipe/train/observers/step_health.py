@@ -1,4 +1,6 @@
-"""Health of a run's steps: one line when a cause of lost time has lasted for several steps, once until it goes away.
+"""Health of a run's steps: a warning when a cause of lost time has lasted for several steps.
+
+Each cause is named once, and again only after it has gone away.
 
 All of it is read from what a run has anyway: entries of the recorder, the reports of all ranks, and the metrics of the
 routers. No collective is added, and no device is waited for.
@@ -43,7 +45,7 @@ class StepWaits(NamedTuple):
     Attributes:
         pipeline: for messages of other ranks of the pipeline.
         collectives: in collectives, by kind of communication.
-        costs: of each action without waits for messages and parameters, by the kinds of one or of a pair.
+        costs: of each action or pair, without waits for messages and parameters, by its kinds, such as "F" or "FB".
     """
 
     pipeline: float
@@ -52,7 +54,7 @@ class StepWaits(NamedTuple):
 
 
 def measure_waits(entries: Iterable[Entry]) -> StepWaits | None:
-    """Return the waits in the entries of a step; None if the first of them are gone, as a ring holds so many only.
+    """Return the waits in the entries of a step; None if the recorder no longer holds the first of them.
 
     entries: of `Recorder.entries`, on a rank whose host waits for messages, that is on CPU.
     """
@@ -113,7 +115,7 @@ class StepHealth:
         self._names = names
         self._load_limit = min(EXPERT_LOAD_LIMIT, (1 + max_load) / 2)
         self._collapse = COLLAPSE_FRACTION * max_load
-        self._simulated = 0.0  # idle seconds; a lower bound until it is needed
+        self._simulated = 0.0  # idle seconds of this rank in the simulation; 0 until that has run
         self._streaks = {
             STARVATION: _Streak(PATIENCE), BUBBLE: _Streak(PATIENCE), EXPOSED: _Streak(PATIENCE),
             LOAD: _Streak(LOAD_PATIENCE),

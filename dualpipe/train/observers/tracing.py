@@ -59,7 +59,7 @@ class TracedSteps(StepWindow):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         if self._tracer is not None:
-            # All ranks raise these two errors, of a step and of its values, so all of them write the trace together.
+            # These two errors are raised on all ranks, so all of them write the trace together.
             self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
 
     def loads(self, step: int, loads: Sequence[float]) -> None:

@@ -1,4 +1,4 @@
-"""Muon: momentum whose singular values are all set to about 1, matrix by matrix, in place of AdamW's division.
+"""Muon: update each matrix by its momentum with all singular values set to about 1.
 
     momentum       M = lerp(M, G, 1 - mu), update = lerp(G, M, mu)                        on the shards of each rank
     gather         update, in bf16, to the one rank that orthogonalizes this matrix       all-to-all
@@ -7,14 +7,14 @@
     apply          W <- (1 - lr decay) W - lr 0.2 sqrt(max(rows, columns)) X
 
 The default coefficients are those of Jordan et al. (kellerjordan.github.io/posts/muon, 2024). The factor in the last
-line gives updates the root mean square of AdamW's, so that one learning rate serves both (Moonlight,
+line makes the root mean square of the updates about equal to AdamW's, so that one learning rate serves both (Moonlight,
 arXiv:2502.16982). "polar_express" selects the coefficients of Amsel et al. (arXiv:2505.16932), which are optimal for
 each step instead of equal in all steps.
 
-Every matrix in a stack of experts is orthogonalized by itself. Experts of other expert-parallel ranks stay there.
-Matrices that are sharded over ranks are processed in rounds of one batch of matrices per rank, the costliest first, so
-that all ranks compute about equally long. A batch holds as many small matrices of a stack as fit the size of the
-largest matrix. While a rank computes one batch, the next one is on its way, so a rank holds one more batch at most.
+Every matrix in a stack of experts is orthogonalized by itself. Expert-parallel ranks exchange no experts: each handles
+its own. Matrices that are sharded over ranks are processed in rounds of one batch of matrices per rank, the costliest
+first, so that all ranks compute about equally long. A batch holds as many small matrices of a stack as fit the size of
+the largest matrix. While a rank computes one batch, the next one is on its way, so a rank holds one more batch at most.
 2 bytes per parameter are sent each way, and every matrix is computed once (the distributed form of Moonlight, with the
 all-to-all of Dion; arXiv:2504.05295).
 

@@ -108,13 +108,14 @@ class HostMoments:
     def update(self, run: Callable[[Tensor, list[Tensor]], None]) -> None:
         """Call `run(parameter, moments)` for each parameter, with its moments on the device, as plain tensors.
 
-        Later work of this class, and of `wait`, comes after the stores. The host does not wait.
+        The host does not wait: the next `update` comes after the stores on the device; before the host reads or writes
+        the moments, call `wait`.
         """
         if not self.buckets:
             return
         size = max(bucket.memory.numel() for bucket in self.buckets)
         buffers = [torch.empty(size, dtype=torch.uint8, device=self._device) for _ in self.buckets[:2]]
-        # Per buffer, the event after which it may be overwritten. At first: earlier uses of its memory.
+        # Per buffer, the event after which it may be overwritten: at first, the end of earlier uses of its memory.
         free = [devices.record(self._device) for _ in buffers]
         loaded = [self._load(bucket, buffer, event) for bucket, buffer, event in zip(self.buckets, buffers, free)]
         for number, bucket in enumerate(self.buckets):

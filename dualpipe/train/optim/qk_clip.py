@@ -5,6 +5,8 @@
 With Muon, logits grow where they do not with AdamW, until the softmax attends to one key only. In contrast to a cap on
 the logits, QK-clip changes no forward pass, and leaves heads below the limit alone (Kimi K2, arXiv:2507.20534, section
 2.1).
+
+Dimension letter: A attention heads.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class ChatTokenizer:
         return self._tokenizer.encode_batch([text.text for text in texts], add_special_tokens=False)
 
     def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
-        """Return the tokens in an encoding with their loss mask, which never has the first: nothing predicts it."""
+        """Return the tokens in an encoding with their loss mask. The first token never counts: nothing predicts it."""
         assert text.spans is not None, "`prepare` finds the spans"
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         loss_mask = np.zeros(len(begins), dtype=bool)

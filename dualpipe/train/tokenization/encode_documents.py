@@ -35,7 +35,7 @@ class EncodedDocument(NamedTuple):
     """A document with its tokens.
 
     document: the input.
-    place: place of the document, for messages.
+    place: place of the document, as error messages name it.
     tokens: (N,) tokens without an end of document.
     loss_mask: (N,) bool, True for tokens that count for the loss. None: all do.
     """
@@ -60,7 +60,7 @@ def encode_documents(
     """Yield documents with their tokens, in order.
 
     Args:
-        documents: documents, each with its place for messages: bytes, or conversations for a `ChatTokenizer`.
+        documents: bytes, or conversations for a `ChatTokenizer`; each with its place, as error messages name it.
         tokenizer: encodes the documents.
 
     Raises:
