@@ -52,7 +52,8 @@ class Communication(Protocol):
 
     All ranks of `group` start the same communications in the same order. Any method may raise, also after a message was
     sent: the engine then ends the step on all ranks. After an error no method is called again, and none runs on a rank
-    on which anything has failed.
+    on which anything has failed. If ranks wait for each other elsewhere than in `group`, it also has the method
+    `hang_up`, which ends these waits; see `dualpipe.runtime.ranks.failure.HasWaits`.
     """
 
     group: ProcessGroup | None

@@ -92,6 +92,10 @@ class CopyEngineAllToAll:
         exchange = partial(self._exchange, _split_bytes(received, received_rows), _split_bytes(sent, sent_rows))
         return self._memory.run(exchange)
 
+    def hang_up(self) -> None:
+        """End the waits of peers for this rank after a failure, and its own; see `PeerMemory.hang_up`."""
+        self._memory.hang_up()
+
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send bytes `sent[r]` to each rank r, and fill `received` in the same order."""
         received[self.rank].copy_(sent[self.rank])

@@ -305,6 +305,7 @@ class _Dispatch:
         self._num_experts = num_experts
         self._fp8_rows = fp8_rows
         self.group = stream.group
+        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = _PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
@@ -452,6 +453,7 @@ class _Combine:
     def __init__(self, stream: CommStream) -> None:
         self._stream = stream
         self.group = stream.group
+        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Received]) -> Pending:
         rows, received = inputs
