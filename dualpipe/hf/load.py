@@ -24,7 +24,7 @@ from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_sp
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
-from dualpipe.parallel.copy_engine.exchange import expert_ranks
+from dualpipe.parallel.copy_engine.exchange import check_method, expert_ranks
 from dualpipe.parallel.experts.dispatcher import (
     ExpertParallel,
     LocalDispatcher,
@@ -80,6 +80,7 @@ def load_stages(
 
     def build() -> list[CausalLMStage]:
         _check_arguments(num_stages, mine, experts, dtype, layout)
+        check_method(all_to_all)
         stages = build_stages(
             ModelSource.of(source, dtype, seed), num_stages, mine, experts=NAME if experts == AUTO else experts,
             layers_per_stage=layers_per_stage, expert_ranks=expert_mesh)
@@ -97,7 +98,7 @@ def load_stages(
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
     choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
-    _shard(stages, layout, policy, all_to_all)
+    _shard(stages, layout, policy, all_to_all, ranks)
     return stages
 
 
@@ -200,8 +201,10 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
     return max(counts, key=lambda dtype: counts[dtype])
 
 
-def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, all_to_all: str) -> None:
-    """Shard the stages over the mesh. Collective over the pipeline's ranks."""
+def _shard(
+    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, all_to_all: str, job: RankSync
+) -> None:
+    """Shard the stages over the mesh. Collective over the ranks of `job`, all of the mesh."""
     if layout.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
@@ -210,7 +213,8 @@ def _shard(stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | 
     plan = resolve_dtypes(stages, policy, group=layout.group("pp"))
     expert_mesh = layout.part("ep")
     if expert_mesh is not None and expert_mesh.size() > 1:
-        ranks = expert_ranks(expert_mesh, all_to_all)  # one for all stages: their exchanges are one sequence
+        # One for all stages: their exchanges are one sequence.
+        ranks = job.agree(lambda: expert_ranks(expert_mesh, all_to_all))
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
         by_count = {count: ExpertParallel(count, ranks) for count in counts}

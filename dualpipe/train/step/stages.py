@@ -138,10 +138,12 @@ def _shard_over(
     """Shard the stages over the pipelines of `mesh`.
 
     fp8_rows: see `ExpertParallel`. all_to_all: see `StageOptions`. Raises ValueError, on all ranks, for quantized
-    weights whose blocks cannot be split over the ranks, and like `expert_ranks`.
+    weights whose blocks cannot be split over the ranks, and if any rank fails in `expert_ranks`.
     """
     place = Mesh.of(mesh)
-    ranks = expert_ranks(mesh["ep"], all_to_all)  # one for all stages: their exchanges are one sequence
+    # One for all stages: their exchanges are one sequence. Memory may be missing for some of the "ep" groups alone.
+    ranks = RankSync.of_mesh(mesh if all_to_all == "copy_engine" else None).agree(
+        lambda: expert_ranks(mesh["ep"], all_to_all))
     for stage in stages:
         shard_experts(stage, place.part("ep") or mesh["ep"])
         stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_rows))
