@@ -24,7 +24,7 @@ from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_sp
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
-from dualpipe.parallel.copy_engine.exchange import expert_ranks
+from dualpipe.parallel.copy_engine.exchange import check_method, expert_ranks
 from dualpipe.parallel.experts.dispatcher import (
     Dispatch,
     ExpertParallel,
@@ -83,6 +83,7 @@ def load_stages(
 
     def build() -> list[CausalLMStage]:
         _check_arguments(num_stages, mine, experts, dtype, layout)
+        check_method(all_to_all)
         stages = build_stages(
             ModelSource.of(source, dtype, seed), num_stages, mine, experts=NAME if experts == AUTO else experts,
             layers_per_stage=layers_per_stage, expert_ranks=expert_mesh)
@@ -100,7 +101,7 @@ def load_stages(
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
     choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
-    _shard(stages, layout, policy, dispatch, all_to_all)
+    _shard(stages, layout, policy, dispatch, all_to_all, ranks)
     return stages
 
 
@@ -204,9 +205,13 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
 
 
 def _shard(
-    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch, all_to_all: str
+    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch, all_to_all: str,
+    job: RankSync,
 ) -> None:
-    """Shard the stages over the mesh. Collective over its ranks; raise ValueError on all if `dispatch` does not fit."""
+    """Shard the stages over the mesh. Collective over the ranks of `job`, all of the mesh.
+
+    Raises ValueError on all ranks if `dispatch` does not fit.
+    """
     if layout.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
@@ -215,7 +220,8 @@ def _shard(
     plan = resolve_dtypes(stages, policy, group=layout.group("pp"))
     expert_mesh = layout.part("ep")
     if expert_mesh is not None and expert_mesh.size() > 1:
-        ranks = expert_ranks(expert_mesh, all_to_all)  # one for all stages: their exchanges are one sequence
+        # One for all stages: their exchanges are one sequence.
+        ranks = job.agree(lambda: expert_ranks(expert_mesh, all_to_all))
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
         per_node = layout.ranks_per_node

@@ -54,7 +54,8 @@ class Communication(Protocol):
 
     All ranks of `group` start the same communications in the same order. Any method may raise, also after a message was
     sent: the engine then ends the step on all ranks. Once anything in a step has failed on a rank, no method is called
-    there again.
+    there again. If ranks wait for each other elsewhere than in `group`, it also has the method `hang_up`, which ends
+    these waits; see `dualpipe.runtime.ranks.failure.HasWaits`.
     """
 
     group: ProcessGroup | None

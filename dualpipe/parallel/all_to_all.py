@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime import device
+from dualpipe.runtime.ranks.failure import HasWaits
 from dualpipe.runtime.recorder import Recorder
 
 # An exchange in flight: (work, None, title) on the CPU, (None, event after the exchange, title) on a device. A tuple:
@@ -24,7 +25,10 @@ Exchange = tuple[dist.Work | None, device.Event | None, str]
 
 
 class AsyncAllToAll(Protocol):
-    """Interface of an all-to-all between the ranks of a group, which all start the same exchanges in the same order."""
+    """Interface of an all-to-all between the ranks of a group, which all start the same exchanges in the same order.
+
+    If ranks wait for each other elsewhere than in `group`, it has `hang_up` of `HasWaits` too.
+    """
 
     rank: int
     size: int
@@ -86,6 +90,11 @@ class CommStream:
         total = sum(sent)
         self.sent_bytes += row_bytes * (total - sent[self.all_to_all.rank])
         self.sent_between_nodes += row_bytes * (total - sum(sent[self.node.start : self.node.stop]))
+
+    def hang_up(self) -> None:
+        """End waits for this rank outside of `group`; see `HasWaits`."""
+        if isinstance(self.all_to_all, HasWaits):
+            self.all_to_all.hang_up()
 
     def beside(self, ready: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
         """Return a context for work on the side stream that reads `tensors` after `ready`; on the CPU a no-op."""

@@ -249,7 +249,7 @@ class Pipeline(nn.Module):
         key = self._agreement.lowest(secrets.randbits(63))
         groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
                   *self._stages.known_groups]
-        self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups)
+        self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups, self._stages.known_waits)
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:

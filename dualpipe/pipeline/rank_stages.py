@@ -9,9 +9,11 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from dualpipe.nn.segments import Communication
 from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.pipeline.side_inputs import SideSpec
 from dualpipe.pipeline.stage_program import OfferedSegments, StageProgram, compile_stage, segments_key
+from dualpipe.runtime.ranks.failure import HasWaits
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class RankStages:
         programs: compiled stages; filled by `compile_programs`.
         known_groups: process groups over which the segments communicated when the pipeline was built; a failed step
             ends them.
+        known_waits: communications of the segments then whose waits outside of process groups a failed step ends.
     """
 
     modules: Mapping[int, nn.Module]
@@ -40,6 +43,7 @@ class RankStages:
     batch_dim: int
     programs: dict[int, StageProgram] = field(default_factory=dict)
     known_groups: list[ProcessGroup] = field(default_factory=list)
+    known_waits: list[HasWaits] = field(default_factory=list, init=False)
     _keys: dict[int, Hashable] = field(default_factory=dict)
 
     @property
@@ -65,6 +69,7 @@ class RankStages:
             groups = communication_groups(program)
             if offered is not None:
                 self.known_groups.extend(groups)
+                self.known_waits.extend(c for c in communications_of(program) if isinstance(c, HasWaits))
             elif not set(groups) <= set(self.known_groups):
                 raise ValueError(f"the segments of stage {number} communicate over another process group than when the "
                                  "pipeline was built; build the pipeline anew")
@@ -74,5 +79,9 @@ class RankStages:
 
 def communication_groups(program: StageProgram) -> list[ProcessGroup]:
     """Return the groups over which a stage's segments communicate."""
-    communications = [segment.communication for segment in program.segments if segment.communication is not None]
-    return [communication.group for communication in communications if communication.group is not None]
+    return [communication.group for communication in communications_of(program) if communication.group is not None]
+
+
+def communications_of(program: StageProgram) -> list[Communication]:
+    """Return the communications of a stage's segments."""
+    return [segment.communication for segment in program.segments if segment.communication is not None]

@@ -11,6 +11,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -29,6 +31,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.context.context_parallel import ContextParallel
+from dualpipe.parallel.copy_engine.exchange import expert_ranks
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import p2p
@@ -48,7 +51,7 @@ CONFIG = Qwen3MoeConfig(  # of two layers, or as many as there are stages
 
 
 class Layout(NamedTuple):
-    """Sizes of a mesh, a schedule, rules for recomputation, and the ranks of a pretended node."""
+    """Sizes of a mesh, a schedule, rules for recomputation, the ranks of a pretended node, and how rows travel."""
 
     pp: int
     dp: int
@@ -57,6 +60,7 @@ class Layout(NamedTuple):
     schedule: str
     recompute: tuple[str, ...] = ()
     per_node: int | None = None
+    all_to_all: str = "nccl"
 
     @property
     def num_ranks(self) -> int:
@@ -65,7 +69,8 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         sizes = "-".join(f"{name}{getattr(self, name)}" for name in ("pp", "dp", "cp", "ep") if getattr(self, name) > 1)
         nodes = [] if self.per_node is None else [f"{self.per_node} per node"]
-        return "-".join([sizes, self.schedule, *self.recompute, *nodes])
+        method = [] if self.all_to_all == "nccl" else [self.all_to_all]
+        return "-".join([sizes, self.schedule, *self.recompute, *nodes, *method])
 
 
 class Planted(Exception):
@@ -119,13 +124,14 @@ def make_stages(layout: Layout, mesh: Any) -> list[nn.Module]:
     numbers = schedule.rank_stages(mesh["pp"].get_local_rank())
     config = dataclasses.replace(CONFIG, num_hidden_layers=max(CONFIG.num_hidden_layers, schedule.num_stages))
     stages: list[Any] = build_stages(config, schedule.num_stages, only=numbers)
+    ranks = expert_ranks(mesh["ep"], layout.all_to_all)
     for stage in stages:
         stage.init_weights(0)
         stage.recompute = Recompute(layout.recompute)
         if layout.cp > 1:
             stage.use_context_parallelism(ContextParallel(mesh["cp"], method="ring"))
         if layout.ep > 1:
-            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"], ranks_per_node=layout.per_node))
+            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, ranks, ranks_per_node=layout.per_node))
             shard_experts(stage, mesh["ep"])
         if layout.dp > 1:
             plan = resolve_dtypes(stage, DTypePolicy(torch.float32, torch.float32, torch.float32))
@@ -188,6 +194,13 @@ def planted(rank: int, culprit: int, place: int, *layout: Any) -> tuple[Any, ...
     except Exception as error:
         kind, text = type(error).__name__, str(error)
     seconds = time.monotonic() - began
+    # Keep the pipeline until all ranks have raised: a loop that catches the error does, and memory that is dropped ends
+    # waits as well.
+    store = dist.distributed_c10d._get_default_store()
+    name = f"raised/{Layout(*layout)}/{culprit}/{place}"
+    store.set(f"{name}/{rank}", "")
+    with suppress(RuntimeError):  # some wait for longer
+        store.wait([f"{name}/{other}" for other in range(dist.get_world_size())], timedelta(seconds=2 * SECONDS))
     is_right = kind != "ValueError" or all(map(torch.equal, step(), expected))
     return kind, text, seconds, is_right
 
@@ -212,6 +225,8 @@ LAYOUTS = [
     Layout(2, 1, 2, 1, "1f1b", ("attention",)),
     Layout(1, 2, 1, 2, "1f1b"),
     Layout(1, 1, 1, 4, "1f1b", ("layer", "dispatch"), per_node=2),
+    Layout(1, 1, 1, 2, "1f1b", all_to_all="copy_engine"),
+    Layout(2, 1, 1, 2, "dualpipev", all_to_all="copy_engine"),
 ]
 
 

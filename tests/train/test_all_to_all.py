@@ -1,16 +1,27 @@
 """`parallel.all_to_all`: a run whose rows are copied into the memory of other ranks is the same run."""
 
-
+import os
 import time
+from unittest import mock
 
 import pytest
+import torch
 
+from dualpipe.models import Qwen3MoeConfig
+from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.recorder import rank_name
+from dualpipe.schedule import build
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.step.stages import StageOptions, build_model
 from faults import planting
+from ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("without_evaluation")
 LAYOUT = ["--train.steps", "3", "--train.num_chunks", "2", "--train.eval_interval", "0", "--checkpoint.interval", "0"]
+CONFIG = Qwen3MoeConfig(
+    vocab_size=61, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+)
 
 
 @pytest.fixture
@@ -56,3 +67,26 @@ def test_the_rank_that_fails_is_named_long_before_the_timeout(run_folder, dualpi
 def test_another_name_is_refused(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--parallel.all_to_all", "sm")
     assert done.returncode == 2 and "parallel.all_to_all" in done.stderr
+
+
+def refused(rank):
+    """The error of a rank where rank 3, of the second pipeline rank, has no room for its memory."""
+    mesh = build_mesh(2, 1, 2, torch.device("cpu"))
+    real = os.posix_fallocate
+
+    def allocate(*args):
+        if rank == 3:
+            raise OSError("no space left")
+        real(*args)
+
+    try:
+        with mock.patch.object(os, "posix_fallocate", allocate):
+            build_model(CONFIG, build("dualpipev", 2, 4), mesh["pp"].get_local_rank(), dtypes=torch.float32,
+                        device=torch.device("cpu"), mesh=mesh, options=StageOptions(all_to_all="copy_engine"))
+    except ValueError as error:
+        return str(error)
+
+
+def test_no_room_on_a_rank_is_an_error_on_all_ranks_of_the_job():
+    for error in run_ranks(refused, 4):
+        assert error is not None and "no room for" in error

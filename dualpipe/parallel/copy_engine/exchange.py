@@ -46,9 +46,14 @@ def expert_ranks(mesh: DeviceMesh, method: str) -> DeviceMesh | CopyEngineAllToA
     Collective over the mesh for "copy_engine". Raises ValueError for another method, and like
     `CopyEngineAllToAll.connect`.
     """
+    check_method(method)
+    return CopyEngineAllToAll.connect(mesh) if method == "copy_engine" and mesh.size() > 1 else mesh
+
+
+def check_method(method: str) -> None:
+    """Raise ValueError for a method that is none of `METHODS`."""
     if method not in METHODS:
         raise ValueError(f"all_to_all must be one of {', '.join(METHODS)}; got {method!r}")
-    return CopyEngineAllToAll.connect(mesh) if method == "copy_engine" and mesh.size() > 1 else mesh
 
 
 class CopyEngineAllToAll:
@@ -73,8 +78,9 @@ class CopyEngineAllToAll:
     def connect(cls, mesh: DeviceMesh, buffer_bytes: int | None = None) -> CopyEngineAllToAll:
         """Allocate the memory of the ranks of a one-dimensional mesh. Collective.
 
-        buffer_bytes: the size of each rank's slots, the same on all ranks (default: `BUFFER_BYTES`). Raises ValueError,
-        on all ranks, if the ranks cannot map each other's memory.
+        buffer_bytes: the size of each rank's slots, the same on all ranks (default: `BUFFER_BYTES`). Raises ValueError
+        if the ranks cannot map each other's memory: on the CPU on all of them; on CUDA a rank may fail alone, and the
+        others then wait for it in the rendezvous.
         """
         group = mesh.get_group()
         buffer_bytes = buffer_bytes or BUFFER_BYTES[mesh.device_type]
@@ -91,6 +97,10 @@ class CopyEngineAllToAll:
         """Start the exchange; see `AsyncAllToAll.start`."""
         exchange = partial(self._exchange, _split_bytes(received, received_rows), _split_bytes(sent, sent_rows))
         return self._memory.run(exchange)
+
+    def hang_up(self) -> None:
+        """End the waits of peers for this rank after a failure, and its own; see `PeerMemory.hang_up`."""
+        self._memory.hang_up()
 
     def _exchange(self, received: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
         """Send bytes `sent[r]` to each rank r, and fill `received` in the same order."""

@@ -36,6 +36,9 @@ class PeerMemory(Protocol):
     def meet_all(self) -> None:
         """Meet all peers, which also meet all of theirs. A meeting of all matches none of `meet`."""
 
+    def hang_up(self) -> None:
+        """End the waits of the peers for this rank and its own, now and later, if the memory can."""
+
     def run(self, exchange: Callable[[], None]) -> dist.Work:
         """Run an exchange after all earlier ones. On CUDA it is queued on the current stream; on the CPU a thread runs
         it. `wait` of the result is that of `AsyncAllToAll.start`."""

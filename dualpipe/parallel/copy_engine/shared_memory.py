@@ -4,8 +4,9 @@ It stands in for `symmetric_memory` where there is no GPU. A signal is a counter
 thread polls it.
 
 Failure: each rank holds a lock on its file, which the system releases when the process ends, however it ends. A rank
-that waits for a peer tries the peer's lock: it raises as soon as the peer is gone, and at the timeout of the group if
-the peer is there and does not come. Later exchanges on this rank raise the same error.
+that fails in a step releases its lock itself. A rank that waits for a peer tries the peer's lock: it raises as soon as
+the peer is gone, and at the timeout of the group if the peer is there and does not come. Later exchanges on this rank
+raise the same error.
 """
 
 from __future__ import annotations
@@ -54,10 +55,12 @@ class SharedMemory:
         self._names = dist.get_process_group_ranks(group)
         self._signals = [0] * self.size  # signals to each peer so far, and from it
         self._last: Future[None] | None = None  # the last exchange
+        self._has_hung_up = False
         nbytes = self.size * _COUNTER_BYTES + self._layout.nbytes
         folder = _FOLDER if _FOLDER.is_dir() else Path(tempfile.gettempdir())
         path = folder / f"dualpipe-{os.getpid()}-{uuid.uuid4().hex}"
         ranks = RankSync(group)
+        ranks.gather(lambda: None)  # a rank that is killed while it waits for the others leaves no file
         try:
             paths = ranks.gather(lambda: self._create(path, nbytes))
             ranks.gather(lambda: self._map_peers(paths, nbytes))
@@ -102,8 +105,9 @@ class SharedMemory:
     def meet(self, peers: Sequence[int]) -> None:
         """Signal the peers and wait for them; see `PeerMemory.meet`.
 
-        Raises DistNetworkError for a peer that has ended or does not come in time.
+        Raises DistNetworkError for a peer that has ended or failed or does not come in time, and after `hang_up`.
         """
+        self._check_is_open()
         for peer in peers:
             self._signals[peer] += 1
             self._segments[peer].counters[self._place(self.rank)] = self._signals[peer]
@@ -124,9 +128,16 @@ class SharedMemory:
                     f"timed out after {self._timeout:g} s: rank {self._names[peer]} did not come")
             if now - checked > _CHECK:
                 checked = now
+                self._check_is_open()
                 # A peer signals and then ends: look for the signal after its end.
                 if self._segments[peer].is_abandoned() and not self._has_signalled(peer):
-                    raise dist.DistNetworkError(f"shared memory closed by peer: rank {self._names[peer]} has ended")
+                    raise dist.DistNetworkError(f"shared memory closed by peer: rank {self._names[peer]} has ended or "
+                                                "failed")
+
+    def _check_is_open(self) -> None:
+        """Raise DistNetworkError after `hang_up`."""
+        if self._has_hung_up:
+            raise dist.DistNetworkError("a step failed and closed the shared memory of this rank")
 
     def _has_signalled(self, peer: int) -> bool:
         """Return True once the peer has signalled as often as this rank."""
@@ -136,6 +147,11 @@ class SharedMemory:
     def _place(source: int) -> int:
         """Return the index of the counter for signals from `source`."""
         return source * _COUNTER_BYTES // 8
+
+    def hang_up(self) -> None:
+        """Release the lock, which ends the waits of peers as the end of the process does; see `PeerMemory.hang_up`."""
+        self._has_hung_up = True
+        self._own.abandon()
 
     def run(self, exchange: Callable[[], None]) -> dist.Work:
         """Run the exchange on a thread, after the last one; see `PeerMemory.run`."""
@@ -177,8 +193,12 @@ class _Segment:
         self.counters = memoryview(memory)[:counter_bytes].cast("q")
         self.slots = torch.frombuffer(memory, dtype=torch.uint8)[counter_bytes:]
 
+    def abandon(self) -> None:
+        """Release the lock of this rank's own memory."""
+        fcntl.lockf(self._descriptor, fcntl.LOCK_UN)
+
     def is_abandoned(self) -> bool:
-        """Return True if the process of the rank has ended: its lock can be had."""
+        """Return True if the process of the rank has ended, or has hung up: its lock can be had."""
         with suppress(BlockingIOError, PermissionError):
             fcntl.lockf(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN)

@@ -120,6 +120,7 @@ class Dispatch:
         self._num_experts = num_experts
         self._fp8_rows = fp8_rows
         self.group = stream.group
+        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = self._start(inputs)
@@ -292,6 +293,7 @@ class Combine:
     def __init__(self, stream: CommStream) -> None:
         self._stream = stream
         self.group = stream.group
+        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Received]) -> Pending:
         rows, received = inputs

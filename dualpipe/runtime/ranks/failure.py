@@ -16,10 +16,10 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,14 @@ class Cause(NamedTuple):
 
     text: str
     is_loss: bool = False
+
+
+@runtime_checkable
+class HasWaits(Protocol):
+    """Part of a step in which other ranks wait for this one outside of process groups."""
+
+    def hang_up(self) -> None:
+        """End these waits on the other ranks and on this one; later ones fail at once. May be called again."""
 
 
 class FailureBoard:
@@ -116,11 +124,14 @@ class FailureBoard:
 class StepFailure:
     """Ends a step and its process groups when the step fails on this rank or on another.
 
-    groups: all process groups in which ranks of the step wait for this one.
+    groups: all process groups in which ranks of the step wait for this one. others: where they wait outside of groups.
     """
 
-    def __init__(self, board: FailureBoard, groups: Iterable[ProcessGroup | None]) -> None:
+    def __init__(
+        self, board: FailureBoard, groups: Iterable[ProcessGroup | None], others: Sequence[HasWaits] = ()
+    ) -> None:
         self._board = board
+        self._others = others
         self._groups = [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
         self._cause: Cause | None = None
         self._lock = threading.Lock()
@@ -203,12 +214,14 @@ class StepFailure:
         return None
 
     def hang_up(self, cause: Cause) -> None:
-        """End the process groups once: peers that wait in them for this rank raise at once."""
+        """End the process groups and the other waits once: peers that wait for this rank raise at once."""
         with self._lock:
             if self._cause is not None or not self.has_peers:
                 return
             self._cause = cause
             hang_up(self._groups)
+            for other in self._others:
+                other.hang_up()
 
 
 def watch(failure: StepFailure, board: FailureBoard) -> None:

@@ -141,10 +141,12 @@ def _shard_over(
 
     fp8_block: elements per scale of rows that are dispatched in FP8; None for a dispatch in the compute dtype. Raises
     ValueError, on all ranks, for quantized weights whose blocks cannot be split over the ranks, for a dispatch that
-    does not fit their nodes, and like `expert_ranks`.
+    does not fit their nodes, and if any rank fails in `expert_ranks`.
     """
     place = Mesh.of(mesh)
-    ranks = expert_ranks(mesh["ep"], options.all_to_all)  # one for all stages: their exchanges are one sequence
+    # One for all stages: their exchanges are one sequence. Memory may be missing for some of the "ep" groups alone.
+    ranks = RankSync.of_mesh(mesh if options.all_to_all == "copy_engine" else None).agree(
+        lambda: expert_ranks(mesh["ep"], options.all_to_all))
 
     def expert_parallel(stage: Stage) -> ExpertParallel:
         return ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_block, dispatch=options.dispatch,

@@ -189,7 +189,7 @@ def gone(rank, how):
 
 
 @pytest.mark.parametrize("how, text", [
-    ("is killed", "rank 1, which has left (shared memory closed by peer: rank 1 has ended)"),
+    ("is killed", "rank 1, which has left (shared memory closed by peer: rank 1 has ended or failed)"),
     ("sleeps", "(timed out after 2 s: rank 1 did not come)"),
 ])
 def test_a_peer_that_is_gone_ends_the_wait(how, text):

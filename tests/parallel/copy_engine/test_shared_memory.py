@@ -1,10 +1,14 @@
 """Memory that ranks on one host share: what is refused, and what is left behind. Exchanges: test_exchange.py."""
 
 import os
+import signal
+import threading
+import time
 from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dualpipe.parallel.copy_engine import shared_memory
@@ -49,6 +53,23 @@ def files():
 def test_all_ranks_raise_and_leave_no_file(what, text):
     for error, left in run_ranks(refused, 2, what):
         assert text in error and not left
+
+
+def killed_while_alone(rank):
+    """Files of rank 0, which is killed while it waits for rank 1 to come."""
+    if rank == 0:
+        dist.send(torch.tensor(os.getpid()), 1)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        SharedMemory(dist.group.WORLD, 4096)
+    pid = torch.tensor(0)
+    dist.recv(pid, 0)
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        time.sleep(0.05)
+    return [path.name for path in Path(shared_memory._FOLDER).glob(f"dualpipe-{pid}-*")]
+
+
+def test_a_rank_that_is_killed_before_the_others_come_leaves_no_file():
+    assert run_ranks(killed_while_alone, 2, check=False, fresh=True)[1] == []
 
 
 def allocated(rank):
