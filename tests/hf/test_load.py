@@ -225,6 +225,11 @@ def test_a_dtype_that_cannot_be_trained_is_refused(dtype):
         load_stages(config_of("llama"), 2, (0, 1), dtype=dtype)
 
 
+def test_an_unknown_all_to_all_is_refused():
+    with pytest.raises(ValueError, match="all_to_all must be one of nccl, copy_engine; got 'sm'"):
+        load_stages(config_of("qwen3_moe"), 1, (0,), all_to_all="sm")
+
+
 def test_layers_run_whole_without_an_all_to_all():
     """Without an all-to-all, splits are not checked either."""
     (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))

@@ -1,8 +1,9 @@
 """Memory of peers in one NVLink domain: `torch.distributed._symmetric_memory` and its signals.
 
-A copy of contiguous bytes into a peer's memory is one `cudaMemcpyAsync`, which copy engines run. A signal is a kernel
-of one block, and so is the meeting of all ranks: a waiting block takes a part of one multiprocessor, where NCCL's
-all-to-all takes up to 16. Not run on a GPU yet.
+A copy of contiguous bytes into a peer's memory is one `cudaMemcpyAsync`, which copy engines run. For a copy within the
+device, such as from a slot to the received rows, the driver may choose a kernel on all multiprocessors, which is short.
+A signal is a kernel of one block, and so is the meeting of all ranks: a waiting block takes a part of one
+multiprocessor, where NCCL's all-to-all takes up to 16. Not run on a GPU yet.
 
 Failure: a kernel that waits longer than the timeout of the group traps. The next call of CUDA on that rank raises, and
 the process cannot use the device any more: the ranks have to be restarted. Nothing ends such a wait earlier: it is no
@@ -21,7 +22,8 @@ from dualpipe.parallel.copy_engine.peer_memory import SlotLayout
 from dualpipe.runtime import device
 from dualpipe.runtime.ranks.process_groups import timeout_of
 
-# Channels of the signals. With NVLink's multicast a meeting of all counts in other words than signals of pairs.
+# Channels of the signals. With NVLink's multicast, `barrier` counts arrivals in the memory that signals of its channel
+# use: signals of pairs have a channel of their own.
 _ALL = 0
 _PAIRS = 1
 
