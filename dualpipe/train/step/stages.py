@@ -142,7 +142,8 @@ def _shard_over(
     over the ranks, and like `expert_ranks`.
     """
     place = Mesh.of(mesh)
-    ranks = expert_ranks(mesh["ep"], all_to_all)  # one for all stages: their exchanges are one sequence
+    # One object for all stages: by copies, it numbers the exchanges of all of them in one sequence.
+    ranks = expert_ranks(mesh["ep"], all_to_all)
     for stage in stages:
         shard_experts(stage, place.part("ep") or mesh["ep"])
         stage.use_expert_parallelism(ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_block))
@@ -193,7 +194,7 @@ def _load_with_masters(
     masters: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            # A quantized parameter has its own master; a parameter shared with another stage is already rounded.
+            # A quantized parameter has its own master. A tied parameter was rounded with the first stage that has it.
             if name in loaded_in_float32 and quantized_part(parameter) is None and parameter not in masters:
                 masters[parameter] = parameter.detach()
                 parameter.data = parameter.data.to(plan.of(name).storage)
