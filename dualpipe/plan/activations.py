@@ -45,8 +45,8 @@ class ActivationBytes(NamedTuple):
 
     saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
     input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
-    inside_forward, inside_backward: bytes of the peak of a forward and of a backward that are temporaries of a kernel's
-    PyTorch reference, which only the CPU runs; one reference runs at a time.
+    inside_forward, inside_backward: the part of the peak of a forward and of a "B" that is temporaries inside of a
+    kernel's PyTorch reference, which only the CPU runs; one reference runs at a time.
     """
 
     saved: int
@@ -112,7 +112,8 @@ class _TokenBytes(NamedTuple):
     """`ActivationBytes` per token.
 
     plain: without attention's scores. fused: bytes that fused attention kernels save in place of the scores; None if
-    the device saves the scores that are counted. scores: their bytes per pair of tokens, in the order of `plain`.
+    the device saves the scores themselves, so that they count. scores: bytes of the scores per pair of tokens, in the
+    order of `plain`.
     """
 
     plain: tuple[float, ...]

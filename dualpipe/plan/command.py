@@ -87,7 +87,7 @@ def _whole_step(parts: Mapping[str, float]) -> WholeStep:
 
 
 def _sequences(config: Config, tokens: int) -> int:
-    """Return the number of sequences per step: as many as have `tokens` tokens, or the configuration's if that is 0."""
+    """Return the number of sequences per step: those with `tokens` tokens in total; for 0, the configuration's."""
     t = config.train
     p = config.parallel
     if tokens % t.sequence_length or tokens < 0:

@@ -15,7 +15,7 @@
     pending      tensors held for deferred weight gradients
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
                  parallel.all_to_all = "copy_engine" also the memory that peers write into
-    host         pinned host memory: the moments with optimizer.offload. No part of the total, which is the device's
+    host         pinned host memory: the moments with optimizer.offload. Not in the total, which counts the device alone
 
 All numbers are those of the step with the most memory; `step_memory` returns those of every step. Memory that the
 allocator leaves unused and the CUDA context, a few GB, come on top.
@@ -91,7 +91,7 @@ class RankMemory(NamedTuple):
 
 
 def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
-    """Return the peak memory of each pipeline rank, for its largest "dp", "cp" and "ep" rank. Not a collective.
+    """Return the peak memory of each pipeline rank: of its replicas, that of the one with the most. Not a collective.
 
     Args:
         config: configuration of the run.
@@ -160,7 +160,8 @@ class _LiveMemory:
         gradients_before = self.gradients
         saved_before = self.saved
         pending_before = self.pending
-        at_start = 0  # bytes above the saved activations at the step's beginning: the actions peak at the same time
+        # Bytes above the saved activations at each end, if both actions of a pair reach their peaks at the same time.
+        at_start = 0
         at_end = 0
         temporaries: list[int] = []
         for action in step:
@@ -256,7 +257,7 @@ def tokens_of_rank(config: Config) -> int:
 
 
 def _schedule(config: Config, chunks: int) -> Schedule:
-    """Return the run's schedule with `chunks` micro-batches; a searched one has all of the run's micro-batches."""
+    """Return the run's schedule with `chunks` micro-batches; the schedule "auto" always with all those of the run."""
     p = config.parallel
     has_pairs = (p.ep > 1 or p.cp > 1) and p.overlap
     if p.schedule == "auto":
@@ -278,7 +279,7 @@ built = cached_schedule  # earlier name
 
 @lru_cache(maxsize=64)
 def _unpaired_schedule(name: str, ranks: int, chunks: int) -> Schedule:
-    """Return a schedule without pairs: the engine runs it so if its pairs have no communication to hide."""
+    """Return a schedule with its pairs split, as the engine runs it if pairs have no communication to hide."""
     return without_pairs(cached_schedule(name, ranks, chunks))
 
 

@@ -55,7 +55,7 @@ class Moment(NamedTuple):
 
 
 def timeline(config: Config, model: TrainedModel) -> list[list[Moment]]:
-    """Return the moments of each pipeline rank, for its largest "dp", "cp" and "ep" rank."""
+    """Return the moments of each pipeline rank: of its replicas, those of the one with the most memory."""
     schedule, ranks = step_memory(config, model)
     return [
         [Moment(step, _bytes_by_kind(memory)) for step, memory in zip(steps, rank)]

@@ -278,7 +278,8 @@ class _OperatorRecorder(TorchDispatchMode):
     def _record(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Record an operator by its name and tensors."""
         is_backward = torch._C._current_autograd_node() is not None
-        # Decomposed attention: it has scores, or operands with five dimensions, grouped by key/value head.
+        # Decomposed attention: it has scores, or operands with five dimensions, grouped by key/value head. The one GEMM
+        # in each direction whose result has the shape of the scores stands for the fused operator; the rest is skipped.
         if any(_is_scores(tensor) or tensor.dim() > 4 for tensor in (*inputs, *outputs)):
             if name == "aten::bmm" and any(map(_is_scores, outputs)):
                 attention: Kind = "attention backward" if is_backward else "attention"

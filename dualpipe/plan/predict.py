@@ -101,7 +101,7 @@ class Prediction:
         for rank, stage in zip(self.shape.placement, self.stages):
             costs = stage.costs
             weights = min((costs.W, *stage.merged_w))
-            split = costs.F + (costs.I or 0.0) + weights
+            split = costs.F + (costs.I or 0.0) + weights  # `stage_costs` always sets I and FB
             ranks[rank] += min(costs.F + costs.B, split, costs.FB or 0.0)
         return max(ranks) * self.config.train.num_chunks
 
@@ -130,7 +130,7 @@ class Prediction:
         includes the all-reduce of each shard over these parts.
         """
         p = self.config.parallel
-        # True if the first and the last stage are on one rank, which then has a tied embedding once.
+        # True if the first and the last stage are on one rank: it then stores a tied embedding once, not twice.
         ends_meet = self.shape.placement[0] == self.shape.placement[-1]
         itemsize = self.setting.dtype.itemsize
         seconds = []
@@ -248,7 +248,7 @@ class Prediction:
     def merged_w(self) -> dict[int, tuple[float, ...]]:
         """Seconds of merged "W" by stage, as `simulate` takes them; empty if none are merged.
 
-        Successive "W" of one stage are merged if there are only other "W" between them: one grouped GEMM computes the
+        In consecutive steps that are each a single "W", those of one stage are merged: one grouped GEMM computes the
         weight gradients of several micro-batches. With fp8_weight_grad none are merged, as the saved rows are
         dequantized one micro-batch at a time.
         """
@@ -277,7 +277,7 @@ def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
     in another dtype.
     """
     can_compute = dtype_of(dtype) in HALF and dtypes.products == "auto"
-    plan = dtype_plan(dtypes, dtype, model, 2)  # replicas: the formats are the same for any number of them
+    plan = dtype_plan(dtypes, dtype, model, 2)  # 2 replicas: the formats do not depend on their number
     (whole,) = meta_stages(model)
     weights = set()
     square = set()

@@ -1,9 +1,9 @@
 """Costs of a stage's actions on a machine: a roofline per operator, and the engine's order of overlapped actions.
 
-An operator takes the longer of its FLOPs and its memory traffic, each at the rate that its kind of kernel reaches.
-A part of an action, from one communication to the next, takes the longer of its operators and of the host that launches
-them. Two overlapped actions are simulated in the order of `dualpipe.pipeline.overlap.walk`: one computes while the
-other communicates, on fewer multiprocessors.
+An operator takes the time of its FLOPs or of its memory traffic, whichever is longer, each at the rate that its kind of
+kernel reaches. A part of an action, from one communication to the next, takes the time of its operators on the device
+or of their launches on the host, whichever is longer. Two overlapped actions are simulated in the order of
+`dualpipe.pipeline.overlap.walk`: one computes while the other communicates, on fewer multiprocessors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
-MERGED = range(2, 9)  # numbers of merged "W" that are priced; larger ones cost what the last does
+MERGED = range(2, 9)  # counts of merged "W" whose costs are computed; with more, a "W" costs as much as with the last
 ATTENTION_BACKWARD = 2.5  # times the FLOPs of the forward: five GEMMs instead of two
 
 

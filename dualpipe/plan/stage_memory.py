@@ -30,7 +30,7 @@ class StageBytes(NamedTuple):
     parameters, optimizer: at all times. gathered: until the stage's last action. accumulators: from its first weight
     gradient on. reduced: shard of the reduced gradients, after its last action. copied: largest copy of gradients that
     is reduced at once, after its last action. host: moments in host memory, at all times; 0 if they are on the device.
-    largest_moments: of one parameter, if they are in host memory.
+    largest_moments: the moments of the largest parameter; 0 if they are on the device.
     """
 
     parameters: int
@@ -66,7 +66,7 @@ def stage_bytes(
     master_itemsize = _FP32_BYTES if stored_itemsize < _FP32_BYTES else 0
     moments = 2 * moment_itemsize * shard - moment_itemsize * (num_muon // p.dense_shards)
     offload = config.optimizer.offload
-    shared_experts = expert_shard if expert_replicas > 1 else 0
+    shared_experts = expert_shard if expert_replicas > 1 else 0  # of routed experts, shared by several ranks
     return StageBytes(
         parameters=stored_itemsize * shard - saving.stored,
         optimizer=(0 if offload else moments) + master_itemsize * shard + saving.masters,
@@ -148,7 +148,7 @@ def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
 
 
 class _FormatSaving(NamedTuple):
-    """Change of a stage's bytes by quantized formats.
+    """Bytes that quantized formats save in a stage, and those that they add.
 
     stored: bytes saved in stored parameters. masters: bytes added for master weights, which parameters in float32 need
     only if they are quantized. gathered: bytes saved in gathered parameters, minus those of transposed copies.
@@ -164,7 +164,7 @@ def _format_saving(
     stage: Stage, dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, expert_replicas: int, ep: int,
     dp_replicate: int,
 ) -> _FormatSaving:
-    """Return the change of a stage's bytes by its formats. expert_replicas: ranks with the same experts."""
+    """Return the bytes that the formats of a stage save and add. expert_replicas: ranks with the same experts."""
     stored = 0
     masters = 0
     gathered = 0

@@ -104,8 +104,8 @@ class MetricsWriter:
         Args:
             start_step: number of completed steps. Lines of later steps, from an earlier run, move to another file.
             log_interval: steps between written steps. Steps with an evaluation and the last step are always written.
-            print_interval: steps between printed steps, if the console is not a terminal. Only written steps are
-                printed: always the first one, those with an evaluation and the last one.
+            print_interval: steps between printed steps, if the console is not a terminal. Steps that are not written
+                are not printed. The first written step, those with an evaluation and the last one are always printed.
             wandb: project at Weights & Biases, or "".
             settings: description of the run for Weights & Biases.
         """

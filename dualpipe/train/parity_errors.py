@@ -44,7 +44,7 @@ class Rounding(NamedTuple):
     norm: float  # of the float64 tensor
     pipelined: float
     unpipelined: float
-    # Pipelined error divided by the unpipelined error or, if that is larger, by one rounding; NaN for a NaN error.
+    # Pipelined error divided by the larger of the unpipelined error and one rounding; NaN for a NaN error.
     excess: float
 
 

@@ -33,7 +33,7 @@ from dualpipe.train.step.step_runner import PipelinedModel
 
 
 class ParityModels:
-    """This rank's part of a pipelined model, built as training does, and a global batch of random tokens.
+    """This rank's part of a pipelined model, built as for training, and a global batch of random tokens.
 
     It runs the pipelined model, and the unpipelined model if a rank passes it one, on the same batch.
     """
@@ -96,7 +96,7 @@ class ParityModels:
     def step(
         self, num_microbatches: int, tokens: Tensor, targets: Tensor, positions: Tensor | None = None
     ) -> Tensor | None:
-        """Run a step of the pipeline and return the loss of each micro-batch over all its tokens (N,).
+        """Run a step of the pipeline and return the losses of the N micro-batches (N,), each over whole sequences.
 
         The result is None on ranks without the last stage. Collective.
         """

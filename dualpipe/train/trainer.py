@@ -130,7 +130,7 @@ class QueuedStep(NamedTuple):
     start_event: Event | None  # recorded on the device before the step
     copy_event: Event | None  # recorded after the copy of `values`, which may be read then
     rerun_state: StepSnapshot  # for a rerun of the step
-    waits: StepWaits | None  # of this rank for others, on the rank that reports; None on a device
+    waits: StepWaits | None  # measured on CPU by the rank that reports: its waits for other ranks; else None
 
 
 @dataclass

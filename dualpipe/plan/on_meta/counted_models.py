@@ -59,7 +59,8 @@ class CountedStage(Protocol):
     """Interface of a stage on the meta device, with the inputs and the context to run it with.
 
     fused: bytes per token that fused attention kernels save in place of the scores, which the stage materializes; None
-    if the stage saves what the device saves. has_masks: True if its bool masks take memory on the device.
+    if attention in the stage saves the same tensors as on the device. has_masks: True if its bool masks take memory on
+    the device.
     """
 
     @property
@@ -87,7 +88,10 @@ class CountedModel(Hashable, Protocol):
     """Interface of a model whose activations are counted."""
 
     def probe(self, work: Workload) -> Workload:
-        """Return the workload to run in place of `work`, once for each of its lengths."""
+        """Return a workload that is quick to run, and from which the bytes of `work` follow.
+
+        It is run once for each of its lengths.
+        """
 
     def kinds(self, layers: Iterable[int], recompute: Iterable[str]) -> list[LayerKind]:
         """Return the kind of each of the layers. recompute: rules of `Recompute`."""

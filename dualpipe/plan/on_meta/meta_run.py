@@ -172,7 +172,8 @@ class _InstantTransfer:
     """Communication that completes at once: received tensors are copies of the sent ones.
 
     An instance with results is also the pending communication that returns them. The context that a dispatch saves for
-    its backward holds the weights and choices, as in the real dispatcher: a recompute sends only the rows again.
+    its backward holds the received weights and choices, as in the real dispatcher. There a recompute sends only the
+    rows; here it transfers all three again.
     """
 
     group = None

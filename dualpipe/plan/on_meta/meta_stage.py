@@ -1,8 +1,8 @@
 """Stage of a model of transformers on the meta device, to count the memory of its layers.
 
 Layers, norm and head are on meta. The model's code around them runs on the CPU with real numbers, because it reads
-values: there is a mask only if positions restart within a sequence. The arguments that it passes to layers are moved to
-meta.
+values: for example, it makes a mask only if positions restart within a sequence. The arguments that it passes to layers
+are moved to meta.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class MetaStage(CausalLMStage):
         """Return the logits on the last stage, else the hidden states `x`."""
         if not self.is_last:
             return x
+        # The model runs on the placeholder up to its norm, whose stand-in continues with `x`, on meta.
         placeholder = _on_cpu(x)
         norm = norm_name(self.base)
         stand_ins = {"layers": self._fixed_layers(placeholder), norm: InputOverride(x, getattr(self.base, norm))}

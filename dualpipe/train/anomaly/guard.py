@@ -93,7 +93,7 @@ class Guard:
     def poison_norm(self, norm: Tensor) -> Tensor:
         """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
 
-        The norm of an earlier step is on the device before the host has read it.
+        The host may not yet have read the norm of the earlier step, but the device has it.
         """
         poison = norm - norm  # 0, or NaN if the norm is not finite
         if self._poison is not None:

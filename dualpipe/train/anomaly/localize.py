@@ -1,8 +1,8 @@
 """Find the first bad result of a step by rerunning it and measuring every result as it is made.
 
 Within a micro-batch, results depend on each other in one chain: forward through the stages and the segments of each,
-then backward. A bad result makes all later results bad, on whatever rank they are. So the origin is the bad result of
-all ranks that is first in the chain. Ranks that exchange tokens for experts are at the same place in the chain.
+then backward. A bad result makes all later results bad, on whatever rank they are. So the origin is the first bad
+result in the chain, over all ranks. Ranks that exchange tokens for experts are at the same place in the chain.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The rank at fault when the ranks of one machine have failed. Does not import torch."""
+"""The rank at fault when the ranks of one machine have failed. Does not import torch.
+
+A rank loses another when their connection closes or a wait for it times out. This loss is not the training loss.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +121,7 @@ def _own_error(evidence: Evidence) -> Cause | None:
 
 
 def _error_about_rank(evidence: Evidence) -> Cause | None:
-    """Look for an error that others report about a rank which has failed and not yet recorded it."""
+    """Look for an error that other ranks report about a failed rank, which has not recorded the error itself."""
     for _, error in sorted(evidence.errors.items()):
         names_rank = re.match(r"error: ranks? \d", error["text"])
         if names_rank and not re.search("waited|cannot be reached", error["text"]):

@@ -1,6 +1,6 @@
 """The number of ranks that this machine can run, and the commands that run more on several machines.
 
-Does not import torch, unless it refuses.
+Does not import torch, except to count CUDA devices when they seem too few.
 """
 
 from __future__ import annotations

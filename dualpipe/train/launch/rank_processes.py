@@ -39,7 +39,9 @@ from dualpipe.train.launch.failure import (
 POLL_SECONDS = 0.05
 GRACE_SECONDS = 5.0  # for a killed rank to end; in disk sleep it may never end
 STATE_SECONDS = 3.0  # for ranks to write their states after one has failed
-LAST_SECONDS = 2.0  # for ranks to write their traces and end; before that they wait 0.5 s for the cause
+# For ranks that have lost another one to write their traces and end. They first wait `ranks.failure.GRACE`, 0.5 s, for
+# a rank to report the cause of the loss.
+LAST_SECONDS = 2.0
 _STOP_CHECK = 20  # polls between two checks for stopped processes
 
 
@@ -76,7 +78,8 @@ class RankProcesses:
                     environment[LISTENER] = f"{listener.fileno()}"
                     inherited.append(listener.fileno())
                 self._processes.append(subprocess.Popen(command, pass_fds=inherited, env=environment))
-                listener.close()  # otherwise a client would wait for this process after rank 0 has ended
+                # Once rank 0 has it: otherwise ranks that connect after the end of rank 0 would wait for this process.
+                listener.close()
 
     def _environment(self, rank: int, port: int, number: int) -> dict[str, str]:
         """Return the environment variables of a rank."""

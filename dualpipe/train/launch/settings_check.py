@@ -28,8 +28,8 @@ from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
-ANSWER = timedelta(seconds=5)  # for rank 0 to name the missing rank
-PATIENCE = timedelta(seconds=30)  # of a failing rank, for the others to arrive and read its error
+ANSWER = timedelta(seconds=5)  # other ranks wait this much longer than rank 0, for it to name the missing rank
+PATIENCE = timedelta(seconds=30)  # time that a failing rank waits for the others to arrive and read its error
 _MAX_FIELDS = 8  # different settings in an error
 _MAX_CHARACTERS = 80  # of a value in an error
 _MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # from node to node

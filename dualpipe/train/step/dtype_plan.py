@@ -46,8 +46,8 @@ def plan_model(
     Args:
         recorded: dtypes in the checkpoint to load, by name.
         from_hf: directory with a Hugging Face checkpoint to load instead. Its dtypes count like recorded ones:
-            parameters in float32 among narrower ones stay float32. A checkpoint in float32 throughout changes nothing;
-            with one replica its values become the masters.
+            parameters in float32 among narrower ones stay float32. A checkpoint that is float32 throughout does not
+            change the plan; with one replica its values become the masters.
 
     Collective over `mesh` with `from_hf`. Raises ValueError like `resolve_dtypes`, and with one replica for a rule
     whose storage differs from its compute dtype.

@@ -144,7 +144,8 @@ def _shard_over(
     does not fit their nodes, and if any rank fails in `expert_ranks`.
     """
     place = Mesh.of(mesh)
-    # One for all stages: their exchanges are one sequence. Memory may be missing for some of the "ep" groups alone.
+    # One object for all stages: by copies, it numbers the exchanges of all of them in one sequence. Memory may be
+    # missing for some of the "ep" groups alone.
     ranks = RankSync.of_mesh(mesh if options.all_to_all == "copy_engine" else None).agree(
         lambda: expert_ranks(mesh["ep"], options.all_to_all))
 
@@ -209,7 +210,7 @@ def _load_with_masters(
     masters: dict[nn.Parameter, Tensor] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            # A quantized parameter has its own master; a parameter shared with another stage is already rounded.
+            # A quantized parameter has its own master. A tied parameter was rounded with the first stage that has it.
             if name in loaded_in_float32 and quantized_part(parameter) is None and parameter not in masters:
                 masters[parameter] = parameter.detach()
                 parameter.data = parameter.data.to(plan.of(name).storage)

@@ -53,8 +53,10 @@ class PipelinedModel:
         self.schedule = build_schedule(config.parallel, config.train.num_chunks, job.ranks)
         context = ContextParallel(job.place.part("cp"), method=config.parallel.cp_method)
         self.split = context.split
-        self.has_loss_mask = False  # of the data: True if batches have different numbers of targets
-        self.num_targets: Tensor | None = None  # in the last global batch, on the last stage of data with a loss mask
+        # True if the data has a loss mask, so that batches have different numbers of targets.
+        self.has_loss_mask = False
+        # Number of targets in the latest global batch. None without a loss mask, and on ranks without the last stage.
+        self.num_targets: Tensor | None = None
         self.model = build_model(
             resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
             options=StageOptions.of(config, from_hf), mesh=job.mesh, context=context,
@@ -71,7 +73,9 @@ class PipelinedModel:
         return self.model.has_last and not self.job.place.replica
 
     def criterion(self, step: int, batch: TokenBatch | None = None) -> MicroBatchLoss:
-        """Return the criterion of a step, counted from 1. A call may run fewer micro-batches than the step has.
+        """Return the criterion of a step, counted from 1, for one call of `forward_backward`.
+
+        That call may run fewer micro-batches than the step has; each is weighted as one of the whole step.
 
         Args:
             batch: of the whole step. If the data has a loss mask, its targets are counted over all pipelines, which is
