@@ -182,7 +182,7 @@ class ParallelConfig:
     """run the two actions of a pair interleaved, so that communication of one overlaps compute of the other"""
     merge_weight_grads: bool = True
     """compute the experts' weight gradients of several micro-batches in one GEMM, which reads and writes their sum
-    once, if the schedule has them next to each other; the float32 sum can differ in its last bits on CUDA, not on CPU"""
+    once, if the schedule has them side by side; the float32 sum can differ in its last bits on CUDA, not on CPU"""
     schedule: Literal["dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b", "auto"] = "dualpipev"
     """pipeline schedule; dualpipev_full defers no weight gradients: less memory, a larger bubble; auto: the best one
     that a search finds, once, on the first rank"""
