@@ -59,10 +59,10 @@ class StepCall(NamedTuple):
         cls, *, num_microbatches: tuple[Any, Any], loss_fn: tuple[Any, Any], target: tuple[Labels, Labels],
         side: tuple[Mapping[str, Tensor | None] | None, Mapping[str, Tensor | None]],
     ) -> StepCall:
-        """Return the arguments from the values of both names of each.
+        """Merge the values that were passed under the two names of each argument.
 
-        Every argument is a pair: the value passed under this library's name, and the value passed under DeepSeek's. For
-        `side`, the pair is the mapping and the side inputs passed as keyword arguments.
+        Every parameter is a pair: the value passed under this library's name, and the value passed under DeepSeek's.
+        For `side`, the pair is the mapping and the side inputs passed as keyword arguments.
 
         Raises ValueError if both names of an argument were passed, or for an invalid side input.
         """

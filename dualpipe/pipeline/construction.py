@@ -29,7 +29,7 @@ _UNREDUCED = (f"their gradients would differ between data-parallel ranks: {_REME
 
 @dataclass(frozen=True)
 class TiedEnds:
-    """Description of this rank's end of tied weights, for a first and a last stage on different ranks.
+    """Description of the weights of a rank that may be tied, if the first and the last stage are on different ranks.
 
     All lists are empty on a rank that has neither of the two stages, and on a rank that has both.
 

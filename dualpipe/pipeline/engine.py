@@ -253,10 +253,10 @@ class Pipeline(nn.Module):
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
-        """Run steps of one micro-batch with all weight gradients deferred, or none, inside of a `with`.
+        """Make the steps inside of a `with` run one micro-batch, with all weight gradients deferred, or none.
 
-        For checks that compare such steps: forwards and backwards keep the order of the schedule, and the same GEMMs
-        run with and without `deferred`, so that the results are bitwise equal if every GEMM is deterministic.
+        For checks that compare the two: forwards and backwards keep the order of the schedule, and the same GEMMs run
+        with and without `deferred`, so that the results are bitwise equal if every GEMM is deterministic.
 
         deferred: run every backward as an "I" followed by its "W"; False: run every backward as a "B".
         """
@@ -311,10 +311,10 @@ class Pipeline(nn.Module):
                 and accumulate until a step with True; `zero_grad` of the pipeline drops them, that of an optimizer does
                 not.
             side: tensors without a gradient that any stage may read, such as position ids, by name; needed and split
-                like the inputs. They go through all stages with the activations. A stage gets those that its `forward`
-                names as parameters after the first, or all for `**kwargs`, by keyword. Segments read those that
-                `forward` names, under the same names; one that was not passed is None. A name that no stage takes is an
-                error, and so are side inputs with `overlapped_forward_backward`.
+                like the inputs. They go through all stages with the activations. A stage gets, by keyword, those
+                whose names are parameters of its `forward` after the first, or all if `forward` has `**kwargs`.
+                Segments read the same side inputs by name; one that was not passed is None. A name that no stage takes
+                is an error, and so are side inputs with `overlapped_forward_backward`.
             side_inputs: side inputs as keyword arguments, for names that are not parameters of `step`:
                 `step(x, position_ids=positions, ...)`.
 
@@ -491,7 +491,8 @@ class Pipeline(nn.Module):
                 group=self._process_group, device=self.device, dtype=self._norm_dtype,
             )
         except RankLost as lost:
-            # Raises PipelineError in its place, on all ranks. Outside of a step, the name of the running action is "".
+            # Raises PipelineError in its place, on all ranks. Outside of a step no action runs: `str()` returns an
+            # empty prefix.
             with self._failure.ending_step(str):
                 raise lost
 

@@ -2,18 +2,20 @@
 
 Every action (a forward, a backward, weight gradients) is a generator. It computes until its next communication and
 yields that to be started. When it is resumed, it computes on, and waits for the communication before the first segment
-that needs the results. `walk` resumes the actions of a step in turn:
+that needs the results. `walk` resumes the actions of a step in turn. The executor puts a backward, here from layer 3
+on, before the forward:
 
-    F   attend 0   [dispatch 0]   experts 0   [combine 0]   finish 0, attend 1   ...
-    B              finish 3       [combine 3] experts 3     [dispatch 3]         ...
+    B   finish 3   [combine 3]   experts 3      [dispatch 3]   attend 3      ...
+    F              attend 0      [dispatch 0]   experts 0      [combine 0]   finish 0, attend 1   ...
 
-While [dispatch 0] is in flight, the backward computes `finish 3`; while [combine 3] is in flight, the forward computes
-`experts 0`; and so on, for any number of segments and any kinds of actions. A full backward defers its weight gradients
+While [combine 3] is in flight, the forward computes `attend 0`; while [dispatch 0] is in flight, the backward computes
+`experts 3`; and so on, for any number of segments and any kinds of actions. A full backward defers its weight gradients
 and computes them when its next communication has started: without another action, they hide that communication.
 
-A communication may start in two parts: [dispatch 0] sends the numbers of rows, and the rows once the host knows them.
-Communications run one after the other, so the rows must be in flight before the backward starts [dispatch 3], which
-waits for `experts 3`. So before an action starts a communication, those of the other actions are advanced. On a device:
+A communication may start in two parts: [dispatch 0] first sends the numbers of rows, and then, once the host knows
+these, the rows. Communications run one after the other in the order of their starts, and [dispatch 3] cannot run before
+`experts 3` has ended. If the rows were started after [dispatch 3], `experts 3` could not hide them. So before an action
+starts a communication, `walk` advances those of the other actions: it starts their second parts. On a device:
 
     computing       finish 3    attend 0    experts 3           experts 0    attend 3    finish 0
     communicating               combine 3   counts 0, rows 0    dispatch 3   combine 0
@@ -33,7 +35,7 @@ from dualpipe.nn.segments import Pending
 
 
 class InFlight:
-    """One communication of an action, which yields it to be started and waits for it later.
+    """One communication of an action. The action yields it to have it started, and waits for it later.
 
     Args:
         start: starts the communication of `values`: a method of the stage's `Communication`.

@@ -405,8 +405,8 @@ class P2PMessages:
                 started.works.append(self._start(channel.link.send, buffer, message, channel))
                 started.buffers.append(buffer)
         self._recorder.end()
-        # Only after the new send has started, which raises if the peer has closed: gloo never wakes a wait for a send
-        # that was partly written at that moment.
+        # Wait only after the new send has started, as starting raises if the peer has closed its connection. A wait
+        # might not: gloo never wakes a wait for a send that was partly written when the peer closed.
         if len(channel.in_flight) > SENDS_IN_FLIGHT:
             self._wait_for_oldest_send(channel)
 
@@ -424,7 +424,7 @@ class P2PMessages:
         """Wait for all sends. Call it only after all ranks have taken all messages of the step.
 
         Before that, a peer can still fail and close its connection, and gloo (torch 2.13) never wakes a wait for a send
-        that is partly written at that moment.
+        that was partly written when the peer closed.
         """
         for channel in self._channels.values():
             while channel.in_flight:

@@ -109,7 +109,8 @@ class StageProgram:
 class OfferedSegments:
     """Result of a module's `segments()`, and the process groups over which they communicate.
 
-    An error of `segments()` is raised by `take`, so that the groups of all stages can be collected before.
+    An error of `segments()` is raised by `take`, not by the constructor, so that the groups of all stages are collected
+    even if one of them is invalid.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -319,7 +320,7 @@ def backward_order(segments: Sequence[Segment]) -> list[int]:
     segments that use its results have run theirs, so that its gradients are in flight while other segments compute.
     """
     order: list[int] = []
-    waiting: list[tuple[int, int]] = []  # a communication, and the compute segment after whose backward it comes
+    waiting: list[tuple[int, int]] = []  # a communication, and the compute segment that it follows in the backward
     for number, segment in enumerate(segments):
         if isinstance(segment, Communicate):
             waiting.append((number, _first_dependent(segment, number, segments)))

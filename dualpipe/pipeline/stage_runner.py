@@ -176,7 +176,7 @@ class StageRunner:
         assert segment.fn is not None, "a compute segment has a function"
         with torch.no_grad():
             results = segment.named(segment.fn(*values))
-        # The recomputation will show which results depend on a parameter or on an input.
+        # All results require a gradient for now: only the recomputation shows which depend on a parameter or an input.
         results = {name: as_leaf(value, True) for name, value in results.items()}
         self._end(run, results.values())
         state.carry.update(results)

@@ -1,7 +1,7 @@
 """Pipeline schedules as data: types, known schedules, validation, simulation and drawing. Pure Python, no torch.
 
-search/ finds better schedules. by_name/ builds schedules by name and holds the command `dualpipe schedule`. These two
-folders use `runtime`; the files of the room itself do not. Imports nothing.
+search/ finds better schedules. by_name/ builds schedules by name and holds the command `dualpipe schedule`. Both are
+rooms of their own, which use `runtime`. For the files directly in this folder: Imports nothing.
 """
 
 from dualpipe.schedule.by_name.build import build

@@ -96,8 +96,8 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build ZB-V: the zero-bubble schedule on a V, with the memory of 1F1B.
 
     Its steady state has no bubble if F = I = W. A rank runs as many forwards as fill the V, then F0 I0 W0 F1 I1 W1 in
-    turn, then the remaining backwards, input gradients first. With fewer than 2P-1 micro-batches on P ranks, it is
-    the order for 2P-1 micro-batches, without the actions of the surplus micro-batches.
+    turn, then the remaining backwards, input gradients first. With fewer than 2P-1 micro-batches on P ranks, the
+    schedule is the order for 2P-1 micro-batches, without the actions of the surplus micro-batches.
 
     Source: section 6 of Qi et al., "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
     """
@@ -118,11 +118,12 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build V-Half: a schedule on a V with about half the activation memory of 1F1B.
 
-    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into slots
-    of one action. A rank runs F0, F1, I1 and I0 of the first micro-batch in fixed slots, those of each following
-    micro-batch 6 slots later, and weight gradients in the free slots. From one rank to the next, F0 and I1 run two
-    slots later, and F1 and I0 one slot earlier. The activations of half 0 are then held for three slots less and those
-    of half 1 for three slots more, so that the sum is equal on all ranks.
+    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into time
+    slots of one action (in this function, "slot" means a time slot). A rank runs F0, F1, I1 and I0 of the first
+    micro-batch in fixed slots, those of each following micro-batch 6 slots later, and weight gradients in the free
+    slots. Each rank runs F0 and I1 two slots later than the rank before it, and F1 and I0 one slot earlier. So it holds
+    the activations of half 0 (from F0 to I0) three slots shorter than the rank before it, and those of half 1 (from F1
+    to I1) three slots longer: the sum is equal on all ranks.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
     github.com/sail-sg/zero-bubble-pipeline-parallelism, but without the reordering at the beginning and the end of a
@@ -162,8 +163,8 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: 
 
     A rank runs forwards until the gradient for its first backward can arrive, then forwards and backwards in turn, then
     the remaining backwards. Micro-batches pass through a rank's stages in groups of P. Megatron-LM requires a multiple
-    of P micro-batches; for other numbers, the order is that for the next multiple, without the actions of the surplus
-    micro-batches.
+    of P micro-batches; for other numbers, the order is that for the next higher multiple, without the actions of the
+    surplus micro-batches.
 
     Source: Megatron-LM, arXiv:2104.04473.
     """

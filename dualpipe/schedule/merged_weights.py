@@ -1,7 +1,8 @@
-"""Actions "W" of one stage with only "W" between them, whose weight gradients an engine may compute together.
+"""Merging of neighbouring actions "W": an engine may compute the weight gradients of one stage together.
 
-Consecutive steps that are a single "W" form a run. Any other step ends the run, also a pair that includes a "W". In a
-run, all "W" of one stage are merged. No step is moved: a stage's gradients are complete after the same step as before.
+Consecutive steps that are a single "W" form a run. Any other step ends the run, even a pair that includes a "W". Within
+a run, all "W" of one stage are merged, even with a "W" of another stage between them. No step is moved: a stage's
+gradients are complete after the same step as before.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ sent = sent_message  # alias that pipeline/lower.py imports
 
 
 def outgoing_streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
-    """Return the stream that carries each result off its rank, by kind ("F" or "B") and stage of the result."""
+    """Return the stream on which each result is sent to another rank, by kind ("F" or "B") and stage of the result."""
     streams: dict[tuple[str, int], MessageStream] = {}
     for stage in range(schedule.num_stages):
         for action in (Action("F", stage, 0), Action("B", stage, 0)):

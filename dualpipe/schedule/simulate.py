@@ -34,7 +34,8 @@ class Costs:
         p2p: time from the end of a step until its result is on another rank. Neither rank is busy meanwhile.
         per_stage: costs of the stages whose costs differ from these: a mapping from stages, or a sequence from stage 0
             on. Their `p2p` and `per_stage` are ignored. If the actions of a pair are on two stages with different
-            costs, the pair saves the mean of what it would save with both actions on either stage.
+            costs, the time saved by the pair is the mean of two: that saved if both actions were on the first stage,
+            and that saved if both were on the second.
         R: reduction of a stage's gradients over data-parallel ranks. It starts when they are complete, and runs beside
             computation.
 
@@ -220,9 +221,9 @@ def simulate(
     Args:
         schedule: the schedule; it need not be validated.
         costs: costs of the actions. Default: `Costs()`.
-        merged_w: by stage, the costs of a "W" that is merged with others: if two are merged, each costs the first
-            number, if three are, the second, and so on; if more are merged than there are numbers for, the last.
-            `merged_weights` says which are merged. A "W" of a stage without an entry costs the same merged or not.
+        merged_w: by stage, the costs of a "W" that is merged with others (see `merged_weights`). Item 0 is the cost of
+            each "W" if two are merged, item 1 if three are, and so on; the last item also holds for more. A "W" of a
+            stage without an entry costs the same merged or not.
 
     Raises:
         ScheduleError: a step can never start (`validate` says why), or does not have one action or two.

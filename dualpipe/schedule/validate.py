@@ -1,7 +1,7 @@
 """Validation of a schedule: complete, in order, and free of deadlocks. Runs nothing.
 
 torch.distributed.pipelining's own check accepts duplicated actions and some wrong orders. This one accepts a schedule
-only if every rank reaches its end with blocking sends, and every stream of messages is received in order.
+only if every rank completes its steps even if sends block, and every stream of messages is received in order.
 """
 
 from __future__ import annotations

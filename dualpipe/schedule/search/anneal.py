@@ -3,7 +3,8 @@
 An order lists the steps of a rank by the kinds and stages of their actions: (("F", 0),), or (("F", 0), ("B", 7)) for a
 pair. It names no micro-batches: each stage runs them in sequence, and a "W" belongs to the oldest "I" of its stage that
 has none. So every change keeps the order complete, and on a V each message stream is received in the order of sending.
-An order that waits for itself, exceeds the memory or deadlocks with blocking sends (see `messages`) is not a candidate.
+An order is not a candidate if its steps wait for each other in a circle, if it exceeds the memory, or if it deadlocks
+with blocking sends (see `messages`).
 
 Source: simulated annealing, Kirkpatrick et al., Science 220 (1983). Annealing the orders of ranks is our own idea.
 """
@@ -81,7 +82,7 @@ class OrderTimes(NamedTuple):
 
 
 class Timing:
-    """Times orders for the placement and the micro-batches of a schedule.
+    """Computes when the steps of an order run, for the placement and the micro-batches of a schedule.
 
     Results are numbered by kind ("F", "B", "W"), stage and micro-batch. Steps are cached, so that an order made of
     known steps is timed without building any.
@@ -185,7 +186,7 @@ class Timing:
         return _run(times, [0.0] * len(ranks), limit)
 
     def changed(self, times: OrderTimes, rank: int, steps: list[TimedStep], limit: float) -> OrderTimes | None:
-        """Return what the method `times` would return after replacing the steps of one rank.
+        """Return the result that `Timing.times` would have after the steps of one rank are replaced by `steps`.
 
         Steps that start before the first changed one keep their times and are not timed again.
         """
@@ -243,7 +244,7 @@ def _remaining_work(steps: list[TimedStep]) -> list[float]:
 
 
 def _run(times: OrderTimes, ends: list[float], limit: float) -> OrderTimes | None:
-    """Run the steps that have not started yet, and update `times`. A waiting rank goes on when its result is there.
+    """Run the steps that have not started yet, and update `times`. A waiting rank continues once its input is computed.
 
     ends: for each rank, the end of its last step that has started.
     """

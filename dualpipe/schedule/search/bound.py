@@ -52,8 +52,8 @@ def lower_bounds(
         first_backward = path.turn + path.out[-1] + path.backward[-1] - path.out[last] - path.backward[last]
         forwards_before = int(min(memory, num_microbatches * len(stages)))  # at most, before the first backward
         rank_bounds = [path.total]
-        # Two more bounds: all work of the rank; and its work without deferred weight gradients, followed by the way of
-        # its last gradient to stage 0.
+        # Two more bounds: all work of the rank; and its work without deferred weight gradients, followed by the
+        # backwards that take its last gradient to stage 0.
         for with_weights, tail in ((True, 0.0), (False, path.out[first])):
             for work, forward in _priced_work(stages, costs, with_weights=with_weights):
                 head = max(path.into[first], first_backward - forwards_before * forward)
@@ -116,6 +116,7 @@ def _priced_work(stages: Sequence[int], costs: Costs, *, with_weights: bool) -> 
         forwards = [prices["F", s] for s in stages]
         backwards = []
         for s in stages:
+            # Without them, a "W" may run or be deferred: take the cheaper of the two, as a price can be negative.
             weights = prices["W", s] if with_weights else min(0.0, prices["W", s])
             backwards.append(min(prices["B", s], prices["I", s] + weights))
         yield sum(forwards) + sum(backwards), max(0.0, *forwards)

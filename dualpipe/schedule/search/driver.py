@@ -83,7 +83,8 @@ def search(
         seed: seed of the random changes.
         effort: amount of search; the default takes less than a minute on two cores for 8 ranks and 32 micro-batches.
         progress: called at the start and after each round with the fraction of the search that is done and the best
-            makespan so far. If the search orders fewer micro-batches and repeats a window, this is their makespan.
+            makespan so far. If the search orders fewer micro-batches and repeats a window, the makespan is that of the
+            fewer micro-batches.
 
     Raises:
         ValueError: the memory cannot hold one micro-batch, or an argument is not a number in its range.

@@ -30,8 +30,7 @@ def repeat_steady_state(
         schedule: schedule for fewer micro-batches.
         costs: costs of the actions.
         memory: stage activations that a rank may hold, see `Timeline.peak_memory`.
-        num_microbatches: number of micro-batches; more than those of `schedule` by a multiple of the largest of
-            `WINDOW_SIZES`.
+        num_microbatches: number of micro-batches: that of `schedule` plus a multiple of the largest of `WINDOW_SIZES`.
 
     Returns:
         The schedule; None if no window gives a valid one.
@@ -67,7 +66,7 @@ def _extended_times(
     """
     timing = Timing(replace(schedule, num_microbatches=schedule.num_microbatches + num_added), costs, memory)
     num_repeats = num_added // size
-    # The steps up to the window's end, copies of the window, and the steps from its start on, with the last copy.
+    # The window runs `num_repeats + 1` times: once in `order[:end]`, once in `order[start:]`, the rest between them.
     orders = [order[:end] + order[start:end] * (num_repeats - 1) + order[start:]
               for order, (start, end) in zip(orders_of(schedule), windows)]
     ranks = timing.ranks(orders)
