@@ -33,7 +33,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "
 PROGRAMS = ("dualpipe", "export", "make", "pip", "python", "sbatch", "source", "torchrun")
 NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
     "error: ", "WARNING: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
-    "parity FAILED: ", "F  attend", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
+    "parity FAILED: ", "B  finish", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
     "olmoe (transformers' ", "resuming from ", "schedule  ",
 )
 
