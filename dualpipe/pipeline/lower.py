@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualpipe.schedule import build
 from dualpipe.schedule.merged_weights import merged_weights
-from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed, sent
+from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed_stages, sent_message
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
@@ -61,14 +61,14 @@ def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) ->
     instructions: list[Instruction] = []
     incoming: defaultdict[MessageStream, list[Message]] = defaultdict(list)
     outgoing: set[MessageStream] = set()
-    completions = completed(steps, "BW" if train else "F")
+    completions = completed_stages(steps, "BW" if train else "F")
     for step, step_messages, completes in zip(steps, all_messages(schedule)[rank], completions, strict=True):
         if not step:
             continue
         instruction = Instruction(
             incoming=tuple(message for message in step_messages.incoming if message.kind in kinds),
             actions=step,
-            outgoing=tuple(sent(schedule, action) for action in step),
+            outgoing=tuple(sent_message(schedule, action) for action in step),
             completes=completes,
             name=";".join(map(str, step)),
             kinds="".join(action.kind for action in step),

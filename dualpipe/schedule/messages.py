@@ -109,9 +109,6 @@ def sent_message(schedule: Schedule, action: Action) -> Message | None:
     return None if src == dst else Message(kind, target, action.microbatch, src, dst)
 
 
-sent = sent_message  # alias that pipeline/lower.py imports
-
-
 def outgoing_streams(schedule: Schedule) -> dict[tuple[str, int], MessageStream]:
     """Return the stream on which each result is sent to another rank, by kind ("F" or "B") and stage of the result."""
     streams: dict[tuple[str, int], MessageStream] = {}
@@ -170,9 +167,6 @@ def completed_stages(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[in
     for stage in sorted(last_step):
         stages_at[last_step[stage]] += (stage,)
     return tuple(stages_at.get(index, ()) for index in range(len(steps)))
-
-
-completed = completed_stages  # alias that pipeline/lower.py imports
 
 
 def play(programs: Iterable[Iterable[T]], try_run: Callable[[int, T], bool]) -> list[deque[T]]:

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dualpipe.schedule import Action, Schedule, build, validate
-from dualpipe.schedule.messages import all_messages, completed
+from dualpipe.schedule.messages import all_messages, completed_stages
 from schedules import SCHEDULES
 
 
@@ -30,7 +30,7 @@ def steps(text: str) -> tuple:
     ],
 )
 def test_a_stage_is_complete_after_its_last_action(text, kinds, expected):
-    assert completed(steps(text), kinds) == expected
+    assert completed_stages(steps(text), kinds) == expected
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -38,7 +38,7 @@ def test_a_stage_is_complete_after_its_last_action(text, kinds, expected):
 def test_every_stage_is_completed_once_by_a_weight_gradient(name, num_ranks, num_microbatches):
     schedule = build(name, num_ranks, num_microbatches)
     for rank, row in enumerate(schedule.ranks):
-        done = completed(row)
+        done = completed_stages(row)
         assert sorted(stage for stages in done for stage in stages) == list(schedule.rank_stages(rank))
         for i, stages in enumerate(done):
             for stage in stages:
