@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,6 +152,8 @@ class SharedMemory:
         """Release the lock, which ends the waits of peers as the end of the process does; see `PeerMemory.hang_up`."""
         self._has_hung_up = True
         self._own.abandon()
+        if self._last is not None:
+            wait([self._last], 10 * _CHECK)  # a thread inside a copy aborts a process that ends
 
     def run(self, exchange: Callable[[], None]) -> dist.Work:
         """Run the exchange on a thread, after the last one; see `PeerMemory.run`."""

@@ -202,6 +202,36 @@ def test_a_peer_that_is_gone_ends_the_wait(how, text):
     assert time.monotonic() - began < 30
 
 
+def hung_up(rank):
+    """Whether this rank's exchange has ended with `hang_up`, and the errors of two exchanges; rank 0 hangs up."""
+    copies = CopyEngineAllToAll.connect(mesh_of_all())
+    received = torch.zeros(2, dtype=torch.int64)
+    works = [copies.start(received, torch.tensor([rank, rank]), [1, 1], [1, 1])] if rank == 0 else []
+    has_ended = True
+    if rank == 0:
+        time.sleep(0.1)  # it waits for rank 1
+        copies.hang_up()
+        has_ended = works[0].is_completed()
+    dist.barrier()
+    if rank == 1:
+        dist.barrier()
+        return True, []
+    errors = []
+    works.append(copies.start(received, torch.tensor([rank, rank]), [1, 1], [1, 1]))
+    for work in works:
+        with pytest.raises(dist.DistNetworkError) as raised:
+            work.wait()
+        errors.append(str(raised.value))
+    dist.barrier()
+    return has_ended, errors
+
+
+def test_hang_up_ends_an_exchange_before_it_returns():
+    """A thread inside a copy would abort the process at its end."""
+    text = "a step failed and closed the shared memory of this rank"
+    assert run_ranks(hung_up, 2) == [(True, [text] * 2), (True, [])]
+
+
 def last_signals(rank):
     """Rank 1 ends as soon as its rows are through: rank 0, which comes later, still gets them."""
     copies = CopyEngineAllToAll.connect(mesh_of_all())
