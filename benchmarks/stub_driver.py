@@ -53,6 +53,7 @@ class StubDriver:
         self.utils = SimpleNamespace(
             load_binary=self._load_binary, launch=self._launch if record else _ignore,
             get_device_properties=lambda device: {"max_shared_mem": SHARED}, fill_tma_descriptor_tiled=_ignore,
+            fill_tma_descriptor=_ignore,  # its name in Triton 3.6
             build_signature_metadata=lambda signature: signature,
         )
 
