@@ -2,8 +2,8 @@
 
 The stage's segments run as the pipeline runs them, forward and backward, on meta tensors, and the live storages are
 counted, each once. For GPUs the count leaves out attention's scores, which the CPU saves and fused kernels do not. For
-the CPU it includes the temporaries of the kernels' PyTorch references (REFERENCES). Temporaries of deferred weight
-gradients are left out: on GPUs they do not grow with the micro-batch.
+the CPU it includes the temporaries of the kernels' PyTorch references (REFERENCES). Deferred weight gradients are not
+computed, so that their temporaries do not count: on GPUs these do not grow with the micro-batch.
 
 In a run of equal neighbouring layers, each layer from the third on adds the same number of bytes, so that long runs are
 extrapolated from two and three layers.
@@ -46,7 +46,7 @@ class ActivationBytes(NamedTuple):
     saved: between its forward and its backward. deferred: left by an "I" for its "W". forward, backward,
     input_backward: peaks while a forward, a "B" and an "I" run, all of the micro-batch's tensors included.
     inside_forward, inside_backward: the part of the peak of a forward and of a "B" that is temporaries inside of a
-    kernel's PyTorch reference, which only the CPU runs; one reference runs at a time.
+    kernel's PyTorch reference. Only the CPU runs references, one at a time: those of a pair are not alive together.
     """
 
     saved: int
@@ -111,9 +111,10 @@ def activation_bytes(
 class _TokenBytes(NamedTuple):
     """`ActivationBytes` per token.
 
-    plain: without attention's scores. fused: bytes that fused attention kernels save in place of the scores; None if
-    the device saves the scores themselves, so that they count. scores: bytes of the scores per pair of tokens, in the
-    order of `plain`.
+    plain: without attention's scores and masks, unless the stage was run at one length only: then all bytes are here.
+    fused: bytes that fused attention kernels save in place of the scores; None if the stage was run with the device's
+    attention, so that what it saved counts. scores: bytes of scores and masks per pair of tokens, in the order of
+    `plain`.
     """
 
     plain: tuple[float, ...]
@@ -136,7 +137,7 @@ def _token_bytes(model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workl
     if len(counts) == 1:
         plain = tuple(size / probe.tokens for size in counts[0])
         return _TokenBytes(plain, stage.fused, (0.0,) * len(plain))
-    # At a fixed number of tokens, scores grow with the length and nothing else does: two runs separate them.
+    # At a fixed number of tokens, only scores and masks grow with the length: two runs separate them from the rest.
     short, long = probe.lengths
     slopes = [(long_size - short_size) / (long - short) for short_size, long_size in zip(*counts)]
     plain = tuple((size - short * slope) / probe.tokens for size, slope in zip(counts[0], slopes))
@@ -212,7 +213,8 @@ class _LiveBytes(TorchDispatchMode):
     Args:
         existing: tensors that exist before, such as parameters, which do not count.
         cpu: count temporaries of references too.
-        masks: count bool tensors too. In native models they are masks (S, S) that only the CPU's attention needs.
+        masks: count bool tensors too. Those of native models, masks (S, S) that only the CPU's attention needs, are
+            never counted.
     """
 
     def __init__(self, existing: Collection[Tensor], cpu: bool, masks: bool) -> None:
@@ -264,7 +266,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def _temporary_bytes(self, name: str, args: Any, results: Any) -> int:
         """Return the bytes of the float32 temporaries of a reference, by its name and tensors."""
-        if name == "combine_tokens":  # two copies of the rows, and a row per token and chosen expert, on any rank
+        if name == "combine_tokens":
+            # Two copies of the rows, and a row per token and chosen expert, even if the expert is on another rank.
             y, _, inverse, *_ = args
             return round(4 * (2 * y.numel() + inverse.numel() * y.shape[1]))
         sizes = [tensor.numel() for tensor in tree_leaves((args, results))

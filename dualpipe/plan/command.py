@@ -78,7 +78,7 @@ def _page(runs: Sequence[Prediction], *, by_memory: bool) -> str:
 
 
 def _whole_step(parts: Mapping[str, float]) -> WholeStep:
-    """Return the parts of a step other than compute, as the page draws and counts them."""
+    """Return the parts of a step that the page shows around the schedule, and as idle time."""
     return WholeStep(
         before={"gather": parts["gather"]},
         after={"optimizer": parts["optimizer"]},
@@ -87,7 +87,7 @@ def _whole_step(parts: Mapping[str, float]) -> WholeStep:
 
 
 def _sequences(config: Config, tokens: int) -> int:
-    """Return the number of sequences per step: those with `tokens` tokens in total; for 0, the configuration's."""
+    """Return the number of sequences per step. tokens: tokens per step, or 0 for the batch of the configuration."""
     t = config.train
     p = config.parallel
     if tokens % t.sequence_length or tokens < 0:

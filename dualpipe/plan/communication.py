@@ -17,8 +17,8 @@ from dualpipe.plan.on_meta.meta_run import expected_places
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
     """Return the seconds of an all-to-all over `ranks` consecutive ranks. NVLink and the network send at once.
 
-    Each rank sends `sent` bytes, as many to one rank as to another; the slowest rank sends `machine.imbalance` times
-    that.
+    Each rank sends `sent` bytes, the same number to every rank, itself included. The slowest rank sends
+    `machine.imbalance` times that.
     """
     if ranks == 1:
         return 0.0
@@ -30,9 +30,13 @@ def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
 
 
 def two_hop_seconds(machine: Machine, sent: float, ranks: int, share: float) -> float:
-    """Return the seconds of rows in two hops over `ranks` neighbours: to each node once, then within the node.
+    """Return the seconds of a dispatch over `ranks` consecutive ranks in two hops: between nodes, then within them.
 
-    sent: as in `all_to_all_seconds`, for one hop. share: the rows of a token to nodes, as a fraction of those to ranks.
+    Args:
+        machine: GPUs and their links.
+        sent: bytes that a rank would send in one hop, a row to each rank with an expert of a token.
+        ranks: number of expert-parallel ranks, a multiple of the GPUs of a node.
+        share: result of `row_share`: rows of the first hop as a fraction of those of one hop.
     """
     nodes = ranks // machine.node
     slowest = sent * machine.imbalance
@@ -42,19 +46,21 @@ def two_hop_seconds(machine: Machine, sent: float, ranks: int, share: float) -> 
 
 
 def takes_two_hops(machine: Machine, ranks: int, dispatch: str) -> bool:
-    """Return True if rows take two hops between `ranks` neighbours, by parallel.dispatch on this machine's nodes.
+    """Return True if a dispatch over `ranks` consecutive ranks takes two hops.
 
-    A dispatch that these nodes do not allow counts as one hop. "deep_ep" counts as "two_hop", although it sums outputs
-    within a node and has both hops at the same time.
+    dispatch: value of parallel.dispatch. Two hops that these nodes do not allow count as one hop. "deep_ep" counts as
+    "two_hop", although it sums outputs within a node and has both hops at the same time.
     """
     spans_nodes = ranks > machine.node and ranks % machine.node == 0
     return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and machine.node > 1))
 
 
 def row_share(machine: Machine, ranks: int, gate: Router) -> float:
-    """Return the rows of a token to nodes as a fraction of those to ranks, for experts that are chosen at random.
+    """Return how many nodes hold experts of a token, divided by how many ranks do, for experts chosen at random.
 
-    gate: a router that is limited to groups of experts chooses from the nodes that hold `topk_group` groups.
+    A dispatch sends a row to each of them: to nodes in the first of two hops, to ranks in one hop.
+
+    gate: router of the experts. If it is limited to groups, it chooses from the nodes that hold `topk_group` groups.
     """
     nodes = ranks / machine.node
     allowed = min(nodes, gate.topk_group * max(1.0, nodes / gate.n_group))

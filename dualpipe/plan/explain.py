@@ -102,7 +102,7 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
 
 
 def _two_hop_rows(run: Prediction) -> Iterator[Row]:
-    """Yield the row of rows in two hops, for each layer with experts whose router differs from those before."""
+    """Yield a line on dispatches in two hops, once for each value of `row_share` among the routers of the layers."""
     m = run.machine
     ep = run.config.parallel.ep
     mlps = (meta_layer(run.model, index).mlp for index in run.model.all_layers)

@@ -65,9 +65,9 @@ class Unit(NamedTuple):
 
 BINARY = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
 DECIMAL = Unit("GB", GB), Unit("MB", 10**6), Unit("kB", 10**3)
-# Bytes that NCCL allocates for one channel (a block of a kernel) to a peer and back, in multiples of 2 MiB. On Hopper,
-# 10 MiB to receive, for the buffers of three protocols, 0.5, 4.69 and 4 MiB, and 2 MiB to send. An A100 reads from its
-# peer and takes 6 MiB for each direction.
+# Bytes that NCCL allocates for one channel (a block of a kernel) to a peer and back, in multiples of 2 MiB. On Hopper
+# it takes 10 MiB to receive, for the buffers of three protocols (0.5, 4.69 and 4 MiB), and 2 MiB to send. An A100 reads
+# from its peer and takes 6 MiB for each direction.
 CHANNEL = 12 * 2**20
 _NODE = 8  # GPUs per node, assumed
 
@@ -110,7 +110,8 @@ def step_memory(
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """Return the schedule, and the memory of each of its ranks while each of its steps runs.
 
-    The schedule has at most as many micro-batches as can be alive at once. Arguments and errors are those of
+    The schedule has at most four micro-batches per rank, because more do not increase the number alive at once, and one
+    micro-batch without activations; the schedule "auto" has all those of the run. Arguments and errors are those of
     `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
@@ -154,7 +155,7 @@ class _LiveMemory:
     def run_step(self, step: Step) -> list[tuple[int, int, int]]:
         """Run the actions of a step; return (gradients, activations, pending) at its beginning and at its end.
 
-        The peak is taken to be at one of the two ends. Between them, a backward's activations are freed, while
+        The peak is taken to be at one of the two ends: during the step, a backward's activations are freed, while
         accumulators and the activations of a forward beside it are allocated.
         """
         gradients_before = self.gradients
@@ -182,7 +183,8 @@ class _LiveMemory:
                 deferred = 0 if is_full else activations.deferred
                 temporaries.append(activations.inside_backward)
                 at_start += peak - activations.saved
-                # At the end, the saved activations are freed; temporaries and deferred tensors still count as alive.
+                # At the end, the saved activations are freed, but not the temporaries. Tensors that this step defers
+                # are counted here, not as pending: the second tuple below has `pending_before`.
                 at_end += min(peak, deferred + activations.backward - activations.saved)
                 self.saved -= activations.saved
                 self.pending += deferred
@@ -292,9 +294,9 @@ def layers_of(stage: nn.Module) -> range:
 def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int:
     """Return the bytes of a rank's NCCL buffers.
 
-    Each channel of a ring takes CHANNEL bytes. An all-to-all has its channels once per peer in the node. A link between
-    stages sends in one direction only: its channels take half as much. The memory that peers write into for an
-    all-to-all by copies counts as well.
+    Each communicator has a ring, whose channels take CHANNEL bytes each. An all-to-all has channels to each peer in the
+    node besides. A link between stages sends in one direction only: its channels take half as much. The memory that
+    peers write into for an all-to-all by copies counts as well.
     """
     if p.device == "cpu":
         return 0

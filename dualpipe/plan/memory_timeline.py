@@ -8,7 +8,7 @@
     buffers        NCCL buffers
 
 A pair without communication to hide is shown as it runs: one action after the other. The middle of a long step repeats
-itself, so at most four micro-batches per rank are shown.
+itself, so at most four micro-batches per rank are shown, unless the schedule is "auto".
 """
 
 from __future__ import annotations

@@ -56,12 +56,13 @@ class PlanRequest:
 
 
 def plan(request: PlanRequest, rows: int) -> list[Prediction]:
-    """Return the best run on each mesh, the best mesh first: at most `rows`, at least 1.
+    """Return the best run on each mesh, the best mesh first. rows: maximum number of runs, 1 or more.
 
     If a run without a pipeline fits, the best of them is included, in place of the last row if need be.
 
     Raises:
-        ValueError: no mesh divides the GPUs and sequences, or no run fits in memory; names the run that comes nearest.
+        ValueError: the sequences cannot be divided over any mesh of the GPUs, or no run fits in memory. Then the
+            message names the run that comes nearest.
     """
     meshes = [sorted(runs, key=request.floor) for runs in _meshes(request)]
     if not meshes:

@@ -53,8 +53,8 @@ class ActionPart(NamedTuple):
     """Part of an action: its operators up to the next communication, and that communication.
 
     sent: bytes that the communication sends per token to all ranks of "ep"; 0 without one. deferred: operators of the
-    weight gradients that can overlap it. by_node: True if all rows of a token that it sends are equal, so that in two
-    hops one of them goes to each node: the dispatch, and the backward of the combine.
+    weight gradients that can overlap it. by_node: True if it sends equal rows to all ranks with experts of a token, so
+    that the first of two hops needs only one for each node: a dispatch, and the backward of a combine.
     """
 
     operators: tuple[Operator, ...]
@@ -172,7 +172,8 @@ def _record_parts(
         if in_flight is not None:
             in_flight.start()
         sent = recorder.take_sent_bytes()
-        # A dispatch sends rows, weights and choices, its backward gradients of the first two; a combine sends rows.
+        # The number of tensors tells which communication it is. A dispatch sends three: rows, weights and choices. Its
+        # backward sends the gradients of rows and weights. A combine sends rows alone, and so does its backward.
         by_node = len(sent) == 3 or (len(sent) == 1 and is_backward)
         yield ActionPart(operators, sum(sent), _record_deferred(store, recorder), by_node)
     yield ActionPart(recorder.take(), 0.0, _record_deferred(store, recorder))

@@ -1,4 +1,4 @@
-"""Predicted step time of a run, and its parts: the costs of its stages, simulated in its schedule.
+"""Predicted step time of a run, and its parts: a simulation of its schedule with the costs of its stages.
 
     step = gather + optimizer + the schedule with its sends and its reductions
 
@@ -168,6 +168,8 @@ class Prediction:
         Muon's communication. Moments in host memory are copied to the device and back beside that, in both directions
         at once.
         """
+        # Of moments in host memory, the device writes each byte to a buffer, reads and writes it in the update, and
+        # reads it to copy it back: 4 times.
         moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) + 4 * rank.host for rank in self.memory)
         memory_seconds = moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
         host_seconds = max(rank.host for rank in self.memory) / (self.machine.host_link * 1e9)
@@ -273,8 +275,8 @@ class Prediction:
 def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig) -> FP8Usage:
     """Return the weights that are used in FP8, by the rules of `dualpipe.nn.quantized_matmul`.
 
-    Only square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if their GEMMs are
-    in another dtype.
+    Only weights in square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if the
+    experts compute in another dtype.
     """
     can_compute = dtype_of(dtype) in HALF and dtypes.products == "auto"
     plan = dtype_plan(dtypes, dtype, model, 2)  # 2 replicas: the formats do not depend on their number

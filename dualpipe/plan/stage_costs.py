@@ -37,7 +37,7 @@ from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
 
 TILE = 128  # rows of a grouped GEMM's tile; on average, half of each expert's last tile is empty
-MERGED = range(2, 9)  # counts of merged "W" whose costs are computed; with more, a "W" costs as much as with the last
+MERGED = range(2, 9)  # numbers of merged "W" for which the cost of each is computed; with more, it is taken as with 8
 ATTENTION_BACKWARD = 2.5  # times the FLOPs of the forward: five GEMMs instead of two
 
 
@@ -46,7 +46,7 @@ class Setting:
     """Inputs of a layer's costs, apart from the layer itself.
 
     tokens: tokens per micro-batch on one rank. length: tokens per sequence. recompute: rules of `Recompute`. overlap:
-    True if the actions of a pair overlap. dispatch: way of rows to experts, as parallel.dispatch.
+    True if the actions of a pair overlap. dispatch: how rows get to experts, as parallel.dispatch says.
     """
 
     model: HubConfig

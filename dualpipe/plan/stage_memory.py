@@ -66,7 +66,7 @@ def stage_bytes(
     master_itemsize = _FP32_BYTES if stored_itemsize < _FP32_BYTES else 0
     moments = 2 * moment_itemsize * shard - moment_itemsize * (num_muon // p.dense_shards)
     offload = config.optimizer.offload
-    shared_experts = expert_shard if expert_replicas > 1 else 0  # of routed experts, shared by several ranks
+    shared_experts = expert_shard if expert_replicas > 1 else 0  # experts that no other rank has are not reduced
     return StageBytes(
         parameters=stored_itemsize * shard - saving.stored,
         optimizer=(0 if offload else moments) + master_itemsize * shard + saving.masters,
@@ -181,7 +181,7 @@ def _format_saving(
         elements = num_matrices * rows * columns
         itemsize = planned.storage.itemsize
         packed = num_matrices * format.block_rows(rows) * format.row_bytes(columns)
-        if not planned.gathered:
+        if not planned.gathered:  # the shards are quantized too
             stored += (itemsize * elements - packed) // shards
             masters += _FP32_BYTES * elements // shards if itemsize >= _FP32_BYTES else 0
         if replicas > 1:

@@ -172,8 +172,8 @@ class _InstantTransfer:
     """Communication that completes at once: received tensors are copies of the sent ones.
 
     An instance with results is also the pending communication that returns them. The context that a dispatch saves for
-    its backward holds the received weights and choices, as in the real dispatcher. There a recompute sends only the
-    rows; here it transfers all three again.
+    its backward holds the received weights and choices, as in the real dispatcher. A recompute transfers all three
+    again, whereas that of the real dispatcher sends only the rows.
     """
 
     group = None
