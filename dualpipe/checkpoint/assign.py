@@ -61,7 +61,7 @@ def agree_on_writers(
 
 
 def _sample(parts: Mapping[str, TensorPart]) -> dict[str, bytes]:
-    """Return the bytes of the first elements of every part. They distinguish copies from different tensors."""
+    """Return the bytes of the first elements of every part. They distinguish copies from tensors that differ."""
     samples: dict[str, bytes] = {}
     for device in {part.tensor.device for part in parts.values()}:
         heads = {name: as_bytes(part.tensor.reshape(-1)[:_SAMPLE].contiguous()) for name, part in parts.items()

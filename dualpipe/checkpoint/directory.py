@@ -56,7 +56,8 @@ AnyPath = TypeVar("AnyPath", Path, RemotePath)
 class FoundCheckpoints(NamedTuple):
     """The checkpoints of a directory: committed ones, newest first, and damaged ones with the reason.
 
-    newer_release: reason if the newest checkpoint is not damaged but from a later release of this library; else "".
+    newer_release: error message if the newest checkpoint is from a later release of this library, and so not damaged
+    but not readable either; else "".
     """
 
     committed: list[Checkpoint]
@@ -146,7 +147,10 @@ def _read_all(paths: Iterable[Location]) -> tuple[FoundCheckpoints, bool]:
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Return True if `path` is, or was, a single checkpoint and not a directory of checkpoints."""
+    """Return True if `path` is a single checkpoint, and not a directory of checkpoints.
+
+    A path with the name of a checkpoint counts as one even if it does not exist any more.
+    """
     if _NAME.fullmatch(path.name):
         return True
     return read_marker(path) is not None if isinstance(path, RemotePath) else os.path.lexists(path / MANIFEST)
@@ -241,11 +245,11 @@ class Retention(Generic[AnyPath]):
         self._committed = [path for path in self._committed if resolve(path) not in ignored]
 
     def _expired(self, step: int) -> list[AnyPath]:
-        """Return the checkpoints of other steps that `keep_last` and `keep_every` do not keep."""
+        """Return the checkpoints of other steps that `keep_last`, `keep_every` and `anomaly` do not keep."""
         if not self._keep_last:
             return []
         others = [checkpoint for checkpoint in self._committed[:-1] if step_of(checkpoint) != step]
-        excess = max(0, len(others) - self._keep_last + 1)
+        excess = max(0, len(others) - self._keep_last + 1)  # + 1: the newest, which is not in `others`, counts too
         before_anomaly = [checkpoint for checkpoint in self._committed if step_of(checkpoint) < self.anomaly]
         expired = []
         for checkpoint in others[:excess]:

@@ -271,7 +271,7 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
 def _byte_ranges(
     reads: Iterable[_BoxRead], headers: Mapping[str, TensorHeader], stored: Mapping[str, StoredTensor]
 ) -> list[tuple[int, int]]:
-    """Return start and size of the ranges of a file that these reads take, in order."""
+    """Return start and size of the byte ranges of a file that these reads need, in order."""
     ranges = []
     for read in reads:
         source = read.shared.relative_to(read.box)
@@ -302,7 +302,7 @@ def _read_headers(
 def _read_part(
     read_into: ReadInto, header: TensorHeader, dtype: torch.dtype | Format, read: _BoxRead, part: TensorPart
 ) -> None:
-    """Read the intersection of a stored box with a part, and convert it from a format if the part is plain."""
+    """Read the intersection of a stored box with a part; dequantize it if it is quantized and the part is not."""
     source = read.shared.relative_to(read.box)
     target = read.shared.relative_to(part.box)
     if not isinstance(dtype, Format):
@@ -391,7 +391,7 @@ def _nearest_names(missing: set[str], unexpected: set[str], stored: Sequence[str
 def _check_stage_numbers(
     path: Location, stored: Mapping[str, StoredTensor], missing: set[str], unexpected: set[str]
 ) -> None:
-    """Raise ValueError if checkpoint and model have names with the numbers of different stages."""
+    """Raise ValueError if names of the checkpoint start with other stage numbers than names of the model."""
     saved = stage_numbers(stored)
     current = stage_numbers(missing | stored.keys() - unexpected)
     if saved != current:

@@ -106,7 +106,8 @@ class Checkpoint(NamedTuple):
         try:
             return Checkpoint.read(self.path).manifest.sequence == self.manifest.sequence
         except ValueError:
-            # Damaged, but not being replaced at this moment.
+            # The manifest cannot be read. If this was the same checkpoint before and after the attempt, it is damaged
+            # and exists. Otherwise it was deleted or replaced.
             return identity is not None and identity == identity_of(self.path)
 
     def find_damage(self, names: Iterable[str] | None = None) -> list[str]:
@@ -245,7 +246,7 @@ def _parse_manifest(text: str) -> Manifest:
 
 
 def _check_manifest(file: Location, manifest: Manifest) -> None:
-    """Raise ValueError for file names that lead out, missing files, and features that this release lacks."""
+    """Raise ValueError for file names outside of the directory, missing files, and features that this release lacks."""
     for name in manifest.files:
         if Path(name).name != name or not name.isprintable() or name in ("", ".", "..", MANIFEST):
             raise ValueError(f"{file} lists {name!r}, which is not the plain name of a file; refused")

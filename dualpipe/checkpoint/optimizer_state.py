@@ -24,13 +24,13 @@ _SWITCHES = ("params", "foreach", "fused", "capturable", "differentiable")
 
 
 class ParameterState:
-    """The state that any `torch.optim.Optimizer` keeps for a parameter: an entry of `training_state` beside tensors.
+    """The state that any `torch.optim.Optimizer` keeps for a parameter. The other entries of a state are tensors.
 
     Saving stores `tensors`. Loading fills `load_targets`, and `restore` hands them to the optimizer. An optimizer that
     never took a step has no state, so its keys are unknown: loading makes the tensors that the checkpoint has.
 
     Args:
-        optimizer: the optimizer, before its first step too.
+        optimizer: the optimizer, which need not have taken a step yet.
         group: the parameter group of `parameter`.
         parameter: the parameter.
         configured: hyperparameters that are set by a configuration: they are not saved, and loading keeps them.
@@ -72,7 +72,8 @@ class ParameterState:
             text = json.dumps(values, default=tensor_to_number).encode()
         except (TypeError, ValueError) as error:
             raise ValueError(f"an optimizer can keep tensors, and what JSON can hold: {error}") from error
-        # Pad, so that another learning rate has the same size and the assignment of boxes to ranks stays valid.
+        # Pad, so that the text has the same size after a change of the learning rate. Then the assignment of boxes to
+        # ranks stays valid.
         text += b" " * (-len(text) % _VALUES_ALIGNMENT)
         return tensors | {VALUES: torch.tensor(list(text), dtype=torch.uint8, device="cpu")}
 

@@ -37,7 +37,7 @@ class PendingSave:
     Args:
         step: the step of the checkpoint.
         ranks: all ranks, in a group that nothing else uses meanwhile.
-        timeout: seconds without progress after which a rank is given up; the timeout of the group.
+        timeout: seconds without progress after which a rank is given up. It is also the timeout of the group.
     """
 
     def __init__(self, step: int, ranks: RankSync, timeout: float) -> None:
@@ -100,7 +100,8 @@ class PendingSave:
         with Recorder.current().wait("save", f"the checkpoint of step {self.step}", range(self._ranks.size)):
             try:
                 met.result()
-            except KeyboardInterrupt as interrupt:  # interrupts this wait: report to the others that the work failed
+            except KeyboardInterrupt as interrupt:
+                # Finish the rounds, and let the returned function raise the interrupt, which tells the other ranks.
                 done = Future()
                 done.set_exception(interrupt)
                 met.result()
@@ -112,7 +113,8 @@ class PendingSave:
         """Hold rounds until all ranks are done, and then complete `met`."""
         recorder = self._recorder
         try:
-            # Not a lane of this rank's recorder: the watchdog would take the rounds for progress of the work.
+            # A separate recorder, not a lane of this rank's. The watchdog would take the rounds of a lane for progress
+            # of the work.
             with Recorder(recorder.rank, recorder.sizes).activate():
                 while not self._round(work):
                     pass

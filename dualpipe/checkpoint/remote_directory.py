@@ -8,8 +8,8 @@
     .lock, .lock-ID              the lease of the one job that may save here
 
 A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
-read by key. Objects are deleted only if there is no marker: those whose keys are
-known, and those in the listing.
+read by key. The objects of a save are deleted only while it has no marker. They are those with known keys, and any
+others that the listing shows.
 
 Two jobs cannot harm each other even if one wrongly considers the other dead. The one that commits writes its marker and
 then reads the lock; the one that cleans has written the lock and then reads the marker. So either the first learns that
@@ -51,7 +51,8 @@ class RemoteDirectory(Retention[RemotePath]):
         path: the URL.
         keep_last: number of newest checkpoints to keep. None: keep all.
         keep_every: also keep checkpoints of steps that are multiples of this number.
-        patience: seconds to wait for another job that saves there. At least ten, if there may be one.
+        patience: seconds to wait for another job that saves there. If there may be one, `Lease` waits for ten seconds
+            even if `patience` is less.
 
     Raises:
         ValueError: the store cannot be reached or written to, or another job saves there.

@@ -114,8 +114,8 @@ class Checkpoints:
         self._finite = finite
         self._timeout = timeout.total_seconds()
         self._layout = mesh_layout(mesh)
-        # Only "pp" says which ranks have the same stages. Without it, every rank counts as different: then all ranks
-        # that hold a tensor must have the same values.
+        # Ranks with the same position along "pp" have the same stages. In a mesh without "pp", each rank counts as one
+        # with other stages, so the copies of a tensor on several ranks are checked for equal values.
         has_pp = mesh is None or "pp" in (mesh.mesh_dim_names or ())
         self._stages = Mesh.of(mesh).rank("pp") if has_pp else dist.get_rank()
         # Background saves communicate during training, so they need a separate group; gloo, as they send no tensors.
@@ -169,8 +169,8 @@ class Checkpoints:
                    extra: Any = None) -> None:
         """Like `save`, but returns as soon as the tensors are copied to host memory. From then on they may change.
 
-        Waits for the previous save if that is still in progress, and raises its error. In that case nothing is saved by
-        this call, as with `save`: call it again, or call `wait` first.
+        Waits for the previous save if that is still in progress. If the previous save failed, this call raises its
+        error and saves nothing, like `save`: call it again, or call `wait` first.
         """
         self.wait()
         with self._report_errors(step), self._recorder.doing("save", f"the copy for the checkpoint of step {step}"):
@@ -227,7 +227,7 @@ class Checkpoints:
         return not wait([self._executor.submit(int)], patience).not_done
 
     def keep_before_anomaly(self, step: int) -> None:
-        """Keep the newest checkpoint before `step`, whose result may be wrong, whatever else is deleted.
+        """Keep the newest checkpoint before `step`, a step whose result may be wrong, whatever else is deleted.
 
         This is not recorded on disk: call it again after a restart.
         """
@@ -299,7 +299,8 @@ class Checkpoints:
         snapshots: list[Snapshot] = []
 
         def prepare() -> _RankReport:
-            if not self._is_idle(self._patience):  # it was given up, or an interrupt has hidden it from `wait`
+            # `wait` does not know of a save that was given up, or that began just before an interrupt.
+            if not self._is_idle(self._patience):
                 raise SaveAbandoned(f"an earlier save has not ended on this rank for {self._patience:.0f} s")
             snapshot = Snapshot.take(request, self._layout, self._checksum)
             snapshots.append(snapshot)
@@ -317,7 +318,7 @@ class Checkpoints:
 
     @property
     def _patience(self) -> float:
-        """Seconds to wait for a writer: less than those after which the other ranks give this rank up."""
+        """Seconds to wait for a writer: fewer than the timeout, after which the other ranks give this rank up."""
         return 0.8 * self._timeout
 
     def _check_reports(self, reports: Sequence[_RankReport]) -> None:
@@ -390,7 +391,7 @@ class Checkpoints:
             return pending.first(commit)
         finally:
             if pending.folder is not None:
-                target.discard(pending.folder)  # not if it was committed
+                target.discard(pending.folder)  # does nothing if it was committed
 
 
 def save(directory: StrLocation, state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,

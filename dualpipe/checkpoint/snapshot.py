@@ -77,7 +77,7 @@ def _describe(request: SaveRequest, layout: dict[str, int], checksum: str) -> Ma
 def _dtype_names(plan: DTypePlan | None) -> dict[str, dict[str, str]]:
     """Return the dtypes of a plan by tensor and use, such as {"storage": "bf16", "compute": "bf16", "save": "bf16"}.
 
-    A tensor in a format also has the name of the format, under "gathered" or "stored".
+    A quantized tensor also has the name of its format, under "gathered" or "stored".
     """
     if plan is None:
         return {}

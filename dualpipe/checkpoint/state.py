@@ -2,7 +2,8 @@
 
     layers.3.mlp.experts.gate_up_proj.weight                          a parameter, in at least float32 if trained
     layers.3.mlp.gate.e_score_correction_bias                         a buffer, in its own dtype
-    layers.3.mlp.shared_expert.down_proj.weight                       a frozen quantized parameter, as block rows
+    layers.3.mlp.shared_expert.down_proj.weight                       a frozen quantized parameter, as block rows, the
+                                                                      bytes that `kernels.formats` describes
     optimizer/layers.3.mlp.experts.gate_up_proj.weight/exp_avg        a tensor of the optimizer's state, by its key
     optimizer/layers.3.mlp.experts.gate_up_proj.weight/values         JSON as bytes: values of torch's optimizers
     stage-3.0.weight                                                  a parameter of a stage whose names repeat
@@ -56,8 +57,8 @@ def training_state(
 
     Args:
         stages: this rank's stages, in ascending order.
-        optimizer: one of two kinds. Any `torch.optim.Optimizer`, before its first step too: parameters are stored in
-            their own dtype, as without an optimizer. Or an object with `state_tensors()`, such as
+        optimizer: one of two kinds. Any `torch.optim.Optimizer`, which need not have taken a step yet: parameters are
+            stored in their own dtype, as without an optimizer. Or an object with `state_tensors()`, such as
             `dualpipe.train.optim.optimizer.Optimizer`: it returns, for every parameter, tensors by name or one
             `ParameterState` under the name "". The tensor "master" has the values that the optimizer updates. All
             tensors share memory with the optimizer, and each is distributed like the parameter or replicated. After
@@ -172,8 +173,9 @@ def _expand(state: CheckpointState, stored: Mapping[str, StoredTensor] | None) -
 def find_non_finite(state: CheckpointState, parts: Mapping[str, TensorPart]) -> list[str]:
     """Return the names of parameters, masters and optimizer states that have an element that is infinite or NaN.
 
-    Buffers, such as masks, may have such elements, and quantized parameters cannot. Runs on the device without copying
-    a tensor. If all elements are finite, the host waits once per device.
+    Buffers and quantized parameters are not checked: a buffer, such as a mask, may have such elements, and a quantized
+    parameter cannot. Runs on the device without copying a tensor. If all elements are finite, the host waits once per
+    device.
 
     Args:
         state: the complete state.
@@ -191,7 +193,8 @@ def find_non_finite(state: CheckpointState, parts: Mapping[str, TensorPart]) -> 
     norms: dict[torch.device, list[Tensor]] = {}
     for (device, _), tensors in by_dtype.items():
         names.setdefault(device, []).extend(tensors)
-        # The 2-norm takes half as long as a copy; the largest element would take four times as long as a copy.
+        # The 2-norm shows an infinite element or NaN, and takes half as long as a copy of the tensors. The largest
+        # absolute value would show it too, but takes four times as long as the copy.
         norms.setdefault(device, []).append(torch.stack([*torch._foreach_norm([*tensors.values()], ord=2)]).double())
     suspects = [name for device, device_norms in norms.items()
                 for name, norm in zip(names[device], torch.cat(device_norms).tolist()) if not math.isfinite(norm)]

@@ -131,7 +131,10 @@ def read_header(path: Location) -> tuple[dict[str, TensorHeader], dict[str, str]
 
 @contextmanager
 def _header_copy(path: RemotePath) -> Iterator[Path]:
-    """Yield a local file with the header of a remote file, and with holes, which take no memory, for its tensors."""
+    """Yield a local file with the header of a remote file, since safetensors opens local files only.
+
+    The file has the size of the remote one. Its tensors are holes, which take no memory.
+    """
     store = storage_of(path)
     size = store.size(path)
     head = bytearray(min(size, 8))
@@ -226,8 +229,8 @@ def dtype_and_shape_in_file(
 ) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and shape that a box has in a safetensors file.
 
-    A box in a format is stored as its block rows, and a dtype that safetensors lacks as bytes in an extra last
-    dimension.
+    A box in a format, whose values are quantized, is stored as its block rows (see `kernels.formats`). A dtype that
+    safetensors lacks is stored as bytes in an extra last dimension.
     """
     if isinstance(dtype, Format):
         return torch.uint8, block_rows(Box.whole(shape), dtype, shape[-1]).shape
@@ -243,7 +246,11 @@ def bytes_in_file(dtype: torch.dtype | Format, shape: Sequence[int]) -> int:
 
 
 def block_rows(box: Box, format: Format, columns: int) -> Box:
-    """Return the box of block rows (matrices, block rows, bytes) that contains a box of values, (N, K) or (M, N, K)."""
+    """Return the box of block rows that contains a box of values.
+
+    Values are a matrix (N, K) or a stack of matrices (M, N, K). Block rows have the dimensions (matrices, block rows,
+    bytes).
+    """
     rows_per_block = format.block[0]
     first = box.offsets[-2]
     last = first + box.shape[-2]

@@ -1,4 +1,4 @@
-"""`dualpipe hf`: inspect a Hugging Face checkpoint, convert it to another dtype, and import or export a run's.
+"""`dualpipe hf`: inspect a Hugging Face checkpoint, convert it to another dtype, import it, or export one of a run.
 
 These commands run in one process. `import_hf` and `export_checkpoint` hold the whole model in host memory in float32.
 For larger models, use `dualpipe train --init.from_hf` and `--export.to_hf`, where each rank holds its part.
@@ -134,8 +134,8 @@ def import_hf(source: StrPath, directory: StrLocation, *, mtp: bool = False) -> 
 
     Raises:
         ValueError: the source cannot be loaded (as in `load_hf`), lacks layers for multi-token prediction (as in
-            `with_mtp`), or the directory has checkpoints of a later step. That run would start again from these weights
-            and delete its own checkpoints over time.
+            `with_mtp`), or the directory has checkpoints of a later step. The run that saved those would start again
+            from these weights and delete its own checkpoints over time.
     """
     checkpoints = scan(directory)
     if checkpoints.damaged or any(checkpoint.manifest.step for checkpoint in checkpoints.committed):

@@ -92,7 +92,8 @@ def _set_mtp_layers(content: dict[str, Any], layers: int, source: StrPath | None
 def _auto_map(config: HubConfig, source: StrPath | None) -> dict[str, Any]:
     """Return the "auto_map" of a family whose checkpoints include code.
 
-    It is the source's if the files that it names exist, and are copied; otherwise that of the published checkpoint.
+    Return that of the source if the source, whose code is copied, has every module that it names. Otherwise return that
+    of the published checkpoint.
     """
     source_map = {} if source is None else read_json(source, CONFIG).get("auto_map")
     if source is None or not isinstance(source_map, dict) or not source_map:

@@ -82,6 +82,7 @@ def read_headers(folder: StrPath) -> dict[str, TensorHeader]:
         raise ValueError(f"{folder / INDEX} has no weight_map from tensors to files")
     header: dict[str, TensorHeader] = {}
     problems = []
+    # Each file once. The keys are JSON because a damaged index may have lists or objects instead of names.
     for file in sorted({json.dumps(file): file for file in files.values()}.values(), key=str):
         try:
             shard, _ = read_header(file_within(folder, file))

@@ -197,7 +197,7 @@ class HubTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds its values as well as the hub's own loaders do."""
+        """The dtype of its parts (see `Stored`), promoted if they differ."""
         return reduce(torch.promote_types, (stored.dtype for stored in self.stored.values()))
 
     def reads(self, box: Box) -> Iterator[tuple[str, Box]]:
@@ -224,7 +224,9 @@ class HubTensor:
         return out
 
     def quantized(self, slices: tuple[slice, ...], format: Format) -> Tensor | None:
-        """Return the block rows (M, R, B) uint8 of a part, from the bytes in the files without any arithmetic.
+        """Return the block rows of a part, from the bytes in the files without any arithmetic.
+
+        They are uint8 (M, R, B): matrices, block rows, and bytes of a block row.
 
         Returns None if the files have another storage form, so that values must be quantized.
 
@@ -280,7 +282,7 @@ def find_tensors(config: HubConfig, reader: Reader) -> dict[str, HubTensor]:
     Raises:
         ValueError: tensors are missing, unexpected, of another shape, or stored in a form that cannot be read. The
             message lists the first ones of each kind, and how many more there are. Missing names come with the most
-            similar name in the checkpoint, if possible of an unexpected tensor.
+            similar name among the unexpected ones, or if there are none, in the whole checkpoint.
     """
     header = reader.header
     tensors: dict[str, HubTensor] = {}

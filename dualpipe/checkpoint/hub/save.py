@@ -93,8 +93,8 @@ def save_hf(
 
     Raises (on all ranks, with nothing left behind):
         ValueError: `path` exists and is not empty; the source is another model; the ranks together do not hold all of
-            the model; the plan lacks a tensor; or, with `quantized`, the plan stores weights in a format that the
-            family's checkpoints lack, or none in theirs.
+            the model; the plan lacks a tensor; or, with `quantized`, the plan stores weights in another format than
+            the family's quantized checkpoints, or stores no weight in a format.
         OSError (RuntimeError with several ranks): writing failed on some rank.
     """
     ranks = RankSync.of_mesh(mesh)
@@ -130,6 +130,7 @@ def write_model(
     target = Path(path)
     if config.tie_word_embeddings:  # a tied head is written as the embedding
         parts = {name: part for name, part in parts.items() if name != "lm_head.weight"}
+    # With one number for the stages of all ranks, `assign_writers` does not compare values, so it needs no samples.
     offers = ranks.gather(lambda: RankOffers(0, {
         name: (Offer(_file_dtype(plan, name, quantized), part.shape, part.box), b"") for name, part in parts.items()
     }))
@@ -151,7 +152,7 @@ def write_model(
         documents = json_documents(config, plan.policy.param_dtype, source, carried, header)
         _begin(folder, target, cleanup, files, documents, _carried_files(config, source))
 
-    with ExitStack() as cleanup:  # on rank 0
+    with ExitStack() as cleanup:  # stays empty except on rank 0, which makes the directory
         ranks.first(begin)
         ranks.agree(lambda: _write(folder, header, values()))
         ranks.first(lambda: _finish(folder, target))
@@ -217,7 +218,7 @@ def _hub_values(
 
 
 def _plain_values(values: Sliceable, box: Box) -> Tensor:
-    """Return a box of plain values: of a quantized weight its master, or if frozen its dequantized values."""
+    """Return a box of plain values. Those of a quantized weight come from its master, or if frozen, are dequantized."""
     if not isinstance(values, QuantizedTensor):
         return values[box.slices]
     if values.master is not None:

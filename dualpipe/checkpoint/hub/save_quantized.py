@@ -79,7 +79,7 @@ def storage_forms(
 def unpack_blocks(weight: QuantizedTensor, box: Box) -> tuple[Tensor, Tensor]:
     """Return elements and scales of a box of whole blocks, on the host.
 
-    Elements are uint8 (M, N, bytes of a row), scales (M, block rows, blocks across).
+    Elements are uint8 (M, N, bytes of a row), and scales (M, block rows, blocks in a block row).
     """
     part = cast(QuantizedTensor, weight[box.slices])
     format = weight.format
@@ -112,7 +112,7 @@ def quantization_config(config: HubConfig, written: Collection[str], source: Map
     result = dict(source) if source.get("quant_method") == form["quant_method"] else {}
     plain_modules = [re.sub(r"(\.experts)\..*|\.weight$", r"\1", name) for name in plain]
     plain_modules += _plain_carried_layers(config, written, scales_suffix)
-    # Readers of such a list quantize the head too, unless the list has it.
+    # Other libraries leave the head as it is if there is no list, but quantize it if there is one without the head.
     skipped = result.pop("modules_to_not_convert", None) or (["lm_head"] if plain_modules else [])
     result |= form
     if skipped:

@@ -41,13 +41,14 @@ class Stored:
     Args:
         name: name of the tensor on the hub.
         shape: shape of the decoded tensor.
-        dtype: the narrowest dtype that holds its values as well as the hub's own loaders do.
+        dtype: the dtype in the file, or bfloat16 if the tensor is quantized, as from the hub's own loaders.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.bfloat16
-    format: ClassVar[Format | None] = None  # has the same elements and scales; its blocks may have another size
+    # The format of this library with the same elements and scales. The blocks of the file may have another size.
+    format: ClassVar[Format | None] = None
     dtypes: ClassVar[tuple[torch.dtype, ...]] = ()  # dtypes of the tensors from `raw`: elements and scales
 
     def raw(self, box: Box) -> list[tuple[str, Box]]:

@@ -126,7 +126,10 @@ class _WaitGraph:
         return self._report(None, "no rank waits for another")
 
     def _count_waits(self) -> Counter[int]:
-        """Count, for ranks that wait for none, the ranks that wait for them; only for `first` if a rank gave up."""
+        """Return, for each rank that waits for none and that others wait for, the number of those others.
+
+        If a rank gave up, follow the waits of `first` alone.
+        """
         starts = list(self.states) if self.first is None else [self.first]
         return Counter(rank for start in starts for rank in self._reachable(start) if not self.edges.get(rank))
 
@@ -146,7 +149,7 @@ class _WaitGraph:
         innermost = min(active, key=lambda e: e["ago"], default=None)
         if innermost is not None and (innermost.get("ranks") or not state.get("lanes")):
             return _Moment(innermost, at - (now - innermost["ago"]))
-        # Other threads, which the main thread may wait for, or which may be the only active ones.
+        # Look at the other threads: the main thread may wait for one, or have no open entry.
         for lane in state.get("lanes", {}).values():
             moment = self._moment(lane)
             if (innermost is None or innermost["kind"] == "save") and (moment.entry or {}).get("ranks"):
@@ -207,8 +210,8 @@ class _WaitGraph:
     def _blame(self, root: int, complete: Sequence[int], unknown: Sequence[int]) -> Diagnosis:
         """Report that the others wait for `root`.
 
-        complete: see `_in_complete_collectives`. unknown: ranks that nothing is known of, and that as many ranks wait
-        for as for `root`.
+        complete: see `_in_complete_collectives`. unknown: the ranks that nothing is known of, among those that have as
+        many ranks waiting for them as `root`.
         """
         waiting = [rank for rank in self.edges if root in self._reachable(rank)]
         is_everything = len(waiting) >= len(self.states) - (root in self.states)
@@ -388,7 +391,7 @@ def process_state(pid: int) -> str:
 
 
 def halted(pids: Mapping[int, int]) -> dict[int, str]:
-    """Return texts, by rank, for processes that do not run and wait for no rank. pids: by rank."""
+    """Return texts, by rank, for processes that are stopped, in disk sleep, or have ended. pids: by rank."""
     letters = {rank: process_state(pid) for rank, pid in pids.items()}
     if "D" in letters.values():  # disk sleep is usually short: look again
         time.sleep(0.1)

@@ -88,7 +88,7 @@ class PeerStore:
     def wait_said(self) -> bool:
         """Wait until a rank has called `set_said`, for a few seconds at most; return True if one has.
 
-        Also return True if the store does not answer, so that one cannot know.
+        Also return True if the store does not answer: a rank may have called it.
         """
         deadline = time.monotonic() + _COLLECT + ASK
         while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class PeerStore:
         self._call(find)
 
     def states(self, world_size: int) -> dict[int, Any]:
-        """Return the states that ranks publish after the last `ask` or `fault`, None for ranks that do not in time.
+        """Return the states that ranks publish after the last `ask` or `fault`; None for a rank without one in time.
 
         If the store stops answering, return the states read until then.
         """
@@ -116,7 +116,7 @@ class PeerStore:
             return {}
         states: dict[int, Any] = dict.fromkeys(range(world_size))
         deadline = time.monotonic() + _COLLECT
-        # Several ranks may announce a fault: each adds FAULT.
+        # Several ranks may announce a fault, and each adds FAULT. A state written after the first of them is enough.
         request = min(FAULT, self._answer(lambda: self._store.add("asked", 0), 0))
         not_awaited = {self._rank, *halted(self.neighbours)}  # their states are looked for once
         while not self._is_silent:

@@ -55,7 +55,7 @@ class Watchdog:
         self._previous: dict[int, Any] = {}  # signal handlers
         self._is_watching = False  # `watch` was called
         self._has_announced = False  # the other ranks know that a rank is lost
-        self._has_reported = False  # states were requested since the last progress
+        self._has_reported = False  # this rank or another has reported the hang, since the last progress
         self._asked = 0  # requests for states that were answered
         # Two threads that may hang with a disk: one opens a file, one writes a state.
         self._opening: threading.Thread | None = None
@@ -133,7 +133,8 @@ class Watchdog:
                     if number in self._handlers:
                         self._handlers[number](number)
             if self._is_watching:
-                if self._opening is None and self.recorder.step:  # all ranks have joined, and the folder is locked
+                # In a step, all ranks have joined, and output.dir is locked by this job.
+                if self._opening is None and self.recorder.step:
                     self._opening = threading.Thread(target=self._register_stack_dump, daemon=True)
                     self._opening.start()
                     self._store.find_neighbours()
@@ -159,7 +160,7 @@ class Watchdog:
             self._leave("the store of the job is gone, with rank 0, but this rank still runs")
         elif asked > self._asked:
             self._asked = asked
-            if idle > self._patience / 2:  # the rank that asked prints the report
+            if idle > self._patience / 2:  # this rank hangs too: the report of the rank that asked covers it
                 self._has_reported = True
             self._write_state()
         elif idle > self._patience and self.recorder.depth and not self._has_reported:
@@ -180,7 +181,7 @@ class Watchdog:
         """Stop after the current step at the first signal, and at once at a second one."""
         if not self.stop:
             self.stop = number
-            self._one_until = time.monotonic() + TOGETHER
+            self._one_until = time.monotonic() + TOGETHER  # signals until then count as the first
         elif time.monotonic() > self._one_until:
             os._exit(128 + number)
 
@@ -191,7 +192,7 @@ class Watchdog:
             self._store.ask()
 
     def _register_stack_dump(self) -> None:
-        """Make SIGUSR2 write Python stacks even if an extension holds Python's lock, so that no thread can."""
+        """Make SIGUSR2 write Python stacks even while an extension holds the interpreter lock and no thread can run."""
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             stacks = stack_file(self._folder, self._info.rank).open("a")  # stays open as long as the process lives

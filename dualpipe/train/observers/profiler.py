@@ -42,7 +42,7 @@ class ProfiledSteps(StepWindow):
     def before(self, step: int) -> None:
         """Open the profiler if `step` is the first in the window; if it is open, begin its next step."""
         if self._profiler is not None:
-            self._profiler.step_num = step - 1  # set anew: a run may have gone back
+            self._profiler.step_num = step - 1  # set again, because a run may go back to an earlier step
             self._profiler.step()
         super().before(step)
 

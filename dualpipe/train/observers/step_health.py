@@ -2,8 +2,8 @@
 
 Each cause is named once, and again only after it has gone away.
 
-All of it is read from what a run has anyway: entries of the recorder, the reports of all ranks, and the metrics of the
-routers. No collective is added, and no device is waited for.
+The causes are found in data that a run has anyway: entries of the recorder, the reports of all ranks, and the metrics
+of the routers. No collective is added, and no device is waited for.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dualpipe.train.anomaly.guard import COLLAPSE_FRACTION
 from dualpipe.train.config.schema import Config
 
 PATIENCE = 10  # steps in a row with a symptom before it is named, and without it before it may be named again
-LOAD_PATIENCE = 100  # the same for loads: routers become even in the first steps
+LOAD_PATIENCE = 100  # the same for loads of experts, which even out only in the first steps of training
 _COLLECTIVES = {"all_to_all": ALL_TO_ALL, "gather": "gathers", "reduce": "reductions"}  # kinds of entries
 
 
@@ -80,7 +80,8 @@ def measure_waits(entries: Iterable[Entry]) -> StepWaits | None:
             pipeline += seconds
         else:
             collectives[_COLLECTIVES[entry[KIND]]] += seconds
-        if entry[BEGAN] < action_end and entry[KIND] != "all_to_all":  # as in costs from a trace
+        # A wait inside an action is no part of its cost. All-to-alls are, as in `trace.measured.Activity.cost`.
+        if entry[BEGAN] < action_end and entry[KIND] != "all_to_all":
             costs[kinds][-1] -= seconds
     return StepWaits(pipeline, dict(collectives), dict(costs)) if is_complete else None
 

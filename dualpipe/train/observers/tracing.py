@@ -63,6 +63,9 @@ class TracedSteps(StepWindow):
             self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
 
     def loads(self, step: int, loads: Sequence[float]) -> None:
-        """Record the number of tokens that each rank's experts got in a step; all are 0 in a step before the trace."""
+        """Record the number of tokens that each rank's experts got in a step.
+
+        Does nothing if all are 0: that step was before the trace. Loads are read later than their step.
+        """
         if self._tracer is not None and any(loads):
             self._tracer.loads[step] = list(loads)
