@@ -184,7 +184,7 @@ class PendingRows:
         return received
 
     def advance(self) -> None:
-        """Do nothing: all rows are in flight."""
+        """Do nothing: there is no second part, all rows are in flight. See `dualpipe.nn.segments.Pending`."""
 
     def wait(self) -> tuple[tuple[Any, ...], Any]:
         """Return the received tensors with `extra`, and the context; see `dualpipe.nn.segments.Pending`."""

@@ -3,8 +3,8 @@
 Dimensions are ("pp", "dp", "ep"), outermost first: expert-parallel ranks communicate most and are adjacent; pipeline
 ranks communicate least and are furthest apart. Example: 8 ranks as pp 2, dp 2, ep 2: ranks 0 and 1 share the experts of
 a stage, ranks 0 to 3 hold the same stages, ranks 0 and 4 are one pipeline. Context parallelism adds "cp" before "ep":
-its ranks share the rows of a batch, and each has some of the tokens. To add a dimension, name it in `TRAFFIC`, at its
-place, and add it to `build_mesh` and `_RankLayout`.
+its ranks share the rows of a batch, and each has some of the tokens. To add a dimension, name it in `TRAFFIC`, whose
+order is that of the mesh, and add it to `build_mesh` and `_RankLayout`.
 
 Parameters are sharded over all ranks that hold the same stages. With `dp_replicate`, "dp" is divided into that many
 parts, each with all parameters, sharded over the ranks of the part (HSDP). This adds no dimension to the mesh: the rows
@@ -169,7 +169,7 @@ def build_mesh(
     dp: None for all ranks that the other dimensions leave. cp: 1 for a mesh without this dimension. dp_replicate: the
     number of parts of `dp`, each of which has all parameters. timeout: the time after which a rank stops waiting for
     another (default: that of the default group). ranks_per_node: the number of successive ranks that share a node
-    (default: LOCAL_WORLD_SIZE, which torchrun sets, or without it all).
+    (default: LOCAL_WORLD_SIZE, which torchrun sets; if it is not set, all ranks).
 
     Raises ValueError, with the possible sizes, unless pp * dp * cp * ep is the number of ranks and dp_replicate divides
     dp.

@@ -51,7 +51,7 @@ class TiedGradients:
     def add(self) -> None:
         """Sum the gradients over both ends; called after a step that has reduced them. Collective over both ends.
 
-        The sums include the gradients that earlier steps did not reduce.
+        The sums include the gradients that earlier steps kept without reducing them (`sync=False`).
         """
         parameters = tied_parameters(self._stage)
         earlier_sums = self._earlier_sums or [None] * len(parameters)

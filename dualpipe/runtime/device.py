@@ -56,7 +56,7 @@ def new_stream(device: torch.device) -> Stream | None:
 
 
 def record(device: torch.device, *, timed: bool = False) -> Event | None:
-    """Record an event on the current stream and return it; None on the CPU. timed: the event has an `elapsed_time`."""
+    """Record an event on the current stream and return it; None on the CPU. timed: for `Event.elapsed_time`."""
     if device.type != "cuda":
         return None
     stream = torch.cuda.current_stream(device)

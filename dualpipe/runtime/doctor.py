@@ -34,7 +34,7 @@ OLDEST_CUDA_MAJOR = 8  # compute capability
 
 
 class Finding(NamedTuple):
-    """A line of the report. state: "error" if `dualpipe train` cannot run."""
+    """A line of the report. state: "error" if `dualpipe train` cannot run, "missing" if it does less or is slower."""
 
     state: Literal["ok", "missing", "error"]
     text: str
@@ -125,7 +125,7 @@ def _examine_compiler(num_devices: int) -> Finding:
 
 
 def _examine_gloo() -> Finding:
-    """Find the address that gloo gives to other ranks: of GLOO_SOCKET_IFNAME, otherwise of the host's name."""
+    """Find the address that gloo gives to other ranks: that of GLOO_SOCKET_IFNAME, or of the host's name without it."""
     import torch
 
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():

@@ -17,7 +17,7 @@ _LONG = {short: long for long, short in _SHORT.items()}
 
 
 def long_name(dtype: object) -> str:
-    """Return torch's name of a dtype: torch.bfloat16 -> 'bfloat16'. Other objects, such as formats: their `str`."""
+    """Return torch's name of a dtype: torch.bfloat16 -> 'bfloat16'; for other objects, such as formats, their `str`."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -25,7 +25,7 @@ from dualpipe.runtime.recorder import rank_name
 # Environment variables from the launcher, the process that starts the ranks of a machine.
 LAUNCHER = "DUALPIPE_LAUNCHER"  # its process id
 LISTENER = "DUALPIPE_LISTEN_FD"  # file descriptor of the socket of rank 0's store
-CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # file of the configuration that it has parsed
+CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # file of the configuration that the launcher has parsed
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # file for the error of this rank
 # The launcher's signal to the ranks for Ctrl-C. A terminal sends SIGINT to the ranks as well, which ignore it.
 INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)
@@ -78,7 +78,8 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
         return
     if has_launcher:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C
-        signal.signal(signal.SIGUSR2, lambda *_: None)  # by default it kills a rank whose watchdog has ended
+        # The launcher requests states by SIGUSR2. The default handler would kill a rank whose watchdog has ended.
+        signal.signal(signal.SIGUSR2, lambda *_: None)
         die_with(int(os.environ[LAUNCHER]))
     text = ""
     from_another_rank = False

@@ -122,8 +122,8 @@ def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     slots of one action (in this function, "slot" means a time slot). A rank runs F0, F1, I1 and I0 of the first
     micro-batch in fixed slots, those of each following micro-batch 6 slots later, and weight gradients in the free
     slots. Each rank runs F0 and I1 two slots later than the rank before it, and F1 and I0 one slot earlier. So it holds
-    the activations of half 0 (from F0 to I0) three slots shorter than the rank before it, and those of half 1 (from F1
-    to I1) three slots longer: the sum is equal on all ranks.
+    the activations of half 0 (from F0 to I0) for three slots less than the rank before it, and those of half 1 (from F1
+    to I1) for three slots more: the sum is equal on all ranks.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
     github.com/sail-sg/zero-bubble-pipeline-parallelism, but without the reordering at the beginning and the end of a

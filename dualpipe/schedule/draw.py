@@ -12,7 +12,7 @@ from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
 from dualpipe.schedule.types import Action, Kind
 
 PARTS = 6  # maximum number of parts of a text timeline, one below the other
-CUT = "~"  # fills the columns of a step that continues in another part, if its label is there
+CUT = "~"  # fills the columns of a step that continues in another part, if that part has its label
 LEGEND = "F forward, B backward, I backward for the input only, W weight gradients, . idle"
 
 # Name of a kind, and its colours on the first and on the later half of a rank's stages, light enough for dark text.

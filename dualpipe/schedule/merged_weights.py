@@ -17,7 +17,7 @@ from dualpipe.schedule.types import Action, Step
 def merged_weights(steps: Sequence[Step]) -> list[tuple[Action, ...]]:
     """Return for each step of a rank the actions that its "W" is merged with, itself included, in order.
 
-    The result is empty for a step that is not merged. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and 4W0
+    The tuple of a step that is not merged is empty. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and 4W0
     with 4W1 and 4W2.
     """
     merged: list[tuple[Action, ...]] = []

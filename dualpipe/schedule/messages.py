@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class Message(NamedTuple):
-    """An activation (kind "F") or a gradient (kind "B") for `microbatch` on `stage`, sent from rank `src` to `dst`."""
+    """An activation (kind "F") or a gradient (kind "B") of `microbatch`, sent from rank `src` to `dst`.
+
+    `stage` is the stage that receives it, unlike in `Result`, which has the stage that computes it.
+    """
 
     kind: str
     stage: int

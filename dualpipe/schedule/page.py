@@ -53,8 +53,8 @@ def to_html(
         steps: the training step around each timeline. If passed, whole training steps are drawn and compared.
 
     Raises:
-        ValueError: no timelines, a measured timeline without steps, or another number of names or whole steps than of
-            timelines.
+        ValueError: there are no timelines, a measured timeline has no steps, or `names` or `steps`, if passed, do not
+            have one item for each timeline.
     """
     names = names or [line.schedule.name if isinstance(line, Timeline) else "measured" for line in timelines]
     if not timelines or len(names) != len(timelines):

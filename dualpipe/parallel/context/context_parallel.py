@@ -1,8 +1,8 @@
 """Context parallelism: the ranks of a group share each sequence, and attention reads all of it.
 
 Each rank holds the tokens that `SequenceSplit` assigns to it. Attention alone reads tokens of other ranks, exchanged by
-`Communicate` segments, which the pipeline overlaps with its other micro-batch. A row has the keys and values of one
-token; with latent attention it has the latent, which each rank expands. There are three methods, for `size` ranks:
+`Communicate` segments, which the pipeline overlaps with the other action of a pair. A row has the keys and values of
+one token; with latent attention it has the latent, which each rank expands. There are three methods, for `size` ranks:
 
     ring         Rows move from rank to rank, size - 1 times. While the next rows are in flight, the queries attend to
                  the current ones (Ring Attention, arXiv:2310.01889); the outputs of a token are merged by the

@@ -134,7 +134,7 @@ class RingAttention(_BlockwiseAttention):
 
     def _hop_counts(self, block: int, length: int) -> tuple[list[int], list[int]]:
         """Return the tokens sent to each rank and received from each, in the hop from a block to the next."""
-        counts = self._ranks.split.counts(length)
+        counts = self._ranks.split.counts(length)  # by rank; negative indices go around the ring
         sent = [0] * self._size
         received = [0] * self._size
         sent[(self._rank + 1) % self._size] = counts[self._rank - block]

@@ -86,7 +86,7 @@ class UlyssesAttention:
         return torch.cat([slice_sequence(y_BSX, rank_chunks).flatten(0, 1) for rank_chunks in chunks])
 
     def _whole_sequence(self, rows: Tensor, context: Context, chunks: list) -> Tensor:
-        """Return received rows (B, S, C) in the order of the sequence: early chunks ascending, late ones descending."""
+        """Return received rows (B, S, C) in sequence order: early chunks by rank, late ones by descending rank."""
         counts = [context.batch * tokens for tokens in self._scatter_counts(context.length)[1]]
         early: list[Tensor] = []
         late: list[Tensor] = []

@@ -4,22 +4,22 @@
     meet    signal all peers, and wait for their signals: their rows have arrived
     read    slots in this rank's memory -> the received rows
 
-Both ends of a pair know the number of rows that they send to each other, but not those of other pairs. So each pair has
-slots of its own, at places that follow from the ranks alone, and a message longer than a slot goes in rounds: as many
-as the longer of the pair's two messages needs. No rank has to know the sizes of others, no buffer ever grows, and
-nothing is agreed on after the start.
+Two ranks know the numbers of rows that they send to each other, but not those of other ranks. So any two ranks have
+slots of their own, at places that follow from the ranks alone. A message longer than a slot goes in rounds: as many as
+the longer of their two messages needs. No rank has to know the sizes of others, no buffer ever grows, and nothing is
+agreed on after the start.
 
-Two slots for each direction of a pair are used in turn, and this makes a signal do two things: it says that rows have
-arrived, and that the sender has read those of the round before. Write k + 2 goes to the slot of write k, after meeting
-k + 1, before which the peer has read k:
+Between two ranks, each direction has two slots, used in turn, and this makes a signal do two things: it says that rows
+have arrived, and that the sender has read those of the round before. Write k + 2 goes to the slot of write k. It comes
+after meeting k + 1, before which the peer has read k:
 
     rank 0   write 0 | meet 0 | read 0 | write 1 | meet 1 | read 1 | write 2 | meet 2 | ...
     rank 1   write 0 | meet 0 | read 0 | write 1 | meet 1 | read 1 | write 2 | meet 2 | ...
                        slot 0                      slot 1            slot 0: both have read 0 before meet 1
 
-All ranks meet in the first round of an exchange, even with nothing to send, and pairs in later ones. Round k of an
-exchange waits only for writes of the same round, and these only for earlier rounds: exchanges that all ranks start in
-the same order cannot deadlock.
+In the first round of an exchange all ranks meet, even with nothing to send; in later rounds, only ranks that still
+have rows for each other. Round k of an exchange waits only for writes of the same round, and these only for earlier
+rounds: exchanges that all ranks start in the same order cannot deadlock.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CopyEngineAllToAll:
         self.size = memory.size
         self.device = memory.device
         self._memory = memory
-        # From the next rank on, so that the ranks write to different peers at a time.
+        # From the next rank on, so that the ranks write to different peers at the same time.
         self._peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
         self._rounds = [0] * self.size  # rounds so far with each peer, the same at both ends
 
@@ -116,7 +116,7 @@ class CopyEngineAllToAll:
             if round_number == 0:
                 self._memory.meet_all()
             else:
-                self._memory.meet(peers)  # some of these meet others in this round that this rank does not
+                self._memory.meet(peers)  # a peer may also meet ranks in this round that are not among `peers`
             for peer in peers:
                 self._copy(self._slot(self.rank, peer, peer), received[peer][start:], is_write=False)
                 self._rounds[peer] += 1

@@ -11,7 +11,8 @@ from torch import Tensor
 
 ALIGNMENT = 16  # bytes; copies of aligned memory are the fastest
 # Bytes of a rank's slots by device. On CUDA one round is enough for 4096 tokens of width 2048 in bfloat16 on 8 ranks,
-# wherever they go: a token goes to a rank once, so a message has at most 4096 rows, 16 MiB, and 7 peers have two slots.
+# wherever they go: a token goes to a rank once, so a message has at most 4096 rows, 16 MiB, and two such slots for each
+# of 7 peers take 224 MiB.
 BUFFER_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}
 
 
@@ -34,14 +35,16 @@ class PeerMemory(Protocol):
         """
 
     def meet_all(self) -> None:
-        """Meet all peers, which also meet all of theirs. A meeting of all matches none of `meet`."""
+        """Meet all peers; every rank of the group calls this. A call of `meet` on another rank does not match it."""
 
     def hang_up(self) -> None:
-        """End the waits of the peers for this rank and its own, now and later, if the memory can."""
+        """End the peers' waits for this rank, and this rank's own waits, now and later, if the memory can."""
 
     def run(self, exchange: Callable[[], None]) -> dist.Work:
-        """Run an exchange after all earlier ones. On CUDA it is queued on the current stream; on the CPU a thread runs
-        it. `wait` of the result is that of `AsyncAllToAll.start`."""
+        """Run an exchange after all earlier ones: on CUDA on the current stream, on the CPU on a thread.
+
+        `wait` of the result is as described in `AsyncAllToAll.start`.
+        """
 
 
 class SlotLayout(NamedTuple):
@@ -56,7 +59,7 @@ class SlotLayout(NamedTuple):
     @staticmethod
     def within(ranks: int, buffer_bytes: int) -> SlotLayout:
         """Return the layout with the largest slots that fit into `buffer_bytes`. Raises ValueError if none do."""
-        num_slots = 2 * max(1, ranks - 1)  # of a rank alone: unused
+        num_slots = 2 * max(1, ranks - 1)  # a rank without peers has two, which it does not use
         slot_bytes = buffer_bytes // num_slots // ALIGNMENT * ALIGNMENT
         if slot_bytes == 0:
             raise ValueError(f"a buffer of {buffer_bytes} bytes has no room for {num_slots} slots of {ALIGNMENT} "

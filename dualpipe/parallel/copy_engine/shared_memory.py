@@ -35,7 +35,7 @@ _COUNTER_BYTES = 64  # a cache line for each counter
 _FOLDER = Path("/dev/shm")  # a file system in memory, on Linux
 _SHORTEST_POLL = 2e-5  # seconds between two reads of a counter, at first
 _LONGEST_POLL = 1e-3
-_CHECK = 0.1  # seconds between two looks whether a peer is alive
+_CHECK = 0.1  # seconds between two checks that a peer is alive
 
 
 class SharedMemory:
@@ -153,7 +153,7 @@ class SharedMemory:
         self._has_hung_up = True
         self._own.abandon()
         if self._last is not None:
-            wait([self._last], 10 * _CHECK)  # a thread inside a copy aborts a process that ends
+            wait([self._last], 10 * _CHECK)  # a process that ends while its thread is inside a copy aborts
 
     def run(self, exchange: Callable[[], None]) -> dist.Work:
         """Run the exchange on a thread, after the last one; see `PeerMemory.run`."""

@@ -22,8 +22,8 @@ from dualpipe.parallel.copy_engine.peer_memory import SlotLayout
 from dualpipe.runtime import device
 from dualpipe.runtime.ranks.process_groups import timeout_of
 
-# Channels of the signals. With NVLink's multicast, `barrier` counts arrivals in the memory that signals of its channel
-# use: signals of pairs have a channel of their own.
+# Channels of the signals. With NVLink's multicast, `barrier` counts arrivals in the memory of its channel's signals:
+# signals between two ranks have a channel of their own.
 _ALL = 0
 _PAIRS = 1
 

@@ -4,11 +4,11 @@
 repository documents it, and tested on CPU ranks with a stand-in of the same signatures.
 
 DeepEP's kernels send a token once to each node over the network while they forward it within the node over NVLink, and
-sum the outputs of a token's experts on the way back, in the node and at the token. So its sums, and those of gradients,
-round in other places than those of `one_hop` and `two_hop`. It takes rows in bfloat16, FP8 with one scale for 128
-elements, and weights in float32. Its kernels run on a stream of their own; the host waits only in the first dispatch of
-a layer's forward, for the row counts. `ExpertParallel` counts no bytes that it sends. A rank that is gone shows as an
-error of CUDA after DeepEP's own timeout.
+sum the outputs of a token's experts on the way back, first in the node, then at the rank of the token. So its sums, and
+those of gradients, round in other places than those of `one_hop` and `two_hop`. Rows are in bfloat16, or in FP8 with
+one scale for 128 elements; weights are in float32. Its kernels run on a stream of their own; the host waits only in the
+first dispatch of a layer's forward, for the row counts. `ExpertParallel` does not count the bytes that it sends. The
+loss of a rank shows as an error of CUDA after DeepEP's own timeout.
 
 Dimension letters: T tokens, K experts per token, R received rows, H hidden.
 """
@@ -110,7 +110,7 @@ class _Dispatch:
         return _Pending(start)
 
     def again(self, context: _Context, inputs: tuple[Tensor, Tensor, Tensor]) -> Pending:
-        """Send the tokens alone, on the ways of the forward."""
+        """Send the tokens alone, to the same ranks as in the forward."""
         buffer = self._buffer
         received_rows, *_, arrived = buffer.dispatch(
             self._rows(inputs[0]), handle=context.received.handle, previous_event=buffer.capture(), async_finish=True,
@@ -125,7 +125,7 @@ class _Dispatch:
         d_rows_RH = gradient_rows(gradients[0], shape, torch.bfloat16, weights_RK.device)
         d_weights_RK = gradient_rows(
             gradients[1], (weights_RK.shape[0], weights_RK.shape[1]), weights_RK.dtype, weights_RK.device)
-        d_weights_RK = d_weights_RK.masked_fill(received.ids < 0, 0)  # a choice has a gradient from its own rank alone
+        d_weights_RK = d_weights_RK.masked_fill(received.ids < 0, 0)  # the expert's rank alone has the gradient
         d_x_TH, d_weights_TK, arrived = buffer.combine(
             d_rows_RH.contiguous(), received.handle, topk_weights=d_weights_RK, previous_event=buffer.capture(),
             async_finish=True, allocate_on_comm_stream=True)

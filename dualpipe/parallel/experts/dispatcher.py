@@ -61,11 +61,13 @@ class ExpertParallel:
     32 for mxfp8. The experts must accept the keyword `quantized`; outputs and gradients keep their dtype. None: rows
     are dispatched in their own dtype.
     dispatch: the way of a row: "all_to_all" to each rank with experts of its token, "two_hop" to each node with experts
-    of it, then within the node (`dualpipe.parallel.experts.two_hop`). Both have the same bits. "auto": in two hops
-    between nodes that each have as many of the ranks, more than one. "deep_ep": by DeepEP's kernels, for rows in
-    bfloat16, with other bits (`dualpipe.parallel.experts.deep_ep`, which has never run); never by "auto".
-    ranks_per_node: the number of successive ranks of the job that share a node, or of an `AsyncAllToAll` without a
-    process group; None: for processes LOCAL_WORLD_SIZE, which torchrun sets, and otherwise all ranks.
+    of it, then within the node (`dualpipe.parallel.experts.two_hop`). Both give the same bits. "auto": two hops if the
+    ranks are on several nodes, each with the same number of them, more than one; otherwise "all_to_all". "deep_ep": by
+    DeepEP's kernels, for rows in bfloat16, with other rounding (`dualpipe.parallel.experts.deep_ep`, which has never
+    run).
+    ranks_per_node: the number of successive ranks that share a node: ranks of the job, or of an `AsyncAllToAll` without
+    a process group. None: LOCAL_WORLD_SIZE, which torchrun sets; if it is not set, or there is no process group, all
+    ranks.
 
     hidden_size: the number of columns of the rows, required by "deep_ep".
 
@@ -108,7 +110,8 @@ class ExpertParallel:
     def sent_bytes(self) -> int:
         """Number of bytes sent to other ranks, without the row counts.
 
-        A forward sends each rank three counts of 8 bytes, in two hops another one and one for each rank of a node.
+        A forward also sends three numbers of 8 bytes to each rank; with two hops, one more, and one for each rank of a
+        node.
         """
         return 0 if self._stream is None else self._stream.sent_bytes
 
@@ -215,7 +218,7 @@ def _ranks_by_node(ranks: AsyncAllToAll, ranks_per_node: int | None) -> list[ran
 
 
 def _resolved_dispatch(dispatch: Dispatch, nodes: list[range]) -> Dispatch:
-    """Return the way of rows between these ranks; raise ValueError if it is "two_hop" and they do not fit it."""
+    """Return `dispatch`, with "auto" resolved; raise ValueError for "two_hop" on ranks that do not fit it."""
     sizes = [len(node) for node in nodes]
     fits = len(nodes) > 1 and len(set(sizes)) == 1
     if dispatch == "two_hop" and not fits:

@@ -34,7 +34,7 @@ def dequantized(
 
 
 class PendingFp8Rows(PendingRows):
-    """Second dispatch of rows (S, H) in flight, for a recompute.
+    """Repeated dispatch of rows (S, H) in flight, for a recompute.
 
     weights_RK, received: results of the first dispatch.
     """

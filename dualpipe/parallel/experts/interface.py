@@ -54,8 +54,8 @@ class Received(NamedTuple):
 class Dispatcher:
     """Dispatch of one layer's tokens to their experts, and the combine. This base class has all experts on one rank.
 
-    dispatch and combine are None without communication; the plan is then a `Received`. The rows that combine returns
-    are for `finish` alone, whose gradient is the same for all rows of a token.
+    dispatch and combine are None without communication; the plan is then a `Received`. Pass the rows that combine
+    returns to `finish` alone: it gives all rows of a token the same gradient, which a backward by two hops relies on.
     """
 
     dispatch: Communication | None = None  # rows, weights, plan -> rows (R, H), weights (R, K), Received

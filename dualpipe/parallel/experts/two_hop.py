@@ -4,7 +4,7 @@
     hop 2    from rank (m, p) to rank (m, q)    one row for each token and rank, within the node
 
 On 8 nodes of 8 ranks, a token of DeepSeek-V3 has experts on 7.4 ranks on average, but on at most 4 nodes, on average on
-3.6: its router chooses from `topk_group` groups of experts, of which each node has whole ones.
+3.6: its router chooses from `topk_group` = 4 groups of experts, and each node has whole groups.
 
 Results and gradients have the same bits as with one hop (`one_hop`). The experts receive the same rows in the same
 order: by the rank of the token, then by the token. Rows that return are sent directly, one for each token and rank, and
@@ -123,7 +123,7 @@ class _TwoHopCombine(Combine):
 
 
 class _TwoHopRows(PendingRows):
-    """Rows in flight by two hops. A subclass sends the first hop, then sets the counts and the order."""
+    """Rows in flight by two hops. A subclass sets the counts and the order, and sends the first hop."""
 
     _counts: HopCounts
     _order: Tensor
@@ -163,7 +163,7 @@ class _TwoHopRows(PendingRows):
 
 
 class _RepeatedTwoHopRows(_TwoHopRows):
-    """Rows of a plan in flight, on the ways of an earlier dispatch.
+    """Rows of a plan in flight, to the same ranks as in an earlier dispatch.
 
     block: elements under a scale if the rows are sent in FP8. results: called with the received tensors by `wait`.
     """
@@ -224,7 +224,7 @@ class _PendingTwoHopDispatch(_TwoHopRows, PendingDispatch):
         return sizes
 
     def _forwarded(self, arrived: list[Tensor]) -> list[Tensor]:
-        """Return the rows for each rank of the node, with weights and choices of its experts, and note the hops."""
+        """Return the rows for each rank of the node, with weights and choices of its experts, and store the hops."""
         sizes = self._sizes
         inputs = self._inputs
         assert sizes is not None and inputs is not None, "the first hop comes first"
@@ -252,8 +252,8 @@ class _PendingTwoHopDispatch(_TwoHopRows, PendingDispatch):
 def _hop_counts(stream: CommStream, sent: list[list[int]], received: list[list[int]]) -> HopCounts:
     """Return the row counts of both hops. sent, received: for each rank its record, see `PendingDispatch`.
 
-    A record holds the number of rows for the rank, two others, the number of rows for its node, and those for each rank
-    of its node.
+    A record holds the number of rows for the rank, that of their (row, expert) pairs, the number of rows for its node,
+    those for each rank of its node, and the row format.
     """
     per_node = len(stream.node)
     ranks = range(stream.size)
@@ -271,7 +271,7 @@ def _hop_counts(stream: CommStream, sent: list[list[int]], received: list[list[i
 def _order_by_rank(counts_G: Tensor, per_node: int, total: int) -> Tensor:
     """Return the permutation (R,) of received rows to the order of the ranks of their tokens.
 
-    They come by (place of that rank in its node, its node), the order in which the second hop receives them.
+    The second hop receives them sorted by the place of that rank in its node, then by its node.
 
     counts_G: the number of rows from each rank. total: their sum.
     """

@@ -87,7 +87,7 @@ class StageParameters:
                                  "gathered for a whole step; leave offload_policy out")
 
     def _check_towers(self) -> None:
-        """Raise ValueError for a frozen module in another dtype than all trained parameters, without casts between.
+        """Raise ValueError for a frozen module in a dtype that no trained parameter has, without casts between them.
 
         `fully_shard` adds no such casts. `shard` adds them, and disables `cast_forward_inputs`.
         """

@@ -93,10 +93,10 @@ def materialize(
 ) -> None:
     """Allocate the parameters of `module` on `device`, in the storage dtypes of the plan, and fill them.
 
-    A parameter on meta is allocated, of a DTensor the local shard. A plain parameter with values moves to the device, a
-    DTensor with values stays where it is, and buffers move with their values. Every tensor remains the same object, so
-    that tied tensors stay tied, also across calls for the stages of one rank. Then the parameters are filled, one at a
-    time:
+    A parameter on meta is allocated; if it is a DTensor, only its local shard is. A plain parameter with values moves
+    to the device, a DTensor with values stays where it is, and buffers move with their values. Every tensor remains the
+    same object, so that tied tensors stay tied, also across calls for the stages of one rank. Then the parameters are
+    filled, one at a time:
 
     - with `seed`, by `module.init_weights(seed)`;
     - with `source`, from whole tensors by name, of which only this rank's part is read. It needs every parameter and
@@ -112,9 +112,9 @@ def materialize(
     afterwards. FSDP2 copies an uneven shard once more, to pad it, when it first runs.
 
     Raises ValueError before anything is changed, with a line for each of the first 200 problems: a buffer without a
-    value, unless a distributed checkpoint has it; names that `source` lacks, or has and the module does not; other
-    shapes; values that the plan's dtype would round, except in frozen modules, which the plan narrows deliberately.
-    Raises it afterwards for parameters that `init_weights` did not fill and for tied names whose values differ.
+    value, unless a distributed checkpoint has it; names that only `source` or only the module has; shapes that differ;
+    values that the plan's dtype would round, except in frozen modules, which the plan narrows deliberately. Raises it
+    afterwards for parameters that `init_weights` did not fill and for tied names whose values differ.
     """
     check_materialize(module, plan, seed=seed, source=source)
     device = torch.device(device)
@@ -256,7 +256,7 @@ def _rounded(dtypes: Mapping[str, torch.dtype], slot: Slot, storage: torch.dtype
 
 
 def _rounds(dtype: torch.dtype, storage: torch.dtype) -> bool:
-    """Return True if a cast may change values, by precision or range; of integers and booleans, any cast."""
+    """Return True if a cast may change values, by precision or range. Any cast of integers or booleans counts."""
     if not (dtype.is_floating_point and storage.is_floating_point):
         return dtype != storage
     old = torch.finfo(dtype)

@@ -150,7 +150,7 @@ def _fully_shard(
         for module in modules:
             module.register_forward_pre_hook(lambda *_: attach_all(gathers), prepend=True)
     if mesh.size() != dense_mesh.size() and isinstance(first, FSDPModule):
-        # FSDP2 takes the mean over the unit's mesh; the hook divides by the remaining factor, to the mean over
+        # FSDP2 takes the mean over the unit's mesh; the hook divides by the remaining factor, which gives the mean over
         # `dense_mesh`. set_gradient_divide_factor is not an option: gloo lacks the reduction that it uses, and if FSDP2
         # is made to use sums instead, it divides twice on a mesh of one rank.
         first.set_all_reduce_hook(divide)

@@ -52,7 +52,8 @@ class _Node:
     is_host: bool
     direct_key: Key | None = None  # of the parameters that the module owns directly
     narrow: torch.dtype | None = None  # compute dtype of directly owned parameters gathered in a wider one, if any
-    # Of all floating-point parameters that the module owns directly, including frozen scalars, in order.
+    # Compute and output dtypes of all floating-point parameters that the module owns directly, including frozen
+    # scalars, in order.
     casts: dict[CastDTypes, None] = field(default_factory=dict)
     children: list[_Node] = field(default_factory=list)
     keys: set[Key] = field(default_factory=set)  # of all parameters inside

@@ -46,8 +46,8 @@ class Rule:
     for a caller that mixes the output with other tensors. storage, reduce, save: see the head of this file.
 
     A `Format`, or its name, quantizes weights: `storage` stores them in the format, with float32 masters if they are
-    trained; `gather` quantizes plain shards for each gather. It applies to the weights that match the pattern, that
-    `dualpipe.quantized.quantize_model.quantizable` lists, and that no module pins (see `resolve_dtypes`).
+    trained; `gather` quantizes plain shards for each gather. A format applies to the weights that match the pattern,
+    that `dualpipe.quantized.quantize_model.quantizable` lists, and that no module pins (see `resolve_dtypes`).
 
     Raises ValueError for an empty pattern, a rule without a dtype, dtypes that are not floating-point, unknown formats,
     and formats in both `storage` and `gather`.

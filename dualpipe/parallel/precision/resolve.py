@@ -75,7 +75,7 @@ def resolve_dtypes(
     Vectors that a module owns beside parameters of a wider dtype (`dt_bias` in bfloat16 beside `A_log` in float32) are
     stored and reduced in the widest, since FSDP2 cannot keep them apart; a forward sees each in its compute dtype.
 
-    Raises ValueError if a rule or `keep_fp32` matches nothing, or the rule of a format no weight that can be quantized;
+    Raises ValueError if a rule or `keep_fp32` matches nothing, or a rule with a format matches no quantizable weight;
     if a rule stores a tensor in less than it computes in, quantizes a tied weight or one that does not fit the format,
     or contradicts another; if no name of `source_dtypes` is in the model; or if FSDP2 could not keep the dtypes apart
     (not checked if `sharded` is false).
@@ -305,7 +305,7 @@ def _decide(
     if not requested.is_floating_point:
         return TensorDTypes(requested, requested, requested, "not floating point")
     loaded = requested
-    if source is not None and source.is_floating_point and source.itemsize > 1:  # quantized ones load as requested
+    if source is not None and source.is_floating_point and source.itemsize > 1:  # 8-bit tensors load as requested
         loaded = torch.promote_types(source, requested)
     gather = rule_dtypes.get("gather")
     rule_storage = rule_dtypes.get("storage")

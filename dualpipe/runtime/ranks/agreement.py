@@ -73,7 +73,7 @@ class Agreement:
         self._replicas_differ = any(record.value != sizes for record in self._exchange(Record(value=sizes)))
 
     def lowest(self, number: int) -> int:
-        """Return the lowest number of all ranks and their replicas."""
+        """Return the lowest of the numbers that all ranks and their replicas pass."""
         return self._combine_everywhere(Summary(key=number)).key
 
     def wait_for_all(self) -> None:
@@ -92,7 +92,7 @@ class Agreement:
             kind: the type of the record.
             record: returns the record of this rank.
             conclude: returns the conclusion from the records of all ranks, or raises ValueError.
-            same_everywhere: a JSON value that replicas must have in common.
+            same_everywhere: a JSON value that must be the same on a rank and its replicas.
         """
         own_record: R | None = None
         error: BaseException | None = None

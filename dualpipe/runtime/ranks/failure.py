@@ -214,7 +214,7 @@ class StepFailure:
         return None
 
     def hang_up(self, cause: Cause) -> None:
-        """End the process groups and the other waits once: peers that wait for this rank raise at once."""
+        """End the process groups and the other waits: peers that wait for this rank raise. Later calls do nothing."""
         with self._lock:
             if self._cause is not None or not self.has_peers:
                 return

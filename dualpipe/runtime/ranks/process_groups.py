@@ -38,8 +38,8 @@ def create_groups(
     """Create a process group for each request; collective over `parent`, while ranks outside of it take no part.
 
     This rank is in every requested group. All ranks of `parent` request the same number of groups, and the ranks of one
-    group request it at the same index. NCCL's communicators are made at their first use, which no timeout ends: make
-    sure beforehand that all ranks are there.
+    group request it at the same index. NCCL makes a communicator at its first use, which waits forever if a rank is
+    missing: make sure beforehand that all ranks are there.
 
     Args:
         requests: global ranks, and the use of the group, which sets the limits of NCCL.

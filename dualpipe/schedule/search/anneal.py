@@ -220,7 +220,7 @@ def orders_of(schedule: Schedule) -> list[RankOrder]:
 
 
 def with_steps(schedule: Schedule, ranks: Sequence[Sequence[TimedStep]]) -> Schedule:
-    """Return the schedule with other steps."""
+    """Return a copy of `schedule` with the steps `ranks`."""
     return replace(schedule, ranks=tuple(tuple(timed.step for timed in steps) for steps in ranks))
 
 

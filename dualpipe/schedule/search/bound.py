@@ -116,7 +116,7 @@ def _priced_work(stages: Sequence[int], costs: Costs, *, with_weights: bool) -> 
         forwards = [prices["F", s] for s in stages]
         backwards = []
         for s in stages:
-            # Without them, a "W" may run or be deferred: take the cheaper of the two, as a price can be negative.
+            # Without `with_weights`, the "W" may be deferred and then costs 0. A price can be negative: take the lower.
             weights = prices["W", s] if with_weights else min(0.0, prices["W", s])
             backwards.append(min(prices["B", s], prices["I", s] + weights))
         yield sum(forwards) + sum(backwards), max(0.0, *forwards)

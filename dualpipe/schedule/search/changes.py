@@ -82,7 +82,7 @@ def _split(order: RankOrder, index: int, step: list[Work], later: int) -> RankOr
 
 
 def _join(order: RankOrder, index: int, step: list[Work]) -> RankOrder:
-    """Join the backward of the input with the next weight gradients of its stage to a full backward."""
+    """Join an "I" and the next "W" of its stage into a full backward."""
     _, stage = step[0]
     weights: Work = ("W", stage)
     weights_index = next(later for later in range(index + 1, len(order)) if weights in order[later])

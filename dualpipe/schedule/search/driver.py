@@ -4,8 +4,8 @@ The search starts from the known schedules that fit the memory, and from the sch
 of them in several chains and in rounds; after each round, the best chain replaces the worst. For many micro-batches, it
 orders only some of them and repeats a window of the steady state for the rest.
 
-The result depends on the inputs and the seed alone: the effort is a number of changes, not a time, and a chain does not
-depend on the process it runs in.
+The result depends on the inputs and the seed alone: the effort limits the number of changes, not the time, and a chain
+does not depend on the process it runs in.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ def _known(num_ranks: int, num_microbatches: int, problem: _Problem) -> Iterator
 
 
 def _search_schedules(known: Iterable[Timeline], empty: Schedule, problem: _Problem) -> Iterator[Schedule]:
-    """Yield the schedules that annealing ends with, for all micro-batches of `empty`."""
+    """Yield the result of each annealed chain, extended to the number of micro-batches of `empty`.
+
+    known: the known schedules that fit the memory. empty: a schedule without steps, with the placement.
+    """
     num_microbatches = empty.num_microbatches
     num_searched = min(num_microbatches, max(MAX_SIZE // empty.num_ranks, 2 * empty.num_ranks + 2))
     num_searched += (num_microbatches - num_searched) % max(WINDOW_SIZES)  # the rest is a multiple of every window size
