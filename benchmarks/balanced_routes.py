@@ -1,4 +1,4 @@
-"""Routes that are even by construction, in place of a router's own choice: loads that do not change from run to run."""
+"""Balanced routes to replace a router's own choice, so that expert loads do not change from run to run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class BalancedRoutes:
-    """A `Choice` of a router: the T * K choices go round the experts, so that loads differ by one at most.
+    """A router's `Choice` that assigns the T * K choices to the experts in turn, so that loads differ by one at most.
 
-    stride: between the experts of one token, without a divisor in common with E. It decides how many ranks a token is
-    sent to: 1 takes neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4, stride
-    1: tokens go to (0, 1), (2, 3), (0, 1), ...; stride 3: (0, 3), (2, 1), (0, 3), ...
+    stride: the distance between the experts of one token, coprime to E. It decides how many ranks a token is sent to:
+    1 picks neighbours, mostly on one rank; E / K + 1 spreads the token widely. Example: K = 2 of E = 4. With stride 1,
+    tokens go to (0, 1), (2, 3), (0, 1), ...; with stride 3, to (0, 3), (2, 1), (0, 3), ...
 
     Raises `ValueError` for a stride that leaves experts out.
     """
@@ -31,8 +31,11 @@ class BalancedRoutes:
 
 
 def random_like_stride(num_experts: int, top_k: int, ranks: int) -> int:
-    """The stride at which `BalancedRoutes` sends a token to as many of `ranks` as random experts would, or nearly:
-    for 8 of 64 experts over 8 ranks 5. Random experts are on 5.4 ranks, those of stride 1 on one, 5 on 5, 9 on 8."""
+    """Return the stride whose routes reach about as many of `ranks` per token as random experts would.
+
+    Example: 5 for 8 of 64 experts over 8 ranks. Random experts are on 5.4 ranks; stride 1 reaches 1 rank, stride 5
+    reaches 5, stride 9 reaches 8.
+    """
     each = num_experts // ranks
     random = ranks * (1 - math.comb(num_experts - each, top_k) / math.comb(num_experts, top_k))
 

@@ -1,10 +1,10 @@
-"""How fast is attention by each of torch's kernels, and by FlexAttention with documents?
+"""Benchmark attention by each of torch's backends, and FlexAttention on packed documents.
 
-Causal attention in bfloat16 with the heads of each model, forward and backward, one sequence of all tokens. `causal`
-runs each of torch's backends by itself, and FlashAttention 3 and 4 where torch finds them; `documents` runs a packed
-sequence of four documents as the library does, which is FlexAttention on a GPU. Each way is checked before it is timed,
-against float32, on a short sequence. `of dense` is the part of the dense rate of the same run; a way that cannot run
-has a reason.
+Causal attention in bfloat16 with the heads of each model, forward and backward, on one sequence of all tokens. `causal`
+runs each of torch's backends by itself, and FlashAttention 3 and 4 where torch finds them. `documents` runs a packed
+sequence of four documents as the library does: FlexAttention on a GPU. Each way is checked against float32 on a short
+sequence before it is timed. `of dense` is the fraction of the dense GEMM rate of the same run. A way that cannot run
+gets a row with the reason.
 
     python benchmarks/bench_attention.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 
@@ -33,7 +33,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Heads(NamedTuple):
-    """Numbers of heads, and dimensions of one."""
+    """Head counts and head dimensions."""
 
     A: int
     G: int
@@ -48,9 +48,9 @@ MODELS = {
 }
 SIZES = MODELS | {"tiny": Heads(4, 2, 16, 16), "tiny clamped": Heads(3, 1, 24, 16)}
 TOKENS = (4096, 8192)
-DOCUMENTS = 4  # of a packed sequence
-CHECKED = 512  # tokens
-TOLERANCE = 2e-2  # of results and gradients in bfloat16
+DOCUMENTS = 4  # per packed sequence
+CHECKED = 512  # tokens of the sequence that is checked
+TOLERANCE = 2e-2  # for results and gradients in bfloat16
 BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -58,7 +58,7 @@ BACKENDS = {
 
 
 def operands(heads: Heads, tokens: int, device: torch.device) -> list[Tensor]:
-    """q, k and v of one sequence, which need gradients."""
+    """Return random q, k and v of one sequence, with `requires_grad`."""
     shapes = ((heads.A, heads.D), (heads.G, heads.D), (heads.G, heads.V))
     return [torch.randn(1, number, tokens, width, device=device, dtype=torch.bfloat16).requires_grad_()
             for number, width in shapes]
@@ -73,7 +73,7 @@ def packed(q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
 
 
 def make_context(heads: Heads, tokens: int, device: torch.device) -> Context:
-    """Return what `attend` knows of a sequence of `DOCUMENTS` documents."""
+    """Return the `Context` of a packed sequence of `DOCUMENTS` documents."""
     positions = torch.arange(tokens, device=device) % max(1, tokens // DOCUMENTS)
     x = torch.empty(1, tokens, 1, device=device, dtype=torch.bfloat16)
     return Context(Rotary(heads.D, 1e4), x, positions.unsqueeze(0))
@@ -81,7 +81,7 @@ def make_context(heads: Heads, tokens: int, device: torch.device) -> Context:
 
 @contextmanager
 def flash_release(name: str) -> Iterator[None]:
-    """Have `scaled_dot_product_attention` use another release of FlashAttention that torch knows of."""
+    """Make `scaled_dot_product_attention` use the FlashAttention release that torch registers as `name`."""
     attention.activate_flash_attention_impl(name)
     try:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
@@ -91,7 +91,7 @@ def flash_release(name: str) -> Iterator[None]:
 
 
 def ways(kind: str, heads: Heads, device: torch.device) -> dict[str, tuple[AbstractContextManager, Callable]]:
-    """By name: within what an attention is run, and a function from a number of tokens to it."""
+    """Return, by name, the context manager to run an attention in and a factory from a token count to the attention."""
     if kind == "documents":
         return {"library": (nullcontext(), lambda tokens: partial(packed, context=make_context(heads, tokens, device)))}
     found = {name: (sdpa_kernel(backend), lambda tokens: causal) for name, backend in BACKENDS.items()}
@@ -100,13 +100,13 @@ def ways(kind: str, heads: Heads, device: torch.device) -> dict[str, tuple[Abstr
 
 
 def run_both(way: Attention, leaves: list[Tensor], d_out: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The result, and the gradients of q, k and v."""
+    """Return the result and the gradients of q, k and v."""
     out = way(*leaves)
     return out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out) if d_out is None else d_out)
 
 
 def exact(leaves: list[Tensor], documents: Tensor | None, d_out: Tensor) -> tuple[Tensor, ...]:
-    """Attention by its definition in float32, with the gradients."""
+    """Compute attention by its definition in float32; return the result and the gradients."""
     wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
     tokens = leaves[0].shape[2]
     seen = torch.ones(tokens, tokens, dtype=torch.bool, device=d_out.device).tril()
@@ -131,7 +131,7 @@ def check(name: str, make: Callable[[int], Attention], heads: Heads, tokens: int
 
 
 def measure(machine: Machine, model: str, tokens: int, kind: str) -> Iterator[Row]:
-    """Forward, and forward with backward, of every way."""
+    """Yield the rows of every way: forward, and forward with backward."""
     heads, device = SIZES[model], machine.device
     for name, (within, make) in ways(kind, heads, device).items():
         try:
@@ -147,13 +147,13 @@ def measure(machine: Machine, model: str, tokens: int, kind: str) -> Iterator[Ro
 
 
 def time_way(name: str, way: Attention, leaves: list[Tensor], documents: int, machine: Machine) -> Iterator[Row]:
-    """Operations are those of what a query sees: half of the square of each document."""
+    """Time one way. FLOPs count only the visible keys of each query: half of each document's square."""
     q, _, v = leaves
     tokens = q.shape[2]
     forward_flops = 2 * q.shape[1] * (tokens * tokens // documents // 2) * (q.shape[-1] + v.shape[-1])
     runs: dict[str, tuple[Callable[[], Any], float]] = {
         "forward": (lambda: way(*(leaf.detach() for leaf in leaves)), 1.0),
-        "forward and backward": (lambda: run_both(way, leaves), 3.5),  # two products, and five
+        "forward and backward": (lambda: run_both(way, leaves), 3.5),  # two GEMMs forward, five backward
     }
     for direction, (run, times) in runs.items():
         ms = time_ms(run)

@@ -1,16 +1,16 @@
-"""What do checkpoints cost? Bandwidth next to `torch.save` and `dd`, time that training is blocked, and host memory.
+"""Benchmark checkpoints: bandwidth next to `torch.save` and `dd`, time that training is blocked, and host memory.
 
-Ranks are CPU processes joined by gloo, each with its own share of float32 tensors, written to one directory. Medians
-over rounds, from a barrier to the slowest rank; what is compared is timed in turn, and so under the same load.
+Ranks are CPU processes joined by gloo. Each has its own share of float32 tensors, and all write to one directory. Times
+are medians over rounds, from a barrier to the slowest rank. Compared calls take turns, so they run under the same load.
 
-    dd            all the bytes, in one stream of zeros, flushed (conv=fsync): what the disk takes
-    torch.save    each rank its tensors into one file, flushed; torch.load (weights_only) reads it back
-    save, load    ours; load reads everything twice, as it first verifies the checksums. Files are in the page cache
+    dd            one stream of zeros with all the bytes, flushed (conv=fsync): the bandwidth of the disk
+    torch.save    each rank writes its tensors to one file, flushed; torch.load (weights_only) reads it back
+    save, load    ours; load reads everything twice, as it verifies the checksums first. Files are in the page cache
     sha256        a save and a load with SHA-256 in place of XXH3
-    blocked       until save_async returns, next to a copy of the share in memory; the first has new memory to touch
-    beside        how fast a loop of Python runs on the rank while its checkpoint is written, over the same loop alone;
-                  with as many free cores as ranks and writers, it is the interpreter that a thread takes from training
-    memory        the most that a save adds to what the rank and its writer hold, over the rank's share
+    blocked       time until save_async returns, next to a copy of the share in memory; the first touches new memory
+    beside        speed of a Python loop on the rank while its checkpoint is written, over the same loop alone; with as
+                  many free cores as ranks and writers, the loss is the interpreter that a thread takes from training
+    memory        peak memory that a save adds to the rank and its writer, over the rank's share
 
     python benchmarks/bench_checkpoint.py [--ranks 2] [--mb 200] [--rounds 5] [--dir DIR] [--json] [--save]
 """
@@ -40,7 +40,7 @@ from dualpipe.checkpoint import Checkpoints, load
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
 
-SECONDS = 3600.0  # after which the ranks are given up
+SECONDS = 3600.0  # timeout of the ranks
 SMALL = 100  # tensors of 4 KB, beside large ones
 GOALS = {  # at least (>=) or at most (<=)
     "save / dd": (">=", 0.8), "load / torch.load": (">=", 0.8),  # both with checksums
@@ -55,7 +55,7 @@ def make_state(rank: int, megabytes: int) -> dict[str, torch.Tensor]:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Seconds of the slowest rank."""
+    """Return the seconds of the slowest rank."""
     dist.barrier()
     start = time.perf_counter()
     call()
@@ -65,7 +65,7 @@ def timed(call: Callable[[], Any]) -> float:
 
 
 def medians(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Of each call, the first time of which does not count."""
+    """Return the median time of each call over `rounds`; a first, uncounted round warms up."""
     times = [{name: timed(call) for name, call in calls.items()} for _ in range(rounds + 1)]
     return {name: statistics.median(row[name] for row in times[1:]) for name in calls}
 
@@ -84,7 +84,7 @@ def dd(path: Path, size: int) -> None:
 
 
 class Memory:
-    """Watches how much this process and its writer hold: the rank's pages, and what the writer has of its own."""
+    """Watcher of the peak memory of this process and its writer: the rank's pages and the writer's private ones."""
 
     def __init__(self) -> None:
         self._done, self.most = threading.Event(), 0
@@ -110,7 +110,7 @@ class Memory:
 
 
 def field(pid: int | str, name: str) -> int:
-    """Bytes of a line of /proc/PID/status; 0 for a process that has ended."""
+    """Return the bytes on a line of /proc/PID/status; 0 for a process that has ended."""
     try:
         with open(f"/proc/{pid}/status") as lines:
             return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
@@ -119,7 +119,7 @@ def field(pid: int | str, name: str) -> int:
 
 
 def loops_until(done: Callable[[], bool]) -> float:
-    """Turns a second of a loop of Python, until `done`, which is asked seldom."""
+    """Run a Python loop until `done`, which is polled rarely; return its iterations per second."""
     count, start, numbers = 0, time.perf_counter(), list(range(100))
     while True:
         for _ in range(200):
@@ -148,7 +148,7 @@ def measure_async(folder: Path, mesh: Any, kind: str, state: dict[str, torch.Ten
 
 
 def measure(setting: tuple[int, int, str], info: RankInfo, prefix: str) -> dict[str, Any]:
-    """Times of the slowest rank; memory and the loop of Python are this one's."""
+    """Return the times of the slowest rank, and the memory and the Python loop's speed of this rank."""
     megabytes, rounds, directory = setting
     rank, world, folder = info.rank, info.world_size, Path(directory)
     torch.set_num_threads(1)
@@ -180,7 +180,7 @@ def measure(setting: tuple[int, int, str], info: RankInfo, prefix: str) -> dict[
 
 
 def run(world: int, megabytes: int, rounds: int, directory: str | None) -> dict[str, Any]:
-    """Rank 0's row. Where a rank fails, the program ends and says why."""
+    """Run the ranks and return rank 0's row; if a rank fails, end the program with its error."""
     processes = RankProcesses(measure, alone=world, seconds=SECONDS)
     with tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=directory) as folder:
         return results_of(processes.run((megabytes, rounds, folder)))[0]

@@ -1,9 +1,9 @@
-"""How near is the cross-entropy to the copy bandwidth, and how does it compare with PyTorch in time and memory?
+"""Benchmark the cross-entropy against the copy bandwidth, and against PyTorch in time and memory.
 
 Loss and gradient of bfloat16 logits for the vocabularies of four models, in place and not. Each result is checked
-before it is timed. `copy` is the fraction of a copy's bytes a second in the same run, counting one reading in the
-forward, one reading and one writing in the backward; `eager` is how many times longer `F.cross_entropy(logits.float(),
-labels)` takes, `compiled` the same under torch.compile; memory is the peak above the logits over forward and backward.
+before it is timed. `copy` is the fraction of the copy bandwidth of the same run; it counts one read in the forward, and
+one read and one write in the backward. `eager` is the time of `F.cross_entropy(logits.float(), labels)` over ours,
+`compiled` the same under torch.compile. Memory is the peak above the logits over forward and backward.
 
     python benchmarks/bench_cross_entropy.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -45,13 +45,13 @@ def backward_of(loss_of: LossOf, logits: Tensor, labels: Tensor) -> Callable[[],
 
 
 def step_of(loss_of: LossOf, logits: Tensor, labels: Tensor) -> Callable[[], Tensor]:
-    """Forward and backward."""
+    """Return a function that runs forward and backward and returns the gradient."""
     leaf = logits.detach().requires_grad_()
     return lambda: torch.autograd.grad(loss_of(leaf, labels), leaf)[0]
 
 
 def check(logits: Tensor, labels: Tensor) -> None:
-    """Loss and gradient, and the gradient that overwrites the logits."""
+    """Check the loss, the gradient, and the gradient that overwrites the logits."""
     expected = step_of(eager, logits, labels)()
     with poisoned():
         loss, grad = cross_entropy(logits, labels), step_of(cross_entropy, logits, labels)()
@@ -61,7 +61,7 @@ def check(logits: Tensor, labels: Tensor) -> None:
 
 
 def times(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
-    """Of ours, eager and compiled. The last step overwrites the logits each time, which changes no time."""
+    """Time ours, eager and compiled. The last step overwrites the logits every time, which does not change its time."""
     ways: tuple[LossOf, ...] = (cross_entropy, eager, compiled(eager))
     forward = [time_ms(lambda way=way: way(logits, labels)) for way in ways]
     backward = [time_ms(backward_of(way, logits, labels)) for way in ways]
@@ -69,7 +69,7 @@ def times(logits: Tensor, labels: Tensor) -> dict[str, list[float]]:
 
 
 def measure(machine: Machine, model: str, tokens: int) -> Iterator[Row]:
-    """Forward, backward, and both in place."""
+    """Yield the rows of forward, backward, and both in place."""
     logits = 3 * torch.randn(tokens, SIZES[model], dtype=torch.bfloat16, device=machine.device)
     labels = torch.randint(SIZES[model], (tokens,), device=machine.device)
     check(logits, labels)

@@ -1,10 +1,10 @@
-"""How much of a dense product's speed does a whole expert layer reach: sort, two products, activation, combine?
+"""Benchmark a whole expert layer (sort, two GEMMs, activation, combine) against dense GEMMs.
 
-For three models, in bfloat16, all experts on one rank. `fused` makes the activation in the first product
-(`grouped_gemm_swiglu`), `unfused` in a kernel of its own; both gather the rows in the first product. The backward is
-the same for both and adds the weight gradients into float32. The rival is PyTorch's operations around `F.grouped_mm`,
-with autograd and bfloat16 weight gradients. Each way is checked before it is timed, against products of each expert in
-float32. `of dense` is the time of dense products with as many operations as the layer's, over the layer's.
+For three models, in bfloat16, all experts on one rank. `fused` computes the activation in the first GEMM
+(`grouped_gemm_swiglu`), `unfused` in a separate kernel; both gather the rows in the first GEMM. The backward is the
+same for both and adds the weight gradients into float32. The rival is PyTorch's operations around `F.grouped_mm`, with
+autograd and bfloat16 weight gradients. Each way is checked before it is timed, against one GEMM per expert in float32.
+`of dense` is the time of dense GEMMs with as many operations as the layer, over the layer's time.
 
     python benchmarks/bench_expert_layer.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 
@@ -39,14 +39,14 @@ from dualpipe.kernels import (
     sort_tokens,
     swiglu,
 )
-from dualpipe.nn.grouped_linear import grouped_bias_grad as bias_grad  # what a training step uses
+from dualpipe.nn.grouped_linear import grouped_bias_grad as bias_grad  # as a training step does
 
-TOLERANCE = {"result": 1e-2, "gradient": 2e-2}  # four roundings one after the other; six
+TOLERANCE = {"result": 1e-2, "gradient": 2e-2}  # four successive roundings; six
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One expert layer and what goes into it, all bfloat16; biases and clamps as in gpt-oss or none."""
+    """Inputs and weights of one expert layer, all bfloat16; biases and clamps as in gpt-oss, or neither."""
 
     experts_TK: Tensor
     x_TH: Tensor
@@ -63,7 +63,7 @@ class Layer:
 
     @property
     def leaves(self) -> list[Tensor]:
-        """What gets a gradient."""
+        """The tensors that get a gradient."""
         tensors = (self.x_TH, self.weights_TK, self.up_E2IH, self.down_EHI, self.up_bias_E2I, self.down_bias_EH)
         return [t for t in tensors if t is not None]
 
@@ -89,17 +89,17 @@ def make_layer(model: Model, tokens: int, skewed: bool, device: torch.device) ->
 
 
 class Saved(NamedTuple):
-    """What the backward needs."""
+    """Tensors that the backward needs."""
 
     tokens: SortedTokens
-    weight_M: Tensor | None  # routing weights where the activation applied them
+    weight_M: Tensor | None  # routing weights, if the activation applied them
     gate_up_M2I: Tensor
     h_MI: Tensor
     y_MH: Tensor
 
 
 def forward(layer: Layer, fused: bool) -> tuple[Tensor, Saved]:
-    """(out (T, H), saved). Routing weights go into the activation, or where a bias follows into the sum."""
+    """Return (out (T, H), saved). The activation applies the routing weights, or the combine if a bias follows."""
     tokens = sort_tokens(layer.experts_TK, layer.up_E2IH.shape[0])
     weight_M = None if layer.clamped else layer.weights_TK.flatten().index_select(0, tokens.order)
     h_MI, gate_up_M2I = (first_fused if fused else first_unfused)(layer, tokens, weight_M)
@@ -110,19 +110,19 @@ def forward(layer: Layer, fused: bool) -> tuple[Tensor, Saved]:
 
 
 def first_fused(layer: Layer, tokens: SortedTokens, weight_M: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(h (M, I), gate_up (M, 2I))."""
+    """Return (h (M, I), gate_up (M, 2I)) from one fused kernel."""
     operands = {"bias": layer.up_bias_E2I, "gather": tokens.gather, "weight": weight_M}
     return grouped_gemm_swiglu(layer.x_TH, layer.up_E2IH, tokens.offs, clamped=layer.clamped, **operands)
 
 
 def first_unfused(layer: Layer, tokens: SortedTokens, weight_M: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `first_fused`."""
+    """Return (h (M, I), gate_up (M, 2I)) like `first_fused`, from two kernels."""
     gate_up_M2I = grouped_gemm(layer.x_TH, layer.up_E2IH, tokens.offs, bias=layer.up_bias_E2I, gather=tokens.gather)
     return (clamped_swiglu if layer.clamped else swiglu)(gate_up_M2I, weight_M), gate_up_M2I
 
 
 class Accumulators(NamedTuple):
-    """float32 gradients that a step's micro-batches are added into."""
+    """float32 buffers that accumulate the weight gradients of a step's micro-batches."""
 
     up_E2IH: Tensor
     down_EHI: Tensor
@@ -133,7 +133,7 @@ def make_accumulators(layer: Layer) -> Accumulators:
 
 
 def backward(layer: Layer, saved: Saved, grads: Accumulators) -> list[Tensor]:
-    """Gradients in the order of `layer.leaves`."""
+    """Return the gradients in the order of `layer.leaves`."""
     tokens, offs, top_k = saved.tokens, saved.tokens.offs, layer.weights_TK.shape[1]
     if layer.clamped:
         dy_MH, d_weights_TK = torch.ops.dualpipe.combine_tokens_backward(
@@ -164,7 +164,7 @@ def both(layer: Layer, fused: bool, grads: Accumulators) -> list[Tensor]:
 
 
 def rival(layer: Layer, leaves: list[Tensor]) -> Tensor:
-    """PyTorch's operations around `F.grouped_mm`."""
+    """Run the layer by PyTorch's operations around `F.grouped_mm`."""
     x_TH, weights_TK, up_E2IH, down_EHI, *biases = leaves
     order, inverse, offs = torch_sort(layer.experts_TK, up_E2IH.shape[0])
     expert_M = layer.experts_TK.flatten()[order]
@@ -184,7 +184,7 @@ def rival_both(layer: Layer) -> tuple[Tensor, ...]:
 
 
 def reference(layer: Layer) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """(result, gradients in the order of `layer.leaves`) in float32, one expert after the other."""
+    """Return (result, gradients in the order of `layer.leaves`) in float32, one expert after the other."""
     leaves = [t.detach().float().requires_grad_() for t in layer.leaves]
     x_TH, weights_TK, up_E2IH, down_EHI, *biases = leaves
     out_TH = torch.zeros_like(x_TH)
@@ -197,7 +197,7 @@ def reference(layer: Layer) -> tuple[Tensor, tuple[Tensor, ...]]:
 
 
 def check(layer: Layer) -> None:
-    """Both ways of ours and the rival, result and every gradient."""
+    """Check the result and every gradient of fused, unfused and the rival."""
     expected, expected_grads = reference(layer)
     for way, fused in (("fused", True), ("unfused", False)):
         grads = make_accumulators(layer)
@@ -205,7 +205,7 @@ def check(layer: Layer) -> None:
             out, saved = forward(layer, fused)
             actual_grads = backward(layer, saved, grads)
         compare(way, out, actual_grads, expected, expected_grads)
-    grads = rival_both(layer)[:4]  # not those of the biases, which are summed up in bfloat16
+    grads = rival_both(layer)[:4]  # without the bias gradients, which are summed in bfloat16
     compare("F.grouped_mm", rival(layer, layer.leaves), grads, expected, expected_grads[:4])
 
 
@@ -219,7 +219,7 @@ def compare(way: str, out: Tensor, grads: Any, expected: Tensor, expected_grads:
 
 
 def dense_shapes(model: Model, tokens: int) -> dict[str, list[tuple[int, int, int]]]:
-    """(m, n, k) of the products of each direction; each one of the forward has two in the backward."""
+    """Return the (m, n, k) of each direction's GEMMs; each GEMM of the forward has two in the backward."""
     m, h, i = tokens * model.top_k, model.hidden, model.intermediate
     forward = [(m, 2 * i, h), (m, h, i)]
     gradients = [(m, h, 2 * i), (2 * i, h, m), (m, i, h), (h, i, m)]
@@ -227,7 +227,7 @@ def dense_shapes(model: Model, tokens: int) -> dict[str, list[tuple[int, int, in
 
 
 def ways(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
-    """By direction: our two and the rival."""
+    """Return, by direction, the runs of fused, unfused and the rival."""
     grads = make_accumulators(layer)
     return {
         "forward": {
@@ -244,7 +244,7 @@ def ways(layer: Layer) -> dict[str, dict[str, Callable[[], Any]]]:
 
 
 def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
-    """Forward, and forward with backward, of a layer."""
+    """Yield the rows of a layer: forward, and forward with backward."""
     layer = make_layer(SIZES[model], tokens, routing == "skewed", machine.device)
     check(layer)
     shapes = dense_shapes(SIZES[model], tokens)

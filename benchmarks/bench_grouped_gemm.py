@@ -1,12 +1,16 @@
-"""How fast are the grouped products, next to one dense product, `F.grouped_mm` and a loop of cuBLAS calls?
+"""Benchmark the grouped GEMMs next to one dense GEMM, `F.grouped_mm` and a loop of cuBLAS calls.
 
-For the expert shapes of three models, their number of tokens, balanced and skewed routing, all experts on one rank or
-an eighth of them; forward of both GEMMs of an expert (the first one also gathering its rows, and with the activation in
-it), input gradient, and weight gradient written and added into float32 (of the first one also with gathered rows, and
-of four micro-batches in one launch: `x separate` compares it with four launches).
-quack-kernels is a rival where it is installed. Each result is checked before it is timed. `dense` is a `torch.mm` with
-as many operations, `bound` what the dense rate and the copy bandwidth of the same run allow together; `x` how many
-times longer a rival takes.
+The shapes are the experts of three models, with several numbers of tokens, balanced and skewed routing, and all experts
+or an eighth of them on one rank. Measured are:
+
+    forward            both GEMMs of an expert; the first also gathering its rows, and with the activation fused
+    input gradient     both GEMMs
+    weight gradient    written, and added into float32; for the first GEMM also with gathered rows, and of four
+                       micro-batches in one launch, which `x separate` compares with four launches
+
+quack-kernels is a rival where it is installed. Each result is checked before it is timed. `of dense` compares with a
+`torch.mm` of as many operations, `of bound` with the time that the dense rate and the copy bandwidth of the same run
+allow together. `x` is a rival's time over ours.
 
     python benchmarks/bench_grouped_gemm.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -37,22 +41,23 @@ from dualpipe.kernels import (
     grouped_gemm_wgrad_merged,
 )
 
-# One rounding of the result, or two; sums over up to 10^5 rows (rounding to bfloat16 on the way would give 1.7e-3).
+# bfloat16: one or two roundings of the result. float32: sums over up to 10^5 rows; rounding to bfloat16 in between
+# would give 1.7e-3.
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float32: 3e-4}
-MICRO_BATCHES = 4  # of weight gradients in one launch
+MICRO_BATCHES = 4  # whose weight gradients one launch computes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product: ours, what it should be, its rivals, and what it needs."""
+    """One GEMM: our call, the expected result, the rivals, and the bytes and operations."""
 
     name: str
     ours: Callable[[], Tensor]
     expected: Callable[[], Tensor]  # float64
     rivals: dict[str, Callable[[], Any]]
     bytes: int
-    dense: tuple[int, int, int]  # m, n, k of a dense product with as many operations
-    reset: Callable[[], Any] = lambda: None  # of a result that is written in place, before it is checked
+    dense: tuple[int, int, int]  # m, n, k of a dense GEMM with as many operations
+    reset: Callable[[], Any] = lambda: None  # before a check of a result that is written in place
     by_quack: Callable[[], Any] | None = None  # a rival that may be missing, or fail
 
     @property
@@ -70,7 +75,7 @@ class Case:
 
 
 def cases(model: Model, layer: Layer, device: torch.device) -> Iterator[Case]:
-    """The products of one expert layer: the first GEMM makes gate and up together from gathered rows."""
+    """Yield the GEMMs of one expert layer; the first GEMM computes gate and up together from gathered rows."""
     rows = sum(layer.counts)
     for gemm, n, h in (("up", 2 * model.intermediate, model.hidden), ("down", model.hidden, model.intermediate)):
         w = torch.randn(layer.experts, n, h, device=device, dtype=torch.bfloat16) / h**0.5
@@ -90,7 +95,7 @@ def cases(model: Model, layer: Layer, device: torch.device) -> Iterator[Case]:
 
 
 def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None) -> Case:
-    """Rivals make the copy of gathered rows that the kernel saves."""
+    """Build a forward case. Rivals copy the gathered rows; our kernel does not."""
     y = x.new_empty(x.shape[0], w.shape[1])
 
     def cublas() -> Tensor:
@@ -118,7 +123,7 @@ def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None
 
 
 def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, clamped: bool) -> Case:
-    """The first product with the activation in it; rivals apply it in PyTorch's operations."""
+    """Build the case of the first GEMM with the activation fused; rivals apply it by PyTorch's operations."""
     plain = forward(name, layer, x, w, gather)
 
     def then_activated(product: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -135,7 +140,7 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
 
 
 def taken_rows(x: Tensor, gather: Tensor | None) -> Tensor:
-    """Return the rows of x that `gather` names, copied, or all of them."""
+    """Return a copy of the rows of x that `gather` selects, or x itself without `gather`."""
     return x if gather is None else x.index_select(0, gather)
 
 
@@ -159,9 +164,10 @@ def input_gradient(name: str, layer: Layer, dy: Tensor, w: Tensor) -> Case:
 def weight_gradient(
     name: str, layer: Layer, dy: Tensor, x: Tensor, gather: Tensor | None, *, accumulate: bool
 ) -> Case:
-    """`F.grouped_mm` makes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32.
+    """Build a weight gradient case, written or accumulated in float32.
 
-    Rivals make the copy of gathered rows that the kernel saves.
+    `F.grouped_mm` computes a bfloat16 weight gradient, which is then converted or added; cuBLAS writes float32. Rivals
+    copy the gathered rows; our kernel does not.
     """
     out = torch.zeros(layer.experts, dy.shape[1], x.shape[1], device=x.device)
 
@@ -194,9 +200,9 @@ def weight_gradient(
 
 
 def merged_weight_gradient(model: Model, layer: Layer, device: torch.device) -> Case:
-    """The first GEMM's weight gradients of four micro-batches in one launch, which a pipeline's "W" may do together.
+    """Build the case of the first GEMM's weight gradients of four micro-batches in one launch, as a "W" may merge them.
 
-    Rivals take one micro-batch after the other; "separate" are our own launches.
+    Rivals take one micro-batch after the other; "separate" is our own kernel, launched once per micro-batch.
     """
     rows = sum(layer.counts)
     x = torch.randn(rows, model.hidden, device=device, dtype=torch.bfloat16)
@@ -235,7 +241,7 @@ def put(out: Tensor, dw: Tensor, accumulate: bool) -> None:
 
 
 def float32_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None:
-    """a @ b of bfloat16 into float32, by cuBLAS alone where this torch can."""
+    """Compute a @ b of bfloat16 into float32, by cuBLAS alone if this torch supports it."""
     if not float32_from_cublas(out.device.type, accumulate):
         put(out, a @ b, accumulate)
     elif accumulate:
@@ -246,7 +252,10 @@ def float32_product(out: Tensor, a: Tensor, b: Tensor, accumulate: bool) -> None
 
 @cache
 def float32_from_cublas(device: str, accumulate: bool) -> bool:
-    """Tried out, because it depends on the release of torch, and adding came later than writing."""
+    """Return True if cuBLAS writes, or adds to, float32 from bfloat16 operands.
+
+    Tried out, because it depends on the release of torch: adding came later than writing.
+    """
     a, out = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
     try:
         if accumulate:
@@ -262,7 +271,7 @@ def float32_from_cublas(device: str, accumulate: bool) -> bool:
 
 
 def measure(machine: Machine, model: str, tokens: int, share: int, routing: str) -> Iterator[Row]:
-    """Every product of one expert layer, of which this rank has one expert in `share`."""
+    """Yield a row for every GEMM of one expert layer; this rank has one expert in `share`."""
     experts = SIZES[model].experts // share
     layer = route(SIZES[model], tokens, experts, routing == "skewed", machine.device)
     rows_per_expert = {"rows/expert": sum(layer.counts) // experts}
@@ -272,7 +281,7 @@ def measure(machine: Machine, model: str, tokens: int, share: int, routing: str)
 
 
 def measure_case(case: Case, machine: Machine) -> Row:
-    """Check, then time ours, its rivals and the dense product."""
+    """Check our GEMM, then time it, its rivals and the dense GEMM."""
     case.check(case.expected())
     ms = time_ms(case.ours)
     bound_ms = max(case.flops / machine.dense_tflops / 1e9, case.bytes / machine.copy_gb_per_s / 1e6)
@@ -296,7 +305,7 @@ def is_weight(row: Row) -> bool:
 
 
 def is_large(row: Row) -> bool:
-    """A forward without activation or an input gradient, with many rows an expert."""
+    """Return True for a forward without activation or an input gradient, with at least 1024 rows per expert."""
     return not is_weight(row) and "activated" not in row["product"] and row["rows/expert"] >= 1024
 
 

@@ -1,16 +1,17 @@
-"""How long does the host take to give a GPU one kernel, and a layer? In us of Python, without a GPU.
+"""Benchmark the host time to launch one kernel, and one layer: us of Python, without a GPU.
 
     python benchmarks/bench_host.py [--rounds 20] [--calls 100] [--save [FOLDER]]
 
-Kernels are launched by `stub_driver.py`: everything up to Triton's call in C is real and nothing runs. That call and
-the encoding of a descriptor, some us a launch, are left out, as is what CUDA takes beyond the CPU for PyTorch's own
-operators. "layer": a layer of Qwen3-MoE forward and backward over two ranks of "ep" in a step of a pipeline, by the
-difference between three layers and one, whose other rank is pretended. Tensors are small; still, what the CPU computes
-in PyTorch's operators, and zeros that it writes for the kernels, are part of a layer's time, and would not be on a GPU.
+Kernels are launched by `stub_driver.py`: everything up to Triton's call in C is real, and nothing runs. Left out are
+that call and the encoding of a descriptor, some us a launch, and the time that CUDA takes beyond the CPU for PyTorch's
+own operators. "layer" is a layer of Qwen3-MoE, forward and backward over two ranks of "ep" in a step of a pipeline, as
+the difference between three layers and one; the other rank is simulated. Tensors are small. Still, a layer's time
+includes the CPU's computation in PyTorch's operators and the zeros that it writes for the kernels; a GPU would take
+neither from the host.
 
-Calls are timed one by one, those of all rows in turns, in processor time. A shared machine slows some down and never
-speeds one up: the least time is the cost, the median says how noisy it was, and the ratio to `torch.add` of the same
-tensors is what to compare between machines.
+Calls are timed one by one in processor time, and the rows take turns. A shared machine slows calls down and never
+speeds one up: the least time is the cost, and the median shows the noise. Compare machines by the ratio to `torch.add`
+of the same tensors.
 """
 
 from __future__ import annotations
@@ -40,20 +41,20 @@ from dualpipe.parallel.experts.dispatcher import ExpertParallel
 
 EXPERTS, HIDDEN, OUT, ROWS = 8, 64, 128, 64
 LAYER = "layer"
-# us at most, and of which rows
+# maximum us, by the first word of a row's name
 GOALS = {"grouped": 25.0, "norm": 10.0, LAYER: 800.0}
 MICRO_BATCHES = 2
 
 
 class Sent:
-    """What has arrived at once."""
+    """A communication that has already completed."""
 
     def wait(self) -> None:
         pass
 
 
 class OtherRankAlike:
-    """An all-to-all of two ranks that send the same; what comes back is of no use."""
+    """A simulated all-to-all of two ranks that send the same rows; the received values are not meaningful."""
 
     rank, size, device, group = 0, 2, torch.device("cpu"), None
 
@@ -66,7 +67,7 @@ class OtherRankAlike:
 
 
 def kernel_calls() -> dict[str, Callable[[], object]]:
-    """Calls of the kernels by name, of which the first word is the goal's; "add" is `torch.add`."""
+    """Return the kernel calls by name; the first word selects the goal, and "add" is `torch.add`."""
     x = torch.zeros(ROWS, HIDDEN, dtype=torch.bfloat16)
     w = torch.zeros(EXPERTS, OUT, HIDDEN, dtype=torch.bfloat16)
     dy = torch.zeros(ROWS, OUT, dtype=torch.bfloat16)
@@ -94,7 +95,7 @@ def kernel_calls() -> dict[str, Callable[[], object]]:
 
 
 def step_of(num_layers: int) -> Callable[[], object]:
-    """Make a step of a pipeline of one rank, whose experts are over two."""
+    """Return a step of a pipeline of one rank whose experts are sharded over two ranks."""
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=HIDDEN, num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=2,
         head_dim=16, num_experts=EXPERTS, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True,
@@ -118,7 +119,7 @@ def step_of(num_layers: int) -> Callable[[], object]:
 
 
 def times_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Time each call `rounds` x `repeats` times, in turns."""
+    """Return the times of each call, repeated `repeats` times in each of `rounds`; the calls take turns."""
     for call in calls.values():
         for _ in range(5):
             call()
@@ -135,7 +136,7 @@ def times_us(calls: dict[str, Callable[[], object]], rounds: int, repeats: int) 
 
 
 def _time_us(call: Callable[[], object]) -> float:
-    """Return the processor time of all threads: a shared machine interrupts a step, which is long."""
+    """Return the processor time of all threads, because a shared machine interrupts a long step."""
     start = time.process_time_ns()
     call()
     return (time.process_time_ns() - start) / 1e3
@@ -149,7 +150,7 @@ def measure(rounds: int, repeats: int) -> Iterator[Row]:
         add = min(times["add"])
         for name, found in times.items():
             yield {"call": name, "us": min(found), "median us": statistics.median(found), "of add": min(found) / add}
-        # Results are zeros instead of anything, as choices and counts must be ones that could be.
+        # Results are zeros instead of uninitialized memory, because expert choices and counts must be valid.
         with zeroed_results():
             steps = times_us({"one": step_of(1), "three": step_of(3)}, rounds, max(1, repeats // 10))
         least, median = (
@@ -159,7 +160,7 @@ def measure(rounds: int, repeats: int) -> Iterator[Row]:
 
 
 def main() -> int:
-    """Print the table; exit with 1 where a goal is missed."""
+    """Print the table; return 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--calls", type=int, default=100, help="of each kernel in a round; a tenth as many of a step")

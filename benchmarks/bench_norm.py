@@ -1,9 +1,9 @@
-"""How near to the copy bandwidth are the kernels between a layer's products: norm, rotation of heads, router's choice?
+"""Benchmark the kernels between a layer's GEMMs (norm, RoPE, top-k) against the copy bandwidth.
 
-Forward and backward in bfloat16: the norm of the hidden state with the residual before it, the norms and rotation of 32
-heads of queries and 4 of keys of 128 dimensions, and the choice among a model's experts. Each result is checked before
-it is timed. `copy` is the fraction of a copy's bytes a second in the same run, counting what must be read and written
-once; `eager` is how many times longer PyTorch's operations take.
+Forward and backward in bfloat16: the norm of the hidden state with the residual added before it, the norms and RoPE of
+32 query heads and 4 key heads of 128 dimensions, and the router's top-k choice among a model's experts. Each result is
+checked before it is timed. `copy` is the fraction of the copy bandwidth of the same run, counting every byte that must
+be read or written once. `eager` is the time of PyTorch's operations over ours.
 
     python benchmarks/bench_norm.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -26,9 +26,9 @@ from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward, softma
 
 EPS = 1e-6
 HEADS, KV_HEADS, HEAD_DIM = 32, 4, 128
-TOLERANCE = 1e-2  # PyTorch's operations round after each one
+TOLERANCE = 1e-2  # PyTorch rounds after each operation
 Ways = tuple[Callable[[], Any], Callable[[], Any], Callable[..., Any], list[Tensor], list[Tensor]]
-"""our forward and backward, the same as PyTorch operations on leaves, the leaves, gradients of its first results"""
+"""our forward, our backward, the same as PyTorch operations on leaves, the leaves, gradients of its first results"""
 
 
 def norm(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
@@ -60,7 +60,7 @@ def rotary(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
 
 def top_k(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
     experts, chosen = SIZES[model].experts, SIZES[model].top_k
-    logits, d_weights = random(tokens, experts).argsort(-1).bfloat16() / 16, random(tokens, chosen)  # none are equal
+    logits, d_weights = random(tokens, experts).argsort(-1).bfloat16() / 16, random(tokens, chosen)  # no ties
     _, indices, probs = softmax_top_k(logits, chosen, True)
     return (
         lambda: softmax_top_k(logits, chosen, True)[:1],
@@ -71,7 +71,7 @@ def top_k(model: str, tokens: int, random: Callable[..., Tensor]) -> Ways:
 
 
 def measure(machine: Machine, model: str, tokens: int, kernel: str) -> Iterator[Row]:
-    """Forward and backward of one kernel."""
+    """Yield the rows of one kernel: forward and backward."""
     forward, backward, plain, operands, grads = {"norm": norm, "rotary": rotary, "top_k": top_k}[kernel](
         model, tokens, lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=machine.device))
     leaves = [t.detach().requires_grad_() for t in operands]

@@ -1,11 +1,11 @@
-"""What does a step of Muon cost next to one of AdamW? Time, and bytes that go to other ranks.
+"""Benchmark a step of Muon next to one of AdamW: time, and bytes sent to other ranks.
 
-Ranks share the parameters of a model by FSDP2, as in training: CPU processes joined by gloo, or GPUs by NCCL. Medians
-over rounds in which both take turns, from a barrier to the slowest rank.
+FSDP2 shards the parameters of a model, as in training, over CPU processes joined by gloo or GPUs joined by NCCL. Times
+are medians over rounds in which the two take turns, from a barrier to the slowest rank.
 
     AdamW, Muon   seconds of the optimizer's step alone, masters and rounding included
-    bytes         what a rank sends in Muon's step; AdamW sends nothing
-    formula       2 bytes there and 2 back of each number that another rank owns
+    bytes         bytes that a rank sends in Muon's step; AdamW sends nothing
+    formula       2 bytes there and 2 back for each element that another rank owns
 
     python benchmarks/bench_optimizer.py [--config CONFIG.json] [--ranks 2] [--dtype bf16] [--rounds 5] [--json]
 """
@@ -35,8 +35,8 @@ from dualpipe.train.launch.store import connect
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.stages import build_model
 
-SECONDS = 3600.0  # after which the ranks are given up
-MODEL = {  # a small one of Qwen3-30B-A3B's proportions
+SECONDS = 3600.0  # timeout of the ranks
+MODEL = {  # a small model with Qwen3-30B-A3B's proportions
     "model_type": "qwen3_moe", "vocab_size": 4096, "hidden_size": 512, "num_attention_heads": 8, "head_dim": 128,
     "num_key_value_heads": 2, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192,
     "norm_topk_prob": True, "num_hidden_layers": 4,
@@ -44,7 +44,7 @@ MODEL = {  # a small one of Qwen3-30B-A3B's proportions
 
 
 def measure(args: argparse.Namespace, info: RankInfo, prefix: str) -> dict[str, float]:
-    """Medians of this rank's times, its parameters, and what it sends."""
+    """Return this rank's median times, its number of parameters, and the bytes that it sends."""
     rank = info.rank
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,21 +1,21 @@
-"""What does it cost to run two actions in turn, and how much of their communication does that hide?
+"""Benchmark pairs of overlapped actions: their cost, and the share of communication that they hide.
 
 A layer of Qwen3-MoE (attention, router, experts) with the sizes of each model, in bfloat16 (float32 on CPU), on one
-of `--ranks` expert-parallel ranks, run by the pipeline itself: every kind of action alone and every pair of kinds, all
-of them in each step, so that what is compared was measured side by side. Routing is balanced.
+of `--ranks` expert-parallel ranks. The pipeline itself runs every kind of action alone and every pair of kinds. Each
+step runs all of them, so that compared times were measured side by side. Routing is balanced.
 
-The other ranks are modelled: each sends what this one sends to it, and the bytes take the time that makes communication
-`--share` of a forward and a backward that hide none of it. `--stand-in copy` has a copy engine busy with copies to the
-host for so long, `kernel` a kernel on one multiprocessor. Under torchrun, `--group` exchanges rows between real ranks.
-NCCL takes multiprocessors too: what is computed is timed again beside N blocks of the size of its own, which hold
-theirs throughout (`--blocks`).
+The other ranks are modelled: each sends this rank as many rows as it receives from it. A byte takes such a time that
+communication is `--share` of a forward and a backward that hide none of it. For that time, `--stand-in copy` keeps a
+copy engine busy with copies to the host, and `kernel` runs a kernel on one multiprocessor. Under torchrun, `--group`
+exchanges rows between real ranks. NCCL occupies multiprocessors too, so the compute is also timed beside N blocks of
+the size of NCCL's, which hold their multiprocessors throughout (`--blocks`).
 
-    ms             median of a step's action or pair, on the computing stream from its start to its end
-    alone ms       the same actions one after the other, their communication not hidden: F, and for B the sum of I and W
-    communication  what of that is communication: what it takes longer than with communication that takes no time
-    hidden         the part of it that is hidden: (alone - ms) / communication
-    of alone       ms / alone; x alone the inverse
-    beside N       speed with communication that takes no time beside N blocks, of that without them
+    ms             median of a step's action or pair, on the compute stream from its start to its end
+    alone ms       the same actions one after the other, communication not hidden: F, and for B the sum of I and W
+    communication  the communication in alone ms: alone ms less the same with communication that takes no time
+    hidden         the fraction of communication that is hidden: (alone - ms) / communication
+    of alone       ms / alone; x alone is the inverse
+    beside N       speed beside N blocks over the speed without them, both with communication that takes no time
 
     python benchmarks/bench_overlap.py [--model NAME ...] [--tokens N ...] [--share 0.35] [--costs [FOLDER]] [--save]
     torchrun --nproc-per-node 8 benchmarks/bench_overlap.py --group --model qwen3-30b-a3b
@@ -71,13 +71,13 @@ HEADS = {  # query heads, key/value heads, head dimension
 TINY = ("tiny",)
 KINDS = ("F", "B", "I", "W")
 WORK = [*KINDS, *("".join(pair) for pair in combinations_with_replacement(KINDS, 2) if pair != ("W", "W"))]
-FLUSHED = 2**28  # bytes written before each action: what is in the L2 cache is not the last one's
+FLUSHED = 2**28  # bytes written before each action, to evict the previous action's data from the L2 cache
 
 # ------------------------------------------------------------------------------------------------- modelled all-to-all
 
 
 class Done:
-    """A `Work` whose results are there at `due` (of `time.perf_counter`); 0: they follow on the stream."""
+    """A `Work` that completes at `due` (on the clock of `time.perf_counter`); 0: its results follow on the stream."""
 
     def __init__(self, due: float = 0.0) -> None:
         self._due = due
@@ -89,7 +89,7 @@ class Done:
 
 
 class Mirror:
-    """An `AsyncAllToAll` of one rank and others that each send what they are sent, at `seconds_per_byte`."""
+    """An `AsyncAllToAll` whose other ranks each send back the rows they receive, at `seconds_per_byte`."""
 
     rank, group = 0, None
 
@@ -98,7 +98,7 @@ class Mirror:
         self.seconds_per_byte, self._free_at = 0.0, 0.0
 
     def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Done:
-        """See `AsyncAllToAll`."""
+        """Start an all-to-all; see `AsyncAllToAll`."""
         received.copy_(sent)
         seconds = self.seconds_per_byte * sent.nbytes * (1 - sent_rows[0] / max(1, sum(sent_rows)))
         if not seconds:
@@ -114,7 +114,7 @@ class Mirror:
 
 
 class Scale(nn.Module):
-    """What is before and after the layer: almost nothing, with a gradient."""
+    """The stage before and after the layer: one scalar multiplication, with a gradient."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Scale(nn.Module):
 
 
 def time_actions(device: torch.device) -> Spans:
-    """Records how long each instruction of a pipeline takes."""
+    """Return spans that record the time of each instruction of a pipeline."""
     spans = Spans(device)
     flushed = torch.empty(FLUSHED, dtype=torch.uint8, device=device) if device.type == "cuda" else None
 
@@ -141,7 +141,7 @@ def time_actions(device: torch.device) -> Spans:
 
 
 def before(kind: str, mb: int) -> list[tuple[Action, ...]]:
-    """What micro-batch `mb` needs before an action of this kind on stage 1, the layer."""
+    """Return the steps that micro-batch `mb` needs before an action of this kind on stage 1, the layer."""
     actions = [Action("F", 0, mb)]
     if kind != "F":
         actions += [Action("F", 1, mb), Action("F", 2, mb), Action("B", 2, mb)]
@@ -151,14 +151,14 @@ def before(kind: str, mb: int) -> list[tuple[Action, ...]]:
 
 
 def after(kind: str, mb: int) -> list[tuple[Action, ...]]:
-    """What is left to do of it afterwards."""
+    """Return the remaining steps of micro-batch `mb` after an action of this kind on stage 1."""
     actions = [Action("F", 2, mb), Action("B", 2, mb), Action("B", 1, mb)] if kind == "F" else []
     actions += [Action("W", 1, mb)] if kind == "I" else []
     return [(action,) for action in (*actions, Action("B", 0, mb))]
 
 
 def schedule_of_all() -> tuple[Schedule, dict[str, str]]:
-    """Each kind and pair once, on micro-batches of their own, and by the name of its instruction what it is."""
+    """Return a schedule of each kind and pair once, on separate micro-batches, and the work by instruction name."""
     steps: list[tuple[Action, ...]] = []
     names, mb = {}, 0
     for work in WORK:
@@ -175,7 +175,10 @@ def schedule_of_all() -> tuple[Schedule, dict[str, str]]:
 def make_stage(
     model: Model, heads: tuple[int, int, int], local_experts: int, layers: int, device: torch.device
 ) -> Stage:
-    """`layers` layers with this rank's experts; bfloat16 with float32 gradients, as in training, or on CPU float32."""
+    """Build `layers` layers with this rank's experts.
+
+    They are in bfloat16 with float32 gradients, as in training; on CPU in float32.
+    """
     config = Qwen3MoeConfig(
         vocab_size=1, hidden_size=model.hidden, num_hidden_layers=layers, num_attention_heads=heads[0],
         num_key_value_heads=heads[1], head_dim=heads[2], num_experts=model.experts, num_experts_per_tok=model.top_k,
@@ -194,9 +197,9 @@ def make_stage(
 
 
 def spread(model: Model) -> int:
-    """The stride that takes a token's experts from all over the ranks."""
+    """Return the stride that spreads a token's experts over all ranks."""
     stride = model.experts // model.top_k + 1
-    return stride if stride % 2 else stride + 1  # the numbers of experts are powers of two
+    return stride if stride % 2 else stride + 1  # odd, because the numbers of experts are powers of two
 
 
 # ----------------------------------------------------------------------------------------------------------- measuring
@@ -216,13 +219,13 @@ class Options:
 
 
 def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iterator[Row]:
-    """A row for each kind and pair."""
+    """Yield a row for each kind and pair."""
     sizes, device = SIZES[model], machine.device
     occupy = STAND_INS[options.stand_in](device) if device.type == "cuda" and options.group is None else None
     mirror = Mirror(options.ranks, device, occupy)
     free, real = (ExpertParallel(sizes.experts, a2a) for a2a in (mirror, options.group or mirror))
     stage = make_stage(sizes, HEADS[model], real.local_experts, options.layers, device)
-    stage.use_expert_parallelism(real)  # which the pipeline is to know of
+    stage.use_expert_parallelism(real)  # the pipeline must know of it when it is built
     schedule, names = schedule_of_all()
     spans = time_actions(device)
     dtype = next(stage.parameters()).dtype
@@ -252,14 +255,17 @@ def measure(options: Options, machine: Machine, model: str, tokens: int) -> Iter
 def side_by_side(
     run: Callable[..., dict[str, float]], free: ExpertParallel, real: ExpertParallel, mirror: Mirror, options: Options
 ) -> list[dict[str, float]]:
-    """Median milliseconds of each work with communication that takes no time, with that which is asked for, and with
-    none beside each number of blocks."""
+    """Return the median milliseconds of each kind and pair under each condition.
+
+    Conditions: communication that takes no time, the requested communication, and, beside each number of blocks,
+    communication that takes no time.
+    """
     for _ in range(2):
         run(free)  # the first calls compile
     before = free.sent_bytes
     tried = [run(free) for _ in range(3)]
     computing = statistics.median(ms["F"] + ms["I"] + ms["W"] for ms in tried) / 1000
-    sent = (free.sent_bytes - before) / len(tried) / len("".join(WORK))  # of a micro-batch: a forward and a backward
+    sent = (free.sent_bytes - before) / len(tried) / len("".join(WORK))  # per micro-batch: a forward and a backward
     seconds_per_byte = computing * options.share / (1 - options.share) / sent
     conditions = [(free, 0.0, 0), (real, seconds_per_byte, 0), *((free, 0.0, blocks) for blocks in options.blocks)]
     found: list[defaultdict[str, list[float]]] = [defaultdict(list) for _ in conditions]
@@ -274,7 +280,11 @@ def side_by_side(
 def rows_of(
     computing: dict[str, float], given: dict[str, float], beside: dict[int, dict[str, float]]
 ) -> Iterator[Row]:
-    """From milliseconds with communication that takes no time, with that which is `given`, and `beside` blocks."""
+    """Yield the rows of all kinds and pairs from their milliseconds.
+
+    computing: with communication that takes no time; given: with the requested communication; beside: by number of
+    blocks.
+    """
     parts = {"F": "F", "B": "IW", "I": "I", "W": "W"}
     for work in WORK:
         pieces = "".join(parts[kind] for kind in work)
@@ -288,7 +298,7 @@ def rows_of(
 
 
 def write_costs(path: Path, ms: dict[str, float]) -> None:
-    """For `dualpipe schedule --costs`."""
+    """Write the costs file for `dualpipe schedule --costs`."""
     ms, notes = lengthen_pairs(ms)
     costs = {work: ms[work] for work in (*KINDS, "FB")}
     costs["pairs"] = {work: ms[work] for work in WORK if len(work) == 2 and work != "FB"}
@@ -325,14 +335,14 @@ def parse() -> argparse.Namespace:
     if args.tokens is None:
         args.tokens = TINY_TOKENS if args.device == "cpu" else TOKENS
     if args.device == "cpu":
-        args.blocks = []  # of which there is none to hold
+        args.blocks = []  # a CPU has no multiprocessors to hold
     if args.quick:
         args.tokens = [16384]
     return args
 
 
 def joined(args: argparse.Namespace, device: torch.device) -> tuple[AsyncAllToAll | None, dist.ProcessGroup | None]:
-    """The all-to-all of torchrun's ranks, and the group of this one's pipeline, which is one rank long."""
+    """Return the all-to-all of torchrun's ranks, and the process group of this rank's pipeline of one rank."""
     if not args.group:
         return None, None
     if device.type == "cuda":
@@ -349,7 +359,11 @@ def settings(args: argparse.Namespace) -> list[Row]:
 
 
 def goals(blocks: Sequence[int], multiprocessors: int) -> list[Goal]:
-    """What is held to: of `multiprocessors`, N blocks take N, and no more than that may be lost, and 5%."""
+    """Return the goals for pairs and for the speed beside blocks.
+
+    N blocks occupy N of `multiprocessors`: beside them, work may take multiprocessors / (multiprocessors - N) + 0.05
+    times as long.
+    """
     slowest = {n: multiprocessors / (multiprocessors - n) + 0.05 for n in blocks}
     return [
         Goal("F&B at most 0.75 of F + B with communication unhidden", "x alone", 1 / 0.75,
@@ -362,7 +376,7 @@ def goals(blocks: Sequence[int], multiprocessors: int) -> list[Goal]:
 def main() -> int:
     args = parse()
     if args.device == "cpu":
-        torch.set_num_threads(1)  # more, on a machine that does something else, make these sizes many times slower
+        torch.set_num_threads(1)  # with other load, more threads make these sizes many times slower
     device = torch.device("cpu") if args.device == "cpu" else require_gpu()
     group, process_group = joined(args, device)
     options = Options(
@@ -384,11 +398,11 @@ def main() -> int:
         save("overlap", outcome.rows, args.save, **how, ranks=options.ranks, layers=args.layers,
              failures=outcome.failures, skipped=outcome.skipped)
     status = [report(bench.goals, outcome)]
-    if dist.is_initialized():  # a rank's own times may miss a goal that those of rank 0, which are shown, meet
+    if dist.is_initialized():  # only rank 0's times are shown; another rank's may miss a goal that these meet
         dist.broadcast_object_list(status, device=torch.device("cpu"))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status[0])  # not through the destructors of the groups, in which torch was seen to abort
+        os._exit(status[0])  # skip the destructors of the groups, in which torch was seen to abort
     return status[0]
 
 

@@ -1,13 +1,13 @@
-"""How fast is `dualpipe data pack`, next to the `encode_batch` of `tokenizers` alone?
+"""Benchmark `dualpipe data pack` next to the `encode_batch` of `tokenizers` alone.
 
-The text is Python's standard library as JSON lines, in records of a few KB; the tokenizer is a byte-level BPE trained
-on it, or a file. All take turns in every round. The best round counts, as other load on the machine can only add time.
+The text is Python's standard library as JSON lines, in records of a few KB. The tokenizer is a byte-level BPE trained
+on it, or a file. All ways take turns in every round. The best round counts, because other load can only add time.
 
     encode_batch        all records in one call, from strings in memory; encode_batch_fast leaves out offsets
     pack                ours: reads the file, encodes, and writes tokens, hashes and checksums into a new directory
-    one by one          the tokens of each record by itself, in one thread
+    one by one          encodes one record at a time, in one thread
     CPU                 CPU time per token, of all threads
-    ratio               tokens per second of pack over those of the faster of the two batch calls
+    ratio               tokens per second of pack over those of the faster batch call
 
     python benchmarks/bench_packing.py [--mb 5] [--rounds 15] [--vocab 16000] [--tokenizer FILE.json] [--json] [--save]
 """
@@ -41,7 +41,7 @@ RIVALS = ("encode_batch", "encode_batch_fast")
 
 
 class Times(NamedTuple):
-    """Seconds of a call. cpu: of all threads of the process."""
+    """Seconds of one call. cpu: CPU time of all threads of the process."""
 
     wall: float
     cpu: float
@@ -84,7 +84,7 @@ def timed(call: Callable[[], object]) -> Times:
 
 
 def check(packed: Path, expected: list[list[int]], end: int) -> None:
-    """Raise AssertionError unless the packed tokens are those of `tokenizers`, each record with its end."""
+    """Raise AssertionError unless the packed tokens equal those of `tokenizers`, each record followed by `end`."""
     tokens = [token for shard in PackedTokens(packed).shards for token in shard.tolist()]
     assert tokens == [token for ids in expected for token in [*ids, end]], "packed tokens differ from encode_batch's"
 

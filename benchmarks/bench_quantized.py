@@ -1,9 +1,10 @@
-"""Are products with quantized weights faster than our grouped products in bfloat16, and where are they slower?
+"""Benchmark GEMMs with quantized weights against our grouped GEMMs in bfloat16.
 
-For the expert layers of three models, all experts on one rank or an eighth of them: forward and input gradient in FP8,
-rows quantized first; and for every format with weights that are dequantized on their way. Each result is checked before
-it is timed. `ms` has quantizing in it, `quantize ms` is that alone, `x bf16` how many times longer the product in
-bfloat16 takes, and `expected` what `dualpipe.kernels.grouped_gemm_tiles.fp8_gain` counts for it, by which runs warn.
+For the expert layers of three models, with all experts or an eighth of them on one rank. Forward and input gradient run
+in FP8, where the rows are quantized first, and for every format with weights that the kernel dequantizes as it loads
+them. Each result is checked before it is timed. `ms` includes quantizing, and `quantize ms` is that alone. `x bf16` is
+the time of the bfloat16 GEMM over ours. `expected` is the prediction of `dualpipe.kernels.grouped_gemm_tiles.fp8_gain`,
+by which a run decides to warn.
 
     python benchmarks/bench_quantized.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -25,24 +26,24 @@ from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.kernels.grouped_gemm_tiles import fp8_gain
 from dualpipe.kernels.quantize import dequantize, dequantize_rows, quantize, quantize_rows, transpose_blocks
 
-# One rounding of the result; in FP8 besides, 14 bits of the sums of 128 products on Hopper.
+# One rounding of the result. FP8 on Hopper also keeps only 14 bits of each sum of 128 products.
 TOLERANCE = 5e-3
 
 
 @dataclass(frozen=True)
 class Case:
-    """One product with quantized weights, and the same in bfloat16."""
+    """One GEMM with quantized weights, and the same GEMM in bfloat16."""
 
     name: str
     ours: Callable[[], Tensor]
     bf16: Callable[[], Tensor]
-    expected: Callable[[], Tensor]  # float64, of what rows and weights are once quantized
+    expected: Callable[[], Tensor]  # float64, from the quantized rows and weights
     cols: int
-    quantize: Callable[[], object] | None = None  # of the rows, where they are
+    quantize: Callable[[], object] | None = None  # quantizes the rows; None if rows stay in bfloat16
 
 
 def cases(format: Format, layer: Layer, n: int, h: int, device: torch.device) -> Iterator[Case]:
-    """Forward and input gradient of one product of the experts."""
+    """Yield the forward and input gradient cases of one GEMM of the experts."""
     rows, shape = sum(layer.counts), (layer.experts, n, h)
     x = torch.randn(rows, h, device=device, dtype=torch.bfloat16)
     dy = torch.randn(rows, n, device=device, dtype=torch.bfloat16)
@@ -96,7 +97,7 @@ def cases(format: Format, layer: Layer, n: int, h: int, device: torch.device) ->
 
 
 def measure(machine: Machine, model: str, tokens: int, share: int, routing: str, format: str) -> Iterator[Row]:
-    """Every product of one expert layer, of which this rank has one expert in `share`."""
+    """Yield a row for every GEMM of one expert layer; this rank has one expert in `share`."""
     sizes, arch = SIZES[model], architecture(machine.device)
     layer = route(sizes, tokens, sizes.experts // share, routing == "skewed", machine.device)
     rows = sum(layer.counts) / layer.experts
@@ -119,7 +120,7 @@ def is_fp8(row: Row) -> bool:
 
 
 def is_large_block(row: Row) -> bool:
-    """Scales of 128 x 128, balanced: what the goal is for."""
+    """Return True for a row of the first goal: 128 x 128 scales, balanced, at least 4096 rows per expert."""
     return is_fp8(row) and row["rows/expert"] >= 4096 and row["format"] == "fp8_block" and row["routing"] == "balanced"
 
 

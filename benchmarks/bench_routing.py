@@ -1,8 +1,8 @@
-"""What do sorting tokens by expert, dispatching and combining them cost, next to PyTorch's operations?
+"""Benchmark sorting tokens by expert, dispatch and combine, next to PyTorch's operations.
 
 For the shapes of three models, with balanced and with skewed choices of experts, in bfloat16. Each result is checked
-before it is timed. `torch` is how many times longer the same takes as PyTorch operations (argsort, index_select, sum);
-`copy` the fraction of a copy's bytes a second in the same run, counting what must be read and written once.
+before it is timed. `torch` is the time of PyTorch's operations (argsort, index_select, sum) over ours. `copy` is the
+fraction of the copy bandwidth of the same run, counting every byte that must be read or written once.
 
     python benchmarks/bench_routing.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 
-TOLERANCE = 5e-3  # one rounding here, several in PyTorch's operations
+TOLERANCE = 5e-3  # one rounding in ours, several in PyTorch's operations
 
 
 def torch_sort(expert_idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +35,7 @@ def torch_sort(expert_idx: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor
 def moves(
     x: Tensor, y: Tensor, weights: Tensor, tokens: SortedTokens, top_k: int
 ) -> Iterator[tuple[str, int, Callable[[], Any], Callable[[], Any]]]:
-    """(name, elements that must be read or written, ours, PyTorch's)."""
+    """Yield (name, elements that must be read or written, ours, PyTorch's) of every move of rows."""
     gather, inverse = tokens.gather.long(), tokens.inverse.long()
     leaves = [t.detach().requires_grad_() for t in (y, weights)]
 
@@ -56,7 +56,7 @@ def moves(
 
 
 def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
-    """The sort, and every way of moving rows by its result."""
+    """Yield the rows of the sort, and of every move by its result."""
     sizes = SIZES[model]
     expert_idx = choices(tokens, sizes.experts, sizes.top_k, routing == "skewed", machine.device)
     yield measure_sort(expert_idx, sizes.experts)

@@ -1,9 +1,9 @@
-"""How near are the gated activations to the copy bandwidth, and to PyTorch's operations?
+"""Benchmark the gated activations against the copy bandwidth and PyTorch's operations.
 
 Forward and backward in bfloat16, with and without the routing weight, for the expert shapes of three models with all
 tokens of a micro-batch on one rank or an eighth of them. Each result is checked before it is timed. `copy` is the
-fraction of a copy's bytes a second in the same run, counting what must be read and written once; `eager` is how many
-times longer the same takes as PyTorch operations, `compiled` under torch.compile.
+fraction of the copy bandwidth of the same run, counting every byte that must be read or written once. `eager` is the
+time of PyTorch's operations over ours, `compiled` the same under torch.compile.
 
     python benchmarks/bench_swiglu.py [--model NAME ...] [--tokens N ...] [--quick] [--minutes M] [--save]
 """
@@ -25,7 +25,7 @@ from dualpipe.kernels import clamped_swiglu, swiglu
 
 OPS = import_module("dualpipe.kernels.swiglu")  # the function of that name hides the module
 ALPHA, LIMIT = 1.702, 7.0
-TOLERANCE = 5e-3  # the result is rounded once, in PyTorch after every operation
+TOLERANCE = 5e-3  # ours rounds the result once, PyTorch after every operation
 COLUMNS = {"forward": 3, "backward": 5}  # gate, up, h; gate, up, dh, d gate, d up
 
 
@@ -56,7 +56,7 @@ def check(ways: dict[str, list[Callable[[], Any]]], operands: list[Tensor], dh: 
 
 
 def measure(machine: Machine, model: str, tokens: int, weighted: bool) -> Iterator[Row]:
-    """Forward and backward of one activation."""
+    """Yield the rows of one activation: forward and backward."""
     clamped, width, rows = SIZES[model].clamped, SIZES[model].intermediate, tokens * SIZES[model].top_k
     gate_up = 3 * torch.randn(rows, 2 * width, dtype=torch.bfloat16, device=machine.device)
     dh = torch.randn(rows, width, dtype=torch.bfloat16, device=machine.device)

@@ -1,26 +1,27 @@
-"""How fast are whole training steps, over meshes, schedules, overlap and recomputation, next to torch's pipelines?
+"""Benchmark whole training steps over meshes, schedules, overlap and recompute, next to torch's pipelines.
 
 A model with random weights and tokens trains for some steps in each setting: forward and backward of all micro-batches,
-clipping, AdamW, its loss read at the end, as `dualpipe train` does. Routing is balanced. The same stages also run, by
-their plain forward, under torch's own ScheduleDualPipeV and Schedule1F1B, and without a pipeline (pp = 1): FSDP2 and
-expert parallelism alone, micro-batch by micro-batch. All compute the same, which is checked by the first step's loss
-and gradient norm. Each setting has processes of its own, on all ranks: one that fails, does not fit or does not come to
-its end is a row with its reason, and leaves the others alone.
+clipping, AdamW, its loss read at the end, as `dualpipe train` does. Routing is balanced. For comparison, the plain
+forward of the same stages runs under torch's own ScheduleDualPipeV and Schedule1F1B, and without a pipeline (pp = 1):
+FSDP2 and expert parallelism alone, micro-batch by micro-batch. All compute the same step, which is checked by the first
+step's loss and gradient norm. Each setting has its own processes, on all ranks: a setting that fails, does not fit or
+does not end becomes a row with its reason, and does not affect the others.
 
     step ms      median, of the slowest rank
-    tokens/s     of each GPU, or rank on CPU
-    TFLOP/s      of each, in the model's matrix products (models/flops.py); MFU: of its peak in bf16
-    bubble       share of forward and backward in which a rank runs no action: it waits for others, for the gathering of
-                 parameters or the reduction of gradients; mean of the ranks. Not measured without a pipeline
-    exposed      share of it in which the computing waits for rows on their way to experts or back; mean of the ranks
-    GB           peak memory of the worst rank; on CPU what its process holds
-    x others     tokens/s over those of the fastest comparison with the same mesh and recomputation
+    tokens/s     per GPU, or per rank on CPU
+    TFLOP/s      per GPU, in the model's GEMMs (models/flops.py); MFU: the fraction of its bf16 peak
+    bubble       share of forward and backward in which a rank runs no action: it waits for other ranks, for parameters
+                 to be gathered or for gradients to be reduced; mean of the ranks. Not measured without a pipeline
+    exposed      share of forward and backward in which compute waits for dispatch or combine; mean of the ranks
+    GB           peak memory of the worst rank; on CPU, the memory that its process holds
+    x others     tokens/s over those of the fastest comparison with the same mesh and recompute
 
     python benchmarks/bench_training.py [--model NAME|CONFIG.JSON] [--tokens N] [--save]     all GPUs of this machine
     srun --ntasks-per-node 8 --gpus-per-node 8 python benchmarks/bench_training.py --mesh 2x2x8 4x1x8    or torchrun
     python benchmarks/bench_training.py --device cpu     tiny sizes on two ranks
 
-Exit status: rank 0's, of the goals and of failures of this library's settings; not to fit is none.
+Exit status, the same on all ranks: 1 if a goal is missed or a setting of this library fails, 0 otherwise. A setting
+that does not fit into memory is no failure.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ from dualpipe.train.metrics import memory_bytes
 EXAMPLES = Path(__file__).parents[1] / "examples"
 OURS = "dualpipe"
 WARMUP = 2  # steps
-TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, of a loss and a gradient norm
-SHOWN = 90  # characters of a reason in the table
+TOLERANCE = {"fp32": 1e-3, "bf16": 3e-2}  # relative, for the loss and the gradient norm
+SHOWN = 90  # characters of a reason that the table shows
 GOALS = (
     Goal("dualpipev with overlap is at least as fast as torch's pipelines, or as FSDP2 alone, on the same mesh",
          "x others", 1.0, lambda row: row["run by"] == OURS and row["schedule"] == "dualpipev" and row["overlap"]),
@@ -71,30 +72,30 @@ GOALS = (
 
 @dataclass(frozen=True)
 class Options:
-    """What all settings have in common."""
+    """Options that all settings share."""
 
     model: str
     meshes: tuple[tuple[int, ...], ...]  # pp, dp, ep
     ranks: int
-    tokens: int  # of a step, on all ranks
+    tokens: int  # per step, on all ranks
     sequence_length: int
     micro_batch_size: int
     steps: int
     seconds: float
     device: str
     dtype: str
-    stride: int  # of balanced routing, the same in all settings
+    stride: int  # of `BalancedRoutes`, the same in all settings
 
 
 def settings(args: argparse.Namespace, options: Options) -> Iterator[Row]:
-    """Every combination that differs: overlap matters where a schedule has pairs, and comparisons run without."""
+    """Yield every distinct combination. Overlap matters only for schedules with pairs; comparisons run without it."""
     for (pp, dp, ep), recompute in product(options.meshes, args.recompute):
         same = {"mesh": f"{pp}x{dp}x{ep}", "recompute": recompute}
         for schedule, overlap in product(args.schedule, args.overlap):
             pairs = any(len(step) > 1 for rank in build(schedule, pp, 2 * pp).ranks for step in rank)
             if pairs or overlap == args.overlap[0]:
                 yield {"run by": OURS, "schedule": schedule, "overlap": overlap == "on" and pairs, **same}
-        if recompute in ("none", "layer"):  # what torch's checkpoint can do to the layers of a plain forward
+        if recompute in ("none", "layer"):  # the modes that torch's checkpoint can do for a plain forward
             others = [("FSDP2", "1f1b")] if pp == 1 else [("torch", schedule) for schedule in TORCHS]
             for name, schedule in others:
                 yield {"run by": name, "schedule": schedule, "overlap": False, **same}
@@ -121,8 +122,11 @@ def config_of(options: Options, setting: Row) -> Config:
 
 
 def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
-    """What a rank finds in a setting: the loss is that of its pipeline in the first step, None where it is not known,
-    and the norm that of the whole gradient."""
+    """Measure one setting on this rank and return its figures.
+
+    "loss" is the loss of this rank's pipeline in the first step, None on ranks that do not have it; "norm" is the norm
+    of the whole gradient.
+    """
     options, setting = given
     config = config_of(options, setting)
     if options.device == "cpu":
@@ -130,7 +134,7 @@ def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
     with join(config, info, prefix=prefix) as (job, _):
         spans, times = Spans(job.device), []
         spans.of_actions(lambda _: spans.span("action"))
-        for kind in (PendingRows, *PendingRows.__subclasses__()):  # not where they are begun, but where they are met
+        for kind in (PendingRows, *PendingRows.__subclasses__()):  # times the wait, not the start
             kind.wait = spans.around("exposed", kind.wait)
         by, again = setting["run by"], setting["recompute"] == "layer"
         step = training_step(config, by, job, spans, options.stride, checkpointed=again and by != OURS)
@@ -156,7 +160,7 @@ def measure(given: tuple[Options, Row], info: RankInfo, prefix: str) -> Row:
 
 
 def row_of(found: Sequence[Row], options: Options) -> Row:
-    """A row of the table from what the ranks have found, or with the reason why there is none."""
+    """Return a row of the table from the ranks' figures, or with the error if a rank has none."""
     row = dict.fromkeys(("step ms", "tokens/s", "TFLOP/s", "MFU", "bubble", "exposed", "GB", "x others", "error"))
     if errors := [each["error"] for each in found if "error" in each]:
         return row | {"error": next((text for text in errors if not_fitting(text)), errors[0])}
@@ -178,7 +182,7 @@ def not_fitting(error: str) -> bool:
 
 
 def checked(row: Row, rows: Sequence[Row], tolerance: float) -> Row:
-    """The row, with an error where its loss or gradient is another than the first row's: it computes another step."""
+    """Return the row, with an error if its loss or gradient norm differs from the first row's."""
     first = next((each for each in rows if each["error"] is None), row)
     if row["error"] is None and not all(abs(row[n] - first[n]) <= tolerance * first[n] for n in ("loss", "norm")):
         differs = ", ".join(f"{name} {row[name]:.5g} instead of {first[name]:.5g}" for name in ("loss", "norm"))
@@ -187,7 +191,7 @@ def checked(row: Row, rows: Sequence[Row], tolerance: float) -> Row:
 
 
 def compared(rows: Sequence[Row]) -> None:
-    """Fill in "x others"."""
+    """Fill in the "x others" column."""
     for row in (row for row in rows if row["error"] is None and row["run by"] == OURS):
         speeds = [each["tokens/s"] for each in rows if each["run by"] != OURS and each["error"] is None
                   and all(each[name] == row[name] for name in ("mesh", "recompute"))]
@@ -217,7 +221,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def options_of(args: argparse.Namespace, ranks: int, folder: str) -> Options:
-    """What the command line asks for. folder: where a config.json with fewer layers may be written."""
+    """Return the options of the command line. folder: for a config.json with fewer layers, if one is needed."""
     tiny = args.device == "cpu"
     given = Path(args.model or ("../tiny-cpu" if tiny else "qwen3-30b-a3b"))
     path = given if given.exists() and args.model else EXAMPLES / "models" / given
@@ -238,7 +242,7 @@ def options_of(args: argparse.Namespace, ranks: int, folder: str) -> Options:
 
 
 def with_layers(path: Path, layers: int, folder: Path) -> Path:
-    """The path of the same model's config.json with its first layers only."""
+    """Write the model's config.json with only its first `layers` layers, and return its path."""
     described = json.loads(path.read_text()) | {"num_hidden_layers": layers}
     if "layer_types" in described:
         described["layer_types"] = described["layer_types"][:layers]
@@ -247,7 +251,7 @@ def with_layers(path: Path, layers: int, folder: Path) -> Path:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """A bar for each setting: its tokens/s of each GPU."""
+    """Draw a bar with the tokens/s per GPU of each setting."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -270,7 +274,7 @@ def describe(row: Row) -> str:
 
 
 def measured_rows(processes: RankProcesses, options: Options, args: argparse.Namespace) -> Iterator[Row]:
-    """Run every setting, and yield its row, or its reason, as soon as it is there."""
+    """Run every setting, and yield its row or its error as soon as it has ended."""
     rows: list[Row] = []
     for setting in settings(args, options):
         print(f"{describe(setting)} ...", flush=True)

@@ -1,11 +1,11 @@
-"""Compiles kernels without a GPU and reads off what the compiler made of them.
+"""Compile kernels without a GPU and report the resources that each one needs.
 
     python benchmarks/compile_kernels.py [--arch 80 90 100] [--match SUBSTRING] [--part N/PARTS] [--json]
 
-For each configuration in kernel_specs.py this prints registers, stack bytes (spills show there), shared memory, the
-number of matrix instructions, the tiles of an operand in shared memory, and the copies that each wait of the main loop
-lets go on. Exits with status 1 where one spills, needs more shared memory than the chip has, or lacks the matrix
-instructions that its chip offers. Must run without TRITON_INTERPRET: a process that interprets cannot compile.
+For each configuration in kernel_specs.py, print registers, stack bytes (which show spills), shared memory, the number
+of matrix instructions, the tiles of an operand in shared memory, and the copies that each wait of the main loop leaves
+in flight. Exit with status 1 if a kernel spills, needs more shared memory than the chip has, or lacks the matrix
+instructions that its chip offers. TRITON_INTERPRET must not be set: a process that interprets cannot compile.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from kernel_specs import CompileSpec, all_specs
 from machine_code import buffers, main_loop
 
 ARCHITECTURES = (80, 90, 100)
-SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes a block can have
+SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448}  # bytes per block
 MATRIX_INSTRUCTION = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}  # as named in PTX
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one compiled kernel needs."""
+    """Resources of one compiled kernel."""
 
     name: str
     arch: int
     registers: int
-    stack: int  # bytes a thread
-    shared: int  # bytes a block
+    stack: int  # bytes per thread
+    shared: int  # bytes per block
     matrix_instructions: int
     buffers: int  # tiles of an operand in shared memory, see machine_code.py
-    load_waits: tuple[int, ...]  # of the main loop: groups of copies that a wait lets go on
+    load_waits: tuple[int, ...]  # main loop: groups of copies that each wait leaves in flight
     problems: tuple[str, ...]
 
 
 def compile_spec(spec: CompileSpec, arch: int) -> Resources:
-    """Compile for sm_`arch` and measure."""
+    """Compile a kernel for sm_`arch` and return its resources."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -71,7 +71,7 @@ def compile_spec(spec: CompileSpec, arch: int) -> Resources:
 
 
 def _cuobjdump(cubin: bytes, option: str) -> str:
-    """Return what cuobjdump, which Triton's wheel carries, prints of a compiled kernel."""
+    """Return the output of cuobjdump, which Triton's wheel carries, for a compiled kernel."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -82,7 +82,7 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Return the registers, and the bytes of stack, of a thread."""
+    """Return the registers and the stack bytes per thread."""
     text = _cuobjdump(cubin, "--dump-resource-usage")
     match = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert match is not None, f"cuobjdump printed no resource usage: {text[:200]}"
@@ -97,7 +97,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Prints the table; see the module's docstring."""
+    """Print the table; see the module's docstring."""
     parser = argparse.ArgumentParser(description="compile every kernel without a GPU and show what it needs")
     parser.add_argument("--arch", type=int, nargs="+", default=list(ARCHITECTURES), choices=ARCHITECTURES)
     parser.add_argument("--match", default="", help="only configurations whose name contains this")

@@ -1,12 +1,13 @@
-"""What does the engine itself cost? Host time per (micro-batch, stage) beyond the modules, against torch's.
+"""Benchmark the overhead of the pipeline engine: host time per (micro-batch, stage), against torch's.
 
-Ranks are CPU processes joined by gloo. Each round times, one after the other and so under the same load, a step of ours
-and a step of `torch.distributed.pipelining.ScheduleDualPipeV` on the same modules. Host time is the CPU time of the
-thread that runs the step, which leaves out what it waits for. "engine" is host time less what the modules, the loss
-function and autograd used inside that very step, measured around each call: a thread that has slept runs them slower
-than a bare loop does, which is not the engine's doing. "beyond bare" is the whole step less the same calls in a bare
-loop, in host and in wall time. The stages are small, so that the engine is seen, and plain: an "I" of ours computes
-their weight gradients at once, where torch splits the graph (benchmarks/wgrad_split.py measures the splitting).
+Ranks are CPU processes joined by gloo. Each round times a step of ours and a step of
+`torch.distributed.pipelining.ScheduleDualPipeV` on the same modules, one after the other and so under the same load.
+Host time is the CPU time of the thread that runs the step; waiting does not count. "engine" is host time less the time
+of the modules, the loss function and autograd inside the same step, measured around each call: a thread that has slept
+runs them slower than a bare loop does, and the engine does not cause that. "beyond bare" is the whole step less the
+same calls in a bare loop, in host and in wall time. The stages are small, so that the engine's share shows, and plain:
+an "I" of ours computes their weight gradients at once, where torch splits the graph (benchmarks/wgrad_split.py measures
+the splitting).
 
     python benchmarks/engine_overhead.py [--ranks 1 2 4] [--microbatches-per-rank 8] [--rounds 40] [--save]
 """
@@ -40,9 +41,9 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
 from dualpipe.schedule.messages import Message
 
-ROWS, WIDTH = 4, 16  # of one micro-batch
-SECONDS = 600.0  # after which the ranks are given up
-# Ours over torch's, beyond what gloo's bare loop takes: with messages that alone is 0.32 to 0.47 of torch's.
+ROWS, WIDTH = 4, 16  # shape of one micro-batch
+SECONDS = 600.0  # timeout of the ranks
+# Maximum of ours over torch's, less the ratio of gloo's bare loop, which with messages is 0.32 to 0.47 by itself.
 GOAL = 0.25
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
@@ -50,13 +51,13 @@ TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 class Sample(NamedTuple):
     """Seconds of a step, or us per (micro-batch, stage)."""
 
-    engine: float  # host time outside of modules, loss function and autograd
+    engine: float  # host time outside of the modules, the loss function and autograd
     host: float
     wall: float
 
 
 class Meter:
-    """Adds up the CPU time of this thread inside the calls that it wraps, without nested calls twice."""
+    """Meter of this thread's CPU time inside the wrapped calls; nested calls count once."""
 
     def __init__(self) -> None:
         self.seconds, self._depth = 0.0, 0
@@ -76,7 +77,7 @@ class Meter:
 
 
 class MeteredAutograd:
-    """Stands in for autograd's engine, which both pipelines call by this name."""
+    """Stand-in for autograd's engine that meters its backward calls; both pipelines call it by this name."""
 
     def __init__(self, meter: Meter, engine: Any) -> None:
         self.run_backward = meter.wrap(engine.run_backward)
@@ -88,7 +89,7 @@ def build_stage() -> nn.Module:
 
 
 def bare(modules: list[nn.Module], loss_fn: Callable[..., Any], num_chunks: int) -> Callable[[], None]:
-    """The same work without an engine: for each micro-batch each stage forward, then each backward from a leaf."""
+    """Build the same work without an engine: per micro-batch, each stage's forward, then each backward from a leaf."""
     x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     gradient = torch.randn(ROWS, WIDTH)
     last = dist.get_rank() == 0
@@ -106,9 +107,9 @@ def bare(modules: list[nn.Module], loss_fn: Callable[..., Any], num_chunks: int)
 
 
 def bare_gloo(modules: list[nn.Module], loss_fn: Callable[..., Any], num_chunks: int) -> Callable[[], None]:
-    """The same work with its messages: our order of actions, gloo's own calls, and nothing checked or recorded.
+    """Build the same work with its messages: our order of actions, gloo's own calls, no checks and no records.
 
-    No engine that sends each activation and each gradient by itself can take less, so it is the floor of both.
+    No engine that sends each activation and each gradient separately can take less, so this is the floor of both.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     group = dist.group.WORLD
@@ -186,7 +187,7 @@ def torchs(modules: list[nn.Module], loss_fn: Callable[..., Any], num_chunks: in
 
 
 def measure(setting: tuple[int, int], info: RankInfo, prefix: str) -> dict[str, Any]:
-    """Number of micro-batches of a step, and medians of this rank, in us per (micro-batch, stage)."""
+    """Return the micro-batches per step, and the medians of this rank in us per (micro-batch, stage)."""
     per_rank, rounds = setting
     torch.set_num_threads(1)
     join_gloo(info, prefix)
@@ -222,7 +223,7 @@ def measure(setting: tuple[int, int], info: RankInfo, prefix: str) -> dict[str, 
 
 
 def run_ranks(world: int, per_rank: int, rounds: int) -> dict[str, Any]:
-    """The mean over ranks of the medians, in us per (micro-batch, stage)."""
+    """Run the ranks and return the mean over ranks of their medians, in us per (micro-batch, stage)."""
     processes = RankProcesses(measure, alone=world, seconds=SECONDS)
     by_rank = results_of(processes.run((per_rank, rounds)))
     mean = {name: Sample(*map(statistics.mean, zip(*(medians[name] for medians in by_rank))))

@@ -1,4 +1,4 @@
-"""The expert layers that the kernels are measured on, and how tokens are spread over their experts."""
+"""Shapes of the expert layers for the kernels' benchmarks, and the routing of tokens to their experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes of an expert layer; `clamped`: the activation of gpt-oss, and biases."""
+    """Sizes of an expert layer. clamped: with the activation and the biases of gpt-oss."""
 
     hidden: int
     intermediate: int
@@ -28,7 +28,7 @@ MODELS = {
     "qwen3-30b-a3b": Model(2048, 768, 128, 8),
     "gpt-oss-20b": Model(2880, 2880, 32, 4, clamped=True),
 }
-# All models by name: those that every benchmark measures, and those that `make gpu` asks for.
+# All models by name: MODELS, which every benchmark measures, and further ones that `make gpu` asks for.
 SIZES = MODELS | {
     "deepseek-v3": Model(7168, 2048, 256, 8),
     "tiny": Model(64, 32, 8, 2),
@@ -40,28 +40,28 @@ ROUTINGS = ("balanced", "skewed")
 
 @dataclass(frozen=True)
 class Layer:
-    """The rows that some experts of a model get, and where each expert's rows are."""
+    """Row counts and row offsets of the experts on one rank."""
 
     experts: int
     counts: list[int]
-    offs: Tensor  # (E,) int32: where they end
+    offs: Tensor  # (E,) int32: the end of each expert's rows
 
     @cached_property
     def bounds(self) -> Tensor:
-        """(E + 1,) int32: the start of each expert's rows, and the end of the last one's."""
+        """Offsets (E + 1,) int32: the start of each expert's rows, then the end of the last expert's."""
         return torch.cat([self.offs.new_zeros(1), self.offs])
 
     @cached_property
     def slices(self) -> list[tuple[int, slice]]:
-        """(expert, its rows), with the sizes on the host."""
+        """Pairs of (expert, slice of its rows), with the sizes on the host."""
         ends = torch.tensor(self.counts).cumsum(0).tolist()
         return [(e, slice(end - count, end)) for e, (count, end) in enumerate(zip(self.counts, ends))]
 
 
 def route(model: Model, tokens: int, experts: int, skewed: bool, device: torch.device) -> Layer:
-    """Every expert the same number of rows up to one, or in proportion to 1 / (1 + r / 4) of a random rank r.
+    """Distribute rows over experts: equally up to one row, or skewed in proportion to 1 / (1 + r / 4).
 
-    `experts`: those on this rank, which together get their share of all rows.
+    r is an expert's place in a random order. experts: the number on this rank, which get their share of all rows.
     """
     share = torch.ones(experts, dtype=torch.float64)
     if skewed:
@@ -72,7 +72,7 @@ def route(model: Model, tokens: int, experts: int, skewed: bool, device: torch.d
 
 
 def choices(tokens: int, experts: int, top_k: int, skewed: bool, device: torch.device) -> Tensor:
-    """(T, K) different experts for each token; skewed: the first ones far more often."""
+    """Choose (T, K) distinct experts per token; skewed: the first experts far more often."""
     scores = torch.rand(tokens, experts, device=device)
     if skewed:
         scores += 2.0 / torch.arange(1, experts + 1, device=device)
@@ -80,5 +80,5 @@ def choices(tokens: int, experts: int, top_k: int, skewed: bool, device: torch.d
 
 
 def every(**values: Iterable[Any]) -> list[dict[str, Any]]:
-    """Every combination of the values of some names, the last name changing fastest."""
+    """Return every combination of the values by name; the last name varies fastest."""
     return [dict(zip(values, combination)) for combination in product(*values.values())]

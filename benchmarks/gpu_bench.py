@@ -1,7 +1,7 @@
-"""What the kernels' benchmarks share: one main program, median times, the machine's own rates, checks, goals, results.
+"""Shared parts of the kernels' benchmarks: main program, median times, the machine's rates, checks, goals, results.
 
-A benchmark is a list of settings, a function that measures one of them on a `Machine` and yields rows, and the goals
-that the rows are held to. Exit status: 0 where every goal is met or nothing could be measured, 1 otherwise.
+A benchmark is a list of settings, a function that measures one setting on a `Machine` and yields rows, and the goals
+for the rows. Exit status: 0 if every goal is met or nothing could be measured, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from torch import Tensor
 from dualpipe.pipeline import executor
 
 RESULTS = Path(__file__).parent / "results"
-WORST_ROW = 5  # times the tolerance of the whole
-SHOWN = 12  # rows that miss a goal and are listed; the others are in the JSON
-CHUNK = 2**26  # elements that are compared at a time: 0.5 GB in float64
+WORST_ROW = 5  # tolerance of the worst row, over that of the whole tensor
+SHOWN = 12  # listed rows that miss a goal; the JSON has all
+CHUNK = 2**26  # elements compared at a time: 0.5 GB in float64
 
 Row = dict[str, Any]
 
@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured on, and what it can do: a copy's bytes read and written, a dense bfloat16 product."""
+    """The device and its measured rates: a copy's bytes read and written, and a dense bfloat16 GEMM."""
 
     device: torch.device
     copy_gb_per_s: float
@@ -47,7 +47,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Goal:
-    """`column` is at least `minimum` in every row that `applies`."""
+    """A goal: `column` is at least `minimum` in every row for which `applies` is True."""
 
     text: str
     column: str
@@ -55,7 +55,7 @@ class Goal:
     applies: Callable[[Row], bool] = lambda row: True
 
     def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Those it is about."""
+        """Return the rows that the goal applies to."""
         return [row for row in rows if row.get(self.column) is not None and self.applies(row)]
 
     def missed(self, rows: Iterable[Row]) -> list[Row]:
@@ -64,7 +64,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Bench:
-    """`settings` are the keyword arguments of `measure`, each with "model" and "tokens"; `quick` selects a few."""
+    """Definition of a benchmark: its settings, the function that measures one of them, and its goals.
+
+    settings: keyword arguments of `measure`, each with "model" and "tokens"; quick: values that select a few of them.
+    """
 
     doc: str
     name: str
@@ -82,7 +85,7 @@ class Outcome:
 
 
 def run_bench(bench: Bench) -> int:
-    """The main program of a kernel's benchmark; returns the exit status."""
+    """Run the main program of a kernel's benchmark; return the exit status."""
     args = parse(bench)
     device = require_gpu()
     torch.manual_seed(0)
@@ -114,7 +117,7 @@ def add_save(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def chosen(bench: Bench, args: argparse.Namespace) -> list[Row]:
-    """The settings that the command line asks for."""
+    """Return the settings that the command line selects."""
     wanted = bench.quick.items() if args.quick else ()
     return [
         setting
@@ -126,7 +129,7 @@ def chosen(bench: Bench, args: argparse.Namespace) -> list[Row]:
 
 
 def run_settings(bench: Bench, settings: Sequence[Row], machine: Machine, minutes: float) -> Outcome:
-    """One after the other; one that fails, or does not fit into memory, does not take the others with it."""
+    """Run the settings one after the other; a failure, or a lack of memory, does not stop the next ones."""
     outcome, end = Outcome(), time.monotonic() + 60 * minutes
     for at, setting in enumerate(settings):
         if time.monotonic() > end:
@@ -144,7 +147,7 @@ def run_settings(bench: Bench, settings: Sequence[Row], machine: Machine, minute
 
 
 def report(goals: Sequence[Goal], outcome: Outcome) -> int:
-    """Says which goals are met, and where not; 1 where one is missed or a setting failed."""
+    """Print which goals are met and the rows that miss one; return 1 if a goal is missed or a setting failed."""
     met = [report_goal(goal, outcome.rows) for goal in goals]
     for failure in outcome.failures:
         print(f"FAILED: {describe(failure)}")
@@ -165,12 +168,12 @@ def report_goal(goal: Goal, rows: Sequence[Row]) -> bool:
 
 
 def describe(row: Row) -> str:
-    """What a row is about: everything but what was measured."""
+    """Describe a row by every field that is not a measured float."""
     return ", ".join(f"{name} {value}" for name, value in row.items() if not isinstance(value, float))
 
 
 def require_gpu() -> torch.device:
-    """The CUDA device; without one, says so and ends the process with status 0."""
+    """Return the CUDA device; without one, print so and end the process with status 0."""
     if not torch.cuda.is_available():
         print(f"{Path(sys.argv[0]).name}: needs a CUDA device, and there is none here; nothing was measured")
         sys.exit(0)
@@ -181,7 +184,7 @@ def require_gpu() -> torch.device:
 
 
 def time_ms(fn: Callable[[], Any], *, warmup_ms: int = 25, measure_ms: int = 100) -> float:
-    """Median time of a call in milliseconds, the L2 cache flushed before each. Without a GPU by the host's clock."""
+    """Return the median milliseconds of a call, flushing L2 before each; without a GPU, by the host's clock."""
     if not torch.cuda.is_available():
         return statistics.median(_host_ms(fn) for _ in range(3))
     from triton.testing import do_bench
@@ -196,19 +199,19 @@ def _host_ms(fn: Callable[[], Any]) -> float:
 
 
 def copy_gb_per_s(device: torch.device, gib: float = 2.0) -> float:
-    """Bytes read and written by a copy, in 1e9 a second: what memory-bound kernels are held to."""
+    """Return the copy bandwidth, bytes read and written in 1e9 a second: the bound of memory-bound kernels."""
     source = torch.randn(int(gib * 2**30) // 2, dtype=torch.bfloat16, device=device)
     target = torch.empty_like(source)
     return 2 * source.numel() * source.element_size() / time_ms(lambda: target.copy_(source)) / 1e6
 
 
 def dense_tflops(device: torch.device, size: int = 8192) -> float:
-    """What a large dense product reaches."""
+    """Return the TFLOP/s of a large dense GEMM."""
     return 2 * size**3 / dense_ms([(size, size, size)], device) / 1e9
 
 
 def dense_ms(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> float:
-    """Time of dense bfloat16 products of (m, k) and (k, n), given as (m, n, k), all random."""
+    """Return the total milliseconds of dense bfloat16 GEMMs of random (m, k) and (k, n), given as (m, n, k)."""
     total = 0.0
     for m, n, k in shapes:
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
@@ -218,7 +221,7 @@ def dense_ms(shapes: Sequence[tuple[int, int, int]], device: torch.device) -> fl
 
 
 class Spans:
-    """How long named pieces of work take: by events on the computing stream, on CPU by the host's clock."""
+    """Timer for named spans of work: by events on the compute stream, on CPU by the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
@@ -227,7 +230,7 @@ class Spans:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """A piece of work; inside of one of the same name it is a part of that."""
+        """Time the body as one span; a span inside of another of the same name counts as part of it."""
         if name in self._open:
             yield
             return
@@ -240,7 +243,7 @@ class Spans:
             self._spans.append((name, partial(self._ms, start, self._now())))
 
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same call within a span."""
+        """Wrap a call in a span."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             with self.span(name):
@@ -249,13 +252,13 @@ class Spans:
         return timed
 
     def take(self) -> list[tuple[str, float]]:
-        """Names and milliseconds, in the order of their ends, once the device is through; they are forgotten."""
+        """Wait for the device; return and clear the (name, milliseconds) of all spans, in the order of their ends."""
         spans, self._spans = self._spans, []
         return [(name, ms()) for name, ms in spans]
 
     def of_actions(self, span: Callable[[str], AbstractContextManager]) -> None:
-        """Have every pipeline of this process run its instructions within `span(name)`."""
-        executor.annotation = lambda device: span  # where the ranges of a profile are named
+        """Make every pipeline of this process run its instructions within `span(name)`."""
+        executor.annotation = lambda device: span  # the hook that names the ranges of a profile
 
     def _now(self) -> Any:
         if not self._on_cuda:
@@ -269,7 +272,7 @@ class Spans:
 
 
 def peak_gb(fn: Callable[[], Any], device: torch.device) -> float | None:
-    """Memory that a call needs beyond what is there; None where there is no GPU."""
+    """Return the peak GB that a call adds to the allocated memory; None without a GPU."""
     if device.type != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -279,9 +282,10 @@ def peak_gb(fn: Callable[[], Any], device: torch.device) -> float | None:
 
 
 def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.compile` for exactly these shapes. Forgets earlier ones: after eight it would quietly run eagerly.
+    """Compile a function by `torch.compile` for static shapes, after a reset of the compiler.
 
-    Without a GPU the function itself, as then nothing that it says counts.
+    Without the reset, the function would silently run eagerly after eight shapes. Without a GPU, return the function
+    itself, because its times do not count there.
     """
     if not torch.cuda.is_available():
         return function
@@ -294,10 +298,10 @@ def compiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """New tensors hold NaN, or the largest integer, so that a result that was not written shows."""
+    """Fill new tensors with NaN, or the largest integer, so that unwritten results show."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(action="ignore"):  # about operations that have no deterministic version
-        torch.use_deterministic_algorithms(True, warn_only=True)  # this is what fills new memory
+        torch.use_deterministic_algorithms(True, warn_only=True)  # this fills new memory
         try:
             yield
         finally:
@@ -305,9 +309,9 @@ def poisoned() -> Iterator[None]:
 
 
 def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
-    """||actual - expected|| / ||expected|| of the whole and of the worst row, in float64, some rows at a time.
+    """Return ||actual - expected|| / ||expected|| of the whole and of the worst row, in float64, some rows at a time.
 
-    A row that is shorter than most is compared with their root mean square.
+    A row whose norm is below the root mean square of all row norms is divided by that root mean square instead.
     """
     if actual.shape != expected.shape:
         raise RuntimeError(f"a result has shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
@@ -324,9 +328,9 @@ def relative_errors(actual: Tensor, expected: Tensor) -> tuple[float, float]:
 
 
 def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Ends a measurement whose kernel is wrong: a fast wrong result is no result.
+    """Raise RuntimeError if a kernel's result is wrong, which ends its measurement: a fast wrong result is no result.
 
-    One wrong row of many would not show in the error of the whole.
+    The worst row has a limit of its own, because one wrong row of many would not show in the error of the whole.
     """
     error, worst = relative_errors(actual, expected)
     if not (error <= tolerance and worst <= WORST_ROW * tolerance):  # NaN too
@@ -338,7 +342,7 @@ def check_close(name: str, actual: Tensor, expected: Tensor, tolerance: float) -
 
 
 def print_table(rows: Sequence[Row]) -> None:
-    """Every row's fields in columns; floats with three significant digits or more."""
+    """Print the rows as a table; floats have at least three significant digits."""
     if not rows:
         return
     names = list(rows[0])

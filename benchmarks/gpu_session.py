@@ -1,13 +1,13 @@
-"""What does this library do on a GPU? All questions to one card, or to a machine of eight, in ten minutes.
+"""Run all GPU checks and benchmarks, on one card or on a machine of eight, in ten minutes.
 
-Parts run in the order of their worth, each in a process of its own with a share of the time; what they find is in the
-JSON after every row. Run again, it goes on with the parts that the JSON does not have yet. See docs/gpu.md.
+Parts run in the order of their importance, each in its own process with a share of the time. The JSON is written after
+every row. A second call continues with the parts that the JSON does not have yet. See docs/gpu.md.
 
     python -P benchmarks/gpu_session.py [--seconds 570] [--folder out/gpu] [--only PART ...] [--again PART ...]
     python -P benchmarks/gpu_session.py --node        all GPUs of this machine
     python -P benchmarks/gpu_session.py --dry         tiny sizes on the CPU, to see it run
 
-Exit status: 0 where every part has run to its end, nothing failed and every goal is met; 1 otherwise.
+Exit status: 0 if every part has run to its end, nothing failed and every goal is met; 1 otherwise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpu.session import Part, Session, run_in_process  # noqa: E402
 
 OUT = FOLDER.parent / "out"
 
-# Correctness before times; and what most depends on first, as the time may end.
+# Correctness before times, and the parts that most depends on first, because the time may run out.
 CARD = (
     Part("startup", "does it start, and what do allocator and loading of kernels cost?", "gpu.startup:measure", 10),
     Part("kernel-tests", "do the kernels compute what their references do?", "gpu.kernel_tests:measure", 20),
@@ -62,7 +62,7 @@ def parse() -> argparse.Namespace:
 
 
 def chosen_parts(args: argparse.Namespace) -> list[Part]:
-    """Return the parts that the command line asks for. Raises SystemExit for a name that no part has."""
+    """Return the parts that the command line selects. Raises SystemExit for an unknown name."""
     parts = NODE if args.node else CARD
     names = [part.name for part in parts]
     for name in (*(args.only or ()), *args.again):
@@ -78,7 +78,7 @@ def folder_of(args: argparse.Namespace) -> Path:
 
 
 def run_session(args: argparse.Namespace) -> int:
-    """Run what is left to run, print the summary, write it beside the JSON, and return the exit status."""
+    """Run the remaining parts, print the summary, write it beside the JSON, and return the exit status."""
     parts = chosen_parts(args)
     report = SessionReport(folder_of(args) / "session.json")
     for name in args.again:

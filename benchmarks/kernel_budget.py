@@ -1,12 +1,13 @@
-"""Compare what the compiler makes of kernels with the budget of each, and write the budget anew.
+"""Compare the compiled kernels with their budgets, or rewrite the budgets.
 
     PYTHONPATH=benchmarks python benchmarks/kernel_budget.py [--write] [--match SUBSTRING]
 
-Compiles the bfloat16 kernels of an expert layer for sm_90 and prints every figure that is worse than that of
-kernel_budget.json, with status 1. `--write` makes the present figures the budget and writes docs/results/kernels.md.
+Compile the bfloat16 kernels of an expert layer for sm_90, print every figure that is worse than in kernel_budget.json,
+and exit with status 1 if there is one. `--write` makes the present figures the budget and writes
+docs/results/kernels.md.
 
-The share of the peak is counted, not measured: a step of the loop takes the longest of its matrix instructions, of its
-bytes from the L2 cache, and of the time until a tile arrives, shared by the tiles that are on their way meanwhile.
+The share of the peak is estimated, not measured. A step of the loop takes the longest of three times: its matrix
+instructions, its bytes from the L2 cache, and the arrival of a tile, divided by the number of tiles in flight.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ BUDGET = FOLDER / "kernel_budget.json"
 PAGE = FOLDER.parent / "docs" / "results" / "kernels.md"
 SPARE_REGISTERS = 8  # registers are allotted in eights
 
-# Of one multiprocessor of an H100 (SXM), for `estimated_share`.
+# One multiprocessor of an H100 (SXM), for `estimated_share`.
 MULTIPLICATIONS_PER_CYCLE = 2048  # in bfloat16: 989 TFLOP/s of 132 multiprocessors at 1.83 GHz
 BYTES_PER_CYCLE = 64  # from the L2 cache
 SHARED_MEMORY = 233_472
-RESERVED_SHARED = 1_024  # for each program
+RESERVED_SHARED = 1_024  # per program
 REGISTERS = 65_536
-LATENCY_CYCLES = 800  # of a copy from memory that misses the L2 cache
-STEPS = 32  # of a loop: 2048 numbers are summed, such as the hidden size of Qwen3-30B-A3B, in tiles of 64
+LATENCY_CYCLES = 800  # latency of a copy from memory that misses the L2 cache
+STEPS = 32  # per loop: a sum over 2048 elements, the hidden size of Qwen3-30B-A3B, in tiles of 64
 
 
 @dataclass(frozen=True)
 class KernelBudget:
     """Figures of a compiled kernel that a change must not make worse.
 
-    load_wait: the groups of copies that the strictest wait of the main loop lets go on; None where nothing waits so,
-        as where TMA signals a barrier.
+    load_wait: the groups of copies that the strictest wait of the main loop leaves in flight; None if no wait counts
+        groups, for example where TMA signals a barrier.
     """
 
     registers: int
@@ -55,13 +56,13 @@ class KernelBudget:
 
     @classmethod
     def of(cls, resources: Resources) -> KernelBudget:
-        """Return the figures of a kernel as it is compiled."""
+        """Return the figures of a compiled kernel."""
         return cls(
             registers=resources.registers, shared=resources.shared, buffers=resources.buffers,
             load_wait=min(resources.load_waits, default=None), matrix_instructions=resources.matrix_instructions)
 
     def excesses(self, actual: KernelBudget) -> list[str]:
-        """Return what of `actual` is worse, each as a phrase."""
+        """Return a phrase for each figure of `actual` that exceeds this budget."""
         worse = []
         if actual.registers > self.registers + SPARE_REGISTERS:
             worse.append(f"{actual.registers} registers instead of {self.registers}")
@@ -79,7 +80,7 @@ class KernelBudget:
 
 
 def budgeted_specs(match: str = "") -> Iterator[CompileSpec]:
-    """Yield the kernels that have a budget: matrix products of an expert layer in bfloat16, sizes multiples of 16."""
+    """Yield the kernels that have a budget: bfloat16 GEMMs of an expert layer with sizes that are multiples of 16."""
     for spec in all_specs(ARCH):
         is_plain = ".bf16.16." in spec.name and ".odd." not in spec.name
         is_quantized = spec.name.startswith(("grouped_gemm_fp8.", "grouped_gemm_dequantize."))
@@ -89,7 +90,7 @@ def budgeted_specs(match: str = "") -> Iterator[CompileSpec]:
 
 
 def read_budget() -> dict[str, KernelBudget]:
-    """Return the budget of each kernel by its name; empty where another version of Triton compiled it."""
+    """Return the budget of each kernel by name; empty if another version of Triton compiled it."""
     content = json.loads(BUDGET.read_text())
     if content["triton"] != triton.__version__:
         return {}
@@ -97,7 +98,7 @@ def read_budget() -> dict[str, KernelBudget]:
 
 
 def excesses(budget: dict[str, KernelBudget], compiled: Iterable[Resources]) -> list[str]:
-    """Return, a line each, what is over the budget, spills, or has no budget."""
+    """Return one line per kernel that exceeds its budget, spills or has no budget."""
     lines = []
     for resources in compiled:
         worse = list(resources.problems)
@@ -112,8 +113,8 @@ def excesses(budget: dict[str, KernelBudget], compiled: Iterable[Resources]) -> 
 def estimated_share(rows: int, cols: int, depth: int, buffers: int, programs: int = 1) -> float:
     """Return the estimated share of the tensor cores' peak that tiles of rows x cols reach in STEPS steps of bfloat16.
 
-    depth: the numbers that a step sums; buffers: tiles in shared memory; programs: those that share a multiprocessor,
-    of which one loads and writes while another multiplies.
+    depth: elements that a step sums; buffers: tiles in shared memory; programs: the number that share a multiprocessor,
+    where one loads and writes while another multiplies.
 
     Example: 128 x 256 x 64 takes 1,024 cycles of matrix instructions, and 768 to load 48 KB. With 3 buffers a tile has
     two steps to arrive in (1,568 cycles, 784 a step): 1,024 cycles a step. With 2 buffers it has one: 1,568.
@@ -127,13 +128,13 @@ def estimated_share(rows: int, cols: int, depth: int, buffers: int, programs: in
 
 
 def resident_programs(figures: KernelBudget, warps: int) -> int:
-    """Return the number of programs that fit on a multiprocessor of sm_90 at the same time."""
+    """Return the number of programs that fit on a multiprocessor of sm_90 at once."""
     registers = -(-figures.registers // 8) * 8 * 32 * warps
     return max(1, min(SHARED_MEMORY // (figures.shared + RESERVED_SHARED), REGISTERS // registers))
 
 
 def page(budget: dict[str, KernelBudget], specs: Sequence[CompileSpec]) -> str:
-    """Return the table of all kernels with a budget, as a page."""
+    """Return a page with the table of all kernels that have a budget."""
     lines = [
         "# What the compiler makes of the kernels",
         "",
@@ -162,7 +163,7 @@ def page(budget: dict[str, KernelBudget], specs: Sequence[CompileSpec]) -> str:
 
 
 def main() -> int:
-    """Compare, or write; see the module's docstring."""
+    """Compare the budgets or write them; see the module's docstring."""
     parser = argparse.ArgumentParser(description="compare compiled kernels with their budgets")
     parser.add_argument("--write", action="store_true", help="make the present figures the budget")
     parser.add_argument("--match", default="", help="only kernels whose name contains this")

@@ -1,7 +1,7 @@
-"""Every kernel in every configuration that its launcher can start, for `compile_kernels.py`.
+"""List every kernel in every configuration that its launcher can start, for `compile_kernels.py`.
 
-Of the grouped products, `sizes` says what the launcher knows of sizes and strides: "16" multiples of 16, as in every
-model; "8" multiples of 8; "odd" nothing, and no consecutive numbers either. Of the others, "odd" is without alignment.
+For the grouped GEMMs, `sizes` is the launcher's knowledge of sizes and strides: "16" multiples of 16, as in every
+model; "8" multiples of 8; "odd" nothing, and no unit stride either. For the other kernels, "odd" means no alignment.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GEMM, GEMM_QUANTIZED, SWIGLU, ROUTING, CROSS_ENTROPY, NORM, ROTARY, TOP_K, QUANT
 _TRITON = tuple(map(int, triton.__version__.split(".")[:2]))
 EXPERTS = 128
 _EXACT = {"odd": "bf16", "float32": "fp32", "float64": "fp64"}  # shape classes for operands of any size
-# Of the products with quantized weights, how the names of strides start.
+# Prefixes of the stride arguments of the GEMMs with quantized weights.
 _STRIDES = ("a_row", "a_d", "a_scales_", "w_e", "w_block_row", "w_row", "w_scales_", "matrix_scales_")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
@@ -52,7 +52,7 @@ class CompileSpec:
 
     signature: Triton's type by argument name ("*bf16", "i32", "fp32"), in the kernel's order, without constexprs;
     constexprs: their values; divisible_by_16: arguments that the launcher guarantees to be multiples of 16; mma_kind: a
-    pattern of how the names of its matrix instructions go on.
+    pattern for the rest of its matrix instructions' names.
     """
 
     name: str
@@ -68,7 +68,7 @@ class CompileSpec:
 
 
 def all_specs(arch: int) -> Iterator[CompileSpec]:
-    """The configurations of every kernel for sm_`arch`."""
+    """Yield the configurations of every kernel for sm_`arch`."""
     for name, config in row_configs(arch).items():
         yield from row_specs(name, config, arch)
     for name, config in weight_configs(arch).items():
@@ -85,7 +85,7 @@ def all_specs(arch: int) -> Iterator[CompileSpec]:
 
 
 def row_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
-    """Everything that the shape class `name` of products that make rows is launched with, in tiles of `config`."""
+    """Yield every configuration of the row GEMMs in shape class `name`, with the tiles of `config`."""
     if name in _EXACT:
         dtype = _EXACT[name]
         for forward in (True, False):
@@ -117,7 +117,7 @@ def _fused(arch: int, name: str) -> list[Any]:
 
 
 def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSpec]:
-    """The same of weight gradients."""
+    """Yield every configuration of the weight gradients in shape class `name`, with the tiles of `config`."""
     if name in _EXACT:
         dtype = _EXACT[name]
         for add in (False, True):
@@ -146,7 +146,7 @@ def weight_specs(name: str, config: GemmConfig, arch: int) -> Iterator[CompileSp
 
 
 def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:
-    """Products with weights of every format, with borders inside of tiles and without; fp8_block_pow2 is fp8_block."""
+    """Yield GEMMs with weights of every format, with and without partial tiles; fp8_block_pow2 is fp8_block."""
     for name, even in product(("mxfp8", "fp8_block"), (True, False)):
         yield _fp8_spec(FORMATS[name], arch, even, a=True, w=True)
         yield _fp8_spec(FORMATS[name], arch, even, a=False, w=True, gather=True)
@@ -161,7 +161,7 @@ def _gemm_quantized_specs(arch: int) -> Iterator[CompileSpec]:
 
 
 def _fp8_spec(format: Format, arch: int, even: bool, *, a: bool, w: bool, gather: bool = False) -> CompileSpec:
-    """`even`: the steps through K have no border; the others as for `_rows_spec`."""
+    """Return the spec of an FP8 GEMM. even: no step through K is partial; the other arguments as in `_rows_spec`."""
     blocks, kernel = format.block[0] > 1, GEMM_QUANTIZED._fp8_kernel
     config = fp8_configs(arch)["block" if blocks else "mx"]
     constants = GEMM_QUANTIZED.fp8_constants(config, format, a, w, config.depth + 16 * (not even), EXPERTS)
@@ -192,7 +192,7 @@ def _fp8_spec(format: Format, arch: int, even: bool, *, a: bool, w: bool, gather
 def _dequantize_spec(
     format: Format, name: str, dtype: str, forward: bool, even: bool, *, a: bool
 ) -> CompileSpec:
-    """`a`: through a descriptor; if not, with `gather` and bias."""
+    """Return the spec of a GEMM that dequantizes weights. a: by a descriptor; if False, with `gather` and bias."""
     config, kernel, odd = dequantize_configs()[name], GEMM_QUANTIZED._dequantize_kernel, name in _EXACT
     constants = GEMM_QUANTIZED.dequantize_constants(
         config, format, forward, a, config.depth + 8 * (not even), EXPERTS, _DTYPES[dtype]
@@ -228,7 +228,7 @@ def _rows_spec(
     name: str, config: GemmConfig, dtype: str, forward: bool, *, sizes: str, a: bool, w: bool, gather: bool = False,
     swiglu: Any = None,
 ) -> CompileSpec:
-    """`a`, `w`: through a descriptor; `gather`: with bias, and the weight of `swiglu`, too."""
+    """Return the spec of a row GEMM. a, w: by a descriptor; gather: also with bias, and with the weight of `swiglu`."""
     torch_dtype = _DTYPES[dtype]
     constants = rows_constants(config, forward, a, w, sizes != "odd", config.depth, EXPERTS, torch_dtype, swiglu)
     ones = () if sizes == "odd" else ("a_d", "w_d" if forward else "w_c")
@@ -262,9 +262,10 @@ def _weight_spec(
     name: str, config: GemmConfig, dtype: str, out: str, add: bool, *, sizes: str, dy: bool, x: bool,
     gather: bool = False, out_descriptor: bool = True, merged: int = 1,
 ) -> CompileSpec:
-    """`dy`, `x`: through a descriptor; `out`: its dtype, added to through a descriptor where possible and wanted.
+    """Return the spec of a weight gradient.
 
-    merged: the number of micro-batches in one launch.
+    dy, x: read by a descriptor; out: its dtype; out_descriptor: add to out by a descriptor where possible; merged: the
+    number of micro-batches in one launch.
     """
     reduce = out_descriptor and dy and add and out == "fp32"
     ones = () if sizes == "odd" else ("dy_n", "x_h", "out_h")
@@ -340,7 +341,7 @@ def _swiglu_specs() -> Iterator[CompileSpec]:
 
 
 def _routing_specs() -> Iterator[CompileSpec]:
-    """The number of experts in steps of the counting kernel's bins."""
+    """Yield the routing kernels; the number of experts goes in steps of the counting kernel's bins."""
     rows, chunk = ROUTING._SORT_ROWS, ROUTING._SORT_CHUNK
     for bins in (64, 128, 256, 512, 1024):
         yield _routing_spec(f"routing.count.{bins}", ROUTING._count_kernel, "bf16", {"ROWS": rows, "BINS": bins}, 4)
@@ -400,7 +401,7 @@ def _cross_entropy_specs() -> Iterator[CompileSpec]:
 
 
 def _norm_specs() -> Iterator[CompileSpec]:
-    """Widths of a head, of a latent, and up to the widest; with what is added, and without."""
+    """Yield the norm kernels for widths of a head, of a latent, and up to the widest; with and without an addition."""
     for dtype, width, added, odd, kernel in product(
         ("bf16", "fp32"), (128, 1536, 2048, 4096, NORM._MAX_COLUMNS), (False, True), (False, True),
         (NORM._forward_kernel, NORM._backward_kernel),
@@ -412,7 +413,7 @@ def _norm_specs() -> Iterator[CompileSpec]:
         words += [word for word, said in (("added", added), ("odd", odd)) if said]
         name = ".".join(words)
         if name == "norm.backward.fp32.4096.added.odd" and _TRITON < (3, 7):
-            continue  # of no model, and 8 bytes spill on sm_90
+            continue  # no model needs it, and 8 bytes spill on sm_90
         aligned = () if odd else ("H", "stride", "residual_stride", "stride_dy", "stride_d_sum", "span")
         yield _rows_spec_of(name, kernel, dtype, constexprs, tile.warps, aligned)
 
@@ -423,7 +424,7 @@ def _rotary_specs() -> Iterator[CompileSpec]:
         (ROTARY._forward_kernel, ROTARY._backward_kernel),
     ):
         if interleaved and norm and dtype == "fp32":
-            continue  # of no model, and 8 bytes spill on sm_80
+            continue  # no model needs it, and 8 bytes spill on sm_80
         constexprs = ROTARY.constants(dim, interleaved, norm, _DTYPES[dtype], torch.float32)
         warps, forward = constexprs.pop("num_warps"), kernel is ROTARY._forward_kernel
         words = ["rotary", "forward" if forward else "backward", dtype, str(dim)]
@@ -434,7 +435,7 @@ def _rotary_specs() -> Iterator[CompileSpec]:
 
 
 def _top_k_specs() -> Iterator[CompileSpec]:
-    """The experts and choices of real models: Mixtral and gpt-oss, Qwen3, DeepSeek-V2, Qwen3-Next."""
+    """Yield the top-k kernels for the experts and top_k of Mixtral, gpt-oss, Qwen3, DeepSeek-V2 and Qwen3-Next."""
     for dtype, (experts, top_k), norm, balanced in product(
         ("bf16", "fp32"), ((8, 2), (32, 4), (128, 8), (160, 6), (512, 10)), (False, True), (False, True),
     ):
@@ -478,7 +479,7 @@ def _quantize_specs() -> Iterator[CompileSpec]:
 def _quantize_spec(
     name: str, kernel: Any, how: Any, dtype: str, constants: dict[str, Any], odd: bool
 ) -> CompileSpec:
-    """`odd`: only of what block rows promise is anything known, which start at multiples of 16 bytes."""
+    """Return the spec of a quantization kernel. odd: nothing is aligned but block rows, to multiples of 16 bytes."""
     scales = "*i32" if how.scale is torch.float32 else "*u8"
     types = {"x_ptr": f"*{dtype}", "y_ptr": f"*{dtype}", "elements_ptr": "*u8", "scales_ptr": scales}
     types |= dict.fromkeys(("amax_ptr", "matrix_scales_ptr"), "*fp32")

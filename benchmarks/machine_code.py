@@ -1,11 +1,11 @@
-"""Read the main loop of a kernel from its machine code: what it waits for, and how many tiles are on their way.
+"""Read the main loop of a kernel from its machine code: its waits, and the number of tiles in flight.
 
-Triton's `num_stages` is a wish. Where loads depend on each other, or a tile passes through registers, the compiler
-keeps fewer tiles in shared memory than it was asked for, and nothing says so but the machine code: a loop that begins
-with a wait for *all* loads overlaps none of them with its matrix instructions.
+Triton's `num_stages` is a request. If loads depend on each other, or a tile passes through registers, the compiler
+keeps fewer tiles in shared memory than requested. Only the machine code shows this: a loop that begins with a wait for
+*all* loads overlaps none of them with its matrix instructions.
 
-Example, sm_90: a loop with `DEPBAR.LE SB0, 0x2` lets two groups of loads stay on their way, one with
-`DEPBAR.LE SB0, 0x0` none.
+Example, sm_90: a loop with `DEPBAR.LE SB0, 0x2` leaves two groups of loads in flight, one with `DEPBAR.LE SB0, 0x0`
+none.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Instruction:
 
     @property
     def is_matrix(self) -> bool:
-        """Return True if it multiplies matrices."""
+        """Return True for a matrix instruction."""
         opcode = re.sub(r"^@\S+\s+", "", self.text)
         return opcode.startswith(MATRIX_INSTRUCTIONS)
 
@@ -39,8 +39,8 @@ class Instruction:
 class MainLoop:
     """The shortest loop with matrix instructions.
 
-    load_waits: for each wait for asynchronous copies, the number of groups of copies that may stay on their way.
-    matrix_waits: for each wait for asynchronous matrix instructions (sm_90), the groups that may stay unfinished.
+    load_waits: for each wait for asynchronous copies, the number of groups of copies that it leaves in flight.
+    matrix_waits: for each wait for asynchronous matrix instructions (sm_90), the groups that it leaves unfinished.
     """
 
     instructions: int
@@ -55,7 +55,7 @@ def instructions(sass: str) -> list[Instruction]:
 
 
 def main_loop(sass: str) -> MainLoop | None:
-    """Return the shortest loop that has matrix instructions; None where a kernel has none, or no loop around them."""
+    """Return the shortest loop with matrix instructions; None if there is no such loop."""
     listing = instructions(sass)
     loops = []
     for instruction in listing:
@@ -80,14 +80,14 @@ def main_loop(sass: str) -> MainLoop | None:
 
 
 def _waits(body: list[Instruction], pattern: re.Pattern[str]) -> tuple[int, ...]:
-    """Return the number that each matching wait of a loop lets stay unfinished, in the order of the loop."""
+    """Return the number of groups that each matching wait leaves unfinished, in the order of the loop."""
     matches = [pattern.match(instruction.text) for instruction in body]
     return tuple(int(match[1], 16) for match in matches if match is not None)
 
 
 def buffers(ttgir: str) -> int:
-    """Return the number of tiles of an operand that shared memory holds at a time, the least of the operands; 0: none.
+    """Return the number of tiles of an operand in shared memory at a time, the minimum over operands; 0 for none.
 
-    From the allocations of Triton's GPU representation, whose first dimension is the number of tiles.
+    It is read from the allocations in Triton's GPU IR, whose first dimension is the number of tiles.
     """
     return min(map(int, _BUFFERED.findall(ttgir)), default=0)

@@ -1,7 +1,8 @@
-"""The grouped products of quack-kernels, as rivals of ours where they are installed.
+"""Grouped GEMMs of quack-kernels, as rivals of ours where the package is installed.
 
-Written from the signature of `quack.gemm_interface.gemm`; never run, as it needs a Hopper GPU or newer. A call that
-fails there is a rival that is missing, and leaves our rows alone. Its default tiles: tuning would take minutes.
+Written from the signature of `quack.gemm_interface.gemm`; never run, because it needs a Hopper GPU or newer. A call
+that fails counts as a missing rival and does not affect our rows. The tiles are quack's defaults: tuning would take
+minutes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from torch import Tensor
 
 @cache
 def is_installed() -> bool:
-    """Return True where quack-kernels could run: with a GPU, and installed."""
+    """Return True if there is a GPU and quack-kernels is installed."""
     return torch.cuda.is_available() and find_spec("quack") is not None
 
 
 def forward(x: Tensor, w: Tensor, layer: Layer, gather: Tensor | None) -> Callable[[], Any] | None:
-    """x or its gathered rows, times each expert's weights (E, N, H) transposed."""
+    """Return the forward call; None without quack.
+
+    It multiplies x, or its gathered rows, by each expert's weights (E, N, H) transposed.
+    """
     if not is_installed():
         return None
     from quack.gemm_interface import gemm
@@ -35,7 +39,10 @@ def forward(x: Tensor, w: Tensor, layer: Layer, gather: Tensor | None) -> Callab
 def weight_gradient(
     dy: Tensor, taken: Callable[[], Tensor], layer: Layer, out: Tensor, accumulate: bool
 ) -> Callable[[], Any] | None:
-    """dy transposed times the rows of x, for each expert, into float32. taken: the rows, gathered where they are."""
+    """Return the weight gradient call; None without quack.
+
+    It multiplies dy transposed by the rows of x, per expert, into float32. taken: returns the rows, gathered if needed.
+    """
     if not is_installed():
         return None
     from quack.gemm_interface import gemm
@@ -49,7 +56,7 @@ def weight_gradient(
 
 
 def time_or_none(run: Callable[[], Any] | None) -> float | None:
-    """Return the median milliseconds of a call, or None where there is none or it fails."""
+    """Return the median milliseconds of a call, or None if there is no call or it fails."""
     if run is None:
         return None
     try:

@@ -1,10 +1,12 @@
-"""Settings of a benchmark on all ranks of a job, each in processes of its own: what happens to one leaves the others
-alone, be it out of memory, stuck in a collective, or killed.
+"""Run each setting of a benchmark on all ranks of a job, in its own processes.
 
-    start    under torchrun or SLURM a process for each rank, alone one for all; they meet in the job's store, no more
+A setting that runs out of memory, hangs in a collective or is killed does not affect the others.
+
+    start    one process per rank under torchrun or SLURM, else one for all ranks; they share only the job's store
       -> run(setting): each starts its ranks (fork server), which join each other under the setting's own prefix
-      -> one that fails tells it in the store: the others have `GRACE` seconds to say why they fail too, and are killed
-      -> every process reads what all ranks have found, and goes on to the next setting
+      -> a rank that fails sets a key in the store: the others get `GRACE` seconds to report their own errors, and are
+         then killed
+      -> every process reads the results of all ranks, and continues with the next setting
 """
 
 from __future__ import annotations
@@ -35,16 +37,22 @@ _PRELOADED = [
 ]
 
 Found = dict[str, Any]
-Measure = Callable[[Any, RankInfo, str], Found]  # of a setting, on a rank, and the prefix under which its ranks meet
+Measure = Callable[[Any, RankInfo, str], Found]  # (setting, rank, prefix of the ranks' keys in the store) -> result
 
 
 class RankProcesses:
-    """first: whether this is the process of rank 0; size: the number of ranks."""
+    """The processes of all ranks of a benchmark.
+
+    first: True in the process of rank 0; size: the number of ranks.
+    """
 
     def __init__(self, measure: Measure, *, alone: int, seconds: float) -> None:
-        """measure: joins the other ranks by `dualpipe.train.launch.distributed.join` or `join_gloo`, with the prefix
-        that it gets, and returns what it found, as JSON. alone: ranks to start where neither torchrun nor SLURM did.
-        seconds: after which a setting is given up."""
+        """Connect to the job's store.
+
+        measure: joins the other ranks by `dualpipe.train.launch.distributed.join` or `join_gloo`, with the prefix that
+        it receives, and returns its result as JSON. alone: number of ranks to start without torchrun and SLURM.
+        seconds: timeout of a setting.
+        """
         self._measure, self._seconds, self._number = measure, seconds, 0
         info = rank_from_environment(os.environ)
         if info is None:
@@ -62,7 +70,7 @@ class RankProcesses:
         self._context.set_forkserver_preload(_PRELOADED)
 
     def run(self, setting: Any) -> list[Found]:
-        """What each rank has found, by rank; {"error": why} where it failed, {} where it only ended for others."""
+        """Return the result of each rank; {"error": reason} if it failed, {} if killed after another's failure."""
         self._number += 1
         prefix = f"setting {self._number}"
         failed, running = f"{prefix} failed", {}
@@ -74,12 +82,12 @@ class RankProcesses:
 
         for info in self._infos:
             ours, theirs = self._context.Pipe(duplex=False)
-            # Told, not inherited: the server that forks has the environment of its own start.
+            # Passed, not inherited: the fork server has the environment of its own start.
             meeting = {name: os.environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")}
             child = self._context.Process(
                 target=_run_rank, args=(theirs, self._measure, setting, info, prefix, meeting))
             child.start()
-            theirs.close()  # so that with the process the pipe ends
+            theirs.close()  # so that the pipe ends with the process
             running[ours] = info, child
         deadline, told = time.monotonic() + self._seconds, False
         while running:
@@ -104,7 +112,7 @@ class RankProcesses:
         return [json.loads(self._store.get(key)) for key in keys]
 
     def from_first(self, value: int) -> int:
-        """Rank 0's value, on all, for which they wait."""
+        """Broadcast rank 0's value to all ranks, which wait for it."""
         own = self._infos[0].rank
         if self.first:
             self._store.set("value", f"{value}")
@@ -116,13 +124,13 @@ class RankProcesses:
 
 
 def join_gloo(info: RankInfo, prefix: str) -> None:
-    """Make the default process group, of CPU ranks, without a mesh."""
+    """Create the default process group of CPU ranks, without a mesh."""
     store = connect(info, _GROUP_TIMEOUT, prefix=prefix)
     dist.init_process_group("gloo", store=store, rank=info.rank, world_size=info.world_size, timeout=_GROUP_TIMEOUT)
 
 
 def results_of(found: list[Found]) -> list[Found]:
-    """The same; the program ends with status 1, and says why, where a rank failed."""
+    """Return the results unchanged; if a rank failed, print its error and end the program with status 1."""
     errors = [f"rank {rank}: {result['error']}" for rank, result in enumerate(found) if "error" in result]
     if errors:
         sys.exit("FAILED: " + "; ".join(errors))
@@ -143,4 +151,4 @@ def _run_rank(
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
     pipe.send(found)
-    os._exit(0)  # not through the destructors of process groups, which wait for ranks that are not coming
+    os._exit(0)  # skip the destructors of process groups, which wait for ranks that are gone

@@ -1,10 +1,9 @@
-"""What stands in for NCCL on one GPU, in bench_overlap.py: for the time that communication takes, or for the
-multiprocessors that it holds.
+"""Stand-ins for NCCL on one GPU, for bench_overlap.py: for its communication time, or for its multiprocessors.
 
 An NCCL kernel has a block of 640 threads with 96 registers each and 82 KB of dynamic shared memory on every
-multiprocessor that it holds (NVIDIA/nccl#689). `Blocks` launches as many of these as are asked for: in PTX, because
-Triton takes neither 640 threads nor shared memory that is not used. The driver compiles it when it is loaded; without a
-GPU `ptxas` does, which comes with Triton.
+multiprocessor that it holds (NVIDIA/nccl#689). `Blocks` launches the requested number of such blocks. The kernel is
+written in PTX, because Triton supports neither 640 threads nor unused shared memory. The driver compiles it at load
+time; without a GPU, `ptxas` from Triton's wheel does.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from contextlib import contextmanager
 import torch
 
 THREADS, REGISTERS, SHARED = 640, 96, 82 * 1024
-_KEPT = 86  # values that a thread keeps while it waits; the rest of its registers the compiler needs
-LIMIT_US = 2_000_000  # after which blocks give up, so that a host that waits for the whole device does not hang
+_KEPT = 86  # values that a thread keeps while it waits; the compiler needs the rest of its registers
+LIMIT_US = 2_000_000  # timeout of the blocks, so that a host that waits for the whole device does not hang
 
 
 def held_ptx() -> str:
-    """hold(words, limit_us): each thread reads words from 1 on, waits until word 0 is not 0, and writes their sum.
+    """Return the PTX of the kernel `hold(words, limit_us)`.
 
-    Volatile reads are not moved behind the wait, so that what they read stays in registers.
+    Each thread reads words from 1 on, waits until word 0 is not 0, and writes their sum. The reads are volatile, so
+    the compiler does not move them behind the wait, and their values stay in registers.
     """
     kept = range(1, _KEPT + 1)
     return "\n".join([
@@ -42,21 +42,21 @@ def held_ptx() -> str:
 
 
 class Blocks:
-    """Holds multiprocessors as NCCL's kernels do while they wait for a peer."""
+    """Blocks that occupy multiprocessors as NCCL's kernels do while they wait for a peer."""
 
     def __init__(self, device: torch.device) -> None:
         from torch.cuda._utils import _cuda_load_module  # torch has no public way to launch a kernel given as PTX
 
-        self._words = torch.zeros(_KEPT + 2, dtype=torch.int32, device=device)  # first: it makes the device's context
+        self._words = torch.zeros(_KEPT + 2, dtype=torch.int32, device=device)  # first: it creates the device's context
         self._kernel = _cuda_load_module(held_ptx(), ["hold"])["hold"]
         self._kernel.set_shared_memory_config(SHARED)
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
     def held(self, count: int, limit_us: int = LIMIT_US) -> Iterator[None]:
-        """`count` blocks, from before what is launched inside to after it; inside, the host waits for its end.
+        """Hold `count` blocks from before the work launched in the body to after it; the body waits for its end.
 
-        Raises RuntimeError where they gave up earlier.
+        Raises RuntimeError if the blocks gave up earlier.
         """
         if not count:
             yield
@@ -77,7 +77,7 @@ class Blocks:
 
 
 def copies_to_host(device: torch.device) -> Callable[[float], None]:
-    """Keeps a copy engine busy, and almost nothing else: for some seconds of the current stream."""
+    """Return a function that keeps a copy engine, and almost nothing else, busy for N seconds of the current stream."""
     source = torch.empty(2**25, dtype=torch.uint8, device=device)
     target = torch.empty(2**25, dtype=torch.uint8, pin_memory=True)
 
@@ -92,7 +92,7 @@ def copies_to_host(device: torch.device) -> Callable[[float], None]:
 
 
 def waiting_kernel(device: torch.device) -> Callable[[float], None]:
-    """Keeps one multiprocessor busy."""
+    """Return a function that keeps one multiprocessor busy for N seconds of the current stream."""
     cycles = 10**7
     rate = cycles / stream_seconds(lambda: torch.cuda._sleep(cycles))
     return lambda seconds: torch.cuda._sleep(int(seconds * rate))

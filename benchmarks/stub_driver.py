@@ -1,12 +1,12 @@
 """A Triton driver without a GPU: kernels are compiled for sm_90 and launched, and nothing runs.
 
-    with stub_driver() as driver:          # kernels take tensors of the CPU, as those of an H100
-        grouped_gemm(x, w, offs)           # results hold anything
-    driver.launches                        # (kernel, its grid) of each launch, where record=True
+    with stub_driver() as driver:          # kernels accept CPU tensors as if they were on an H100
+        grouped_gemm(x, w, offs)           # results are uninitialized
+    driver.launches                        # (kernel, grid) of each launch, with record=True
 
-All Python of a launch is the real one. What is left out is in C: reading the arguments, `cuTensorMapEncodeTiled` and
+All Python of a launch is real. Only C is left out: reading the arguments, `cuTensorMapEncodeTiled` and
 `cuLaunchKernelEx`, some us together. Kernels are compiled at their first launch, without a GPU, and must not be
-interpreted. For Triton 3.6 and 3.7.
+interpreted. Supports Triton 3.6 and 3.7.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 MODULES = ("cross_entropy", "grouped_gemm", "grouped_gemm_quantized", "norm", "quantize", "rotary", "routing", "swiglu",
            "top_k")
 ARCHITECTURE = 90
-SHARED = 232_448  # bytes that a block of an H100 can have
+SHARED = 232_448  # bytes per block on an H100
 THREADS = 1024
 
 
@@ -38,9 +38,9 @@ class LoadedKernel(NamedTuple):
 
 
 class StubDriver:
-    """Stands in for Triton's `CudaDriver`, whose launcher it uses.
+    """Stand-in for Triton's `CudaDriver` that uses its real launcher.
 
-    record: keep each launch's kernel and grid, which takes time.
+    record: keep the kernel and grid of each launch, which takes time.
     """
 
     def __init__(self, record: bool = False) -> None:
@@ -71,7 +71,7 @@ class StubDriver:
     def _load_binary(
         self, name: str, binary: bytes, shared: int, device: int
     ) -> tuple[str, LoadedKernel, int, int, int]:
-        """Return (module, function, registers, spills, threads at most) of a kernel."""
+        """Return (module, function, registers, spills, maximum threads) of a kernel."""
         self._loaded += 1
         return name, LoadedKernel(name, device, self._loaded), 0, 0, THREADS
 
@@ -87,7 +87,7 @@ def _ignore(*arguments: Any) -> None:
 
 @contextmanager
 def stub_driver(record: bool = False) -> Iterator[StubDriver]:
-    """Have the kernels be launched for CPU tensors, by a driver that drops what it is given."""
+    """Launch kernels for CPU tensors, by a driver that discards every launch."""
     import triton
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime.driver import driver as config
@@ -117,7 +117,7 @@ def stub_driver(record: bool = False) -> Iterator[StubDriver]:
 
 
 def _jit_functions(triton: Any) -> Iterator[Any]:
-    """Find all kernels, which keep what was compiled for the driver that was active."""
+    """Yield all kernels, which cache what was compiled for the driver that was active."""
     for name in MODULES:
         module = sys.modules[f"dualpipe.kernels.{name}"]
         yield from (value for value in vars(module).values() if isinstance(value, triton.JITFunction))
@@ -133,7 +133,7 @@ def _architecture(device: Any) -> int:
 
 @contextmanager
 def zeroed_results() -> Iterator[None]:
-    """Have results hold zeros, and offsets and counts that could be: for layers, whose host reads some of them."""
+    """Fill new results with zeros, which are valid offsets and counts: the host of a layer reads some of them."""
     empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
     with (
         mock.patch.object(torch, "empty", lambda *args, **options: _possible(empty(*args, **options))),

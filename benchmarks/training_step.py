@@ -1,7 +1,8 @@
-"""A whole training step of one rank, by dualpipe's pipeline or, the same stages by their plain forward, by torch's
-pipelines or by FSDP2 alone: forward and backward of all micro-batches, clipping, AdamW, and its loss read at the end.
+"""A whole training step of one rank, run by dualpipe's pipeline, by torch's pipelines or by FSDP2 alone.
 
-Every way computes the same: weights and tokens do not depend on how they are cut, and routing is balanced.
+A step is forward and backward of all micro-batches, clipping, AdamW, and the loss, read at the end. Torch's pipelines
+and FSDP2 run the plain forward of the same stages. All compute the same step: weights and tokens do not depend on the
+layout, and routing is balanced.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from dualpipe.train.step.stages import Model, StageOptions, build_model
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
 
-Run = Callable[[Tensor, Tensor], Tensor | None]  # tokens, labels -> the micro-batches' losses, on the last stage's rank
+Run = Callable[[Tensor, Tensor], Tensor | None]  # (tokens, labels) -> losses by micro-batch, on the last stage's rank
 
 
 def by_dualpipe(config: Config, job: Job, model: Model, spans: Spans) -> Run:
@@ -100,10 +101,12 @@ RUNS = {"dualpipe": by_dualpipe, "torch": by_torch, "FSDP2": by_fsdp}
 def training_step(
     config: Config, run_by: str, job: Job, spans: Spans, stride: int, *, checkpointed: bool = False
 ) -> Callable[[], tuple[float | None, float]]:
-    """A step of this rank, which ends when the device is through; it returns the loss of this pipeline where it is
-    known, and the gradient norm before clipping. Spans: "all" of forward and backward, in it each "action".
+    """Return a step of this rank, which ends when the device has finished.
 
-    run_by: of `RUNS`. stride: of `BalancedRoutes`. checkpointed: layers of a plain forward are computed again, by
+    The step returns this pipeline's loss, None on ranks that do not have it, and the gradient norm before clipping. It
+    records the span "all" of forward and backward, and in it each "action".
+
+    run_by: a key of `RUNS`. stride: of `BalancedRoutes`. checkpointed: recompute the layers of a plain forward by
     torch's checkpoint.
     """
     place, schedule = job.place, build(config.parallel.schedule, config.parallel.pp, config.train.num_chunks)
@@ -135,7 +138,7 @@ def training_step(
 
 
 def batch(config: Config, job: Job, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """This pipeline's part of the global batch, which is the same however it is cut: tokens, and those that follow."""
+    """Return this pipeline's part (tokens, next tokens) of the global batch, which does not depend on the layout."""
     train, place = config.train, job.place
     own = train.num_chunks * train.micro_batch_size
     shape = (own * place.replicas, train.sequence_length + 1)

@@ -1,16 +1,15 @@
-"""Which tile sizes belong into kernels/grouped_gemm_tiles.py? Tries candidates on this GPU and prints the table.
+"""Tune the tile sizes of kernels/grouped_gemm_tiles.py: time candidates on this GPU and print the table.
 
 For every shape class of the table, most important first:
 
 1. filter   compile every candidate for the architecture; drop those that spill, need too much shared memory or get no
             matrix instructions (no GPU needed: `--offline` stops here and prints the survivors)
-2. coarse   check and time the survivors on a few shapes, keep the fastest
-3. fine     check and time those and the present entry on every shape of the class
+2. coarse   check and time the survivors on a few shapes; keep the fastest
+3. fine     check and time the fastest and the present entry on every shape of the class
 
-The shapes are those of the models in expert_shapes.py; a configuration's rate is the geometric mean over the products
-of its class: forward, gathered forward with and without the activation, and input gradient; or weight gradient written
-and added into float32, with rows gathered or not. A class for which time runs out before step 3 keeps its present
-entry.
+The shapes come from the models in expert_shapes.py. A configuration's rate is the geometric mean over the GEMMs of its
+class: forward, gathered forward with and without the activation, and input gradient; or weight gradient written and
+added into float32, with rows gathered or not. A class keeps its present entry if time runs out before step 3.
 
     python benchmarks/tune_grouped_gemm.py [--minutes M] [--classes "row wide" ...] [--save [FOLDER]]
     python benchmarks/tune_grouped_gemm.py --offline [--arch 90 80] [--classes "row wide" ...] [--most N]
@@ -52,7 +51,7 @@ KEPT = 10  # candidates that reach the fine step
 
 
 class _Everywhere(dict):
-    """Has one entry, under every name."""
+    """A table that returns one configuration for every name."""
 
     def __init__(self, config: GemmConfig) -> None:
         self.config = config
@@ -63,7 +62,7 @@ class _Everywhere(dict):
 
 @contextmanager
 def launching(config: GemmConfig) -> Iterator[None]:
-    """Every product is launched with `config`, whatever the table says."""
+    """Launch every GEMM with `config` instead of the table's entry."""
     tables = {f"{table}_configs": lambda arch: _Everywhere(config) for table in TABLES}
     with patch.multiple(grouped_gemm_tiles, **tables), _launches_anew():
         yield
@@ -71,7 +70,7 @@ def launching(config: GemmConfig) -> Iterator[None]:
 
 @contextmanager
 def _launches_anew() -> Iterator[None]:
-    """Keep no launch of a shape beyond: its tile, and its kernel, may be others'."""
+    """Forget cached launches before and after: the tile and kernel of a shape may differ outside of the body."""
     LAUNCHERS.forget_launches()
     try:
         yield
@@ -80,7 +79,7 @@ def _launches_anew() -> Iterator[None]:
 
 
 class CompileOnly:
-    """A kernel that is compiled where it would be launched."""
+    """A kernel that compiles instead of being launched."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -90,7 +89,10 @@ class CompileOnly:
 
 
 def compile_in_parallel(case: Case, configs: Sequence[GemmConfig]) -> None:
-    """So that the compiler does not take most of the time; what fails here fails again, and is reported, when run."""
+    """Compile all configurations of a case in parallel, because the compiler would take most of the time.
+
+    A failure is ignored here; it repeats, and is reported, in the run.
+    """
     from triton import AsyncCompileMode
 
     instead = {name: CompileOnly(kernel) for name, kernel in kernels().items()}
@@ -105,7 +107,7 @@ def compile_in_parallel(case: Case, configs: Sequence[GemmConfig]) -> None:
 
 
 def kernels() -> dict[str, Any]:
-    """What the launchers launch: not the functions that the kernels call."""
+    """Return the kernels of the launchers by name, without the functions that the kernels call."""
     return {name: value for name, value in vars(LAUNCHERS).items() if name.endswith("_kernel") and _is_jit(value)}
 
 
@@ -121,15 +123,15 @@ class Setting:
     model: str
     sizes: Model
     tokens: int
-    share: int  # one of so many experts is on this rank
+    share: int  # this rank has 1 / share of the experts
 
     def layer(self, device: torch.device) -> Layer:
-        """All experts with skewed, some with balanced routing, to have both."""
+        """Route tokens: skewed if all experts are on this rank, balanced otherwise, so that both occur."""
         return route(self.sizes, self.tokens, self.sizes.experts // self.share, self.share == 1, device)
 
 
 def settings(shape_class: ShapeClass, coarse: bool) -> list[Setting]:
-    """Most telling ones first, for when the time does not suffice for all."""
+    """Return the settings, the most informative ones first in case the time runs out."""
     if coarse:
         found = every(tokens=shape_class.tokens[:1], share=(1,), model=shape_class.coarse_models)
     else:
@@ -138,7 +140,7 @@ def settings(shape_class: ShapeClass, coarse: bool) -> list[Setting]:
 
 
 def class_of(case: Case) -> str:
-    """The entry of the table that `case` is launched with, as in `str` of a `ShapeClass`."""
+    """Return the table entry that `case` is launched with, in the form of `str(ShapeClass)`."""
     m, n, _ = case.dense
     if "weight" in case.name:
         return f"weight {weight_shape(torch.bfloat16, out=m, hidden=n, gathered='gathered' in case.name)}"
@@ -148,7 +150,7 @@ def class_of(case: Case) -> str:
 def measure(
     shape_class: ShapeClass, configs: Sequence[GemmConfig], coarse: bool, end: float, device: torch.device
 ) -> list[Row]:
-    """Every configuration on every case of the class, case after case, until the time is used up."""
+    """Measure every configuration on every case of the class, case by case, until the time runs out."""
     rows = []
     for setting in settings(shape_class, coarse):
         layer = setting.layer(device)
@@ -171,12 +173,12 @@ def measure_case(case: Case, configs: Sequence[GemmConfig], measure_ms: int) -> 
 
 
 def measure_config(case: Case, config: GemmConfig, expected: torch.Tensor, measure_ms: int) -> Row:
-    """TFLOP/s, or None and why not."""
+    """Check and time one configuration; return its TFLOP/s, or None and the error."""
     try:
         with launching(config):
             case.check(expected)
             ms = time_ms(case.ours, warmup_ms=5, measure_ms=measure_ms)
-    except Exception as error:  # wrong, or whatever compiler and driver raise: one candidate less
+    except Exception as error:  # a wrong result, or any error of compiler or driver, drops this candidate
         return {"ms": None, "TFLOP/s": None, "error": f"{type(error).__name__}: {error}"[:200]}
     return {"ms": ms, "TFLOP/s": case.flops / ms / 1e9}
 
@@ -185,7 +187,7 @@ def measure_config(case: Case, config: GemmConfig, expected: torch.Tensor, measu
 
 
 def mean_rates(rows: Iterable[Row]) -> dict[str, float]:
-    """Geometric mean of each configuration that ran on every case, fastest first."""
+    """Return the geometric mean rate of each configuration that ran on every case, fastest first."""
     rates: dict[str, list[float | None]] = defaultdict(list)
     for row in rows:
         rates[row["config"]].append(row["TFLOP/s"])
@@ -197,7 +199,7 @@ def mean_rates(rows: Iterable[Row]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What came out for a class; `ratio` of its rate to the present entry's."""
+    """Result of tuning one class. ratio: the chosen entry's rate over the present entry's."""
 
     shape_class: ShapeClass
     chosen: str
@@ -208,7 +210,7 @@ class Tuned:
 
 
 def tune(shape_class: ShapeClass, end: float, arch: int, device: torch.device, pool: Executor) -> Tuned:
-    """Filter, coarse and fine step of one class."""
+    """Run the filter, coarse and fine steps of one class."""
     present = present_entry(shape_class, arch)
     configs, dropped = survivors(shape_class, arch, pool)
     by_source = {source(config): config for config in (present, *configs)}
@@ -224,7 +226,7 @@ def tune(shape_class: ShapeClass, end: float, arch: int, device: torch.device, p
 def choose(
     shape_class: ShapeClass, present: str, rates: dict[str, float], rows: list[Row], discarded: dict[str, str]
 ) -> Tuned:
-    """The fastest one, `rates` being sorted; the present entry where nothing was measured to the end."""
+    """Choose the fastest configuration of the sorted `rates`; the present entry if no measurement is complete."""
     chosen = next(iter(rates), present)
     ratio = rates[chosen] / rates.get(present, math.nan) if rates else math.nan
     count = sum(row["step"] == "fine" and row["config"] == chosen for row in rows)
@@ -232,7 +234,7 @@ def choose(
 
 
 def best_of_each_product(rows: Sequence[Row]) -> list[Row]:
-    """What each product would choose for itself: shows whether they should have entries of their own."""
+    """Return the best configuration of each GEMM by itself, which shows if GEMMs should have separate entries."""
     products = dict.fromkeys(row["product"].removeprefix("up ").removeprefix("down ") for row in rows)
     best = []
     for name in products:
@@ -245,7 +247,7 @@ def best_of_each_product(rows: Sequence[Row]) -> list[Row]:
 
 
 def table(tuned: Sequence[Tuned], arch: int) -> str:
-    """Python source of the tuned entries, as in kernels/grouped_gemm_tiles.py."""
+    """Return the Python source of the tuned entries, as in kernels/grouped_gemm_tiles.py."""
     lines = []
     for name, written in TABLES.items():
         lines += [f"{written} = {{", f"    {arch}: {{"]

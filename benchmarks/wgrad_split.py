@@ -1,13 +1,13 @@
-"""What does it cost to split a backward into input gradients (I) and weight gradients (W)?
+"""Benchmark the cost of splitting a backward into input gradients (I) and weight gradients (W).
 
-Times three ways to run the backward of one stage, side by side in one process, on the same values:
+Three ways run the backward of one stage, side by side in one process, on the same values:
 
     plain   nn.Linear, one ordinary backward
     ours    dualpipe.nn.Linear: the backward under `WeightGradStore.defer`, then `WeightGradStore.run`
     torch   torch.distributed.pipelining's walk over the autograd graph: stage_backward_input, stage_backward_weight
 
 The stage has 16 layers of LayerNorm, up Linear, GELU, down Linear and a residual: 96 parameters. Small tensors show the
-time of the host, which is what a GPU waits for when its kernels are short; the realistic size shows the total.
+host time, which a GPU waits for when its kernels are short; the realistic size shows the total.
 
     python benchmarks/wgrad_split.py [--sizes small realistic] [--save]
 """
@@ -74,7 +74,7 @@ def torch_split(stage: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], None]:
 
 
 def measure(rows: int, hidden: int, intermediate: int, repeats: int) -> dict[str, float]:
-    """Median time (us) of each way, its repetitions interleaved with those of the others; gradients accumulate."""
+    """Return the median time (us) of each way. Repetitions of the ways are interleaved; gradients accumulate."""
     stage = nn.Sequential(*[Block(hidden, intermediate) for _ in range(LAYERS)])
     ways = {
         "plain": (plain, stage),

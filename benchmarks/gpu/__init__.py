@@ -1,5 +1,5 @@
-"""The parts of `make gpu` and `make gpu-node`: what each of them measures, and what runs them and keeps their results.
+"""Parts of `make gpu` and `make gpu-node`, with the session that runs them and the report of their results.
 
-session.py runs parts, each in a process of its own; report.py is the JSON and the summary; the other files are parts.
-Every part is a function of an `Output`, to which it gives rows, failures, skips and verdicts as they come.
+session.py runs each part in its own process; report.py writes the JSON and the summary; the other files are parts.
+Every part is a function that takes an `Output` and sends it rows, failures, skips and verdicts as they occur.
 """

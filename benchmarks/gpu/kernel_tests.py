@@ -1,4 +1,4 @@
-"""Part 2: the tests that need a GPU, those of kernels first, a few cases of each."""
+"""Part 2: the tests that need a GPU, kernel tests first, a few cases of each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gpu.session import Output
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests/kernels", "tests/nn", "tests/pipeline")
-CASES = 4  # of each test: the compiler takes longer than the kernels
+CASES = 4  # per test, because the compiler takes longer than the kernels
 
 
 class Reporter:
-    """Sends the outcome of every test as it ends."""
+    """Pytest plugin that sends the outcome of every test as it ends."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -23,7 +23,7 @@ class Reporter:
         self._failed = 0
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """A test is its call; a setup that skips or fails has none."""
+        """Book the call of a test, or a setup that skipped or failed and so has no call."""
         if report.when == "call" or report.outcome != "passed":
             self._book(report)
 
@@ -33,7 +33,7 @@ class Reporter:
             self._output.failure(test=report.nodeid, error=str(report.longrepr))
 
     def say(self) -> None:
-        """Send the verdict on all that has run."""
+        """Send the verdict on all tests so far."""
         self._output.goal("every test that needs a GPU passes", self._ran, self._failed)
 
     def _book(self, report: pytest.TestReport) -> None:
@@ -50,12 +50,12 @@ class Reporter:
 
 
 def measure(output: Output) -> None:
-    """Tests marked gpu, in this process; in a dry session a few on the CPU."""
+    """Run the tests marked gpu in this process; in a dry session, a few tests on the CPU."""
     if output.dry:
         chosen = ["tests/kernels/test_swiglu.py", "-m", "not slow and not gpu", "-k", "worked_example or values"]
     else:
         chosen = [*FOLDERS, "-m", "gpu"]
     reporter = Reporter(output)
-    os.chdir(ROOT)  # where pyproject.toml has pytest's settings
+    os.chdir(ROOT)  # pyproject.toml has pytest's settings
     pytest.main([*chosen, "--gpu-cases", str(CASES), "--numprocesses", "0"], plugins=[reporter])
     reporter.say()

@@ -1,4 +1,4 @@
-"""Parts that run the kernels' benchmarks at the settings that matter most, tiny ones in a dry session."""
+"""Parts that run the kernels' benchmarks at the most important settings, or at tiny ones in a dry session."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dualpipe.kernels.common import architecture
 from gpu.session import Output
 
 CPU = torch.device("cpu")
-BLOCKS = (1, 4, 16, 32)  # of NCCL's size, beside what is computed
+BLOCKS = (1, 4, 16, 32)  # numbers of blocks of NCCL's size beside the compute
 
 
 def rates(output: Output) -> None:
-    """Copies of several sizes, and dense products of several: what the kernels are held to."""
+    """Measure copies and dense GEMMs of several sizes, which bound the kernels."""
     device = device_of(output)
     for gib in (2**-10,) if output.dry else (0.125, 0.5, 2.0, 8.0):
         output.row(what="copy", gib=gib, rate=copy_gb_per_s(device, gib), unit="GB/s")
@@ -34,7 +34,7 @@ def rates(output: Output) -> None:
 
 
 def grouped_gemm(output: Output) -> None:
-    """Qwen3-30B with all experts, and an eighth of DeepSeek-V3's experts on one rank of thirty-two."""
+    """Measure grouped GEMMs of Qwen3-30B with all experts, and of DeepSeek-V3 with one rank's 8 of 256 experts."""
     real = [
         {"model": "qwen3-30b-a3b", "tokens": 16384, "share": 1, "routing": "skewed"},
         {"model": "deepseek-v3", "tokens": 65536, "share": 32, "routing": "balanced"},
@@ -46,7 +46,7 @@ def grouped_gemm(output: Output) -> None:
 
 
 def memory_bound(output: Output) -> None:
-    """The expert layer, and the kernels that are held to the rate of a copy."""
+    """Measure the expert layer and the memory-bound kernels."""
     model, tokens = ("tiny", 64) if output.dry else ("qwen3-30b-a3b", 16384)
     size = {"model": model, "tokens": tokens}
     run_benches(output, [
@@ -59,7 +59,7 @@ def memory_bound(output: Output) -> None:
 
 
 def attention(output: Output) -> None:
-    """Every backend of torch's attention, and packed documents."""
+    """Measure every backend of torch's attention, and packed documents."""
     real = [{"model": "qwen3-30b-a3b", "tokens": tokens, "kind": kind}
             for tokens in (4096, 8192) for kind in ("causal", "documents")]
     real += [{"model": "deepseek-v3", "tokens": 4096, "kind": "causal"}]
@@ -68,7 +68,7 @@ def attention(output: Output) -> None:
 
 
 def overlap(output: Output) -> None:
-    """Kinds and pairs of actions, and what each loses beside blocks that stand in for NCCL's."""
+    """Measure kinds and pairs of actions, and their loss of speed beside blocks that stand in for NCCL's."""
     device = device_of(output)
     blocks = () if output.dry else BLOCKS
     multiprocessors = 0 if output.dry else torch.cuda.get_device_properties(device).multi_processor_count
@@ -81,7 +81,7 @@ def overlap(output: Output) -> None:
 
 
 def quantized(output: Output) -> None:
-    """FP8 in blocks beside bfloat16, with weights of 2048 and of 7168 columns."""
+    """Measure block FP8 against bfloat16, with weights of 2048 and of 7168 columns."""
     common = {"share": 8, "routing": "balanced", "format": "fp8_block"}
     real = [
         {"model": "qwen3-30b-a3b", "tokens": 65536} | common,
@@ -96,7 +96,7 @@ def quantized(output: Output) -> None:
 
 
 def beside_expected(machine: Machine, **setting: object) -> Iterable[Row]:
-    """The rows of bench_quantized, with the gain over the one that the planner counts."""
+    """Yield the rows of bench_quantized with the gain over the planner's prediction."""
     for row in bench_quantized.measure(machine, **setting):  # type: ignore[arg-type]
         expected = row.get("expected")
         yield row | {"of expected": None if expected is None else row["x bf16"] / expected}
@@ -106,7 +106,7 @@ def beside_expected(machine: Machine, **setting: object) -> Iterable[Row]:
 
 
 def device_of(output: Output) -> torch.device:
-    """The GPU; in a dry session the CPU. Raises RuntimeError where there is no GPU."""
+    """Return the GPU, or the CPU in a dry session. Raises RuntimeError without a GPU."""
     if output.dry:
         return CPU
     if not torch.cuda.is_available():
@@ -115,7 +115,7 @@ def device_of(output: Output) -> torch.device:
 
 
 def machine_of(output: Output) -> Machine:
-    """The machine with its own rates, measured here: clocks change between parts."""
+    """Return the machine with its rates, measured anew for each part because clocks change between parts."""
     device = device_of(output)
     if output.dry:
         return Machine(device, copy_gb_per_s=10.0, dense_tflops=0.1)
@@ -123,7 +123,7 @@ def machine_of(output: Output) -> Machine:
 
 
 def run_benches(output: Output, benches: Sequence[tuple[Bench, Sequence[Row]]]) -> None:
-    """Measure each benchmark's settings, and hold all its rows to its goals after every setting."""
+    """Measure each benchmark's settings, and compare all its rows with its goals after every setting."""
     torch.manual_seed(0)
     machine = machine_of(output)
     if not output.dry:
@@ -140,7 +140,7 @@ def run_benches(output: Output, benches: Sequence[tuple[Bench, Sequence[Row]]]) 
 def run_setting(
     output: Output, name: str, setting: Row, measure: Callable[[], Iterable[Row]], rows: list[Row]
 ) -> None:
-    """Send the rows of one setting as they come, or why there are none. rows: to which they are added."""
+    """Send the rows of one setting as they come, or the error. rows: the list that they are appended to."""
     if output.left < 0:
         output.skip(bench=name, **setting)
         return

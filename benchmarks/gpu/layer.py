@@ -1,4 +1,4 @@
-"""Parts 8 and 11: one layer of Qwen3-MoE, its host time against its device time, and the launches that it makes."""
+"""Parts 8 and 11: one layer of Qwen3-MoE, its host time against its device time, and its kernel launches."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from gpu.session import Output
 
 SUPPORT = Path(__file__).parents[2] / "tests" / "support"
 REPEATS = 15
-LEAD_CYCLES = 10**8  # the device waits for so long before it is timed, some 50 ms, so that the host is ahead
-AGREEMENT = 0.9  # of the numbers of launches, the smaller over the larger
+LEAD_CYCLES = 10**8  # the device waits some 50 ms before it is timed, so that the host is ahead
+AGREEMENT = 0.9  # the smaller number of launches over the larger
 
-# Runs without a GPU, as the pretend device replaces torch.cuda: what it lists of a layer, by operator.
+# Lists the launches of a layer by operator. Runs without a GPU, because the pretend device replaces torch.cuda.
 PRETEND = """
 import collections, json, sys
 sys.path.insert(0, sys.argv[1])
@@ -41,7 +41,7 @@ print(json.dumps(found))
 
 
 def host_time(output: Output) -> None:
-    """Rows of forward and backward: what the host takes to launch them, and what the device takes to run them."""
+    """Send rows of forward and backward: the host time to launch them, and the device time to run them."""
     device, model = device_of(output), "tiny" if output.dry else "qwen3-30b-a3b"
     stage = make_stage(SIZES[model], HEADS[model], SIZES[model].experts, 1, device)
     dtype = next(stage.parameters()).dtype
@@ -53,13 +53,13 @@ def host_time(output: Output) -> None:
                        lead=device_ms / host_ms)
             measured += 1
             ahead += device_ms >= host_ms
-        if not output.dry:  # on a CPU both are the same
+        if not output.dry:  # on a CPU the two times are the same
             output.goal("the device takes longer than the host, so that the host keeps ahead", measured,
                         measured - ahead)
 
 
 def layer_times(stage: Callable[[Tensor], Tensor], x: Tensor, repeats: int) -> dict[str, tuple[float, float]]:
-    """Return by direction the median milliseconds of the host and of the device."""
+    """Return, by direction, the median milliseconds of the host and of the device."""
     found: dict[str, list[tuple[float, float]]] = {"forward": [], "backward": []}
     for _ in range(2 + repeats):
         outputs: list[Tensor] = []
@@ -72,7 +72,7 @@ def layer_times(stage: Callable[[Tensor], Tensor], x: Tensor, repeats: int) -> d
 
 
 def both_times(work: Callable[[], object], device: torch.device) -> tuple[float, float]:
-    """Return the milliseconds that the host takes to launch the work, and that the device takes to run it."""
+    """Return the host's milliseconds to launch the work, and the device's milliseconds to run it."""
     if device.type != "cuda":
         start = time.perf_counter()
         work()
@@ -94,7 +94,7 @@ def both_times(work: Callable[[], object], device: torch.device) -> tuple[float,
 
 
 def launches(output: Output) -> None:
-    """Rows of operators, and of all: launches that the pretend device lists, and kernels that the profiler saw."""
+    """Send rows per operator, and a total: launches listed by the pretend device, and kernels seen by the profiler."""
     pretended = pretended_launches()
     seen = profiled_launches(device_of(output))
     for name in sorted({*pretended, *seen}):
@@ -102,13 +102,13 @@ def launches(output: Output) -> None:
     listed, launched = sum(pretended.values()), sum(seen.values())
     agreement = min(listed, launched) / max(listed, launched)
     output.row(operator="all", pretended=listed, seen=launched, agreement=agreement)
-    if not output.dry:  # on a CPU there are no launches to agree with
+    if not output.dry:  # a CPU has no launches to compare with
         output.goal("the pretend device lists as many launches as the profiler saw, within a tenth", 1,
                     int(agreement < AGREEMENT))
 
 
 def pretended_launches() -> dict[str, float]:
-    """Return the launches of a layer for a micro-batch by operator, from a process that sees no GPU."""
+    """Return a layer's launches per micro-batch, by operator, from a process that sees no GPU."""
     command = [sys.executable, "-P", "-c", PRETEND, str(SUPPORT)]
     done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     if done.returncode:
@@ -117,7 +117,7 @@ def pretended_launches() -> dict[str, float]:
 
 
 def profiled_launches(device: torch.device) -> dict[str, float]:
-    """Return the kernels of a layer for a micro-batch by the operator that launched them: of two layers less of one."""
+    """Return a layer's kernels per micro-batch, by launching operator: those of two layers less those of one."""
     sys.path.insert(0, str(SUPPORT))
     from layer_launches import MICRO_BATCHES, make_step
 
@@ -126,7 +126,7 @@ def profiled_launches(device: torch.device) -> dict[str, float]:
 
 
 def profiled_step(step: Callable[[], None], device: torch.device) -> Counter[str]:
-    """Return what the third call launches, by operator. On a CPU every operator that calls no other is one launch."""
+    """Return the third call's launches by operator. On a CPU, every operator that calls no other is one launch."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 

@@ -1,4 +1,4 @@
-"""`make gpu-node`: what all GPUs of a machine answer together. Two ranks on the CPU in a dry session."""
+"""Parts of `make gpu-node`, which need all GPUs of a machine, or two CPU ranks in a dry session."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from gpu.session import Output
 from gpu.small_step import compare_parity
 
 TIMEOUT = timedelta(minutes=3)
-WIDTH = 2048  # of a row in bfloat16: 4 KiB, as Qwen3-30B sends
+WIDTH = 2048  # elements per bfloat16 row: 4 KiB, as Qwen3-30B sends
 REPEATS = 10
 
 
 def parity(output: Output) -> None:
-    """A pipeline of two ranks whose experts are on four each, in float64 and in bfloat16."""
+    """Check parity of 2 pipeline ranks x 4 expert-parallel ranks, in float64 and in bfloat16."""
     layout = ["--pp", "1", "--ep", "2"] if output.dry else ["--pp", "2", "--ep", "4"]
     for dtype in ("float64",) if output.dry else ("float64", "bf16"):
         compare_parity(output, [*layout, "--dtype", dtype])
@@ -39,10 +39,10 @@ def parity(output: Output) -> None:
 
 
 def all_to_all(output: Output) -> None:
-    """What each rank sends to the others in a second, by the size of what it sends: by NCCL, and by copies.
+    """Measure the rate at which each rank sends to the others, by message size: by NCCL, and by copies.
 
-    Beside it, products on the same GPUs: `gemm_ms` alone, `both_ms` with the exchange. What NCCL's blocks take from
-    them, copies should leave to them.
+    GEMMs run beside it on the same GPUs: `gemm_ms` alone, `both_ms` with the exchange. NCCL's blocks take
+    multiprocessors from the GEMMs; copies should not.
     """
     processes = RankProcesses(exchange_rows, alone=number_of_ranks(output), seconds=max(30.0, output.left))
     for rows in (16,) if output.dry else (256, 2048, 16384, 65536, 262144):
@@ -61,7 +61,7 @@ def all_to_all(output: Output) -> None:
 
 
 def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> dict[str, object]:
-    """Check one exchange, then time some. Raises ValueError for rows that are not those that were sent."""
+    """Check one exchange, then time several. Raises ValueError if the received rows differ from the sent rows."""
     device = join(str(setting["device"]), info, prefix)
     mesh = init_device_mesh(device.type, (info.world_size,), mesh_dim_names=("ep",))
     ranks = expert_ranks(mesh, str(setting["method"]))
@@ -73,7 +73,7 @@ def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> di
     matrix = torch.zeros(side, side, dtype=torch.bfloat16, device=device)
 
     def multiply() -> None:
-        for _ in range(2 + len(sent) // 100_000):  # for longer than the exchange takes at 300 GB/s
+        for _ in range(2 + len(sent) // 100_000):  # longer than the exchange at 300 GB/s
             torch.mm(matrix, matrix)
 
     def exchange(beside: Callable[[], None] = lambda: None) -> None:
@@ -92,7 +92,7 @@ def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> di
 
 
 def join(device: str, info: RankInfo, prefix: str) -> torch.device:
-    """Make the default group of all ranks, of NCCL on GPUs, and return this rank's device."""
+    """Create the default process group of all ranks, NCCL on GPUs, and return this rank's device."""
     if device == "cpu":
         torch.set_num_threads(1)
         join_gloo(info, prefix)
@@ -106,7 +106,7 @@ def join(device: str, info: RankInfo, prefix: str) -> torch.device:
 
 
 def seconds_of(run: Callable[[], None], device: torch.device) -> float:
-    """Return how long `run` takes this rank, from when all are there."""
+    """Return the seconds of `run` on this rank, after a barrier of all ranks."""
     dist.barrier()
     wait_for(device)
     start = time.perf_counter()
@@ -124,7 +124,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def training(output: Output) -> None:
-    """Whole steps over meshes of all GPUs: eight layers of Qwen3-30B, or tiny ones on two CPU ranks."""
+    """Measure whole steps over meshes of all GPUs: eight layers of Qwen3-30B, or a tiny model on two CPU ranks."""
     sizes = ["--device", "cpu", "--steps", "1"] if output.dry else ["--model", "qwen3-30b-a3b", "--layers", "8"]
     meshes = ["2x1x1"] if output.dry else ["2x1x4", "4x1x2", "1x1x8"]
     args = bench_training.parse([*sizes, "--mesh", *meshes, "--schedule", "dualpipev"])
@@ -147,7 +147,7 @@ def training(output: Output) -> None:
 
 
 def book_training(output: Output, row: bench_training.Row) -> None:
-    """Not to fit into memory is a row; any other error is a failure of ours, or of what it is compared with."""
+    """Book a result: a row, also if it does not fit into memory; any other error of ours or of a rival is a failure."""
     if row["error"] is None or bench_training.not_fitting(row["error"]):
         output.row(**row)
     else:
@@ -155,7 +155,7 @@ def book_training(output: Output, row: bench_training.Row) -> None:
 
 
 def number_of_ranks(output: Output) -> int:
-    """All GPUs of this machine. Raises RuntimeError where there are fewer than two."""
+    """Return the number of GPUs of this machine, 2 in a dry session. Raises RuntimeError for fewer than two GPUs."""
     if output.dry:
         return 2
     if torch.cuda.device_count() < 2:

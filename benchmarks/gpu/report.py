@@ -1,4 +1,4 @@
-"""The JSON of a session, written anew after every row, and the summary that is read from it."""
+"""JSON report of a session, rewritten after every row, and its summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = 5  # failures of a part in the summary; the JSON has all
 
 
 class SessionReport:
-    """The results of all parts by name, in a file that is complete after every change."""
+    """Results of all parts by name, in a file that is complete after every change."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,13 +35,13 @@ class SessionReport:
         self._note_interrupted()
 
     def describe_machine(self) -> None:
-        """Add the time, versions and every device's clocks and power to those of the calls before."""
+        """Record the versions, and append the time and every device's clocks and power to the list of calls."""
         calls = [*self._facts.get("calls", ()), {"date": now(), "devices": device_states()}]
         self._facts = {"versions": package_versions(), "calls": calls}
         self.flush()
 
     def begin(self, name: str, question: str, seconds: float) -> None:
-        """Start the entry of a part, which has `seconds` at most."""
+        """Start the entry of a part, which may take `seconds` at most."""
         self.parts[name] = {
             "question": question, "status": RUNNING, "started": now(), "limit_s": seconds,
             "rows": [], "failures": [], "skipped": [], "goals": {},
@@ -62,7 +62,7 @@ class SessionReport:
         self.flush()
 
     def end(self, name: str, status: str, seconds: float) -> None:
-        """Close the entry of a part. status: `ENDED`, or why it came to no end of its own."""
+        """Close the entry of a part. status: `ENDED`, or the reason why it was stopped."""
         part = self.parts[name]
         part["status"] = status
         part["seconds"] = round(seconds, 1)
@@ -72,14 +72,14 @@ class SessionReport:
         self.flush()
 
     def flush(self) -> None:
-        """Write the file, so that whoever reads it or kills this process finds a whole one."""
+        """Write the file atomically: it is complete for a reader, and also if this process is killed."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         written = self.path.with_suffix(".part")
         written.write_text(json.dumps(self._facts | {"parts": self.parts}, indent=1) + "\n")
         os.replace(written, self.path)
 
     def _note_interrupted(self) -> None:
-        """A part that ran when the session was killed is not run again: it may be what ended the session."""
+        """Mark a part that was running at a kill as failed, so that it is not rerun: it may have ended the session."""
         for part in self.parts.values():
             if part["status"] == RUNNING:
                 part["status"] = "the session ended while it ran"
@@ -91,7 +91,7 @@ def now() -> str:
 
 
 def package_versions() -> Row:
-    """Return the releases of what the numbers depend on; None for what is not installed."""
+    """Return the versions of the packages that the results depend on; None for a package that is not installed."""
     return {name: _version(name) for name in PACKAGES}
 
 
@@ -103,7 +103,7 @@ def _version(package: str) -> str | None:
 
 
 def device_states() -> list[Row]:
-    """Return name, clocks, power and memory of every GPU, as nvidia-smi has them; none where there is no nvidia-smi."""
+    """Return name, clocks, power and memory of every GPU from nvidia-smi; an empty list without nvidia-smi."""
     command = ["nvidia-smi", f"--query-gpu={','.join(STATES)}", "--format=csv,noheader,nounits"]
     try:
         lines = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()
@@ -116,7 +116,7 @@ def device_states() -> list[Row]:
 
 
 def summary(report: SessionReport, names: Iterable[str]) -> list[str]:
-    """Return the lines that say what each part has found; names: of all parts, in their order."""
+    """Return the lines of the summary of each part. names: of all parts, in their order."""
     lines: list[str] = []
     left: list[str] = []
     for name in names:
@@ -130,7 +130,7 @@ def summary(report: SessionReport, names: Iterable[str]) -> list[str]:
 
 
 def part_lines(name: str, part: Row) -> list[str]:
-    """Return a part's counts, its goals met and missed, and its first failures."""
+    """Return the lines of a part: its counts, its goals met and missed, and its first failures."""
     counts = ", ".join(f"{len(part[kind])} {kind}" for kind in ("rows", "failures", "skipped"))
     lines = [f"{name}: {part['status']} after {part.get('seconds', 0)} s of {part['limit_s']:.0f}; {counts}"]
     lines += [f"    goal {goal_verdict(goal)}: {text}" for text, goal in part["goals"].items()]

@@ -1,9 +1,9 @@
-"""Runs parts one after the other, each in a process of its own that ends at its share of the time that is left.
+"""Run parts one after the other, each in its own process that ends at its share of the remaining time.
 
-    Session.run -> a part that the JSON does not have yet -> share of what is left -> a process: gpu_session.py --part
+    Session.run -> a part that the JSON does not have yet -> its share of the time -> a process: gpu_session.py --part
       -> messages, one a line, through a pipe -> report.add, which writes the file -> its end, crash, or kill -> next
 
-What a part leaves unused is shared by those after it. A part that hangs is killed with all processes that it started.
+Later parts share the time that a part leaves unused. A part that hangs is killed with all processes that it started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from dualpipe.runtime.errors import die_with
 from gpu.report import ENDED, Row, SessionReport
 
-LEAST = 5.0  # seconds: a part that would get less waits for the next call
+LEAST = 5.0  # seconds: a part whose share is less waits for the next call
 SOFT = 0.85  # of a part's share: after it a part starts no further setting
 SHOWN = 8  # lines of a failed part's log
 PROGRAM = Path(__file__).parents[1] / "gpu_session.py"
@@ -33,7 +33,10 @@ PROGRAM = Path(__file__).parents[1] / "gpu_session.py"
 
 @dataclass(frozen=True)
 class Part:
-    """One question. run: "module:function" of a function that takes an `Output`. weight: of its share of the time."""
+    """One part of a session, which answers one question.
+
+    run: "module:function" of a function that takes an `Output`; weight: relative share of the time.
+    """
 
     name: str
     question: str
@@ -42,7 +45,10 @@ class Part:
 
 
 class Output:
-    """Where a part puts what it finds, and what it may ask: whether sizes are tiny, and whether time is left."""
+    """Output channel of a part: sends its rows, failures, skips and verdicts.
+
+    dry: use tiny sizes; left: the seconds in which a further setting may start.
+    """
 
     def __init__(self, send: Callable[[Row], None], *, dry: bool, seconds: float) -> None:
         self.dry = dry
@@ -60,17 +66,17 @@ class Output:
         self._send({"skip": fields})
 
     def goal(self, text: str, measured: int, missed: int) -> None:
-        """Say how many rows a goal is about, and how many miss it; a later verdict replaces an earlier one."""
+        """Send how many rows a goal applies to, and how many miss it; a later verdict replaces an earlier one."""
         self._send({"goal": text, "measured": measured, "missed": missed})
 
     @property
     def left(self) -> float:
-        """Seconds in which a further setting may start."""
+        """Remaining seconds in which a further setting may start."""
         return self._end - time.monotonic()
 
 
 class Session:
-    """Runs parts within `seconds`, and keeps what they find in a report. arguments: of every part's process."""
+    """A run of parts within `seconds`, with their results in a report. arguments: for every part's process."""
 
     def __init__(self, report: SessionReport, seconds: float, arguments: Sequence[str] = ()) -> None:
         self._report = report
@@ -78,7 +84,7 @@ class Session:
         self._arguments = arguments
 
     def run(self, parts: Sequence[Part]) -> None:
-        """Run the parts that the report does not have, as far as time allows."""
+        """Run the parts that the report does not have yet, as far as the time allows."""
         to_run = [part for part in parts if part.name not in self._report.parts]
         for position, part in enumerate(to_run):
             weights = sum(other.weight for other in to_run[position:])
@@ -99,7 +105,7 @@ class Session:
             print("\n".join([f"   {status}; the end of {log}:", *(f"   | {line}" for line in tail)]), flush=True)
 
     def _follow(self, part: Part, deadline: float, log: Path) -> str:
-        """Return how the part's process ended, having booked all that it has sent."""
+        """Run the part's process, book all its messages, and return how it ended."""
         read, write = os.pipe()
         seconds = deadline - time.monotonic()
         command = [sys.executable, "-P", str(PROGRAM), "--part", part.run, "--pipe", str(write),
@@ -121,9 +127,9 @@ class Session:
 
 
 def _messages(pipe: int, process: subprocess.Popen, deadline: float) -> Iterator[Row]:
-    """Yield what comes through the pipe until the process has ended or the time is over.
+    """Yield the messages of the pipe until the process has ended or the time is over.
 
-    Not until the pipe's end, which a process that the part has left behind may keep open.
+    It does not wait for the end of the pipe, which a process that the part has left behind may keep open.
     """
     buffered = b""
     with selectors.DefaultSelector() as selector:
@@ -143,14 +149,14 @@ def _messages(pipe: int, process: subprocess.Popen, deadline: float) -> Iterator
 
 
 def _kill_group(process: subprocess.Popen) -> None:
-    """Kill what is left of a part: its process, and those that it started and that are in its group."""
+    """Kill the remains of a part: its process, and the processes that it started in its group."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def run_in_process(run: str, pipe: int, *, dry: bool, seconds: float) -> None:
-    """Run a part in this process, which is its own and ends with the session's, and send what it finds to the pipe."""
+    """Run a part in this process, which ends with the session's process, and send its messages to the pipe."""
     die_with(os.getppid())
 
     def send(message: Row) -> None:

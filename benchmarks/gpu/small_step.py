@@ -18,18 +18,18 @@ from gpu.session import Output
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "examples" / "tiny-cpu.toml"
 LAYERS = 2  # of Qwen3-30B: its parameters, moments and gradients take some 35 GB
-COUNTED = 0.8  # the least part of the measured memory that is counted: the rest is what the allocator leaves unused
+COUNTED = 0.8  # minimum of counted over measured memory: the allocator leaves the rest unused
 
 
 def measure(output: Output) -> None:
-    """First is it right, in bfloat16 against float64; then a step of two layers of Qwen3-30B."""
+    """Check parity in bfloat16 against float64, then measure a step of two layers of Qwen3-30B."""
     compare_parity(output, ["--pp", "1", "--ep", "1", "--dtype", "bf16"])
     with TemporaryDirectory() as folder:
         measure_step(output, folder)
 
 
 def compare_parity(output: Output, layout: list[str]) -> None:
-    """Run `dualpipe parity`: losses and gradients of a pipeline beside those of the model itself."""
+    """Run `dualpipe parity`, which compares losses and gradients of a pipeline with the model's own."""
     command = [sys.executable, "-P", "-m", "dualpipe", "parity", str(TINY), *layout,
                "--parallel.device", "cpu" if output.dry else "cuda"]
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if output.dry else {})
@@ -43,7 +43,7 @@ def compare_parity(output: Output, layout: list[str]) -> None:
 
 
 def measure_step(output: Output, folder: str) -> None:
-    """Time a step, and hold its peak memory against what is counted."""
+    """Time a step, and compare its peak memory with the count of `dualpipe memory`."""
     device = ["--device", "cpu"] if output.dry else ["--model", "qwen3-30b-a3b", "--layers", str(LAYERS)]
     args = bench_training.parse([*device, "--mesh", "1x1x1", "--schedule", "dualpipev", "--overlap", "on",
                                  "--steps", "1" if output.dry else "10", "--ranks", "1"])
@@ -56,13 +56,13 @@ def measure_step(output: Output, folder: str) -> None:
             continue
         measured = 1e9 * row["GB"]
         output.row(**row, **{"counted GB": counted / 1e9, "counted of measured": counted / measured})
-        if not output.dry and row["run by"] == bench_training.OURS:  # on a CPU it is all that the process holds
+        if not output.dry and row["run by"] == bench_training.OURS:  # on a CPU it is the memory of the whole process
             is_near = COUNTED <= counted / measured <= 1 / COUNTED
             output.goal("peak memory is within a fifth of what `dualpipe memory` counts", 1, int(not is_near))
 
 
 def counted_bytes(options: bench_training.Options, setting: bench_training.Row) -> int:
-    """Return what `dualpipe memory` counts for the rank."""
+    """Return the bytes that `dualpipe memory` counts for the rank."""
     config = bench_training.config_of(options, setting)
     (memory,) = estimate(config, read_model_config(config))
     return memory.total

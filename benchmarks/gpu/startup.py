@@ -1,4 +1,4 @@
-"""Part 1: what it takes to start, with expandable segments and eager loading of torch's kernels and without."""
+"""Part 1: the cost of starting up, with and without expandable segments and eager loading of torch's kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import product
 
 from gpu.session import Output
 
-# Runs in an interpreter of its own for each setting, which these variables reach before CUDA starts.
+# Runs in a new interpreter for each setting, so that the variables are set before CUDA starts.
 PROGRAM = """
 import json, resource, sys, time
 start = time.perf_counter()
@@ -47,7 +47,7 @@ print(json.dumps(row))
 
 
 def measure(output: Output) -> None:
-    """A row for each combination of the two settings; a combination that cannot start is a failure."""
+    """Send a row for each combination of the two settings; a combination that cannot start is a failure."""
     loadings = ("LAZY",) if output.dry else ("LAZY", "EAGER")
     for loading, expandable in product(loadings, (False, True)):
         setting = {"CUDA_MODULE_LOADING": loading, "PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
