@@ -298,8 +298,11 @@ def _hf_export(args: argparse.Namespace) -> None:
 
     dtype = dtype_of(args.dtype)
     max_shard_bytes = parse_bytes(args.max_shard_size)
+    note = ""
     if is_of_a_run(args.path):
         export_checkpoint(args.path, args.target, dtype, max_shard_bytes, args.source)
+        if args.source is None:
+            note = ", without a tokenizer: --source CHECKPOINT copies that of the model that the run began with"
     elif not Path(args.path).exists():
         raise ValueError(f"there is no file or directory {args.path}; give a checkpoint of a run, the directory of its "
                          "checkpoints, or a checkpoint of Hugging Face")
@@ -307,7 +310,7 @@ def _hf_export(args: argparse.Namespace) -> None:
         raise ValueError(f"--source is for a run's checkpoint; {args.path} is one of Hugging Face's: leave it out")
     else:
         export(args.path, args.target, dtype, max_shard_bytes)
-    print(f"{args.target}: written")
+    print(f"{args.target}: written{note}")
 
 
 def _compare(args: argparse.Namespace) -> None:

@@ -331,6 +331,7 @@ def test_what_was_passed_over_is_said_in_a_line(run_folder, dualpipe, monkeypatc
     capsys.readouterr()
     exported = dualpipe(run_folder, "hf", "export", "damaged/checkpoints", "damaged/hf")
     assert exported.returncode == 0 and exported.stderr.count("\n") == 1
+    assert exported.stdout.startswith("damaged/hf: written, without a tokenizer: --source CHECKPOINT copies")
     assert exported.stderr.startswith("warning: passed over for damaged/checkpoints/step-00000001: damaged/checkpoints")
     with pytest.warns(UserWarning, match="passed over for"):
         assert cli.main(run) == 0
