@@ -35,7 +35,7 @@ def test_a_stride_that_leaves_experts_out_is_refused():
 
 
 def reached(experts_TK, experts, ranks):
-    """How many ranks have experts of a token, on average."""
+    """Return the mean number of ranks that hold experts of a token."""
     return sum(len(set(token)) for token in (experts_TK // (experts // ranks)).tolist()) / len(experts_TK)
 
 
