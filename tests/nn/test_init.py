@@ -60,7 +60,7 @@ def test_a_plain_tensor_is_all_of_itself():
 
 
 def shards(rank, shape, dim):
-    """Where this rank's part lies, and whether it has the values of the whole there."""
+    """Return the slices of this rank's shard, and whether it has the whole's values there."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])
     seeded_normal_(weight, std=0.5, seed=3, name="w")
