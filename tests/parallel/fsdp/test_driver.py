@@ -694,7 +694,7 @@ def lost(rank: int) -> str:
 
 
 def test_a_gradient_that_fsdp2_drops_is_noticed():
-    """In torch 2.15 `finalize_backward` silently drops every gradient for which `post_backward` was not called."""
+    """`finalize_backward` of torch 2.15 silently drops every gradient for which `post_backward` was not called."""
     for message in run_ranks(lost, 2, fresh=True):
         assert "FSDP2 reduced no gradient for" in message and "up.weight" in message
 
