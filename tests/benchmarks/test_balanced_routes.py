@@ -1,4 +1,4 @@
-"""Routes that are even by construction: what routers do with them, and how many ranks a token goes to."""
+"""Routes that are even by construction, in routers; and the number of ranks that a token goes to."""
 
 import pytest
 import torch

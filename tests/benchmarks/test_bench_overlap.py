@@ -1,4 +1,4 @@
-"""`bench_overlap.py` on tiny layers: what it measures, and that the costs that it writes can be used."""
+"""`bench_overlap.py` on tiny layers: its measurements, and the use of the costs that it writes."""
 
 import json
 import re
@@ -80,7 +80,7 @@ def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
 
 
 def test_measures_a_tiny_layer(bench, monkeypatch):
-    """Each kind and pair is found among the timed instructions."""
+    """The timed instructions contain each kind and pair."""
     monkeypatch.setattr(executor, "annotation", executor.annotation)  # as it was, afterwards
     options = bench.Options(4, 0.35, "copy", 1, 1, None, None, None)
     machine = bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)

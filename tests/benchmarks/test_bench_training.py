@@ -1,4 +1,4 @@
-"""`bench_training.py` on tiny sizes: what it measures and compares, and that a setting that fails is a row."""
+"""`bench_training.py` on tiny sizes: its measurements and comparisons, and a row for each setting that fails."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ def test_every_setting_on_two_ranks(tmp_path, recompute):
 
 @pytest.mark.slow
 def test_settings_under_torchrun(tmp_path):
-    """Each meets in torchrun's store under a prefix of its own."""
+    """The ranks of each setting meet in torchrun's store under a prefix of its own."""
     rows, result = table(tmp_path, "--mesh", "1x1x2", "--schedule", "1f1b", launcher=TORCHRUN)
     assert [row["run by"] for row in rows] == ["dualpipe", "FSDP2"]
     for row in rows:
@@ -192,7 +192,10 @@ WHY = {
     pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
 ])
 def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
-    """On all ranks, long before the other one would give up; the next setting runs. The status is rank 0's."""
+    """The setting ends on all ranks, long before the other rank would give up.
+
+    The next setting runs. The status is rank 0's.
+    """
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     start = time.monotonic()
@@ -212,7 +215,7 @@ def slurm_job_with_a_free_port():
 
 
 def test_ranks_that_srun_started_run_their_settings_together(tmp_path):
-    """Each starts its own rank alone, and they meet by SLURM's variables. Both have rank 0's status."""
+    """Each process starts its own rank alone; they meet by SLURM's variables. Both have rank 0's status."""
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     job = slurm_job_with_a_free_port()

@@ -1,4 +1,4 @@
-"""The kernels' benchmarks: what they decide on any device, what they measure on tiny layers, and that they run."""
+"""The kernels' benchmarks: their decisions on any device, their measurements of tiny layers, and their runs."""
 
 import json
 import sys

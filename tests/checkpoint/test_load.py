@@ -1,4 +1,4 @@
-"""Checkpoints of one process: contents, retention, commits, and what does not fit."""
+"""Checkpoints of one process: contents, retention, commits, and states that do not fit."""
 
 import copy
 import hashlib

@@ -1,4 +1,4 @@
-"""Checkpoints of one process that are damaged, or made to do harm: never a wrong load, and no code is run."""
+"""Damaged or malicious checkpoints of one process never load wrongly, and never run code."""
 
 import json
 import os

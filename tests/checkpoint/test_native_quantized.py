@@ -1,4 +1,4 @@
-"""Quantized weights in checkpoints: as block rows, into every layout, format or none; what does not suit is refused."""
+"""Quantized weights in checkpoints: as block rows, into every layout, format or none; misfits are refused."""
 
 from math import prod
 from pathlib import Path
@@ -34,7 +34,7 @@ def whole(name, seed=0):
 
 
 def cut(values, placements, mesh):
-    """This rank's part of a tensor, shard after shard."""
+    """Return this rank's part of a tensor, cut shard after shard."""
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             values = values.chunk(mesh.size(dim), placement.dim)[mesh.get_coordinate()[dim]]

@@ -1,4 +1,4 @@
-"""Any optimizer of torch's, and stages whose names repeat: what comes back, and what is refused."""
+"""States of any torch optimizer, and of stages with equal names, are loaded back, or refused."""
 
 import copy
 

@@ -1,6 +1,6 @@
 """First GEMM of the experts, fused with its activation, against the two separate functions, bit for bit.
 
-On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
+The reference runs on CPU; the kernel runs on CUDA, and under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py).
 """
 
 import importlib
@@ -131,7 +131,7 @@ def test_one_kernel_where_the_table_says_so(arch, counts, width, weight, clamped
 
 
 def test_worked_example(device):
-    """gate 10 and up 3, clamped at 7, alpha 0: (3 + 1) * 7 / 2."""
+    """The result of gate 10 and up 3, clamped at 7, with alpha 0, is (3 + 1) * 7 / 2."""
     x, offs = torch.tensor([[1.0]], device=device), torch.tensor([1], dtype=torch.int32, device=device)
     w = torch.tensor([[[10.0], [3]]], device=device)
     h, gate_up = grouped_gemm_swiglu(x, w, offs, clamped=True, alpha=0.0)

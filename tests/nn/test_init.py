@@ -1,4 +1,4 @@
-"""Initial values by seed and name alone: in blocks as at once, in any dtype, and by a shard's place in the whole."""
+"""Initial values depend on seed and name alone: equal in blocks and at once, in any dtype, and in any shard."""
 
 import hashlib
 

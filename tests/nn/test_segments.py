@@ -1,4 +1,4 @@
-"""Stages made of segments: the gradients of the plain module, whatever runs beside what."""
+"""Stages made of segments have the gradients of the plain module, with any overlap."""
 
 from __future__ import annotations
 

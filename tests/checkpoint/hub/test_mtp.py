@@ -189,7 +189,7 @@ def there_and_back(rank, source, target, shape=(1, 1, 1), schedule="dualpipev", 
 
 
 def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
-    """Elements and scales, and the copies of the embedding and the head; in any layout the same files."""
+    """Elements, scales and the copies of embedding and head come back; every layout writes the same files."""
     there_and_back(0, str(published), str(tmp_path / "alone"), rules=FP8)
     v, apart = (
         run_ranks(there_and_back, 2, str(published), str(tmp_path / schedule), (2, 1, 1), schedule, FP8)
@@ -240,7 +240,7 @@ def test_a_source_that_announces_none_does_not_change_that_they_are_written(tmp_
 
 
 def test_the_files_of_deepseek_v3_are_those_published():
-    """91,991 tensors of 684,531,386,000 numbers, scales among them, in files of 688,586,727,753 bytes with headers."""
+    """91,991 tensors have 684,531,386,000 elements, with scales, in files of 688,586,727,753 bytes with headers."""
     config = read_config(Path(__file__).parents[3] / "examples/models/deepseek-v3").with_mtp()
     in_blocks = {weight.name for weight in quantizable(meta_stages(config)[0])}
     tensors = new_tensors(config, {name: FORMATS["fp8_block"] if name in in_blocks else

@@ -1,4 +1,4 @@
-"""The losses of routers against plain formulas, whatever the cut; and the loads that are counted with them."""
+"""Router losses against plain formulas, for any split of the batch; and the loads counted with them."""
 
 from dataclasses import dataclass, replace
 

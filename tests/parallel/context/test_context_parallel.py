@@ -1,4 +1,4 @@
-"""Sequences that several ranks share against one process that has them whole: gradients, bytes, memory, failures."""
+"""Context-parallel sequences against one process with whole sequences: gradients, bytes, memory, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The all-to-all by copies against the one of the process group: equal bits, for any sizes, on ranks of one host."""
+"""The all-to-all by copies has the bits of the process group's, for any sizes, on ranks of one host."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Copies between devices on the pretend device: rows, the order of writes and reads, and faults that are planted."""
+"""Copies between devices on the pretend device: rows, the order of writes and reads, and planted faults."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +67,7 @@ def test_rows_arrive_in_order(num_streams):
 
 @contextmanager
 def steps_by_copies() -> Iterator[None]:
-    """Have `by_threads` send rows by copies, into slots of 128 bytes."""
+    """Make `by_threads` send rows by copies, into slots of 128 bytes."""
     def all_to_all(rank: Rank, name: str, members: Sequence[int]) -> CopyEngineAllToAll:
         return copy_engine(rank, name, members, 256 * (len(members) - 1))
 

@@ -1,4 +1,4 @@
-"""Experts over several ranks against one process that has them all: results, gradients, bytes, failures."""
+"""Expert parallelism against one process with all experts: results, gradients, bytes, failures."""
 
 import functools
 import os

@@ -1,4 +1,4 @@
-"""Rows in two hops between pretended nodes, against one hop: bits, bytes between nodes, what fits."""
+"""Rows in two hops between pretended nodes, against one hop: bits, bytes between nodes, layouts that fit."""
 
 import pytest
 import torch

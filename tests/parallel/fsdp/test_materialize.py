@@ -45,7 +45,7 @@ def fill(module, device, storage=F32, special=(), **how):
 
 
 class Rotary(nn.Module):
-    """Angles per position; never in a checkpoint."""
+    """A buffer of angles per position, which is never in a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
 
 
 class Layer(nn.Module):
-    """Odd sizes, so that shards are uneven; experts as one (E, 6, 4) parameter."""
+    """A layer of odd sizes, so that shards are uneven; its experts are one (E, 6, 4) parameter."""
 
     def __init__(self, experts=6):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Sharding as the dtype plan says, on real ranks: dtypes in forward, reduction and storage, and gradients."""
+"""Sharding by the dtype plan, on real ranks: dtypes in forward, reduction and storage, and gradients."""
 
 from contextlib import contextmanager
 
