@@ -1,4 +1,4 @@
-"""`Pipeline.clip_grad_norm_` is torch's `clip_grad_norm_` of the whole model, on however many ranks its parts are."""
+"""`Pipeline.clip_grad_norm_` equals torch's `clip_grad_norm_` of the whole model, on any number of ranks."""
 
 from __future__ import annotations
 

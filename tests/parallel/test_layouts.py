@@ -1,4 +1,4 @@
-"""Qwen3-MoE over pp x dp x ep ranks: loss and every gradient are those of the unpipelined, unsharded model."""
+"""Qwen3-MoE over pp x dp x ep ranks has the loss and gradients of the unpipelined, unsharded model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mesh of a job: its sizes, what is said where they do not fit, and its groups."""
+"""The mesh of a job: its sizes, the errors for sizes that do not fit, and its groups."""
 
 import os
 import time

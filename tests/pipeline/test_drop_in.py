@@ -1,4 +1,4 @@
-"""A script that was written for DeepSeek's DualPipe runs as it is: its imports, class-level calls and checks."""
+"""A script written for DeepSeek's DualPipe runs unchanged: its imports, class-level calls and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules found by search, run: their gradients, and the time of a step where work and communication take time."""
+"""Runs of schedules found by search: their gradients, and the time of a step with timed work and communication."""
 
 from __future__ import annotations
 

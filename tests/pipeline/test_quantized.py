@@ -1,4 +1,4 @@
-"""Pipelines of stages with quantized weights against one rank with what those stand for; ranks are threads."""
+"""Pipelines of stages with quantized weights against one rank with the dequantized ones; ranks are threads."""
 
 from __future__ import annotations
 

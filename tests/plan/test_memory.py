@@ -1,4 +1,4 @@
-"""The memory that a run needs, counted from its configuration: against real shards, and for the models of examples/."""
+"""Memory of a run, counted from its configuration: against real shards, and for the models of examples/."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ LAYOUTS = [  # pp, dp, ep
                          [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
                           for case in LAYOUTS], ids=str)
 def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
-    """The peak of every rank as torch's allocator counts it, within 5%; 7% among several ranks of experts."""
+    """The count is within 5% of every rank's peak in torch's allocator; 7% among several ranks of experts."""
     common = {"model_type": "deepseek_v3" if family == "mtp" else family, "norm_topk_prob": True}
     path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | common | FAMILIES[family]))
     ratios = ratios_of(path, layout, schedule, recompute)
@@ -190,7 +190,7 @@ LAYOUTS_OF_TRANSFORMERS = [
                          [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
                           for case in LAYOUTS_OF_TRANSFORMERS], ids=str)
 def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
-    """The peak of every rank as torch's allocator counts it, within 5%; 8% where pairs run beside each other."""
+    """The count is within 5% of every rank's peak in torch's allocator; 8% where a pair's actions overlap."""
     path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
     ratios = ratios_of(path, layout, schedule, recompute, "--model.backend", "transformers")
     # Pairs that hide an all-to-all take 6% more than is counted, alike on all ranks; the cause is not known.
@@ -305,7 +305,10 @@ def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
 
 
 def test_buffers_of_nccl():
-    """12 MiB a channel: a link has one, of half the size; rings and pairs of experts' ranks in a node have 16."""
+    """Buffers take 12 MiB a channel. A link has one channel, of half the size.
+
+    Rings, and pairs of experts' ranks in a node, have 16.
+    """
 
     def buffers(pp: int, dp: int, ep: int, more: Sequence[str] = ()) -> list[float]:
         options = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.ep", f"{ep}",

@@ -120,7 +120,7 @@ def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
 
 
 def test_merged_weight_gradients_read_and_write_accumulators_once():
-    """At 256 rows for each expert merging makes a step shorter: in zbv all ranks but the first end sooner."""
+    """Merging makes a step shorter at 256 rows for each expert: in zbv all ranks except the first end sooner."""
     def run(*options: str) -> Prediction:
         layout = {"dp": 1, "ep": 1, "pp": 4, "schedule": "zbv"}
         config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", (

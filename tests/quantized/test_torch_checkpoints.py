@@ -1,4 +1,4 @@
-"""torch's own checkpoints of modules with quantized weights: bytes are saved, and go into every layout and form."""
+"""torch's checkpoints of modules with quantized weights: they save bytes, and load into every layout and form."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""The page of timelines: what is in it, and what a browser makes of it."""
+"""The page of timelines: its content, and its display in a browser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`validate` refuses what cannot be run, says why, and agrees with an independent reading on thousands of mutations."""
+"""`validate` refuses schedules that cannot run, with the reason.
+
+An independent reading agrees on thousands of mutations.
+"""
 
 from __future__ import annotations
 
@@ -113,9 +116,9 @@ def test_what_is_no_step_is_refused(step):
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_blocking_sends_that_wait_for_each_other(ahead):
-    """A V on two ranks: rank 0 sends `ahead` gradients while rank 1 sends it as many activations.
+    """Rank 0 of a V on two ranks sends `ahead` gradients while rank 1 sends it `ahead` activations.
 
-    One receive is posted ahead, so a second message on either side would wait for the other for ever.
+    One receive is posted ahead, so a second message on either side would wait for the other forever.
     """
     first, then = range(ahead), range(ahead, 2 * ahead)
     rank0 = [f"{stage}F{m}" for m in first for stage in (0, 3)] + [f"0F{m}" for m in then]

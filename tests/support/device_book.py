@@ -1,4 +1,4 @@
-"""The book of a pretend CUDA device: who may touch which memory when, by vector clocks. See pretend_cuda.py."""
+"""The book of a pretend CUDA device: the order of all accesses to memory, by vector clocks. See pretend_cuda.py."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class OfThread(threading.local):
 class Book:
     """Streams, memory and faults of one device.
 
-    strict: whether memory given back too early is a fault before it is used again.
+    strict: if True, memory given back too early is a fault even before it is used again.
     """
 
     def __init__(self, strict: bool) -> None:
@@ -164,7 +164,7 @@ class Book:
 
     @contextmanager
     def pretended(self) -> Iterator[None]:
-        """Be the device, with a default stream and a timeline for this thread."""
+        """Act as the device, with a default stream and a timeline for this thread."""
         _devices.append(self)
         self.default, self.of_thread = Timeline(), OfThread()
         try:
@@ -302,7 +302,7 @@ class Book:
         self, name: str, reads: list[Tensor], writes: list[Tensor], line: Timeline | None = None,
         communicator: tuple[Hashable, int] | None = None,
     ) -> Clock:
-        """Put an operator, or a kernel of NCCL on a communicator of so many ranks, on a timeline.
+        """Put an operator, or a kernel of NCCL on a communicator (key, number of ranks), on a timeline.
 
         The default timeline is the current stream. Returns the clock of what comes after it.
         """

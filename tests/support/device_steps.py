@@ -1,6 +1,6 @@
 """Steps of pipelines and of training on a pretend device: ranks as threads, ranks as processes, and `dualpipe train`.
 
-Each takes a `plant`, a context manager within which everything runs: a fault to plant, or nothing.
+Each takes a `plant`, a context manager around the whole run: a fault to plant, or nothing.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
 
 @contextmanager
 def booked_transfers() -> Iterator[None]:
-    """Record in the traces what ranks that are threads exchange, as NCCL would do it, and gloo for the host."""
+    """Record the exchanges between ranks that are threads in the traces, as NCCL's, and on the host as gloo's."""
     post, start, wait, spoil = World.post, ThreadAllToAll.start, Transfer.wait, threads._spoil
 
     def booked_post(world: World, kind: str, key: tuple, side: Side, role: str) -> Transfer:

@@ -1,35 +1,35 @@
-"""A model of what waits for what on devices: hosts, streams, multiprocessors, and kernels of NCCL that wait for peers.
+"""A model of waits on devices: by hosts, streams and multiprocessors, and by kernels of NCCL, which wait for peers.
 
-    traces = [Trace("rank 0"), Trace("rank 1")]    # to be filled with what the host of each rank does, in order
-    assert run(traces).stuck == []                 # else who waits for what, once nothing can move any more
+    traces = [Trace("rank 0"), Trace("rank 1")]    # to be filled with the steps of each rank's host, in order
+    assert run(traces).stuck == []                 # else the waits that remain once nothing can move any more
 
-Each rank has one host, which takes its steps in order, and streams, each of which does in order what the host has given
-to it. A step of a host is one of
+Each rank has one host, which takes its steps in order, and streams, each of which runs in order the work that the host
+gave to it. A step of a host is one of
 
-    Launch      give a kernel to a stream. The first one of its name is loaded before, for which the host waits for all
-                that its device has been given: torch's kernels with CUDA_MODULE_LOADING=LAZY, Triton's in any case
-    After       have a stream wait for what other streams have been given until then: an event
+    Launch      give a kernel to a stream. The first one of its name is loaded before, and the host waits for all work
+                given to its device: torch's kernels with CUDA_MODULE_LOADING=LAZY, Triton's in any case
+    After       make a stream wait for the work that other streams have been given until then: an event
     HostWaits   wait for streams: for an event, for a stream, or for the device, as `cudaFree` does
     Meet        start a message between hosts (gloo), or wait until its other side has been started too
 
-A kernel starts when its stream has come to it and CTAs are free. A computing one needs one, as it runs in waves, and
-ends. One of NCCL needs all of its own, and keeps them until all members of its communicator have started theirs of the
-same number; then these end. A communicator's kernels run one after the other. Streams may share hardware queues
-(`connections`), each of which holds what has not begun, at most `depth` of it, before its host waits; what is not at
-the head of its queue does not begin. Nothing has a duration: where the NCCL kernels that can wait at once all fit the
-device, what is left in the end does not depend on who came first.
+A kernel starts when its stream has come to it and CTAs are free. A computing kernel needs one CTA, as it runs in waves,
+and ends. A kernel of NCCL needs all of its CTAs, and keeps them until all members of its communicator have started
+their kernel of the same number; then these end. A communicator's kernels run one after the other. Streams may share
+hardware queues (`connections`). A queue holds at most `depth` entries that have not begun; then its host waits. Only
+the head of a queue can begin. Nothing has a duration: if the NCCL kernels that can wait at once all fit the device,
+the outcome does not depend on which came first.
 
 Two ranks that receive ahead on the link from the other one, compute, and send:
 
     rank 0: receive 1 -> 0 | mm | send 0 -> 1          rank 1: receive 0 -> 1 | mm | send 1 -> 0
 
-Where mm is loaded, both end. Where it is not, each host waits, before it launches mm, for its receive, whose send the
-other host has not launched: stuck. Received after the sends, mm is loaded while nothing waits. With 4 CTAs in all,
-which the receive takes, mm never starts; with 5 it does, but the send does not.
+If mm is loaded, both end. If not, each host waits, before it launches mm, for its receive, whose send the other host
+has not launched: stuck. If receives come after the sends, mm is loaded while nothing waits. With 4 CTAs in all, which
+the receive takes, mm never starts; with 5 it does, but the send does not.
 
-A send waits for its receive, as one does that is larger than NCCL's buffers (4 MiB a channel). Where it need not, less
-waits, and what is free of deadlocks here is so there. A kernel of NCCL of which some CTAs have started and others find
-no room is not in the model.
+A send waits for its receive, as a send larger than NCCL's buffers (4 MiB a channel) does. A smaller one need not: then
+less waits, so a program without deadlocks here has none there. The model has no kernel of NCCL that has started some
+CTAs and finds no room for others.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Faults planted into a training run, to see what it does then.
+"""Faults planted into a training run, to test its reaction.
 
     "kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"
 
     dualpipe(folder, "train", "run.toml", before=planting(text))    the command, as processes: see command.py
     with planted(text): cli.main(["train", "run.toml"])             one rank in this process
 
-A fault happens on one rank, once, when that begins what is named: the first entry of its recorder that matches. Where
-the job is started again, after a failure, none happens any more. Training knows nothing of this: the recorder that
-it has anyway is observed.
+A fault happens on one rank, once, at the begin of the first entry of its recorder that matches. No fault happens after
+a restart of the job. Training knows nothing of this: the faults observe the recorder that it has anyway.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choices of experts in place of routers' own: even ones, and those recorded in one step and replayed in another."""
+"""Choices of experts that replace routers' own: even ones, and choices recorded in one step for another."""
 
 from __future__ import annotations
 

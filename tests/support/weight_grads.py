@@ -1,4 +1,4 @@
-"""Weight gradients at once and deferred, to be compared."""
+"""Weight gradients at once and deferred, for comparison."""
 
 from dualpipe.nn.deferral import WeightGradStore
 

@@ -1,4 +1,4 @@
-"""Vectors beside wider ones in one module: a float32 A_log among bfloat16 siblings, as state-space models have it."""
+"""Modules with vectors of two dtypes: a float32 A_log among bfloat16 siblings, as in state-space models."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The dtype plan: which rule decides what, what is refused, how it reads, and how it is asserted."""
+"""The dtype plan: the precedence of rules, refusals, its printed form, and its assertion."""
 
 import warnings
 

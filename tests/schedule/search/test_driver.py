@@ -1,4 +1,4 @@
-"""Schedules found by search: goals, proofs of what is found, and that the same is found again."""
+"""Schedules found by search: goals, proofs of the results, and equal results for equal inputs."""
 
 from __future__ import annotations
 
