@@ -1,7 +1,7 @@
 """A caller's `torch.set_default_device` changes nothing of ours: every tensor names its device.
 
-A tensor that does not would be on the caller's device, such as a host record on a GPU, with its rank out of step with
-the others. "meta" stands in for a GPU here: it keeps no values, so that one tensor there shows.
+A tensor without a named device would be on the caller's, such as a host record on a GPU, and its rank would be out of
+step with the others. "meta" stands in for a GPU here: it keeps no values, so that one tensor there shows.
 """
 
 from __future__ import annotations

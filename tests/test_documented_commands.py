@@ -137,7 +137,7 @@ def batch_script_is_taken(command):
 
 
 def environment_has_it(command):
-    """The tests run in the environment that `make` sets up; the fast tests import what `pip` would install."""
+    """The tests run in the environment that `make` sets up; the fast tests import the packages that `pip` installs."""
     words = shlex.split(command)
     if words[0] == "source":
         assert words == ["source", ".venv/bin/activate"]

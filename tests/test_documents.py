@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ passes type checkers, with no names but those in support/given.pyi besides."""
+"""The Python in README.md and docs/ passes type checkers; support/given.pyi has all other names that it uses."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Every script under benchmarks/ and every file of examples/ is run by a test, at its smallest sizes and on CPU."""
+"""A test runs every script under benchmarks/ and every file of examples/, at its smallest sizes and on CPU."""
 
 import ast
 import json

@@ -1,4 +1,4 @@
-"""Traces of real ranks: what is in the file, on one clock, and what becomes of it where a rank fails."""
+"""Traces of real ranks: the file's content, on one clock, and its state after a rank fails."""
 
 import contextlib
 import json

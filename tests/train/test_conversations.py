@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the loss is transformers' in any layout; runs resume; what cannot be is refused."""
+"""Fine-tuning on conversations: transformers' loss in any layout; runs resume; impossible settings are refused."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`dualpipe dtypes` prints the plan that `dualpipe train` runs: held against the tensors that it makes."""
+"""`dualpipe dtypes` prints the plan that `dualpipe train` runs: compared with the tensors of a run."""
 
 import json
 import re
@@ -287,7 +287,7 @@ def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, opti
 
 
 def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_path, printed):
-    """Each of these matches on one of two pipeline ranks only."""
+    """The rules each match on one of two pipeline ranks only."""
     options = ["--dtypes.rules", "lm_head,compute=fp32", "layers.1.mlp.gate,compute=fp32", "--train.dtype", "bf16",
                "--output.dir", str(tmp_path), *SMALL]
     plan = printed(run_folder / "run.toml", *options)[1]

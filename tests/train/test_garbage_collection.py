@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles runs after the same steps on all ranks, and afterwards as it did before."""
+"""Python's garbage collector runs after the same steps on all ranks; after the run it works as before."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""Runs that train layers for multi-token prediction: their weights, their metrics, and how many drafts are accepted."""
+"""Runs that train layers for multi-token prediction: weights, metrics, and the number of accepted drafts."""
 
 import json
 import re
@@ -177,7 +177,7 @@ MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
 @pytest.mark.slow
 @pytest.mark.parametrize("pp, depth", [("1", 0), ("1", 1), ("2", 0), ("2", 1)])
 def test_a_loss_of_any_depth_that_is_not_finite_ends_the_run(run_folder, dualpipe, pp, depth):
-    """With pp 2, both ends have copies of the embedding, which the norm leaves out."""
+    """The ends of pp 2 both have copies of the embedding, which the norm leaves out."""
     written(run_folder)
     options = ["--parallel.pp", pp, "--parallel.schedule", "1f1b", "--train.steps", "4", "--train.eval_batches", "0",
                "--output.dir", f"infinite{pp}{depth}", *WEIGHT]

@@ -91,7 +91,7 @@ def start(start_dualpipe, tmp_path):
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the processes of the ranks, by rank: the kernel lists them as they were forked. Numbers wrap around."""
+    """Return the processes of the ranks, by rank: the kernel lists them in the order of forks. Numbers wrap around."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return list(map(int, children))
 

@@ -1,4 +1,4 @@
-"""The line about an unhealthy run: each cause made real, or fed as it is recorded; a healthy run says nothing."""
+"""The report on an unhealthy run: each cause happens, or its records are fed in; a healthy run reports nothing."""
 
 import re
 from itertools import count
