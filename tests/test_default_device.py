@@ -1,7 +1,7 @@
 """A caller's `torch.set_default_device` changes nothing of ours: every tensor names its device.
 
-A tensor that does not would be on the caller's device, such as a host record on a GPU, with its rank out of step with
-the others. "meta" stands in for a GPU here: it keeps no values, so that one tensor there shows.
+A tensor without a named device would be on the caller's, such as a host record on a GPU, and its rank would be out of
+step with the others. "meta" stands in for a GPU here: it keeps no values, so that one tensor there shows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FILES = [path for folder in ("dualpipe", "models", "kernels") for path in sorted
 
 
 def unnamed(source: str) -> list[int]:
-    """Lines that make a tensor on the default device. Parameters may, as those of torch's own modules."""
+    """Return the lines that make a tensor on the default device. Parameters may, like those of torch's own modules."""
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     called = {call: ast.unparse(call.func) for call in calls}
     for call in calls:
@@ -59,7 +59,7 @@ def test_every_tensor_names_its_device():
 
 
 class OursOnMeta(TorchFunctionMode):
-    """As `torch.set_default_device("meta")`, but for our files alone: DTensor reads back what it makes by the way."""
+    """Applies `torch.set_default_device("meta")` to our files alone: DTensor reads tensors that it makes itself."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -71,7 +71,7 @@ class OursOnMeta(TorchFunctionMode):
 
 
 def trained(rank: int, shape: tuple[int, int, int], elsewhere: bool, folder: str) -> list:
-    """Losses and norms of two steps with a checkpoint after the first, and of one after loading it again."""
+    """Return losses and norms of two steps with a checkpoint after the first, and of one after loading it again."""
     if elsewhere and shape[2] > 1:
         OursOnMeta().__enter__()
     elif elsewhere:
@@ -103,7 +103,7 @@ def test_pipeline_sharding_and_checkpoints(tmp_path, shape):
                     for elsewhere in (False, True))
     for expected, found in zip(plain, other):
         assert found[:3] == expected[:3] and found[1] == found[2] != found[0]
-        assert found[3] == ("meta" if shape[2] == 1 else "cpu")  # this file is not of ours
+        assert found[3] == ("meta" if shape[2] == 1 else "cpu")  # this file is not one of ours
 
 
 SMALLER = (

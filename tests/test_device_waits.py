@@ -1,6 +1,6 @@
-"""Nothing waits for ever in what the library gives to streams: by a model of devices (tests/support/device_waits.py).
+"""Work that the library gives to streams never deadlocks, by a model of devices (tests/support/device_waits.py).
 
-Beside it what has been reported of others, in the terms of the model, and the two rules that follow from it: all ranks
+Reported deadlocks of others are shown in the terms of the model, and the two rules that follow from it: all ranks
 launch the kernels of a communicator in one order, and those that can wait at once fit the device.
 """
 
@@ -37,8 +37,11 @@ from threads import Group, Rank, run_threads
 
 
 def ranks(*programs: str, one_stream: bool = False) -> list[Trace]:
-    """A trace for each: what it launches, of computing "mm", of NCCL such as "send 01" or "reduce 0123" with the ranks
-    of the communicator, each of which has a stream of its own; or "wait" for the device."""
+    """Return a trace for each program.
+
+    A program launches computing such as "mm", kernels of NCCL such as "send 01" or "reduce 0123" with the ranks of the
+    communicator, each of which has a stream of its own, and "wait" for the device.
+    """
     traces = []
     for number, program in enumerate(programs):
         trace = Trace(f"rank {number}")
@@ -72,7 +75,7 @@ def test_the_example_of_the_model(monkeypatch):
 
 
 def test_a_send_waits_for_its_receive_as_well():
-    """Receiving late is not enough: here nobody receives ahead, and "first" and "other" are loaded behind a send."""
+    """Late receives are not enough: with none ahead, "first" and "other" are loaded behind a send."""
     traces = ranks("send 01 | first | recv 10", "send 10 | other | recv 01")
     assert len(run(traces).stuck) == 4 and run(traces, loading=0).stuck == []
 
@@ -89,7 +92,7 @@ def test_kernels_that_do_not_match_and_hosts_that_do_not_meet():
 
 
 def test_streams_that_share_a_queue():
-    """A receive, what comes after it, and a send for which that need not be waited: one queue is too few."""
+    """One queue is too few for a receive, the work after it, and a send that need not wait for it."""
     traces = []
     for number, (incoming, outgoing) in enumerate((("10", "01"), ("01", "10"))):
         traces.append(trace := Trace(f"rank {number}"))
@@ -97,7 +100,7 @@ def test_streams_that_share_a_queue():
         trace.after("main", trace.event("in"))
         trace.launch("out", "send", outgoing, 2)
     assert run(traces).stuck == run(traces, connections=2).stuck == run(traces, connections=2, depth=1).stuck == []
-    assert len(run(traces, connections=1).stuck) == 4  # of each rank the receive, and what comes after it
+    assert len(run(traces, connections=1).stuck) == 4  # each rank's receive, and the work after it
     assert len(run(traces, connections=1, depth=1).stuck) == 6  # and the host, which cannot launch the send
 
 
@@ -105,18 +108,24 @@ def test_streams_that_share_a_queue():
 
 
 def test_two_collectives_that_may_start_at_once():
-    """NVIDIA/Megatron-LM#1810 (open): one event gates both communications of a layer, so that both may go at once, and
-    ranks are said to launch them in different orders on one communicator. Ours launch in the order of the schedule,
-    whatever the device has done (`different_orders`, below)."""
+    """NVIDIA/Megatron-LM#1810 (open) deadlocks if ranks launch two collectives of one communicator in different orders.
+
+    One event gates both communications of a layer, so that both may start at once, and ranks are reported to launch
+    them in different orders on one communicator. Our ranks launch in the order of the schedule, whatever the device has
+    done (`different_orders`, below).
+    """
     assert run(ranks("dispatch 01 | combine 01", "combine 01 | dispatch 01")).stuck
     assert not run(ranks("dispatch 01 | combine 01", "dispatch 01 | combine 01")).stuck
 
 
 def test_an_all_to_all_and_a_reduction_on_one_stream():
-    """NVIDIA/Megatron-LM#5749 (open): at ep 4 and dp 16 the all-to-all of tokens and the reduce-scatter of gradients,
-    given to one stream, hang after some hundred steps. Different orders on ranks are what it takes here, not what was
-    shown there. Pairs of ep are 01 and 23, of dp 02 and 13; two ranks reduce first. With a stream for each, as ours
-    have, the device must be too small for both as well; in one order, as ours are, not even that hurts."""
+    """NVIDIA/Megatron-LM#5749 (open): an all-to-all and a reduce-scatter on one stream hang after some hundred steps.
+
+    At ep 4 and dp 16 they are the all-to-all of tokens and the reduce-scatter of gradients. The model needs different
+    orders on ranks to hang, which were not shown there. Pairs of ep are 01 and 23, of dp 02 and 13; two ranks reduce
+    first. With a stream for each, as ours have, the device must also be too small for both. In one order, as ours are,
+    not even that hurts.
+    """
     orders = "tokens 01 | reduce 02", "reduce 13 | tokens 01", "reduce 02 | tokens 23", "tokens 23 | reduce 13"
     assert len(run(ranks(*orders, one_stream=True)).stuck) == 4
     assert run(ranks(*orders)) == ([], 2 * COLLECTIVE)
@@ -126,10 +135,12 @@ def test_an_all_to_all_and_a_reduction_on_one_stream():
 
 
 def test_messages_beside_collectives_from_another_thread():
-    """pytorch/pytorch#175145 (open): messages and an all-reduce of four ranks, from two threads each, on communicators
-    and streams of their own, hang; the cause is not known, and one channel for each did not help. Two threads launch in
-    any order. That alone is harmless where both have room; not where one has to leave first, or where a host waits for
-    its device in between. Ours are launched by one thread; that they have room is the second rule, below."""
+    """pytorch/pytorch#175145 (open): messages and an all-reduce of four ranks, from two threads each, hang.
+
+    They have their own communicators and streams; the cause is not known, and one channel for each did not help. Two
+    threads launch in any order. That alone is harmless if both have room; it is not if one has to end first, or if a
+    host waits for its device in between. One thread launches ours; that they have room is the second rule, below.
+    """
     orders = "send 01 | sum ab", "sum ab | recv 01"
     assert run(ranks(*orders)) == ([], LINK + COLLECTIVE)
     assert run(ranks(*orders), multiprocessors=LINK + COLLECTIVE - 1).stuck
@@ -140,12 +151,12 @@ def test_messages_beside_collectives_from_another_thread():
 
 
 def stuck(traces: Sequence[Trace]) -> list[str]:
-    """Who waits for ever where the kernels of the first step are loaded in it, each as late as it can be."""
+    """Return the waits that never end if the first step loads its kernels, each as late as possible."""
     return run(traces, loading=None).stuck + run(traces, loading=1).stuck
 
 
 def different_orders(traces: Sequence[Trace]) -> list[str]:
-    """Communicators whose kernels are not launched in one order by all of their ranks."""
+    """Return the communicators whose kernels are not launched in one order by all of their ranks."""
     orders: dict = {}
     for trace in traces:
         launched: dict = {}
@@ -161,7 +172,7 @@ def different_orders(traces: Sequence[Trace]) -> list[str]:
 
 
 def ctas(trace: Trace) -> int:
-    """Of all communicators of a rank, each of which runs one kernel at a time."""
+    """Return the CTAs of all communicators of a rank, each of which runs one kernel at a time."""
     kernels = {step.communicator: step.ctas for step in trace.steps if isinstance(step, Launch) and step.communicator}
     return sum(kernels.values())
 
@@ -229,14 +240,14 @@ def several_steps(rank: Rank) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_the_first_step_of_a_kind_sends_by_the_host(device):
-    """Shapes for which other kernels run, dtypes, numbers of micro-batches, evaluations are another kind."""
+    """Shapes that run other kernels, dtypes, numbers of micro-batches and evaluations are other kinds of steps."""
     found = steps_by_host(several_steps, device)
     expected = [1, 0, 0, 0, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0] if device == "cuda" else [0] * 15
     assert found == {0: expected, 1: expected}
 
 
 def steps_by_host(steps: Callable[[Rank], None], device: str) -> dict[int, list[int]]:
-    """For each rank and step, whether its messages go by the host."""
+    """Return, for each rank and step, whether its messages go by the host."""
     found: dict[int, list[int]] = {0: [], 1: []}
     messages = engine.P2PMessages
 
@@ -249,7 +260,7 @@ def steps_by_host(steps: Callable[[Rank], None], device: str) -> dict[int, list[
     return found
 
 
-LENGTHS = [16 * (1 + 7 * i % 20) for i in range(20)]  # 16 to 320, in no order
+LENGTHS = [16 * (1 + 7 * i % 20) for i in range(20)]  # 16 to 320, unordered
 
 
 def many_lengths(rank: Rank) -> None:
@@ -260,7 +271,7 @@ def many_lengths(rank: Rank) -> None:
 
 
 def test_a_run_with_many_lengths_sends_by_the_device_after_its_first_steps():
-    """Lengths of one power of two run the same kernels: of 20 lengths there are five kinds."""
+    """Lengths of one power of two run the same kernels: 20 lengths are of five kinds."""
     for by_host in steps_by_host(many_lengths, "cuda").values():
         assert sum(by_host[:20]) == 5 and by_host[20:] == [0] * 20
 
@@ -274,14 +285,14 @@ def on_the_device_from_the_first_step() -> AbstractContextManager:
 
 
 def test_messages_on_the_device_from_the_first_step_wait_for_ever():
-    """Receives are posted ahead, and kernels loaded behind them, while the peer's host does the same."""
+    """Receives are posted ahead, and kernels are loaded behind them, while the peer's host does the same."""
     traces = by_threads(toys, 2, 2, plant=on_the_device_from_the_first_step).traces
     assert len(run(traces).stuck) >= 4 and len(run(traces, loading=1).stuck) >= 4
     assert run(traces, loading=0).stuck == [] and different_orders(traces) == []
 
 
 def another_order() -> AbstractContextManager:
-    """Rank 1 takes the parts of a pair in another order than the others."""
+    """Make rank 1 take the parts of a pair in another order than the other ranks."""
     walk = executor.walk
 
     def changed(tasks: Sequence[Task], turn: Callable[[int], None]) -> None:
@@ -298,7 +309,7 @@ def test_another_order_on_one_rank():
 
 
 def with_retries(trace: Trace, *, of_device: bool) -> Trace:
-    """Have the host wait before each kernel after the first step: for the device, or for the stream."""
+    """Make the host wait before each kernel after the first step: for the device, or for the stream."""
     changed = Trace(trace.name)
     for at, step in enumerate(trace.steps):
         if at >= trace.ends[0] and isinstance(step, Launch):
@@ -308,8 +319,11 @@ def with_retries(trace: Trace, *, of_device: bool) -> Trace:
 
 
 def test_memory_that_is_freed_in_the_midst_of_a_later_step():
-    """`cudaFree`, when an allocation is tried again, waits for the device, and so may wait for ever. Where memory grows
-    in place (`expandable_segments`), torch waits for the stream to which the memory belongs: harmless at any time."""
+    """A retried allocation in a later step may deadlock: its `cudaFree` waits for the device.
+
+    If memory grows in place (`expandable_segments`), torch waits for the stream that owns the memory: harmless at any
+    time.
+    """
     traces = toy_traces(*FAST)
     assert run([with_retries(trace, of_device=True) for trace in traces], loading=0).stuck
     assert not run([with_retries(trace, of_device=False) for trace in traces], loading=0).stuck

@@ -1,4 +1,4 @@
-"""The sdist and the wheel: what is in them, what they say of themselves, and that they run by what they ask for."""
+"""The sdist and the wheel: their files, their metadata, and a run with only the packages that they require."""
 
 import os
 import re
@@ -24,7 +24,7 @@ BUILD = "import sys, setuptools.build_meta as b; print(getattr(b, sys.argv[1])(s
 
 
 def sources():
-    """What there is to ship, relative to the root."""
+    """Return the files to ship, relative to the root."""
     found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return {str(p.relative_to(ROOT)) for p in found if p.suffix != ".pyc"} | set(FILES)
 
@@ -39,7 +39,7 @@ def build(kind, tree, folder):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """The unpacked sdist, and the wheel that is built from it."""
+    """Return the unpacked sdist, and the wheel built from it."""
     folder = tmp_path_factory.mktemp("distributions")
     for name in sources():
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ def test_the_metadata_is_complete(built):
 
 
 def made_by(target):
-    """The commands that make would run for a target, with nothing made yet."""
+    """Return the commands that make would run for a target, with nothing made yet."""
     done = subprocess.run(["make", "--dry-run", "--always-make", "VENV=none", target], cwd=ROOT, capture_output=True,
                           text=True)
     assert done.returncode == 0, done.stderr
@@ -114,7 +114,7 @@ def test_make_installs_what_a_target_needs_and_no_more(target, extras):
 
 @pytest.fixture
 def recorded_pip(tmp_path):
-    """(an interpreter in place of python3, a function that returns what its pip was asked for)."""
+    """Return an interpreter in place of python3, and a function that returns the arguments of its pip."""
     calls = tmp_path / "calls"
     python = tmp_path / "python3.12"
     python.write_text(f"""#!/bin/sh
@@ -141,7 +141,7 @@ def test_wheels_are_those_of_the_tests_without_torch(recorded_pip, tmp_path):
 
 @pytest.mark.parametrize("triton, numpy", [("3.6.0", "2.3.5"), ("3.7.1", "2.4.6")])
 def test_numpy_goes_by_the_release_of_triton(tmp_path, triton, numpy):
-    """Of what is lent; from a folder of wheels, without an index."""
+    """The environment lends torch and Triton; a folder of wheels replaces the index."""
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     python.write_text("""#!/bin/sh

@@ -1,4 +1,4 @@
-"""The programs in docs/: a loop of one's own, models of transformers and of one's own, and schedules."""
+"""The programs in docs/: a custom training loop, transformers' and custom models, and schedules."""
 
 import copy
 import os
@@ -28,7 +28,7 @@ def programs(document):
 
 
 def run_document(rank, folder, runs):
-    """Run it once for each (name of a folder, number of steps); what stage 0 saw, and this rank's parameters."""
+    """Run the program for each (folder name, number of steps); return what stage 0 saw, and this rank's parameters."""
     (text,) = programs(DOCUMENT)
     assert text.count("STEPS = 2, 4, 16, 32, 30") == text.count("% 10 ==") == text.count("T_max=STEPS") == 1
     text = text.replace("% 10 ==", "% 2 ==").replace("T_max=STEPS", "T_max=6")
@@ -57,7 +57,7 @@ def test_your_own_loop(tmp_path, ranks):
 
 
 def run_finetuning(rank, folder):
-    """The program for a model of transformers, on the tiny one in `folder`; the losses that this rank has seen."""
+    """Run the program for a model of transformers, on the tiny one in `folder`; return the losses on this rank."""
     text = programs(YOUR_MODEL)[0]
     assert text.count('SOURCE = "Qwen/Qwen3-30B-A3B"') == 1
     dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
@@ -70,7 +70,7 @@ def run_finetuning(rank, folder):
 
 
 def test_your_model(tmp_path):
-    """What four ranks have saved are the weights that transformers and torch's AdamW come to in one process."""
+    """Weights saved by four ranks equal those that transformers and torch's AdamW reach in one process."""
     save_tiny(tmp_path, "qwen3_moe")
     (losses, batches), *_ = run_ranks(run_finetuning, 4, str(tmp_path), fresh=True, timeout=240)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").train()
@@ -91,13 +91,13 @@ def test_your_model(tmp_path):
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "finetuned")
     differences = {name: (p - q).abs().max().item()
                    for (name, p), q in zip(saved.named_parameters(), model.parameters(), strict=True)}
-    # Of changes up to 5e-3. Losses are computed in float32, and AdamW divides by the size of a gradient: a rounding
-    # counts where that is all but zero.
+    # Changes are up to 5e-3. Losses are computed in float32, and AdamW divides by the size of a gradient: a rounding
+    # counts where that is almost zero.
     assert max(differences.values()) < 1e-5, differences
 
 
 def run_own_model(rank):
-    """The program for modules of one's own; the losses that this rank has seen."""
+    """Run the program for custom modules; return the losses on this rank."""
     text = programs(YOUR_MODEL)[-1]
     dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
     seen = {"__name__": "__main__"}
@@ -106,7 +106,7 @@ def run_own_model(rank):
 
 
 def test_your_own_modules():
-    """The losses are those of the whole model, trained in one process."""
+    """The losses equal those of the whole model, trained in one process."""
     losses, others = run_ranks(run_own_model, 2, fresh=True)
     seen = {"__name__": "document"}
     exec(programs(YOUR_MODEL)[-1].partition("dist.init_process_group")[0], seen)
@@ -140,7 +140,7 @@ def test_the_programs_about_schedules(tmp_path, monkeypatch, capsys):
 
 
 def test_a_schedule_of_your_own_runs():
-    """GPipe as the document has it: with the gradients of the whole model."""
+    """The document's GPipe has the gradients of the whole model."""
     (program,) = [program for program in programs(SCHEDULES) if "def gpipe" in program]
     seen = {"__name__": "document"}
     exec(program.partition("schedule = gpipe")[0], seen)
@@ -155,7 +155,7 @@ def test_a_schedule_of_your_own_runs():
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_the_formulas_of_schedules(num_ranks):
-    """The table of docs/schedules.md, where F = I = W and a pair saves something."""
+    """The formulas are those in the table of docs/schedules.md, where F = I = W and a pair saves time."""
     F, B, W, pair, P = 1.0, 2.0, 1.0, 2.6, num_ranks
     costs = Costs(F=F, B=B, W=W, FB=pair)
     bubbles = {

@@ -1,6 +1,7 @@
-"""Every command in a block of README.md, docs/, benchmarks/README.md and CONTRIBUTING.md does something here.
+"""Every command in a block of README.md, docs/, benchmarks/README.md and CONTRIBUTING.md runs.
 
-Shrunken: fewer steps, shorter sequences, one rank, a small checkpoint. What cannot run is checked as far as it can be.
+Commands are shrunken: fewer steps, shorter sequences, one rank, a small checkpoint. A command that cannot run is
+checked as far as it can be.
 """
 
 import contextlib
@@ -31,13 +32,13 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md",
              ROOT / "CONTRIBUTING.md")
 PROGRAMS = ("dualpipe", "export", "make", "pip", "python", "sbatch", "source", "torchrun")
-NO_COMMANDS = (  # how the first lines of other blocks begin: what is printed, a sketch, settings, a list of folders
+NO_COMMANDS = (  # first words of other blocks: output, a sketch, settings, a list of folders
     "error: ", "WARNING: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "parity FAILED: ", "B  finish", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
     "olmoe (transformers' ", "resuming from ", "schedule  ",
 )
 
-# What is added to a command, and what of it is replaced, to make it small.
+# Arguments that are added to a command, and replaced in it, to make it small.
 SHORT = "--data.path text --train.steps 1 --train.sequence_length 16 --train.micro_batch_size 1 --train.eval_interval 0"
 ONE_RANK = f"{SHORT} --parallel.pp 1 --train.num_chunks 1"
 FROM_HUB = (f"{ONE_RANK} --model.config '' --parallel.ep 1 --parallel.device cpu --train.compile False "
@@ -66,7 +67,7 @@ TRAINED = {
     "dualpipe parity examples/tiny-cpu.toml --pp 2 --ep 2": f"{SHORT} --pp 1 --ep 1",
     "dualpipe parity examples/tiny-cpu.toml --pp 2 --dtype bf16": f"{SHORT} --pp 1",
 }
-IN_PROCESS = {  # what is replaced, by what
+IN_PROCESS = {  # replaced text: its replacement
     "dualpipe hf check CHECKPOINT --pp 4 --ep 8": {"--pp 4 --ep 8": "--pp 2 --ep 2"},
     "dualpipe hf check CHECKPOINT --pp 2 --ep 4": {"--ep 4": "--ep 2"},
     "dualpipe memory examples/qwen3-30b-a3b.toml": {},
@@ -107,7 +108,7 @@ IN_PROCESS = {  # what is replaced, by what
 
 
 def takes(arguments):
-    """Their namespace, if `dualpipe` takes the command, and the settings behind its CONFIG."""
+    """Return the parsed arguments, if `dualpipe` accepts the command, and the settings after its CONFIG."""
     args = cli._parser().parse_args(arguments)
     args, overrides = cli._parse_after_config(args) if "config" in vars(args) else (args, [])
     if "config" in vars(args):
@@ -116,18 +117,18 @@ def takes(arguments):
 
 
 def replay_is_taken(command):
-    """Run by tests/train/anomaly/test_guard.py."""
+    """tests/train/anomaly/test_guard.py runs it."""
     assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
 
 
 def parity_of_a_model_is_taken(command):
-    """Run by tests/train/model_parity/test_command.py."""
+    """tests/train/model_parity/test_command.py runs it."""
     args = cli._parser().parse_args(shlex.split(command)[1:])
     assert args.model and args.config is None and (args.pp, args.ep) == (2, 2)
 
 
 def batch_script_is_taken(command):
-    """Run by tests/train/launch/test_environment.py."""
+    """tests/train/launch/test_environment.py runs it."""
     words = shlex.split(command)
     script = words.index("examples/slurm.sbatch")
     assert words[1:script] == ["--nodes", "4"]
@@ -136,7 +137,7 @@ def batch_script_is_taken(command):
 
 
 def environment_has_it(command):
-    """The tests run in the environment that `make` sets up; the fast tests import what `pip` would install."""
+    """The tests run in the environment that `make` sets up; the fast tests import the packages that `pip` installs."""
     words = shlex.split(command)
     if words[0] == "source":
         assert words == ["source", ".venv/bin/activate"]
@@ -146,7 +147,7 @@ def environment_has_it(command):
 
 
 def torchrun_takes_it(command):
-    """Scripts are run by tests/test_examples.py and tests/test_docs.py."""
+    """tests/test_examples.py and tests/test_docs.py run these scripts."""
     words = shlex.split(command.replace("CONFIG", "examples/tiny-cpu.toml"))[1:]
     args = get_args_parser().parse_args(words)
     if args.module:
@@ -157,7 +158,7 @@ def torchrun_takes_it(command):
 
 
 def fine_tuning_exists(command):
-    """Run by tests/test_examples.py."""
+    """tests/test_examples.py runs it."""
     assert Path(shlex.split(command)[1]).exists()
 
 
@@ -175,7 +176,7 @@ def script_says_it_needs_a_gpu(command):
 
 
 def two_runs_are_compared(command):
-    """Runs of the trainer are compared by tests/train/runs/test_compare.py."""
+    """tests/train/runs/test_compare.py compares runs of the trainer."""
     with TemporaryDirectory() as folder, contextlib.chdir(folder):
         for name, loss in (("fp32", 2.0), ("bf16", 2.1)):
             Path("out", name).mkdir(parents=True)
@@ -188,7 +189,7 @@ def shell_takes_it(command):
     assert subprocess.run(["bash", "-euc", command]).returncode == 0
 
 
-CHECKED = {  # what is checked of a command in place of running it
+CHECKED = {  # checks of a command that replace running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
     "dualpipe compare out/fp32 out/bf16 --picture compare.svg": two_runs_are_compared,
     "source .venv/bin/activate": environment_has_it,
@@ -235,7 +236,7 @@ CHECKED = {  # what is checked of a command in place of running it
 
 
 def blocks(text):
-    """Code blocks, fenced without a language or indented, as lists of lines."""
+    """Return the code blocks, fenced without a language or indented, as lists of lines."""
     found, language, previous = [], None, ""
     for line in text.splitlines():
         if line.lstrip().startswith("```"):
@@ -254,7 +255,7 @@ def blocks(text):
 
 
 def commands(block):
-    """Of a block that holds commands: one a line, or on several that end in a backslash; comments left out."""
+    """Yield the commands of a block: one a line, or on several lines that end in a backslash; without comments."""
     text = "\n".join(line.strip() for line in block).replace("\\\n", " ")
     for line in text.splitlines():
         yield re.sub(r"\s+", " ", re.sub(r"\s#.*", "", line)).strip()
@@ -288,7 +289,7 @@ def small_tokenizer(path):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where commands run: with the examples, some text, records, and a small checkpoint called CHECKPOINT."""
+    """Return the commands' working directory: examples, some text, records, a small checkpoint called CHECKPOINT."""
     folder = tmp_path_factory.mktemp("commands")
     write_files(folder)
     (folder / "examples").symlink_to(ROOT / "examples")

@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ passes type checkers, with no names but those in support/given.pyi besides."""
+"""The Python in README.md and docs/ passes type checkers; support/given.pyi has all other names that it uses."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ LINKED = (*DOCUMENTS, *sorted((ROOT / "docs/results").glob("*.md")), ROOT / "CON
 
 
 class Reads(ast.NodeVisitor):
-    """The names that code reads before it binds them, in `names`; what functions read counts last."""
+    """Collects in `names` the names that code reads before it binds them; functions are read last."""
 
     def __init__(self, tree):
         self.bound, self.names, self.functions = set(), set(), []
@@ -59,7 +59,7 @@ def taken_as_given(block):
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory):
-    """A folder with every block as a file behind what it takes as given, and the packages as a wheel lays them out."""
+    """Return a folder with each block as a file, behind the code it assumes, and the packages laid out by a wheel."""
     folder = tmp_path_factory.mktemp("blocks")
     for document in DOCUMENTS:
         for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", document.read_text(), re.M | re.S)):
@@ -77,7 +77,7 @@ def blocks(tmp_path_factory):
 
 
 def anchors(document):
-    """The anchors of a document's headings, as GitHub makes them."""
+    """Return the anchors of a document's headings, as GitHub makes them."""
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
     headings = re.findall(r"^#+ (.*)$", text, re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
@@ -100,7 +100,7 @@ def test_links_lead_to_what_they_name(document):
 
 
 def test_the_library_names_documents_that_exist():
-    """In messages, docstrings, scripts and examples: a page that is renamed is renamed there too."""
+    """Messages, docstrings, scripts and examples name documents that exist: renaming a page renames it there too."""
     named = defaultdict(set)
     for folder in ("dualpipe", "kernels", "models", "benchmarks", "examples", "tests"):
         for path in (ROOT / folder).rglob("*"):
@@ -129,7 +129,7 @@ def test_every_page_can_be_reached_from_the_readme():
     assert set((ROOT / "docs").rglob("*.md")) <= seen
 
 
-GLOSSARY = (  # the terms that the style of this code lists
+GLOSSARY = (  # the terms that the style guide of this code lists
     "stage", "micro-batch", "schedule", "action", "segment", "dispatch", "combine", "GEMM", "weight gradient",
     "input gradient", "all-to-all", "sharded", "replicated", "unsharded", "recompute", "validation", "collective",
     "rank", "data-parallel", "side stream", "record_stream", "live range",

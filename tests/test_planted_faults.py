@@ -1,7 +1,7 @@
-"""The pretend device finds faults: the example of its text, and those that are planted into steps of the library.
+"""The pretend device finds faults: its documented example, and faults planted into steps of the library.
 
-They are planted where a rewrite of the library does not move them: in `dualpipe.runtime.device`, through which all
-streams, events and pinned memory go, in the stand-ins for the transports, in FSDP2, and in a stage of the user's.
+Faults are planted where a rewrite of the library does not move them: in `dualpipe.runtime.device`, which all streams,
+events and pinned memory go through, in the stand-ins for the transports, in FSDP2, and in a stage of the user's.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_a_quantized_tensor_is_its_bytes():
 
 
 def test_memory_belongs_to_the_stream_it_is_made_on():
-    """What was in it before may still be in use on that stream; another one that writes to it has to come after."""
+    """New memory may still be in use on its stream; another stream that writes to it must come after that use."""
     with pretend_cuda() as pretended:
         side = torch.cuda.Stream()
         torch.zeros(4, device="cuda")
@@ -130,19 +130,19 @@ def test_waits_of_the_host_are_as_listed():
 
 @contextmanager
 def instead(owner: Any, name: str, make: Callable[[Callable], Callable]) -> Iterator[None]:
-    """`make(real)` in place of a function or method."""
+    """Replace a function or method by `make(real)`."""
     with mock.patch.object(owner, name, make(getattr(owner, name))):
         yield
 
 
 def caller(*names: str, depth: int = 1) -> bool:
-    """Whether one of the `depth` innermost functions that led to the planted one has one of these (qualified) names."""
+    """Return True if one of the `depth` innermost callers of the planted function has one of these qualified names."""
     frames = islice(walk_stack(sys._getframe(2)), depth)
     return any(frame.f_code.co_qualname in names for frame, _ in frames)
 
 
 def without_waits(*callers: str, depth: int = 1) -> AbstractContextManager:
-    """Streams do not wait where these functions ask for it."""
+    """Drop the waits of streams that these functions ask for."""
     return instead(Timeline, "wait_event", lambda real: lambda *a: None if caller(*callers, depth=depth) else real(*a))
 
 
@@ -151,7 +151,7 @@ def nothing(*_: Any) -> None:
 
 
 def earlier(record: Callable) -> Callable:
-    """Events as of the call before."""
+    """Return the previous call's event instead of the current one."""
     last: dict[int, Event] = {}
 
     def stale(stream: Timeline) -> Event:
@@ -191,7 +191,7 @@ def not_for_what_arrives(wait: Callable) -> Callable:
     return call
 
 
-DEVICE = {  # name: (kind of the fault, how to plant it); by what dualpipe/runtime/device.py asks torch for
+DEVICE = {  # name: (kind of the fault, how to plant it), in torch calls of dualpipe/runtime/device.py
     "no stream waits": ("race", lambda: without_waits("wait")),
     "rows are sent before they are made": ("race", lambda: instead(Timeline, "wait_event", not_for_what_is_sent)),
     "rows are read before they arrive": ("race", lambda: instead(Timeline, "wait_event", not_for_what_arrives)),
@@ -223,7 +223,7 @@ def test_in_the_streams_of_two_hops(kind, plant):
 
 
 def unwaited(name: str) -> AbstractContextManager:
-    """Streams do not wait for transfers whose name has this in it."""
+    """Drop the waits of streams for transfers whose name contains `name`."""
 
     def make(real: Callable) -> Callable:
         def wait(transfer: threads.Transfer) -> bool:
@@ -282,7 +282,7 @@ def test_in_messages(kind, plant):
 
 
 def forgotten(name: str) -> AbstractContextManager:
-    """The stream that waits for this operation of a process group does not wait."""
+    """Drop the wait of the stream that waits for this operation of a process group."""
 
     def make(real: Callable) -> Callable:
         def call(*args: Any) -> Any:
@@ -338,11 +338,11 @@ def reading(step: Callable) -> Callable:
 
 
 def not_waited_for(*callers: str) -> AbstractContextManager:
-    """These functions of the host do not wait for the events that they ask for."""
+    """Drop the host's waits for events in these functions."""
     return instead(Event, "synchronize", lambda real: lambda event: None if caller(*callers) else real(event))
 
 
-TRAINING = {  # name: (how the fault begins, how to plant it)
+TRAINING = {  # name: (how the fault's text starts, how to plant it)
     "a batch is read before it is copied": ("race", lambda: without_waits("_Uploader.finish", depth=2)),
     "a batch is given back before it is read": ("free", lambda: instead(Tensor, "record_stream", lambda _: nothing)),
     "a batch is written over the one that is copied": ("race", lambda: not_waited_for("_Uploader.start")),
@@ -382,7 +382,7 @@ def test_in_training(name, tmp_path):
 
 
 def on_another_stream(x: Tensor, *, before: bool = True, after: bool = True, keep: bool = True) -> Tensor:
-    """What a stage may do, if it waits before and after and keeps what it has made."""
+    """Use another stream as a stage may do, if it waits before and after and keeps its intermediate result."""
     current, side = torch.cuda.current_stream(), torch.cuda.Stream()
     made = x.detach() * 2
     if before:

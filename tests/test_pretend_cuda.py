@@ -1,8 +1,8 @@
-"""What the library gives to streams, events and memory of a device is in order, on a pretend one (tests/support).
+"""The library orders its streams, events and memory correctly, on a pretend device (tests/support).
 
-Here a missing wait, memory given back too early, and a wait of the host that is not listed are what fails; not values,
-which are right whatever the order, as a pretend device runs everything at once. That it finds faults is for the tests
-at the end, and for test_planted_faults.py.
+Three faults fail here: a missing wait, memory given back too early, and a wait of the host that is not listed. Wrong
+values do not: they are right whatever the order, as a pretend device runs everything at once. The tests at the end,
+and test_planted_faults.py, show that it finds faults.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from hub import FAMILIES
 from ranks import run_ranks
 from run_files import write_files
 
-# The waits of the host. In a step there is but one: for how many rows come from other ranks, for each micro-batch in
-# the forward of each layer with experts. Where tokens are dispatched again the numbers are known.
+# The waits of the host. A step has only one: for the number of rows from other ranks, for each micro-batch in
+# the forward of each layer with experts. A recomputed dispatch knows the numbers.
 COUNTS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
-# In training beside it: for the loss, the norm and the routers' metrics, once a step (when:
+# tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of a checkpoint's tensors.
 # tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of what a checkpoint holds.
 READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate"
@@ -39,12 +39,12 @@ SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"
 FINITE = "tolist in dualpipe/checkpoint/state.py: find_non_finite"  # before each save
 
 
-# In the first step, in which kernels are loaded, also for each message between ranks, which goes through the host.
+# The first step loads kernels, so it also waits for each message between ranks, which goes through the host.
 BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
 
 
 def messages(pp: int, ranks: int) -> dict[str, int]:
-    """The waits for messages of so many ranks, in pipelines of `pp`: two there and two back between neighbours."""
+    """Return the waits for messages of `ranks` ranks, in pipelines of `pp`: two each way between neighbours."""
     return dict.fromkeys(BY_HOST, 4 * (pp - 1) * MICRO_BATCHES * ranks // pp) if pp > 1 else {}
 
 

@@ -1,4 +1,4 @@
-"""Every script under benchmarks/ and every file of examples/ is run by a test, at its smallest sizes and on CPU."""
+"""A test runs every script under benchmarks/ and every file of examples/, at its smallest sizes and on CPU."""
 
 import ast
 import json
@@ -20,7 +20,7 @@ EXAMPLES = ROOT / "examples"
 NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1",
                                   reason="Triton is not installed, or interprets and so cannot compile")
 
-# Arguments, and what is said then. The status tells of goals as well, which times of a moment may miss.
+# Arguments, and the expected output. The status also reports goals, which the times of a moment may miss.
 ON_CPU = {
     "wgrad_split.py": ("--sizes small --repeats 2", r"\nsmall +\d+ +\d+ +\d+ "),
     "engine_overhead.py": ("--ranks 1 2 --rounds 1 --microbatches-per-rank 1",
@@ -61,7 +61,7 @@ def scripts():
 
 
 def marks_of(test):
-    """The marks of a whole test, not of single cases: its decorators and the `pytestmark` of its file."""
+    """Return the marks of a whole test, not of single cases: of its decorators and of its file's `pytestmark`."""
     file, function = test.split("::")
     body = ast.parse((ROOT / "tests" / file).read_text()).body
     (found,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
@@ -94,7 +94,7 @@ def test_runs_on_cpu(name, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTING_RANKS)
 def test_those_that_start_ranks_do_so_in_an_interpreter_of_their_own(name, tmp_path):
-    """As users run them. Above, ranks are forked from the script itself, and have all that it has."""
+    """Scripts that start ranks run as users run them. Above, ranks are forked from the script and inherit its state."""
     arguments, shown = ON_CPU[name]
     write_files(tmp_path)
     done = run_script(name, *arguments.split(), folder=tmp_path, CUDA_VISIBLE_DEVICES="")
@@ -110,7 +110,7 @@ def test_without_a_gpu_it_says_so(name):
 
 
 def test_a_rank_that_fails_ends_the_benchmark(tmp_path):
-    """At once, with its reason, instead of waiting for its results."""
+    """The benchmark ends at once, with the rank's reason, instead of waiting for its results."""
     done = fork_script("bench_checkpoint.py", "--mb", "0", "--rounds", "0", folder=tmp_path)
     assert done.returncode == 1 and re.search(r"FAILED: rank [01]: ", done.stderr), done.stdout + done.stderr
 
@@ -128,7 +128,7 @@ OF_EACH_FAMILY = ("deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b")
 
 
 def shrunken(path):
-    """The model of an example with few and small layers, as the content of its config.json."""
+    """Return the content of config.json for an example's model with few and small layers."""
     config = json.loads(path.read_text())
     sizes = {name: size for name, size in SIZES[config["model_type"]].items() if name in config}
     config |= sizes | {"vocab_size": 257, "num_hidden_layers": 2}
@@ -145,7 +145,7 @@ def shrunken(path):
     for path in sorted(EXAMPLES.glob("*.toml"))
 ])
 def test_an_example_trains_a_step_of_a_shrunken_model(path, tmp_path):
-    """With all that the file says but for sizes, layout, data and compilation."""
+    """The run uses all settings of the file except sizes, layout, data and compilation."""
     write_files(tmp_path, shrunken(EXAMPLES / tomllib.loads(path.read_text())["model"]["config"]))
     command = Command(tmp_path, ["train", str(path), *COMMON], dict(os.environ))
     out, err = command.communicate(280)

@@ -1,4 +1,4 @@
-"""Routes that are even by construction: what routers do with them, and how many ranks a token goes to."""
+"""Routes that are even by construction, in routers; and the number of ranks that a token goes to."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_stride_that_leaves_experts_out_is_refused():
 
 
 def reached(experts_TK, experts, ranks):
-    """How many ranks have experts of a token, on average."""
+    """Return the mean number of ranks that hold experts of a token."""
     return sum(len(set(token)) for token in (experts_TK // (experts // ranks)).tolist()) / len(experts_TK)
 
 

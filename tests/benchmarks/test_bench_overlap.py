@@ -1,4 +1,4 @@
-"""`bench_overlap.py` on tiny layers: what it measures, and that the costs that it writes can be used."""
+"""`bench_overlap.py` on tiny layers: its measurements, and the use of the costs that it writes."""
 
 import json
 import re
@@ -71,7 +71,7 @@ sys.exit(bench_overlap.main())
 @pytest.mark.slow
 @pytest.mark.parametrize("missing, status", [("1", 0), ("0", 1)])
 def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
-    """Whose rows are shown, whatever the times of the others say."""
+    """Rank 0's rows are the ones shown, whatever the times of the others say."""
     path = tmp_path / "disagreeing.py"
     path.write_text(DISAGREEING)
     options = ("--device", "cpu", "--group", missing)
@@ -80,7 +80,7 @@ def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
 
 
 def test_measures_a_tiny_layer(bench, monkeypatch):
-    """Each kind and pair is found among the timed instructions."""
+    """The timed instructions contain each kind and pair."""
     monkeypatch.setattr(executor, "annotation", executor.annotation)  # as it was, afterwards
     options = bench.Options(4, 0.35, "copy", 1, 1, None, None, None)
     machine = bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)
@@ -108,7 +108,7 @@ def test_what_is_hidden(bench):
 
 
 def test_beside_blocks_no_more_is_lost_than_their_multiprocessors_and_five_percent(bench):
-    """Of 132, 32 are lost: 1.32 times as long, and 0.05."""
+    """The goal where 32 of 132 multiprocessors are lost is 1.32 times as long, and 0.05 more."""
     computing = dict.fromkeys(bench.WORK, 100.0)
     beside = {4: computing | {"F": 109.0, "W": 107.0}, 32: computing | {"F": 136.0, "W": 138.0}}
     rows = list(bench.rows_of(computing, dict.fromkeys(bench.WORK, 110.0), beside))
@@ -143,7 +143,7 @@ def test_blocks_stay_until_the_work_beside_them_is_done(script):
 
 
 class Clock:
-    """In place of the module `time`: sleeping takes no time but on it."""
+    """Stand-in for the module `time`; only `sleep` advances it."""
 
     now = 100.0
 

@@ -1,4 +1,4 @@
-"""`bench_training.py` on tiny sizes: what it measures and compares, and that a setting that fails is a row."""
+"""`bench_training.py` on tiny sizes: its measurements and comparisons, and a row for each setting that fails."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ def bench(script):
 
 
 def table(folder, *arguments, launcher=()):
-    """Rows of a small model, and the process; launcher: in interpreters of their own."""
+    """Return the rows of a small model, and the process; launcher: starts the ranks in their own interpreters."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     fixed = ("--device", "cpu", "--model", str(folder / "config.json"), "--steps", "1", "--seconds", "200", "--save",
              str(folder))
@@ -47,7 +47,7 @@ def check(row):
 
 @pytest.mark.slow
 def test_two_ranks_train_by_themselves(tmp_path):
-    """And one setting that three ranks would be needed for."""
+    """The settings for three ranks fail; those for two run."""
     rows, result = table(tmp_path, "--mesh", "3x1x1", "2x1x1", "--schedule", "dualpipev", "--overlap", "on")
     assert [row["run by"] for row in rows] == ["dualpipe", "torch", "torch"] * 2
     for row in rows[:3]:
@@ -70,7 +70,7 @@ def test_every_setting_on_two_ranks(tmp_path, recompute):
 
 @pytest.mark.slow
 def test_settings_under_torchrun(tmp_path):
-    """Each meets in torchrun's store under a prefix of its own."""
+    """The ranks of each setting meet in torchrun's store under a prefix of its own."""
     rows, result = table(tmp_path, "--mesh", "1x1x2", "--schedule", "1f1b", launcher=TORCHRUN)
     assert [row["run by"] for row in rows] == ["dualpipe", "FSDP2"]
     for row in rows:
@@ -79,7 +79,7 @@ def test_settings_under_torchrun(tmp_path):
 
 
 def test_settings_differ(bench, monkeypatch):
-    """Overlap is nothing to choose where a schedule has no pairs, and torch's pipelines need more than a rank."""
+    """Overlap is no choice for a schedule without pairs, and torch's pipelines need more than one rank."""
     monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--recompute", "none", "experts"])
     args = bench.parse()
     options = bench.options_of(args, 8, "")
@@ -127,7 +127,7 @@ def test_a_row_is_of_the_worst_rank(bench, options):
 
 
 def test_a_row_says_why_there_is_none(bench, options):
-    """Of several reasons that which the others follow from; a rank that ended for others has none."""
+    """The row names the root cause of several errors; a rank that ended because of others has none."""
     lost = {"error": "RuntimeError: Connection closed by peer"}
     row = bench.row_of([lost, {}, {"error": "OutOfMemoryError: CUDA out of memory. Tried ..."}], options)
     assert row["error"].startswith("OutOfMemoryError") and row["step ms"] is None
@@ -192,7 +192,10 @@ WHY = {
     pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
 ])
 def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
-    """On all ranks, long before the other one would give up; the next setting runs. The status is rank 0's."""
+    """The setting ends on all ranks, long before the other rank would give up.
+
+    The next setting runs. The status is rank 0's.
+    """
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     start = time.monotonic()
@@ -204,7 +207,7 @@ def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
 
 
 def slurm_job_with_a_free_port():
-    """A number of a job from which a port follows that nobody has."""
+    """Return a job number that maps to a free port."""
     while True:
         job = {"SLURM_JOB_ID": str(random.randrange(10**6)), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
         with contextlib.suppress(OSError), socket.create_server(("", int(slurm_rendezvous(job)["MASTER_PORT"]))):
@@ -212,7 +215,7 @@ def slurm_job_with_a_free_port():
 
 
 def test_ranks_that_srun_started_run_their_settings_together(tmp_path):
-    """Each starts its own rank alone, and they meet by SLURM's variables. Both have rank 0's status."""
+    """Each process starts its own rank alone; they meet by SLURM's variables. Both have rank 0's status."""
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
     job = slurm_job_with_a_free_port()

@@ -1,4 +1,4 @@
-"""The kernels' benchmarks: what they decide on any device, what they measure on tiny layers, and that they run."""
+"""The kernels' benchmarks: their decisions on any device, their measurements of tiny layers, and their runs."""
 
 import json
 import sys
@@ -135,7 +135,7 @@ def test_a_failing_setting_leaves_the_others(bench, machine):
 
 
 def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path):
-    """From the command line to the exit status, on the CPU."""
+    """The main program runs from the command line to the exit status, on the CPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda: machine.device)
     monkeypatch.setattr(bench, "copy_gb_per_s", lambda device: machine.copy_gb_per_s)
     monkeypatch.setattr(bench, "dense_tflops", lambda device: machine.dense_tflops)

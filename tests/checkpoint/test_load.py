@@ -1,4 +1,4 @@
-"""Checkpoints of one process: contents, retention, commits, and what does not fit."""
+"""Checkpoints of one process: contents, retention, commits, and states that do not fit."""
 
 import copy
 import hashlib
@@ -157,7 +157,7 @@ def test_any_dtype_comes_back(tmp_path):
     values = torch.arange(6).view(2, 3).float()
     dtypes = (torch.complex128, torch.float8_e4m3fnuz, torch.float8_e8m0fnu, torch.bool, torch.uint64)
     state = {str(dtype): values.to(dtype).mT for dtype in dtypes} | {"one": torch.tensor(2.5, dtype=torch.complex128)}
-    state |= {"column": values[:, 1], "element": values[:1, ::3][:, 0]}  # whose strides are not those of a new tensor
+    state |= {"column": values[:, 1], "element": values[:1, ::3][:, 0]}  # their strides are not those of a new tensor
     with Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(state, step=1)
         checkpoints.save_async(state, step=2)
@@ -220,7 +220,7 @@ def test_retention(tmp_path, keep_last, keep_every, kept):
 
 
 def test_the_newest_is_the_last_committed(tmp_path):
-    """A run that went back to step 1 goes on from there, however far another had come."""
+    """A run that went back to step 1 resumes there, however far another run had come."""
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
         for step in (1, 9, 2):
             checkpoints.save(state_of(step), step=step)
@@ -241,7 +241,7 @@ def test_what_is_damaged_is_not_counted(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for step in range(1, 5):
             checkpoints.save(state_of(step), step=step)
-    (tmp_path / "step-00000004" / "tensors.json").unlink()  # can be seen from its size; this one not:
+    (tmp_path / "step-00000004" / "tensors.json").unlink()  # the size shows it; the next damage does not:
     (tmp_path / "step-00000003" / "rank-00000.safetensors").write_bytes(
         b" " * (tmp_path / "step-00000003" / "rank-00000.safetensors").stat().st_size
     )
@@ -249,7 +249,7 @@ def test_what_is_damaged_is_not_counted(tmp_path):
         loaded = load(tmp_path, state_of(0))
     assert loaded.manifest.step == 2 and [path.name[-1] for path in loaded.damaged] == ["4", "3"]
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
-        checkpoints.ignore([tmp_path / "step-00000003"])  # as it would be of `loaded.damaged`
+        checkpoints.ignore([tmp_path / "step-00000003"])  # the trainer does the same with `loaded.damaged`
         checkpoints.save(state_of(5), step=5)
         assert steps_in(tmp_path) == [2, 3, 4, 5]  # two of them whole
         checkpoints.save(state_of(4), step=4)
@@ -297,7 +297,7 @@ def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):
 
 
 def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypatch):
-    """The first reading comes between the old one's end and the new one's getting its name."""
+    """The first read falls between the removal of the old checkpoint and the rename of the new one."""
     save(tmp_path, state_of(1), step=1, extra=1)
     (path,) = tmp_path.glob("step-*")
     read, meanwhile = Checkpoint.read, iter([tmp_path / "one", tmp_path / "two"])
@@ -321,7 +321,7 @@ def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypa
     5, *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "the same step")),
 ])
 def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
-    """A whole checkpoint is always there, so `load`, `latest` and the commands must always find one, and the newest."""
+    """`load`, `latest` and the commands always find a whole checkpoint, and the newest, as one is always there."""
     done, newest = threading.Event(), [1]
     same = keep_every == "the same step"
 
@@ -430,7 +430,7 @@ def test_a_file_in_place_of_the_directory(tmp_path):
 
 
 def test_a_directory_that_refuses(two, monkeypatch):
-    """As root may write anywhere, by a system call that fails."""
+    """A save to a directory that refuses writes fails; the system call is patched, as root may write anywhere."""
 
     def refuse(self, *arguments, **more):
         raise PermissionError(13, "Permission denied", str(self))

@@ -1,4 +1,4 @@
-"""Checkpoints of one process that are damaged, or made to do harm: never a wrong load, and no code is run."""
+"""Damaged or malicious checkpoints of one process never load wrongly, and never run code."""
 
 import json
 import os
@@ -124,7 +124,7 @@ def sign(path, manifest):
 
 
 def signed(path, **changes):
-    """The manifest of a checkpoint, with these changes, and its own checksum right."""
+    """Return the manifest of a checkpoint with these changes and a valid checksum."""
     sign(path, json.loads((path / "manifest.json").read_text())["manifest"] | changes)
 
 
@@ -166,7 +166,7 @@ def described(path):
 
 
 def changed(*keys, to):
-    """Of the description, what lies at `keys`."""
+    """Return a function that changes the value at `keys` of the description."""
 
     def change(content):
         inner = content
@@ -233,7 +233,7 @@ W = "w.weight"
     (lambda content: content | {W: ["mxfp8 1x32", [2, 2, 2, 2], [[[0] * 4, [2] * 4, 0]]]}, "must be a matrix"),
 ])
 def test_a_description_of_other_blocks(tmp_path, change, message):
-    """Refused before anything is changed, also as an older one to go back to is not there."""
+    """The description is refused before anything is changed, also where there is no older checkpoint to go back to."""
     values = torch.randn(300, 32)
     save(tmp_path, {W: QuantizedTensor.quantize(values, "fp8_block")}, step=1)
     path = tmp_path / "step-00000001"
@@ -300,7 +300,7 @@ def test_a_manifest_of_odd_types_hides_no_other(two, changes):
 
 @pytest.mark.parametrize("name", ["tensors.json", "rank-00000.safetensors"])
 def test_a_manifest_lists_all_that_is_read(two, name):
-    """Else what has no checksum would be loaded."""
+    """A file without a checksum would be loaded otherwise."""
     path = two / "step-00000002"
     manifest = json.loads((path / "manifest.json").read_text())["manifest"]
     del manifest["files"][name]
@@ -328,7 +328,7 @@ def test_a_layout_of_later_is_named(two):
     assert message in verify(path)[0]
     with pytest.raises(ValueError, match="dimension 'xp'"):
         load(path, state_of(0))
-    with pytest.raises(ValueError, match="dimension 'xp'"):  # not the older one, which lacks what this one has
+    with pytest.raises(ValueError, match="dimension 'xp'"):  # no fallback to the older one, which lacks the dimension
         load(two, state_of(0))
     assert any("dimension 'xp'" in line for line in ls(two))
 

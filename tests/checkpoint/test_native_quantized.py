@@ -1,4 +1,4 @@
-"""Quantized weights in checkpoints: as block rows, into every layout, format or none; what does not suit is refused."""
+"""Quantized weights in checkpoints: as block rows, into every layout, format or none; misfits are refused."""
 
 from math import prod
 from pathlib import Path
@@ -34,7 +34,7 @@ def whole(name, seed=0):
 
 
 def cut(values, placements, mesh):
-    """This rank's part of a tensor, shard after shard."""
+    """Return this rank's part of a tensor, cut shard after shard."""
     for dim, placement in enumerate(placements):
         if placement.is_shard():
             values = values.chunk(mesh.size(dim), placement.dim)[mesh.get_coordinate()[dim]]
@@ -42,8 +42,11 @@ def cut(values, placements, mesh):
 
 
 def make(form, shape=(1, 1, 1), seed=0):
-    """Weights in a format, or plain in a dtype: dense ones by rows over all ranks, experts over ep and their rows over
-    dp; whole ones that no rank shares, as their blocks do not."""
+    """Build weights in a format, or unquantized in a dtype.
+
+    Dense ones are sharded by rows over all ranks; experts over ep, and their rows over dp. `partial.weight` stays
+    whole, as its blocks cannot be shared.
+    """
     mesh, state = None if prod(shape) == 1 else build_mesh(*shape, torch.device("cpu"))["dp", "ep"], {}
     for name in SHAPES:
         values = whole(name, seed)
@@ -59,7 +62,7 @@ def make(form, shape=(1, 1, 1), seed=0):
 
 
 def same(actual, expected):
-    """Bit for bit; a part of a shared tensor with the same part of the whole."""
+    """Compare bit for bit: a shard with the same part of the whole."""
     if isinstance(actual, DTensor):
         expected = cut(expected, actual.placements, actual.device_mesh)
         actual = actual.to_local()
@@ -127,7 +130,7 @@ def test_background_saves_are_those_of_the_moment(tmp_path, how):
 
 
 def convert(rank, folder, shape):
-    """Each form into each other one, named in `allow`; as if the whole were quantized at once, whatever the layout."""
+    """Load each form into each other one that `allow` names; equal to quantizing the whole at once, in any layout."""
     for saved in ("fp8_block", torch.bfloat16):
         for form in (*SOME, torch.float32):
             if form == saved:
@@ -154,7 +157,7 @@ def test_other_forms(tmp_path, shape):
 
 
 def test_plain_parts_of_blocks(tmp_path):
-    """What is plain may be cut anywhere: rows within blocks, columns."""
+    """Unquantized tensors may be cut anywhere: rows within blocks, columns."""
     run_ranks(write, 1, str(tmp_path), (1, 1, 1), ("fp8_block",))
     run_ranks(read_odd_parts, 2, str(tmp_path))
 
@@ -169,7 +172,7 @@ def read_odd_parts(rank, folder):
 
 
 def test_a_master_is_what_the_bytes_stand_for(tmp_path):
-    """Without an optimizer that has masters of its own."""
+    """The values of the bytes initialize the masters, where no optimizer state has masters."""
     save(tmp_path, make("mxfp8"), step=1)
     name = "dense.weight"
     trained = QuantizedTensor.quantize(whole(name, 1), "mxfp8", keep_master=True)
@@ -220,7 +223,7 @@ def read_trained(rank, folder, shape, way):
     pytest.param((2, 1, 2), (1, 2, 1), ("stored", "gathered"), marks=pytest.mark.slow),
 ])
 def test_masters_go_into_every_layout_and_way(tmp_path, saved, loaded, ways):
-    """Also into a run that stores them otherwise: a checkpoint does not know the difference."""
+    """A checkpoint does not record how weights are stored, so a run that stores them otherwise loads it too."""
     run_ranks(write_trained, prod(saved), str(tmp_path), saved, ways[0])
     run_ranks(read_trained, prod(loaded), str(tmp_path), loaded, ways[1])
 
@@ -262,7 +265,7 @@ def step(trainee, number):
 
 @pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_going_on(tmp_path, way):
-    """Parameters' bytes, masters and moments are those of the run that nothing interrupted."""
+    """Bytes, masters and moments equal those of the uninterrupted run."""
     run_ranks(go_on, 4, str(tmp_path), way)
 
 

@@ -1,4 +1,4 @@
-"""Who writes what, as a pure function: of a checkpoint of a run, and of one in Hugging Face's form."""
+"""The assignment of writers, as a pure function: for a checkpoint of a run, and for one in Hugging Face's form."""
 
 import pytest
 import torch

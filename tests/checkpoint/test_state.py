@@ -1,4 +1,4 @@
-"""Any optimizer of torch's, and stages whose names repeat: what comes back, and what is refused."""
+"""States of any torch optimizer, and of stages with equal names, are loaded back, or refused."""
 
 import copy
 
@@ -18,7 +18,7 @@ from ranks import run_ranks
 
 
 class Odd(torch.optim.Optimizer):
-    """Keeps what torch's own do not: a number, a text, None, a list, a sum of squares by row."""
+    """Keeps state that torch's optimizers do not: a number, a text, None, a list, a sum of squares by row."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -52,7 +52,7 @@ def model():
 
 
 def groups(module):
-    """With hyperparameters of their own."""
+    """Return parameter groups, each with its own hyperparameters."""
     matrices = [p for p in module.parameters() if p.dim() > 1]
     vectors = [p for p in module.parameters() if p.dim() == 1]
     return [{"params": matrices}, {"params": vectors, "lr": 0.02}]
@@ -139,7 +139,7 @@ def test_an_optimizer_that_keeps_lists_of_tensors_is_refused_in_a_line(tmp_path)
 
 
 def filled(tensor, name):
-    """Values that depend on the name and the place in the whole, not on who holds what."""
+    """Return values that depend on the name and the position in the whole tensor, not on its sharding."""
     whole = torch.arange(float(tensor.numel())).view(tensor.shape) + len(name) + sum(map(ord, name)) / 7
     with torch.no_grad():
         tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor)
@@ -155,7 +155,7 @@ def fill(stages, optimizer, tag=""):
 
 
 def wrong(stages, optimizer, tag=""):
-    """What is not as `fill` leaves it."""
+    """Return the indices of tensors that differ from what `fill` makes."""
     parameters = [p for stage in stages for p in stage.parameters()]
 
     def held():

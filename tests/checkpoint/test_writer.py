@@ -1,4 +1,4 @@
-"""How ranks wait for each other while they save: as long as it goes on, and no longer. And what is not committed."""
+"""Ranks that save wait for each other as long as there is progress, and no longer; bad steps are not committed."""
 
 import importlib
 import threading
@@ -23,7 +23,7 @@ WRITE = saving.write_files
 
 
 def paced(folder, content, checksum, *, seconds):
-    """As on a disk that takes so long for each piece."""
+    """Write like a disk that takes `seconds` for each piece."""
     def pieces(of):
         for piece in of:
             time.sleep(seconds)
@@ -33,7 +33,7 @@ def paced(folder, content, checksum, *, seconds):
 
 
 def save_slowly(rank, folder, how):
-    """Rank 1 takes 3 s for each of two saves, and 0.3 s for each piece; 1 s without any would be an error."""
+    """Rank 1 takes 3 s for each of two saves, and 0.3 s for each piece; 1 s without a piece would be an error."""
     mesh, state = build_mesh(2, 1, 1, torch.device("cpu")), {f"{rank}": torch.arange(10_000.0)}
     files._REPORT_INTERVAL = 4000
     saving.write_files = partial(paced, seconds=0.3) if rank == 1 else WRITE
@@ -90,7 +90,7 @@ def test_a_rank_that_hangs_is_named_on_all_and_what_it_writes_afterwards_is_not_
 def test_after_an_error_what_is_in_flight_has_its_time_and_is_then_not_committed(
     tmp_path, monkeypatch, error, timeout, least
 ):
-    """Where a rank is lost it has none."""
+    """A write under way gets its time, and none where a rank is lost."""
     freed = threading.Event()
     monkeypatch.setattr(saving, "write_files", lambda *given: (freed.wait(30), WRITE(*given))[1])
     with pytest.raises(type(error)) as caught, Checkpoints(tmp_path, timeout=timedelta(seconds=30)) as checkpoints:
@@ -109,7 +109,7 @@ def test_after_an_error_what_is_in_flight_has_its_time_and_is_then_not_committed
 
 
 def test_a_commit_that_comes_too_late_is_none(tmp_path, monkeypatch):
-    """It was under way when the run ended, on a disk that would not remove a folder either."""
+    """The commit was under way when the run ended, on a disk that would not remove a folder either."""
     freed, begun, describe = threading.Event(), threading.Event(), directory.write_description
     monkeypatch.setattr(directory, "write_description",
                         lambda *given: (begun.set(), freed.wait(30), describe(*given)))
@@ -154,7 +154,7 @@ def test_a_process_that_writes_tells_how_far_it_is(tmp_path, monkeypatch):
 
 
 def save_poisoned(rank, folder, value):
-    """The poison of rank 1 is in one tensor at a time; what it may be in is last."""
+    """Save with a non-finite number in one tensor of rank 1 at a time; last with `finite=False`, which allows it."""
     mesh = build_mesh(2, 1, 1, torch.device("cpu"))
     stage = nn.Linear(3, 2)
     stage.register_buffer("mask", torch.tensor([0.0, -torch.inf]))

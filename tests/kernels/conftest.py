@@ -1,7 +1,7 @@
-"""Where kernel tests run: the reference on CPU, the kernel on CUDA, and interpreted ones under TRITON_INTERPRET=1.
+"""Devices of the kernel tests: the reference on CPU, the kernel on CUDA, and interpreted under TRITON_INTERPRET=1.
 
-tests/kernels/test_interpreter.py runs every file once more with that variable set: in a fast run a case or two of each
-kernel, those of `SMOKE`, which also says if one of the kernels is launched by none.
+tests/kernels/test_interpreter.py runs every file once more with that variable set. A fast run has a case or two of
+each kernel, those of `SMOKE`, and reports a kernel that none of them launches.
 """
 
 from itertools import combinations
@@ -13,11 +13,11 @@ import torch
 from dualpipe.kernels.common import INTERPRET
 
 HERE = Path(__file__).parent
-# Tests of an operator rather than of its kernel: the run on the reference has the same.
+# Tests of an operator rather than of its kernel: the run on the reference covers them.
 OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
 # Dtypes, tables and formats that a fast run does not interpret: it interprets float32 alone, by the tables of sm_90.
 NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models")
-# Of these a fast run interprets one case, and nothing else: together they launch every kernel, against its reference.
+# A fast run interprets one case of each, and nothing else: together they launch every kernel, against its reference.
 SMOKE = {
     "test_cross_entropy.py": {"test_loss_and_gradient"},
     "test_grouped_gemm.py": {"test_products_equal_a_loop"},
@@ -37,7 +37,7 @@ SMOKE = {
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Mark the slow tests of this folder `matrix`, and, where kernels are interpreted, choose the slow ones first."""
+    """Mark the slow tests of this folder `matrix`; where kernels are interpreted, choose the slow ones first."""
     kernel_tests = [item for item in items if HERE in item.path.parents
                     and (INTERPRET or item.path.name != "test_interpreter.py")]
     of_pairs = _mark_slow_when_interpreted(kernel_tests) if INTERPRET else set()
@@ -47,10 +47,9 @@ def pytest_collection_modifyitems(items):
 
 
 def _mark_slow_when_interpreted(items):
-    """Mark all `slow` but one case of each test of `SMOKE`, as interpreting takes long.
+    """Mark all cases `slow` except one of each test of `SMOKE`, as interpreting takes long.
 
-    Returns the cases, among those marked, that together have every test, every value of every parameter and every two
-    of them.
+    Returns a choice of the marked cases that covers every test, every value of every parameter and every two of them.
     """
     tests, seen, of_pairs = set(), set(), set()
     for item in items:
@@ -74,7 +73,7 @@ def _mark_slow_when_interpreted(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def launched():
-    """The names of the kernels that were launched so far, where they are interpreted."""
+    """Return the names of the interpreted kernels launched so far."""
     names = set()
     if INTERPRET:
         from triton.runtime import interpreter

@@ -1,6 +1,6 @@
 """First GEMM of the experts, fused with its activation, against the two separate functions, bit for bit.
 
-On CPU this is the reference, under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py) and on CUDA the kernel.
+The reference runs on CPU; the kernel runs on CUDA, and under TRITON_INTERPRET=1 (tests/kernels/test_interpreter.py).
 """
 
 import importlib
@@ -44,8 +44,11 @@ def formula(x, w, offs, bias, weight, clamped, alpha=1.702, limit=7.0):
 
 
 def same(a, b):
-    """In bits; interpreted, but for rounding: on some processors the order in which numpy's product sums depends on the
-    shape of the tiles (seen with numpy 2.4 on an AMD EPYC)."""
+    """Return True if the bits are equal; interpreted, if the difference is rounding.
+
+    On some processors the summation order of numpy's GEMM depends on the shape of the tiles (seen with numpy 2.4 on an
+    AMD EPYC).
+    """
     if not INTERPRET:
         return torch.equal(a, b)
     return a.shape == b.shape and (a - b).double().norm() <= TOLERANCE[a.dtype] * b.double().norm()
@@ -87,7 +90,7 @@ def test_equals_the_two_functions(counts, hidden, width, dtype, clamped, device,
 @pytest.mark.parametrize(("hidden", "width"), [(16, 40), (5, 7)])
 def test_weight_bias_and_gather(hidden, width, dtype, clamped, device, chip):
     x, w, offs, bias, weight = make([2, 0, 3], hidden, width, dtype, device, extra=2)
-    gather = torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device)  # unused ones are not looked at
+    gather = torch.tensor([3, 0, 0, 1, 2, 10**6, -1], device=device)  # unused indices are not read
     for options in ({"bias": bias}, {"weight": weight}, {"gather": gather}, {"bias": bias, "weight": weight},
                     {"bias": bias, "weight": weight.float(), "gather": gather.clamp(0, 10**6).int()},
                     {"bias": None, "weight": weight.double()}):
@@ -128,7 +131,7 @@ def test_one_kernel_where_the_table_says_so(arch, counts, width, weight, clamped
 
 
 def test_worked_example(device):
-    """gate 10 and up 3, clamped at 7, alpha 0: (3 + 1) * 7 / 2."""
+    """The result of gate 10 and up 3, clamped at 7, with alpha 0, is (3 + 1) * 7 / 2."""
     x, offs = torch.tensor([[1.0]], device=device), torch.tensor([1], dtype=torch.int32, device=device)
     w = torch.tensor([[[10.0], [3]]], device=device)
     h, gate_up = grouped_gemm_swiglu(x, w, offs, clamped=True, alpha=0.0)

@@ -1,4 +1,4 @@
-"""Launches that go past Triton launch what Triton would: compared form by form on a driver without a GPU."""
+"""Launches that bypass Triton launch what Triton would: compared form by form on a driver without a GPU."""
 
 from collections import defaultdict
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def driver(monkeypatch):
 
 @contextmanager
 def hooked():
-    """A hook is set, so that everything is launched by Triton; yields how often that was."""
+    """Set a launch hook, so that Triton does every launch; yields the list of launches."""
     chain, ran = triton.knobs.runtime.launch_enter_hook, []
     run = triton.JITFunction.run
 
@@ -63,7 +63,7 @@ def hooked():
 
 
 def launched(driver, call):
-    """What a call launches: at first, the second time, and by Triton."""
+    """Return the launches of a call: of its first run, its second run, and its run by Triton."""
     found = []
     for _ in range(2):
         driver.launches.clear()
@@ -87,7 +87,7 @@ def test_every_form_launches_what_triton_compiled_for_it(driver):
         first, second, by_triton = launched(driver, lambda: launch((3, 2), tensors, sizes))  # noqa: B023
         assert first == second == by_triton and first[0][1] == (3, 2, 1), (tensors, sizes)
         used.add(first[0][0])
-    # Beside the 16 of pointers: N of 1 and 17, stride of 1 and 17, M of 64 bits, N of 64 bits and no multiple of 16.
+    # Besides the 16 of pointers: N of 1 and 17, stride of 1 and 17, M of 64 bits, N of 64 bits and no multiple of 16.
     assert len(used) == 16 + 7
 
 
@@ -110,7 +110,7 @@ def test_rows_that_vary_have_one_form(driver):
 
 
 def operands(rows=12, offset=0, pad=0, dtype=torch.bfloat16, hidden=64, out=96):
-    """x (rows, hidden), w (3, out, hidden), dy, offs. offset: numbers from 16 bytes on; pad: between rows."""
+    """Return x (rows, hidden), w (3, out, hidden), dy, offs. offset: elements past 16 bytes; pad: between rows."""
 
     def matrix(*shape):
         *others, columns = shape

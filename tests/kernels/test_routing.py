@@ -28,7 +28,7 @@ def random(shape, dtype, device, seed=0):
 
 
 def unsorted(rows, device):
-    """Return the order of rows that are sorted already, all of one expert."""
+    """Return the order of rows that are sorted already, all for one expert."""
     return SortedTokens(*(torch.arange(rows, dtype=torch.int32, device=device),) * 2,
                         torch.tensor([rows], dtype=torch.int32, device=device),
                         torch.zeros(rows, dtype=torch.int32, device=device))
@@ -169,7 +169,7 @@ def test_rows_beyond_two_to_the_31_elements():
 
 
 def test_rows_are_added_in_ascending_order_of_k(device):
-    """In float32, 1 + 2^-24 - 1 is 0 from the left and 2^-24 from the right."""
+    """The float32 sum of 1, 2^-24 and -1 is 0 from the left and 2^-24 from the right."""
     tokens = unsorted(3, device)
     y = torch.tensor([[1.0], [2.0**-24], [-1.0]], device=device)
     ones = torch.ones(1, 3, device=device)

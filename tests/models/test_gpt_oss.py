@@ -71,7 +71,7 @@ def hf_model(changes, dtype):
 
 
 def check(changes, dtype, positions=None, **packed):
-    """Logits, loss and every gradient; `packed` says to transformers what `positions` says to us."""
+    """Compare logits, loss and every gradient; `packed` tells transformers what `positions` tells us."""
     reference, config = hf_model(changes, dtype), tiny(**changes)
     model = whole(config, dtype=dtype)
     model.load_state_dict(ours(config, model.state_dict(), reference.state_dict()))
@@ -82,7 +82,7 @@ def check(changes, dtype, positions=None, **packed):
     assert relative(loss, expected_loss) < tolerance
     expected_grads = ours(config, grads(model), grads(reference))
     assert grads(model).keys() == expected_grads.keys()
-    # One choice has weight 1 whatever the router says: its gradient is zero but for rounding.
+    # One choice has weight 1 whatever the router says: its gradient is zero up to rounding.
     largest = max(grad.norm().item() for grad in expected_grads.values())
     for name, grad in grads(model).items():
         floor = largest if config.num_experts_per_tok == 1 and ".mlp.gate." in name else 1e-30
@@ -107,7 +107,7 @@ def test_documents_in_a_row_equal_transformers(window, dtype):
     lengths = [[11], [4, 7], [1, 1, 6, 3]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     documents = torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
-    # Given as masks, because transformers' gpt-oss does not look for documents in position ids.
+    # Passed as masks, because transformers' gpt-oss does not look for documents in position ids.
     query, key = torch.arange(11).unsqueeze(1), torch.arange(11)
     seen = (documents.unsqueeze(1) == documents.unsqueeze(2)) & (key <= query)
     masks = {"full_attention": seen, "sliding_attention": seen & (key > query - window)}
@@ -167,7 +167,7 @@ def test_experts_take_tokens_or_rows_that_are_sorted_already():
 
 @pytest.mark.parametrize("pairs", [3, 6], ids=["cut", "with room"])
 def test_a_weight_multiplies_the_last_bias_and_nobody_s_rows_are_zero(pairs):
-    """As one of several expert-parallel ranks sees it: of each row's two experts, none, one or both are here."""
+    """Experts of one expert-parallel rank: of each row's two experts, none, one or both are on the rank."""
     experts = randomised_experts()
     rows_RH = torch.randn(3, 32, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     weights_RK = torch.tensor([[0.5, 0.25], [3.0, 7.0], [0.75, 9.0]], dtype=torch.float64, requires_grad=True)
@@ -256,7 +256,7 @@ def test_unsupported_options_are_named(message):
         tiny(**REFUSED[message])
 
 
-# As published (arXiv:2508.10925, table 1) in billions. The active counts leave out the embedding, of which a token
+# Published sizes (arXiv:2508.10925, table 1) in billions. The active counts leave out the embedding, of which a token
 # reads one row, but not the head.
 @pytest.mark.parametrize(
     ("name", "total", "active", "published"),
@@ -301,7 +301,7 @@ MICRO_BATCHES = 4
 
 
 def with_biases(model):
-    """Biases start at zero, which would hide a mix-up; the same values however the model is cut."""
+    """Randomize the biases, which start at zero and would hide a mix-up; equal values in every layout."""
     with torch.no_grad():
         for name, param in model.named_parameters():
             if name.endswith(".bias"):
@@ -310,7 +310,7 @@ def with_biases(model):
 
 
 def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) -> tuple[float, float]:
-    """The worst gradient and loss of this rank; `packed`: documents in a row, and layers that are computed again."""
+    """Return the worst gradient and loss error of this rank; `packed`: documents in a row, and recomputed layers."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
     common = {"dtypes": torch.float64, "device": torch.device("cpu")}

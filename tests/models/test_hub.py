@@ -1,4 +1,4 @@
-"""What no config.json of a model says is refused in a line, before anything is built."""
+"""A config.json that matches no model is refused in one line, before anything is built."""
 
 import json
 import time

@@ -41,7 +41,7 @@ def config(depth=1, **changes):
 
 @lru_cache
 def tensors(depth, **changes):
-    """All of the model, by name."""
+    """Return all tensors of the model, by name."""
     torch.manual_seed(0)
     model = whole(config(depth, **changes), dtype=torch.float64)
     randomize_vectors(model)
@@ -60,7 +60,7 @@ def swiglu(x, gate, up, down):
 
 
 def turned(x, position):
-    """(..., P), neighbours rotated together."""
+    """Rotate x (..., P), neighbours together."""
     size = x.shape[-1]
     angles = position * HUB["rope_theta"] ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
     pairs = torch.complex(x[..., ::2], x[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
@@ -68,7 +68,7 @@ def turned(x, position):
 
 
 def attention(of, x):
-    """Latent attention of the tokens of one document (n, H), each of which sees those before it and itself."""
+    """Compute latent attention of one document's tokens (n, H); each sees itself and those before it."""
     heads, nope, value = HUB["num_attention_heads"], HUB["qk_nope_head_dim"], HUB["v_head_dim"]
     rope = HUB["qk_rope_head_dim"]
     q = norm(x @ of["q_a_proj.weight"].T, of["q_a_layernorm.weight"], 1e-6) @ of["q_b_proj.weight"].T
@@ -85,7 +85,7 @@ def attention(of, x):
 
 
 def experts(of, token):
-    """Of the best group's experts the two best by score and bias, weighted by their scores, and the shared one."""
+    """Sum the best group's two best experts by score and bias, weighted by their scores, and the shared expert."""
     scores = torch.sigmoid(of["gate.weight"] @ token)
     choice = scores + of["gate.e_score_correction_bias"]
     group = choice.view(2, 2).sum(-1).argmax()
@@ -110,14 +110,14 @@ def layer(of, x):
 
 
 def document(of, depth, tokens, targets):
-    """Sums of the cross-entropies of each depth. targets: behind each of the tokens."""
+    """Return the summed cross-entropy of each depth. targets: the token after each of `tokens`."""
     x = of["embed_tokens.weight"][tokens]
     for index in range(HUB["num_hidden_layers"]):
         x = layer(part(of, f"layers.{index}."), x)
     hidden = norm(x, of["norm.weight"])
     sums = [F.cross_entropy(hidden @ of["lm_head.weight"].T, targets, reduction="sum")]
     for k in range(1, depth + 1):
-        count = max(0, len(tokens) - k)  # tokens that have k more behind them
+        count = max(0, len(tokens) - k)  # tokens with k more after them
         mtp = part(of, f"layers.{HUB['num_hidden_layers'] + k - 1}.")
         if not count:
             sums.append(torch.zeros_like(sums[0]))
@@ -136,7 +136,7 @@ class Reference(NamedTuple):
 
 
 def batch(length, documents, replicas=1):
-    """Rows of tokens, one more than are read, and the positions of those in documents, or None."""
+    """Return rows of tokens, one longer than the model's input, and their positions in documents, or None."""
     generator, count = torch.Generator().manual_seed(length), ROWS * MICRO_BATCHES * replicas
     rows = torch.randint(HUB["vocab_size"], (count, length + 1), generator=generator)
     if not documents:
@@ -166,7 +166,7 @@ def reference(depth, length, documents, replicas=1, **changes):
 
 
 def arguments(rows, positions, depth):
-    """Tokens, targets and side inputs of a step."""
+    """Return tokens, targets and side inputs of a step."""
     places = None if positions is None else positions.numpy()
     targets = torch.from_numpy(shift_targets(rows.numpy(), depth, places).copy())
     return rows[:, :-1], targets, {"positions": positions, "ahead": tokens_ahead(targets)}
@@ -180,7 +180,7 @@ def share_experts(stage, all_to_all):
 
 
 def step(rank, schedule, pp, ep, depth, length, documents, recompute, overlap, changes):
-    """One step as rank (pipeline rank) * ep + (expert-parallel rank): losses by depth, and gradients by name."""
+    """Run one step as rank (pipeline rank) * ep + (expert-parallel rank); return losses by depth, gradients by name."""
     mine, replica = divmod(rank.number, ep)
     built = build(schedule, pp, MICRO_BATCHES)
     stages = build_stages(config(depth, **changes), built.num_stages, built.rank_stages(mine))

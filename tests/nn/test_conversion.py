@@ -1,4 +1,4 @@
-"""What `defer_weight_grads` turns, besides `nn.Linear` itself: same bits, same class for others, copies and pickles."""
+"""Modules that `defer_weight_grads` converts besides `nn.Linear`: same bits, same class, copies and pickles."""
 
 import copy
 import io
@@ -17,7 +17,7 @@ from linears import assert_same_grads, backward
 
 
 class Named(nn.Linear):
-    """A subclass that changes nothing of the product."""
+    """A subclass that leaves the GEMM unchanged."""
 
     products = "mine"
 
@@ -39,7 +39,7 @@ class NamesItsForward(nn.Linear):
 
 
 class Conv1D(nn.Module):
-    """transformers' of that name."""
+    """transformers' class of this name."""
 
     def __init__(self, nf, nx):
         super().__init__()
@@ -56,7 +56,7 @@ class Conv1D(nn.Module):
 
 
 def other_conv1d(**changes):
-    """A module of that name whose form is another."""
+    """Return a module of the name Conv1D with another form."""
 
     class Conv1D(nn.Module):
         def __init__(self):

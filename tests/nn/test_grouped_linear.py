@@ -148,7 +148,7 @@ def sort(choices):
 
 
 def step(function, operands, deferred, seed=1):
-    """The result and the operands' gradients, for a random gradient of the result."""
+    """Return the result and the operands' gradients, for a random gradient of the result."""
     store, operands = WeightGradStore(), [t.detach().clone().requires_grad_() for t in operands]
 
     def forward_and_backward():
@@ -233,7 +233,7 @@ def test_swiglu_in_float32_accumulator_and_frozen():
 
 @pytest.mark.parametrize("module", [GroupedLinear(3, 8, 6), GroupedSwiGLU(3, 8, 3)], ids=lambda m: type(m).__name__)
 def test_no_sorted_copy_of_the_tokens_is_kept(module):
-    """Of what is kept, only the tokens themselves and the product are as wide as the tokens or the result."""
+    """Among the saved tensors, only the tokens and the GEMM's output are as wide as the tokens or the result."""
     tokens, x, kept = sort(CHOICES["balanced"]), torch.randn(3, 8, requires_grad=True), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         module(x, tokens)
@@ -255,7 +255,7 @@ def test_swiglu_autocast_and_second_derivative():
 
 @pytest.fixture
 def poisoned_memory():
-    """Every uninitialised tensor is NaN."""
+    """Fill every uninitialised tensor with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -267,7 +267,7 @@ def poisoned_memory():
 @pytest.mark.parametrize("module", [GroupedLinear(3, 8, 8, bias=True), GroupedSwiGLU(3, 8, 8, bias=True)],
                          ids=lambda m: type(m).__name__)
 def test_rows_of_nobody_change_nothing(module, dtype, deferred):
-    """Neither what they hold, nor whether they exist."""
+    """Rows without an expert change nothing, neither by their values nor by being there."""
     choices = torch.tensor([[0, -1, 2], [-1, 2, -1], [-1, -1, -1]])
     uncut, module = sort_tokens(choices, 3), copy.deepcopy(module).to(dtype)
     tokens, x = uncut.cut(3), torch.randn(3, 8, dtype=dtype)
@@ -279,10 +279,10 @@ def test_rows_of_nobody_change_nothing(module, dtype, deferred):
 
     cut, garbage = run(tokens), run(uncut)
     for a, b in zip(cut, garbage, strict=True):
-        torch.testing.assert_close(a, b)  # on CPU an exponential's last bit depends on its place in the tensor
+        torch.testing.assert_close(a, b)  # on CPU the last bit of an exponential depends on its position in the tensor
     assert all(t.isfinite().all() for t in cut)
     assert (cut[1][2] == 0).all() and (cut[1][:2] != 0).any(1).all()
-    by_expert = x[tokens.gather.long()]  # plain rows, sorted before
+    by_expert = x[tokens.gather.long()]  # unsorted tokens, sorted in advance
     y, d_rows = step(lambda x: module(x, tokens.offs), [by_expert], False)
     torch.testing.assert_close(y, cut[0])
     wanted = torch.zeros(3, 8, dtype=torch.float64).index_add(0, tokens.gather.long(), d_rows.double())

@@ -1,4 +1,4 @@
-"""Initial values by seed and name alone: in blocks as at once, in any dtype, and by a shard's place in the whole."""
+"""Initial values depend on seed and name alone: equal in blocks and at once, in any dtype, and in any shard."""
 
 import hashlib
 
@@ -60,7 +60,7 @@ def test_a_plain_tensor_is_all_of_itself():
 
 
 def shards(rank, shape, dim):
-    """Where this rank's part lies, and whether it has the values of the whole there."""
+    """Return the slices of this rank's shard, and whether it has the whole's values there."""
     mesh = init_device_mesh("cpu", (2,))
     weight = distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])
     seeded_normal_(weight, std=0.5, seed=3, name="w")

@@ -1,4 +1,4 @@
-"""Stages made of segments: the gradients of the plain module, whatever runs beside what."""
+"""Stages made of segments have the gradients of the plain module, with any overlap."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
 
 WIDTH = 8
-ALL = ("before", "between", "after")  # of Layered, to be recomputed: what arrives is not kept, but sent again
+ALL = ("before", "between", "after")  # recomputed parts of Layered: a message that arrives is not kept, but sent again
 
 
 class Rolled:
-    """A communication without ranks: rows come back rolled by one."""
+    """A communication within one rank: rows come back rolled by one."""
 
     group = None
 
@@ -141,14 +141,14 @@ def test_gradients_and_losses(name, pp, microbatches, recompute, overlap):
 
 
 def begun(x: Tensor) -> MicrobatchState:
-    """At the start of a forward in segments."""
+    """Return the state at the start of a forward in segments."""
     state = MicrobatchState()
     state.begin({"x": x})
     return state
 
 
 class Named(list):
-    """One side's entries in a log of both."""
+    """One side's entries in a log shared by both sides."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -158,8 +158,11 @@ class Named(list):
 
 
 def test_a_walk_computes_on_one_side_while_the_other_communicates():
-    """Two forwards of two layers: each communication is started, the other side computes, the first one is advanced
-    before the other's starts, and only then is it waited for."""
+    """Two forwards of two layers overlap in a fixed order.
+
+    Each communication is started, then the other side computes. The first communication is advanced before the other
+    side's starts, and only then is it waited for.
+    """
     log, tasks = [], []
     for name in "ab":
         side = Layered()
@@ -170,7 +173,7 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
     assert log == [
         "a before 0", "a forward",
         "b before 0", "a advance", "b forward",
-        "a wait", "a after 0", "a before 1", "b advance", "a forward",  # two segments without a communication between
+        "a wait", "a after 0", "a before 1", "b advance", "a forward",  # no communication between two segments
         "b wait", "b after 0", "b before 1", "a advance", "b forward",
         "a wait", "a after 1",
         "b advance", "b wait", "b after 1",
@@ -178,7 +181,7 @@ def test_a_walk_computes_on_one_side_while_the_other_communicates():
 
 
 def noted(log, name):
-    """Computes what it reads, and says so, also in the backward."""
+    """Return a function that computes its inputs' sum and logs `name`, also in the backward."""
     def run(*inputs):
         total = sum(inputs) * 2
         log.append(name)
@@ -190,8 +193,11 @@ def noted(log, name):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_communication_is_waited_for_when_something_reads_what_it_brings(recompute):
-    """Alone, there and back; neighbours of which only the later one reads it are not joined. What a recomputed
-    communication reads is kept where the segment before it is not recomputed."""
+    """A communication is waited for only when a segment reads its result.
+
+    It runs alone, there and back. Two neighbours are not joined if only the later one reads the result. The input of a
+    recomputed communication is kept where the segment before it is not recomputed.
+    """
     log = []
     segments = [
         Compute(noted(log, "first"), "x", "rows"),
@@ -217,7 +223,10 @@ def test_a_communication_is_waited_for_when_something_reads_what_it_brings(recom
 
 
 def test_worked_example_of_the_order_of_backwards():
-    """A ring of three ranks; and a name that is written again, whose earlier gradients must not come before."""
+    """Order the backwards of a ring of three ranks, and of a name that is written twice.
+
+    The gradients of the name's first value must not come before those of its second.
+    """
     ring = [Communicate(None, "kv0", "kv1"), Compute(None, ("q", "kv0"), "y"), Communicate(None, "kv1", "kv2"),
             Compute(None, ("q", "kv1", "y"), "y"), Compute(None, ("q", "kv2", "y"), "y")]
     assert backward_order(ring) == [4, 2, 3, 0, 1]
@@ -247,7 +256,7 @@ def test_gradients_travel_while_what_does_not_read_them_is_computed():
 
 
 def test_what_cannot_be_advanced_is_an_error_of_its_own_action():
-    """The rows of the first side's first communication cannot be sent, when the other side's turn is to start one."""
+    """The first side's first communication cannot send its rows, when it is the other side's turn to start one."""
     log, turns, tasks = [], [], []
     failing = Rolled.Pending((), [])
     failing.advance = Mock(side_effect=ValueError("rows of different sizes"))
@@ -268,13 +277,13 @@ def test_what_cannot_be_advanced_is_an_error_of_its_own_action():
 
 
 class Clock:
-    """Time that passes where somebody computes or waits, and nowhere else: what runs beside the test takes none."""
+    """Simulated time, which passes only where a side computes or waits; other work on the machine takes none."""
 
     now = 0.0
 
 
 class Slow:
-    """A communication that takes `seconds` from its start, as one between ranks does while this one computes."""
+    """A communication that ends `seconds` after its start, in parallel with the computing of this rank."""
 
     group = None
 
@@ -307,7 +316,7 @@ def busy(seconds):
 
 
 class Burn(torch.autograd.Function):
-    """Takes a while forward, and again backward for the input and, deferred, for the weights."""
+    """Takes time in the forward, and again in the backward for the input and, deferred, for the weights."""
 
     @staticmethod
     def forward(ctx, x, seconds):
@@ -334,7 +343,7 @@ def slow_stage(communication: float) -> list:
 
 
 def timed(kinds: str, communication: float) -> float:
-    """Units of time that a step with actions of these kinds takes; each communication takes as long as is said."""
+    """Return the time of a step with actions of these kinds, in units; each communication takes `communication`."""
     store = WeightGradStore()
     stage = StageRunner(compile_segments(slow_stage(communication), ("x",)), store)
     jobs = []
@@ -361,18 +370,18 @@ def timed(kinds: str, communication: float) -> float:
     ("FB", 3, 2), ("FI", 2, 2), ("FF", 2, 2), ("II", 2, 2), ("BB", 4, 2), ("FW", 2, 1), ("IW", 2, 1), ("B", 2, 1),
 ])
 def test_a_pair_takes_the_longer_of_computing_and_communicating(kinds, computes, communications):
-    """In compute segments of one unit; a communication takes as long as what there is to hide it behind."""
+    """Compute segments take one unit; a communication takes as long as the computing available to hide it."""
     compute = computes * (LAYERS + 1) * UNIT
     communication = compute / (communications * LAYERS)
     alone = compute + communications * LAYERS * communication
     found = timed(kinds, min(communication, UNIT))
     longer = max(compute, communications * LAYERS * min(communication, UNIT))
-    # One unit at either end has nothing on the other side to run beside.
+    # One unit at either end has nothing on the other side to overlap with.
     assert longer <= found <= longer + 2 * UNIT < alone, f"{found}; {longer} if all is hidden, {alone} if nothing is"
 
 
 def test_a_pair_of_equal_computing_and_communication():
-    """Forward and input gradients: as much communication as computing, hidden but for the ends."""
+    """Forward and input gradients: as much communication as computing, hidden except at the ends."""
     computing, communicating = 2 * (LAYERS + 1) * UNIT, 2 * LAYERS * UNIT
     assert timed("FI", UNIT) == max(computing, communicating)
     assert timed("F", UNIT) == (2 * LAYERS + 1) * UNIT, "alone, nothing hides it"
@@ -394,7 +403,7 @@ def training(rank: int, overlap: bool, recompute: tuple, p: float) -> list:
         losses.append(None if loss is None else loss.tolist())
         with torch.no_grad():
             for param in pipe.parameters():
-                if param.grad is not None:  # that of a layer that the stage has
+                if param.grad is not None:  # the gradient of a layer that the stage has
                     param -= 0.1 * param.grad
         pipe.zero_grad()
     return losses
@@ -410,7 +419,7 @@ def test_losses_are_the_same_bits_with_and_without_overlap_and_recomputation(ove
 
 
 def test_recomputation_draws_the_same_random_numbers():
-    """Dropout: also what comes after a recomputed segment is as if it had not been computed again."""
+    """Dropout draws the same numbers, also after a recomputed segment: it draws as if nothing had been recomputed."""
     plain, *again = (run_ranks(training, 2, False, recompute, 0.5) for recompute in ((), ("before",), ALL))
     assert again == [plain, plain]
 
@@ -438,7 +447,7 @@ def test_what_is_not_kept_is_sent_again_once():
 
 
 class Rereading(Layered):
-    """A tensor goes to two computing segments, with a communication before each."""
+    """Passes one tensor to two compute segments, with a communication before each."""
 
     def first(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.a[0](x)
@@ -479,7 +488,7 @@ def test_what_several_segments_that_are_run_again_together_read_counts_once_for_
 
 
 def what_was_sent(rank: int) -> list[bool]:
-    """Whether it is there when what arrived for it is read."""
+    """Return, per communication, whether the sent rows are still alive when the received ones are read."""
     stage, sent, alive = unequal(1)[0], [], []
     stage.layers, stage.recompute = 2, ALL
 
@@ -531,7 +540,7 @@ def test_what_a_segment_read_is_freed_before_the_one_before_it_is_run_again():
 
 
 def saved(rank: int) -> list[tuple[int, int]]:
-    """What autograd saves in a forward of three layers, and what the records hold, without and with recomputation."""
+    """Return how many tensors autograd saves and the records hold after three layers' forward, by recomputation."""
     found = []
     for recompute in ((), ("before", "after"), ALL):
         stage, count = unequal(1)[0], []
@@ -548,7 +557,7 @@ def saved(rank: int) -> list[tuple[int, int]]:
 def test_recomputation_keeps_the_inputs_of_segments_only():
     (plain, no_inputs), (again, inputs), (sent_again, first_inputs) = run_ranks(saved, 1)[0]
     assert plain > 0 and no_inputs == 0
-    # Of three layers: x, and what comes out of each communication together with the residual.
+    # For three layers: x, and the output of each communication together with the residual.
     assert again == 0 and inputs == 1 + 3 * 2
     assert sent_again == 0 and first_inputs == 1
 
@@ -557,7 +566,7 @@ def test_recomputation_keeps_the_inputs_of_segments_only():
 
 
 def test_segments_run_as_a_forward_have_the_gradients_of_the_module():
-    """There is no recomputation then, and an ordinary backward, in which each communication goes back once."""
+    """Nothing is recomputed, and an ordinary backward runs each communication backward once."""
     expected = unequal(3)[-1]
     stage = copy.deepcopy(expected)
     stage.recompute = ALL
@@ -615,7 +624,7 @@ def test_a_stage_without_outputs_is_refused():
 
 
 class Exchange:
-    """An all-to-all between the pipelines of a mesh, which is its own backward."""
+    """An all-to-all between the pipelines of a mesh; it is its own backward."""
 
     def __init__(self, group):
         self.group = group
@@ -640,7 +649,7 @@ class Exchange:
 
 
 class Mixing(Failing):
-    """There and back between two pipelines, so that each row is where it was."""
+    """Sends rows to the other pipeline and back, so that each row is in its place again."""
 
     group = None
 
@@ -677,7 +686,7 @@ def failing_between_pipelines(rank: int) -> list[tuple[str, str, float]]:
         except (PipelineError, ValueError) as error:
             message = f"{type(error).__name__}: {error}"
         worst = 0.0
-        if where == "labels":  # a mistake in the arguments leaves the pipeline as it was
+        if where == "labels":  # an error in the arguments leaves the pipeline unchanged
             for model in (*expected, pipe):
                 model.zero_grad()
             reference(expected, x, y, 5)
@@ -703,7 +712,7 @@ def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
 
 
 class Listed(nn.Module):
-    """A stage of given segments, and a forward that says the same."""
+    """A stage of given segments, and a forward equivalent to them."""
 
     def __init__(self, segments, forward=None):
         super().__init__()
@@ -757,7 +766,7 @@ def test_outputs_go_by_number_and_a_tensor_read_twice_has_both_gradients():
 
 
 def users_gradients(rank: int) -> list[float]:
-    """Of inputs and labels that require one, with segments and without."""
+    """Return the errors of the gradients of inputs and labels that require one, with segments against without."""
     errors = []
     for recompute in ((), ("before",)):
         stage = unequal(1)[0]
@@ -793,7 +802,7 @@ def test_segments_that_cannot_be_run_are_refused_at_once(segments, message):
 
 
 class Watch(torch.autograd.Function):
-    """Notes in which direction autocast is on."""
+    """Logs in which direction autocast is on."""
 
     @staticmethod
     def forward(ctx, x, seen):

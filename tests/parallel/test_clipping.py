@@ -1,4 +1,4 @@
-"""`Pipeline.clip_grad_norm_` is torch's `clip_grad_norm_` of the whole model, on however many ranks its parts are."""
+"""`Pipeline.clip_grad_norm_` equals torch's `clip_grad_norm_` of the whole model, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -45,8 +45,11 @@ def gradients(*modules: nn.Module) -> list[Tensor]:
 def as_the_whole(
     rank: int, shapes: list[tuple[int, int, int]], tied: bool, name: str = "dualpipev"
 ) -> list[tuple[float, float]]:
-    """By layout and norm: the relative error of the norm and the largest of a clipped gradient; then that of the loss
-    of an evaluation, in which the first stage is done before the last one begins, and 0."""
+    """Return the errors by layout and norm, against the whole model.
+
+    They are the relative error of the norm and the largest of a clipped gradient. The last pair is the error of an
+    evaluation's loss, in which the first stage is done before the last one begins, and 0.
+    """
     config = dataclasses.replace(CONFIG, tie_word_embeddings=tied)
     found = []
     for shape in shapes:
@@ -160,7 +163,7 @@ def test_no_gradients_at_all():
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_a_norm_that_is_not_finite(bad, norm_type):
-    """As torch does: returned, or an error that leaves the gradients as they were."""
+    """A non-finite norm is returned, or raises and leaves the gradients unchanged, as in torch."""
     (weight,) = with_gradients([(3,)])
     weight.grad[1] = bad
     before = weight.grad.clone()
@@ -178,7 +181,7 @@ def test_norms_that_there_are_not(max_norm, norm_type):
 
 
 class Events(TorchDispatchMode):
-    """Notes when gradients are scaled, and when the host asks for a value, for which it would wait."""
+    """Logs when gradients are scaled, and when the host reads a value, which makes it wait."""
 
     def __init__(self):
         super().__init__()
@@ -207,7 +210,7 @@ def test_the_host_waits_for_nothing_before_the_scaling_is_queued(error_if_nonfin
 
 
 def share_of_ranks(rank: int) -> list:
-    """Two ranks with different plain parameters, one of them with none; NaN on one rank alone."""
+    """Clip on two ranks with different plain parameters: one rank has none, or NaN is on one rank alone."""
     found = []
     for share in (((0, 3, 4), (1, 2)), ((0, 1, 2, 3, 4), ())):
         parameters = with_gradients()
@@ -233,8 +236,11 @@ def test_plain_parameters_of_two_ranks():
 
 
 def on_meshes(rank: int) -> list:
-    """On a (2, 2) mesh: sharded over both dimensions, one of them or none, as sums to be made, and with a gradient on
-    one rank alone; what is replicated counts once."""
+    """Clip on a (2, 2) mesh.
+
+    Gradients are sharded over both dimensions, over one of them or none, are sums not reduced yet, or exist on one rank
+    alone. Replicated ones count once.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     layouts = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(0), Replicate()), (Replicate(), Replicate())]
     wholes = with_gradients([(4, 5), (3, 2), (6, 6), (4, 2), (5, 3)])  # the second is empty on the last rank
@@ -251,7 +257,7 @@ def on_meshes(rank: int) -> list:
     clip_grad_norm_([*parameters, last], 1.0, device=CPU)
     whole = torch.cat([p.grad.full_tensor().flatten() for p in [*parameters, last]])
     found.append(whole.norm().item())
-    if mesh.get_local_rank("ep"):  # gradients that half of the ranks lack: the reductions must still match
+    if mesh.get_local_rank("ep"):  # half of the ranks lack these gradients: the reductions must still match
         parameters[0].grad = None
     clip_grad_norm_(parameters[:1], 1.0, device=CPU)
     return found
@@ -263,7 +269,7 @@ def test_gradients_on_meshes_count_every_element_once():
 
 
 def relayed(rank: int) -> list[tuple[float, float]]:
-    """A pipeline whose ranks' stages are one without parameters, one frozen and two to train, over three ranks."""
+    """Run a pipeline over three ranks; one stage has no parameters, one is frozen and two are trained."""
     numbers = stages_of_rank("dualpipev", 3, rank)
     stages, expected = make_stages(6), make_stages(6)
     for every in (stages, expected):
@@ -294,7 +300,7 @@ def test_ranks_without_parameters_or_gradients():
 
 
 def scaled(rank: int) -> tuple[list, list, bool]:
-    """Three steps with a loss scale, of which the second overflows on the rank that has no loss."""
+    """Run three steps with a loss scale; the second overflows on the rank that has no loss."""
     numbers = stages_of_rank("1f1b", 2, rank)
     stages = make_stages(2)
     pipe = Pipeline([stages[i] for i in numbers], schedule="1f1b")
@@ -303,7 +309,7 @@ def scaled(rank: int) -> tuple[list, list, bool]:
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     scales, norms = [], []
     for step in range(3):
-        scaler.scale(torch.zeros(()))  # on ranks without a loss nothing else would make the scale
+        scaler.scale(torch.zeros(()))  # on ranks without a loss nothing else creates the scale
         loss = lambda out, y: scaler.scale(F.mse_loss(out, y))  # noqa: E731
         pipe.step(x, num_chunks=2, criterion=loss, labels=x)
         if step == 1 and rank == 0:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE over pp x dp x ep ranks: loss and every gradient are those of the unpipelined, unsharded model."""
+"""Qwen3-MoE over pp x dp x ep ranks has the loss and gradients of the unpipelined, unsharded model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MICRO_BATCHES = 5
 
 
 def to_the_first(experts_TK: Tensor, num_experts: int) -> Tensor:
-    """Every token to the same experts, all of them on the first rank."""
+    """Send every token to the same experts, all of them on the first rank."""
     return torch.arange(experts_TK.shape[1]).expand_as(experts_TK)
 
 
@@ -54,7 +54,7 @@ def set_routers(model: nn.Module, num_chunks: int, choice: Choice | None) -> Non
 
 
 class Both(NamedTuple):
-    """One step of this rank's stages and of whole models, as they are after it."""
+    """One step of this rank's stages and of whole models; the models are in their state after the step."""
 
     stages: tuple[nn.Module, ...]
     wholes: list[nn.Module]
@@ -67,7 +67,7 @@ def run_both(
     recompute: tuple[str, ...] = (), choice: Choice | None = None, dtype: torch.dtype = torch.float64,
     config: Qwen3MoeConfig = CONFIG, exact: bool = False,
 ) -> Both:
-    """The pipelined and sharded model, and a whole one in `dtype`; with `exact` the same weights in float64 as well."""
+    """Run the pipelined, sharded model and a whole one in `dtype`; with `exact`, a whole one in float64 too."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
     common = {"dtypes": dtype, "device": torch.device("cpu")}
@@ -108,7 +108,7 @@ def run_whole(whole: nn.Module, tokens: Tensor, targets: Tensor, num_chunks: int
 
 
 def worst(both: Both) -> tuple[float, float]:
-    """Of all gradients and of the loss of this rank against the whole model."""
+    """Return the worst errors of this rank's gradients and loss against the whole model."""
     gradients = max(d.relative for d in compare_gradients(both.stages, both.wholes[0]))
     return gradients, 0.0 if both.loss is None else difference("loss", both.loss, both.expected[0]).relative
 
@@ -176,7 +176,10 @@ def with_two_experts(rank: int, shape: tuple[int, int, int]) -> tuple[float, flo
 
 
 def with_three_experts(rank: int, shape: tuple[int, int, int]) -> dict[str, tuple[float, float, float]]:
-    """By gradient, and of the loss: the norm in float64, how far this rank's is from that, and the whole model's."""
+    """Return errors by gradient, and of the loss.
+
+    Each is the norm in float64, this rank's distance from it, and the whole model's distance.
+    """
     both = run_both(shape, dtype=torch.bfloat16, choice=BalancedRoutes(3), exact=True)
     whole, exact = both.wholes
     own = {d.name: d for d in compare_gradients([whole], exact)}
@@ -189,12 +192,14 @@ def with_three_experts(rank: int, shape: tuple[int, int, int]) -> dict[str, tupl
     return {name: (norms[name], found[name], own[name].relative * norms[name]) for name in found}
 
 
-# Routes are fixed, because a choice that rounding changes would change everything behind it: tokens 0, 1, ... have
+# Routes are fixed, because a choice that rounding changes would change everything after it: tokens 0, 1, ... have
 # experts (0, 3), (6, 1), ... or (0, 3, 6), (1, 4, 7), ..., on all ranks of the layouts.
 @pytest.mark.parametrize("shape", [LAYOUTS[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[1:])],
                          ids=str)
 def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
-    """Two experts of a token are on one rank, which rounds their sum as the whole model does, or each is alone on its
+    """bfloat16 with two experts per token gives the whole model's activations, bit for bit.
+
+    Two experts of a token are on one rank, which rounds their sum as the whole model does, or each is alone on its
     rank, with nothing to sum. So activations have the same bits, and gradients differ by the order of float32 sums:
     1e-7. A gradient that was accumulated or reduced in bfloat16 would be 5e-3 away.
     """
@@ -205,10 +210,12 @@ def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
 def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is(shape):
-    """A rank that has two of a token's three experts rounds their sum before it is sent: one rounding more of some 20
-    in a layer, after which all others fall differently. So the errors are not the same, but must be as large as those
-    of the whole model, 2.5 to 5 % of the gradient. Of ten seeds and layouts all gradients together were 0.7 to 1.2
-    times as far from float64, and single ones (16 numbers) up to 1.9 times. One micro-batch of five missing is 45 %.
+    """bfloat16 with three experts per token is as near to float64 as the whole model is.
+
+    A rank with two of a token's three experts rounds their sum before it is sent: one more rounding of some 20 in a
+    layer, after which all others differ. So the errors are not the same, but must be as large as those of the whole
+    model, 2.5 to 5 % of the gradient. Over ten seeds and layouts all gradients together were 0.7 to 1.2 times as far
+    from float64, and single ones (16 elements) up to 1.9 times. One micro-batch of five missing is 45 %.
     """
     errors = {}
     for found in run_ranks(with_three_experts, math.prod(shape), shape):
@@ -226,7 +233,7 @@ def test_bfloat16_with_three_experts_is_as_near_to_float64_as_the_whole_model_is
 def counted(
     rank: int, shape: tuple[int, int, int], recompute: tuple[str, ...], per_node: int | None
 ) -> tuple[int, int]:
-    """Bytes that a step sent to other expert-parallel ranks, and what the routes of all of these say.
+    """Return the bytes that a step sent to other expert-parallel ranks, and the bytes that their routes predict.
 
     per_node: count those to other nodes of so many ranks, by two hops.
     """
@@ -258,7 +265,7 @@ def counted(
 
 
 def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
-    """What `rank` sends in a step: a token's row to each other rank that has any of its experts, once.
+    """Return the bytes that `rank` sends in a step: a token's row goes once to each other rank with any of its experts.
 
     chosen: by rank, the experts (T, K) of every layer and micro-batch. again: the rows a second time.
     """
@@ -277,7 +284,7 @@ def deduplicated_bytes(chosen: list[dict], rank: int, *, again: bool) -> int:
 
 
 def bytes_between_nodes(chosen: list[dict], rank: int, per_node: int, *, again: bool) -> int:
-    """What `rank` sends to other nodes in a step: a token's row once to each node, and back from each rank.
+    """Return the bytes that `rank` sends to other nodes in a step: a token's row once to each, back from each rank.
 
     chosen, again: see `deduplicated_bytes`.
     """
@@ -307,7 +314,7 @@ def test_the_bytes_of_a_step_are_those_of_deduplicated_dispatch(shape, recompute
 
 
 def broken(rank: int, shape: tuple[int, int, int], where: str, failing: int) -> str:
-    """The error of a step in which the rank `failing` fails."""
+    """Return the error of a step in which the rank `failing` fails."""
     mesh = build_mesh(*shape, torch.device("cpu"))
     common = {"dtypes": torch.float64, "device": torch.device("cpu")}
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
@@ -386,7 +393,7 @@ def test_losses_of_a_training_are_the_same_bits_however_it_is_run():
 
 
 def norms_in_float32(rank: int) -> tuple[set, set]:
-    """Dtypes at the stage's end, and whether gradients are finite, where norms and routers compute in float32."""
+    """Return the dtypes at the stage's end, and whether gradients are finite, with norms and routers in float32."""
     mesh = build_mesh(1, 1, 2, torch.device("cpu"))
     (stage,) = build_on_meta(lambda: build_stages(CONFIG, 1))
     shard_experts(stage, mesh["ep"])

@@ -1,4 +1,4 @@
-"""The mesh of a job: its sizes, what is said where they do not fit, and its groups."""
+"""The mesh of a job: its sizes, the errors for sizes that do not fit, and its groups."""
 
 import os
 import time
@@ -59,7 +59,7 @@ def test_sizes_that_do_not_fit_are_refused_with_those_that_would(sizes):
 
 
 def groups(rank, pp, dp, ep):
-    """Who is in each group, and how many groups the calls after `build_mesh` add."""
+    """Return the members of each group, and whether the calls after `build_mesh` reuse groups."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mesh = build_mesh(pp, dp, ep, torch.device("cpu"))
@@ -86,7 +86,10 @@ def test_dimensions_of_one_rank(sizes):
 
 
 def shared_groups(rank, pp, dp, cp, ep):
-    """Who is in each group of a mesh with context parallelism, and whether FSDP2 can join what experts are cut over."""
+    """Return the dimensions, groups' members, roots of FSDP2's meshes and replicas of a context-parallel mesh.
+
+    FSDP2 can join the meshes that experts are sharded over only if they have one root.
+    """
     mesh = build_mesh(pp, dp, ep, CPU, cp=cp)
     place = Mesh.of(mesh)
     experts, of_experts = place.experts, place.part("ep")
@@ -104,7 +107,7 @@ def test_ranks_that_share_sequences_are_between_dp_and_ep():
 
 
 def members_of(mesh):
-    """By the names of a mesh's dimensions, the ranks along them."""
+    """Return the ranks along each dimension of a mesh, by its name."""
     return {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in mesh.mesh_dim_names}
 
 
@@ -133,7 +136,7 @@ def test_parts_that_do_not_divide_dp_are_refused():
 
 
 def places(rank, shape, names):
-    """What `Mesh` says of a rank, and what torch says of the same."""
+    """Check what `Mesh` reports for a rank against torch's mesh; return its sizes, places and groups' members."""
     device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=names)
     mesh = Mesh.of(device_mesh)
     for name in names or ():
@@ -200,7 +203,7 @@ CPU = torch.device("cpu")
 
 
 def groups_of_a_rank(mesh, *, links=True):
-    """By what they carry."""
+    """Return the groups of a rank by the communication they carry."""
     place = Mesh.of(mesh)
     found = {"all ranks": dist.group.WORLD, "dense": place.group("dp", "ep")}
     found |= {name: place.group(name) for name in DIMENSIONS}
@@ -232,7 +235,10 @@ def test_groups_of_one_dimension_that_spans_all_ranks():
 
 
 def test_the_work_of_a_rank_does_not_grow_with_the_job():
-    """But for the list of its ranks, which torch's mesh holds. Once it was a call for each group of the job, 32400."""
+    """The work of a rank is constant except for torch's list of all ranks.
+
+    It was once a call for each group of the job, 32400.
+    """
     counted = []
     for size in (256, 1024, 8192):  # the first fills caches of torch
         with lone_rank(size // 2 + 3, size) as calls:
@@ -246,7 +252,10 @@ def test_the_work_of_a_rank_does_not_grow_with_the_job():
 
 
 def test_ranks_outside_take_no_part_beside_a_group_that_is_bound_to_a_device():
-    """There torch would split groups off that one, which takes all its ranks; for a gloo group, all but the members."""
+    """Beside a group bound to a device, torch would split new groups off that one.
+
+    A split takes all of its ranks; for a gloo group, all but the members.
+    """
     with lone_rank(5, 8), mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError):
         dist.group.WORLD.bound_device_id = cuda = torch.device("cuda", 0)
         with pytest.raises(AssertionError):
@@ -267,7 +276,7 @@ def test_one_hardware_queue_for_all_streams_is_warned_of(monkeypatch):
 
 
 def one_fails(rank, at):
-    """Rank 1 fails in the middle of the construction; what the others then do on the device, and for how long."""
+    """Fail on rank 1 amid the construction; return the others' error, all-reduces on the device, and seconds."""
     seconds, cuda, on_device = timedelta(seconds=4), torch.device("cuda", 0), []
     all_reduce, start = dist.all_reduce, time.monotonic()
 
@@ -294,14 +303,14 @@ def one_fails(rank, at):
 
 @pytest.mark.parametrize("at", [pytest.param("groups", marks=pytest.mark.slow), "mesh", "links"])
 def test_a_rank_that_fails_while_groups_are_made_is_not_waited_for_without_end(at):
-    """NCCL has no timeout when it makes a communicator: nobody comes so far."""
+    """NCCL has no timeout while it creates a communicator: no rank gets that far."""
     first, _, last = run_ranks(one_fails, 3, at, check=False, group_timeout=4, fresh=True)
     for name, on_device, seconds in (first, last):
         assert "Error" in name and on_device == 0 and seconds < 30
 
 
 def timeouts(rank, folder):
-    """Of every process group there is, by backend, on GPUs with another gloo in place of NCCL."""
+    """Return the timeouts of all process groups, by backend; on GPUs another gloo stands in for NCCL."""
     dist.destroy_process_group()
     dist.Backend.register_backend("beside", dist.ProcessGroupGloo, devices=["cuda"])
     seconds, cuda = timedelta(seconds=77), torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""A script that was written for DeepSeek's DualPipe runs as it is: its imports, class-level calls and checks."""
+"""A script written for DeepSeek's DualPipe runs unchanged: its imports, class-level calls and checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS, WIDTH, CHUNKS = 3, 16, 10
 
 
 class DeferredProduct(torch.autograd.Function):
-    """x W^T, as users of that library write it: a gradient made at the first backward, and a closure that adds."""
+    """x W^T as users of that library write it: the first backward creates the gradient, and a closure adds to it."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -88,7 +88,7 @@ def unpipelined(model, x, y):
 
 
 def script(rank, ranks):
-    """What such a script does from its start to its end, but for NCCL and CUDA."""
+    """Run the part of such a script that needs neither NCCL nor CUDA, from start to end."""
     torch.set_default_device("cpu")
     torch.manual_seed(233)
     set_p2p_tensor_shapes([(ROWS, 5, WIDTH)])
@@ -159,7 +159,7 @@ def test_calls_of_the_class_go_to_the_running_store():
 
 
 class Hooked(nn.Linear):
-    """Has DeepSeek's method; notes how many inputs it is given."""
+    """Has DeepSeek's method; records the number of inputs it gets."""
 
     given: list[int] = []  # noqa: RUF012 (the method belongs to the type)
 
@@ -182,7 +182,7 @@ def test_the_hook_gets_inputs_that_are_none():
 
 
 class InSegments(Hooked):
-    """Offers segments that communicate beside the method: they go first."""
+    """Offers communicating segments besides the method: the segments have precedence."""
 
     def segments(self):
         rows = Compute(super().forward, "x", "y")

@@ -1,4 +1,4 @@
-"""Schedules found by search, run: their gradients, and the time of a step where work and communication take time."""
+"""Runs of schedules found by search: their gradients, and the time of a step with timed work and communication."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ COMPUTE, SEND = 0.65 / 3, 0.35 / 2  # of each of a layer's three segments, and o
 
 
 def costs() -> Costs:
-    """A forward of 0.65 computing and 0.35 communication, an input gradient alike, weight gradients of 0.65.
+    """Return the costs: forward and input gradient of 0.65 computing and 0.35 communication, weight gradients of 0.65.
 
-    A pair takes the longest of all its computing, all its communication, and either alone; that is what the engine
-    takes for these layers, to the last digit, where nothing but their waits takes time.
+    A pair takes the longest of all its computing, all its communication, and either action alone. The engine takes that
+    for these layers, to the last digit, where only their waits take time.
     """
     compute, sending = {"F": 0.65, "B": 1.3, "I": 0.65, "W": 0.65}, {"F": 0.35, "B": 0.35, "I": 0.35, "W": 0.0}
     alone = {"F": 1.0, "B": 1.3, "I": 1.0, "W": 0.65}
@@ -49,7 +49,7 @@ def found(num_ranks: int, num_microbatches: int, cache: object, effort: int):
 
 
 def errors(rank, world, schedule):
-    """Of one training step of this rank, against the unpipelined model."""
+    """Return the largest error of this rank's training step against the unpipelined model."""
     stages, expected = make_stages(2 * world), make_stages(2 * world)
     own, num_chunks = (rank, 2 * world - 1 - rank), schedule.num_microbatches
     x, y = (torch.randn(2 * num_chunks, 8, dtype=torch.float64, device="cpu") for _ in range(2))
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_the_model(world, tmp_path):
 
 
 def searched_by(rank, world, fails, cache):
-    """The order that ranks run which are to search, or the error where rank 0 `fails`; searches; what was printed."""
+    """Return the order that the ranks run, or the error where rank 0 `fails`; the number of searches; printed text."""
     searches, said = [], io.StringIO()
 
     def find(*args):
@@ -104,7 +104,7 @@ def test_a_pipeline_searches_on_one_rank_for_all(fails, tmp_path):
 
 
 class Asleep(torch.autograd.Function):
-    """Computing that takes as long forward, for the input's gradient, and for the weights'."""
+    """Sleeps as long in the forward as for the input gradient and for the weight gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -119,7 +119,7 @@ class Asleep(torch.autograd.Function):
 
 
 class Wire:
-    """A communication that takes its time, behind those before it on this rank's network."""
+    """A communication that takes its time after earlier ones on this rank's network."""
 
     group = None
 
@@ -163,7 +163,7 @@ class Layer(nn.Module):
 
 
 def step_times(rank, world, schedules, rounds):
-    """Seconds of a step of each schedule, one after the other, `rounds` times."""
+    """Return the seconds of a step of each schedule, one after the other, `rounds` times."""
     num_chunks = schedules[0].num_microbatches
     free_at = [0.0]
     pipes = [DualPipeV((Layer(free_at), Layer(free_at)), schedule=schedule) for schedule in schedules]
@@ -182,7 +182,7 @@ def step_times(rank, world, schedules, rounds):
 
 @pytest.mark.slow
 def test_a_measured_step_is_shorter_than_dualpipevs(tmp_path):
-    """Four ranks that sleep: what is measured is the engine's order and overlap. The first round is not counted."""
+    """Four ranks sleep, so that the order and overlap of the engine are measured. The first round is not counted."""
     auto, theirs = found(4, 8, tmp_path, 20_000_000), build("dualpipev", 4, 8)
     times = run_ranks(step_times, 4, 4, (auto, theirs), 5, timeout=200, fresh=True)[0]
     ours, other = (median(taken[1:]) for taken in times)

@@ -1,4 +1,4 @@
-"""What stages made of segments keep, counted in bytes: of each tensor, and at the peak of a pair."""
+"""Memory that stages made of segments keep, counted in bytes: of each tensor, and at the peak of a pair."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SEGMENT = ROWS * WIDTH * 4  # bytes of the largest output of a segment that goes
 
 
 class Exchange:
-    """All rows to one rank, which is this one: through the same buffers as between ranks."""
+    """Sends all rows to one rank, which is this one, through the same buffers as between ranks."""
 
     group = None
 
@@ -80,7 +80,7 @@ class Watched(nn.Module):
 
 
 class Stage:
-    """Actions of one stage, as the engine runs them."""
+    """Runs actions of one stage, as the engine does."""
 
     def __init__(self, rank: Rank) -> None:
         torch.manual_seed(0)
@@ -109,7 +109,7 @@ class Stage:
         return self._runner.backward(state, kind, self._count)
 
     def tasks(self, kinds: str) -> list[tuple[MicrobatchState, Task]]:
-        """Actions ready to be run, with what they work on."""
+        """Return actions ready to run, with the micro-batches they work on."""
         made = []
         for kind in kinds:
             state = self.new()
@@ -128,14 +128,14 @@ class Stage:
 
 
 def peak(rank: Rank, stage: Stage, kinds: str) -> int:
-    """Bytes that are needed at most, beyond those that are there before, to run the actions in turn."""
+    """Return the peak bytes of running the actions in turn, beyond those allocated before."""
     made = stage.tasks(kinds)
     tasks = [task for _, task in made]
     if rank.device.type == "cpu":
         with AliveBytes() as counted:
             walk(tasks)
         return counted.peak
-    torch.cuda.synchronize()  # nothing that was freed waits for a stream any more
+    torch.cuda.synchronize()  # no freed memory still waits for a stream
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -146,7 +146,7 @@ def peak(rank: Rank, stage: Stage, kinds: str) -> int:
 def peaks(rank: Rank) -> dict[str, int]:
     stage, found = Stage(rank), {}
     with stage.running():
-        for kinds in ("F", "B", "I", "F", "B", "I", "W", *PAIRS):  # those of the first round warm up
+        for kinds in ("F", "B", "I", "F", "B", "I", "W", *PAIRS):  # the first round warms up
             found[kinds] = peak(rank, stage, kinds)
     return found
 
@@ -171,8 +171,11 @@ def lifetimes(rank: Rank) -> list[list[bool]]:
 
 
 def test_a_boundary_tensor_goes_when_its_backward_is_done(device):
-    """When a communication of the backward is waited for, the segment before has computed its gradients, also those of
-    its weights: what it read is gone."""
+    """A boundary tensor is freed when its backward is done.
+
+    When the backward waits for a communication, the segment before it has computed its gradients, also those of its
+    weights: its input is gone.
+    """
     (alive,) = run_threads(lifetimes, 1, device=device)
     count = 2 * LAYERS
     assert alive == [[i < count - done for i in range(count)] for done in range(1, count + 1)]
@@ -199,7 +202,7 @@ def test_without_a_backward_it_goes_when_it_has_been_read(device):
 
 
 def forwards_beside_backwards(rank: Rank) -> list[int]:
-    """Bytes alive after each of several pairs in a row."""
+    """Return the bytes alive after each of several consecutive pairs."""
     stage, found = Stage(rank), []
     with stage.running(), AliveBytes() as counted:
         state = stage.new()

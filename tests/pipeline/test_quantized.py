@@ -1,4 +1,4 @@
-"""Pipelines of stages with quantized weights against one rank with what those stand for; ranks are threads."""
+"""Pipelines of stages with quantized weights against one rank with the dequantized ones; ranks are threads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CONFIGS = {
 
 
 def made(family: str, format: str, dtype: torch.dtype, count: int) -> list[nn.Module]:
-    """Stages with quantized weights."""
+    """Build stages with quantized weights."""
     stages = build_stages(CONFIGS[family], count)
     for stage in stages:
         stage.to(dtype).init_weights(seed=0)
@@ -45,7 +45,7 @@ def made(family: str, format: str, dtype: torch.dtype, count: int) -> list[nn.Mo
 
 
 def accumulating(stages: Sequence[nn.Module]) -> list[nn.Module]:
-    """Copies whose accumulators are in float32, at least."""
+    """Return copies whose accumulators are in float32 or wider."""
     stages = copy.deepcopy(list(stages))
     for stage in stages:
         for param in stage.parameters():
@@ -54,7 +54,7 @@ def accumulating(stages: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def plain(stage: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The stage with what its weights stand for."""
+    """Return the stage with its weights dequantized."""
     stage = copy.deepcopy(stage)
     for module in stage.modules():
         if isinstance(module._parameters.get("weight"), QuantizedTensor):
@@ -74,7 +74,7 @@ class Result(NamedTuple):
 def step(
     rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, recompute: Sequence[str], fp8_rows: int | None
 ) -> Result:
-    """As rank (pipeline rank) * ep + (expert-parallel rank)."""
+    """Run one step as rank (pipeline rank) * ep + (expert-parallel rank)."""
     mine, replica = divmod(rank.number, ep)
     all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
     numbers = stages_of_rank("dualpipev", pp, mine)
@@ -102,7 +102,7 @@ def run(
     stages: list[nn.Module], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (),
     fp8_rows: int | None = None,
 ) -> Result:
-    """All ranks' losses, and gradients: experts joined, everything else summed over the expert-parallel ranks."""
+    """Return all ranks' losses, and gradients: experts joined, all others summed over the expert-parallel ranks."""
     results = run_threads(step, pp * ep, stages, pp, ep, overlap, recompute, fp8_rows)
     whole = {}
     for first in range(0, len(results), ep):
@@ -162,7 +162,7 @@ RECOMPUTED = ("layer", "dispatch")
       for each in (("gpt-oss", "mxfp8"), ("DeepSeek", "fp8_block"))),
 ])
 def test_in_fp8_neither_overlap_nor_recomputation_changes_a_bit(family, format, others):
-    """Nor whether rows are quantized before they are dispatched, or by the layer that takes them."""
+    """Quantizing rows before their dispatch or in the layer that takes them changes no bit either."""
     stages = made(family, format, torch.bfloat16, 4)
     for stage in stages:
         for module in stage.modules():

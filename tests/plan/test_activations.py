@@ -1,4 +1,4 @@
-"""What a stage keeps of a micro-batch, counted without memory, against what real tensors keep."""
+"""Activations of a micro-batch in a stage, counted without memory, against the bytes of real tensors."""
 
 import gc
 from dataclasses import replace
@@ -29,7 +29,7 @@ BATCH, LENGTH = 4, 128
 
 
 def kept(rank: int, recompute: tuple[str, ...], ep: int, first: bool) -> int:
-    """Bytes of what a stage holds after a forward, without attention's scores and the repeated keys and values."""
+    """Return the bytes that a stage holds after a forward, without attention's scores and repeated keys and values."""
     stage = Stage(CONFIG, LAYERS, first=first, last=False)
     stage.init_weights(0)
     stage.recompute = Recompute(recompute)
@@ -80,7 +80,7 @@ def test_a_stage_keeps_what_is_counted(recompute, first):
     *(pytest.param(each, marks=pytest.mark.slow) for each in (("experts",), ("layer",), ("dispatch",))),
 ], ids=str)
 def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
-    """Tokens of a router without training go to almost as many ranks as those of random choices."""
+    """An untrained router sends tokens to almost as many ranks as random choices do."""
     real = sum(run_ranks(kept, 2, recompute, 2, False)) / 2
     counted = activation_bytes(CONFIG, LAYERS, batch=BATCH, sequence_length=LENGTH, dtype=torch.float32,
                                recompute=recompute, ep=2).kept
@@ -90,9 +90,11 @@ def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
 
 
 def most(run, references: bool) -> tuple[int, int]:
-    """The most bytes that torch has allocated during `run`, and those that are left, beyond what there was before. What
-    the `references` of our kernels allocate inside of them, which kernels need not, counts when they are through, or
-    as it comes."""
+    """Return the most bytes that torch allocated during `run`, and the bytes left, beyond those present before.
+
+    Memory that the `references` of our kernels allocate inside, which kernels need not, counts when they end, or as it
+    is allocated.
+    """
     gc.collect()  # cycles of earlier tests: freed during `run`, their tensors would count as freed by it
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
@@ -113,8 +115,10 @@ def most(run, references: bool) -> tuple[int, int]:
 @pytest.mark.parametrize("recompute", [(), ("layer",)], ids=str)
 @pytest.mark.parametrize("cpu", [False, True])
 def test_what_there_is_at_once_is_counted(recompute, cpu):
-    """Of sequences so short that scores are nothing. What torch's own operators take inside of them is not counted:
-    those of GPUs take nothing."""
+    """Sequences are so short that scores take nothing.
+
+    Memory that torch's own operators take inside is not counted: those of GPUs take none.
+    """
     length, batch, dtype = 8, BATCH * LENGTH // 8, torch.bfloat16 if cpu else torch.float32
     stage = Stage(CONFIG, LAYERS, first=False, last=False)
     stage.init_weights(0)
@@ -142,7 +146,7 @@ def test_what_there_is_at_once_is_counted(recompute, cpu):
 
 
 def test_several_long_runs_of_like_layers_add_up():
-    """Three runs of four layers, of which the middle one recomputes its experts, and saves as much in each layer."""
+    """Three runs of four layers add up; the middle one recomputes its experts, and saves as much in each layer."""
     config = replace(CONFIG, num_hidden_layers=12, mlp_only_layers=())
     sizes = {"batch": BATCH, "sequence_length": LENGTH}
     saved = [activation_bytes(config, range(3), recompute=rules, **sizes).kept for rules in ((), ("experts",))]

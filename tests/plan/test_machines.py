@@ -1,4 +1,4 @@
-"""What a GPU and its links can do: measurements, and what cannot be used."""
+"""Machine descriptions: measured rates of a GPU and its links, and unusable values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_costs_that_cannot_be_used(tmp_path, text, message):
 
 
 def test_a_field_that_may_be_zero_has_an_effect_that_is_finite(tmp_path):
-    """What something is divided by must be positive, wherever it is among the fields."""
+    """A divisor must be positive, wherever it is among the fields; other fields may be zero."""
     divisors = {"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped", "attention",
                 "attention_backward", "bandwidth", "links", "networks", "host_link"}
     path, mine = tmp_path / "costs.json", {}

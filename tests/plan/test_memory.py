@@ -1,4 +1,4 @@
-"""The memory that a run needs, counted from its configuration: against real shards, and for the models of examples/."""
+"""Memory of a run, counted from its configuration: against real shards, and for the models of examples/."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from run_files import MODEL, write_files
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GB = 10**9
-# What is left for CUDA's context and what torch's allocator leaves unused.
+# Memory for CUDA's context, and memory that torch's allocator leaves unused.
 RUNTIME = 6 * GB
 CPU = ProfilerActivity.CPU
 REAL = sorted(path for path in EXAMPLES.glob("*.toml") if path.stem != "tiny-cpu")
@@ -73,13 +73,13 @@ def test_examples_fit_their_gpus(path):
 
 
 def model_of(config: Config) -> TrainedModel:
-    """The model, with its layers for multi-token prediction where it has any."""
+    """Return the model, with its layers for multi-token prediction if it has any."""
     model = read_model_config(config)
     return model.with_mtp() if isinstance(model, HubConfig) and model.carried_layers else model
 
 
 def spread_tokens_evenly(stage: torch.nn.Module, choice: BalancedRoutes) -> None:
-    """Have the tokens of a stage go to experts as they are taken to go, whatever its routers choose."""
+    """Route the tokens of a stage to experts as the estimate assumes, whatever its routers choose."""
     for module in stage.modules():
         if isinstance(module, SparseMLP):
             module.gate.choice = choice
@@ -90,7 +90,7 @@ def spread_tokens_evenly(stage: torch.nn.Module, choice: BalancedRoutes) -> None
 
 
 def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
-    """Pipeline rank, and the most bytes of it in a step: parameters and the optimizer's, and what torch allocates."""
+    """Return the pipeline rank, and its peak bytes in a step: parameters, the optimizer's, and torch's allocations."""
     config = load_config(path, options)
     p, t, o = config.parallel, config.train, config.optimizer
     mesh, device = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu")), torch.device("cpu")
@@ -162,11 +162,11 @@ LAYOUTS = [  # pp, dp, ep
                          [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
                           for case in LAYOUTS], ids=str)
 def test_a_step_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
-    """The peak of every rank as torch's allocator counts it, within 5%; 7% among several ranks of experts."""
+    """The count is within 5% of every rank's peak in torch's allocator; 7% among several ranks of experts."""
     common = {"model_type": "deepseek_v3" if family == "mtp" else family, "norm_topk_prob": True}
     path = str(write_files(tmp_path, (MODEL if family == "qwen3_moe" else {}) | common | FAMILIES[family]))
     ratios = ratios_of(path, layout, schedule, recompute)
-    # gloo's threads hold rows that have arrived for a while: up to 4% of a rank's peak at a load of 30.
+    # gloo's threads hold received rows for a while: up to 4% of a rank's peak at a load of 30.
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.07 if layout[2] > 1 else 0.05)
 
 
@@ -190,16 +190,16 @@ LAYOUTS_OF_TRANSFORMERS = [
                          [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
                           for case in LAYOUTS_OF_TRANSFORMERS], ids=str)
 def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
-    """The peak of every rank as torch's allocator counts it, within 5%; 8% where pairs run beside each other."""
+    """The count is within 5% of every rank's peak in torch's allocator; 8% where a pair's actions overlap."""
     path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
     ratios = ratios_of(path, layout, schedule, recompute, "--model.backend", "transformers")
-    # Pairs that hide an all-to-all take 6% more than is counted, alike on all ranks; what holds it is not known.
+    # Pairs that hide an all-to-all take 6% more than is counted, alike on all ranks; the cause is not known.
     has_pairs = schedule == "dualpipev" and layout[2] > 1
     assert ratios == pytest.approx([1.0] * len(ratios), abs=0.08 if has_pairs else 0.05)
 
 
 def ratios_of(path: str, layout: tuple[int, ...], schedule: str, recompute: str, *more: str) -> list[float]:
-    """The counted bytes over those of torch's allocator, of each rank."""
+    """Return the counted bytes over those of torch's allocator, for each rank."""
     options = [*more, "--train.dtype", "bf16", "--train.micro_batch_size", "32", "--train.sequence_length", "16",
                "--train.num_chunks", "6", "--memory.recompute", *recompute.split(), "--parallel.schedule", schedule,
                "--optimizer.moments", "bf16" if schedule == "dualpipev" else "fp32"]
@@ -225,7 +225,7 @@ def test_an_embedding_that_both_ends_have_counts_once_on_a_rank(changes, tmp_pat
 
 
 def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
-    """Pipeline rank, and bytes of its parameters: as stored here, and in the whole stages as they are computed with."""
+    """Return the pipeline rank, and its parameters' bytes: as stored here, and as whole stages in the compute dtype."""
     config = load_config(path, options)
     p = config.parallel
     mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), dp_replicate=p.dp_replicate)
@@ -281,7 +281,7 @@ def test_sizes_are_in_a_unit_that_suits_them():
     ((), 2**27), (("--optimizer.moments", "bf16"), 2**17), (("--train.dtype", "bf16"), 2**19),
 ], ids=["one bucket", "many", "masters"])
 def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
-    """Against an optimizer that has them there; what is left on the device are the buffers, and masters."""
+    """Moments in host memory leave their buffers and the masters on the device; compared with a real optimizer."""
     monkeypatch.setattr(offload, "BUCKET_BYTES", bucket_bytes)
     options = ["--parallel.pp", "1", "--parallel.schedule", "1f1b", *options]
     path = str(EXAMPLES / "tiny-cpu.toml")
@@ -305,7 +305,10 @@ def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
 
 
 def test_buffers_of_nccl():
-    """12 MiB a channel: a link has one, of half the size; rings and pairs of experts' ranks in a node have 16."""
+    """Buffers take 12 MiB a channel. A link has one channel, of half the size.
+
+    Rings, and pairs of experts' ranks in a node, have 16.
+    """
 
     def buffers(pp: int, dp: int, ep: int, more: Sequence[str] = ()) -> list[float]:
         options = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.ep", f"{ep}",
@@ -324,7 +327,7 @@ def test_buffers_of_nccl():
 
 
 def test_parts_of_dp_take_the_memory_of_their_shards():
-    """Of 4 ranks in 2 parts each has a half, as of 2 ranks; what is gathered is as much."""
+    """4 ranks in 2 parts hold halves, as 2 ranks do; gathered parameters take as much."""
     config = load_config(EXAMPLES / "tiny-cpu.toml", ["--parallel.pp", "1", "--parallel.device", "cuda"])
     model = read_config(config.model.config)
 
@@ -394,14 +397,14 @@ def test_moments_are_those_of_what_updates_a_parameter(run_toml):
 
 
 def test_ranks_that_share_a_sequence_run_pairs(run_toml):
-    """Of which the activations of both are alive."""
+    """A pair holds the activations of both its micro-batches."""
     steps = {cp: _schedule(load_config(run_toml, ["--parallel.cp", f"{cp}"]), 4).ranks[0] for cp in (1, 2)}
     assert [max(map(len, each)) for each in steps.values()] == [1, 2]
 
 
 @pytest.mark.parametrize("method", ["ring", "all_to_all"])
 def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method):
-    """But for what of one layer travels between them."""
+    """Activations fall with "cp", except those of one layer that travel between ranks."""
     def taken(length, cp):
         config = load_config(run_toml, ["--train.sequence_length", f"{length}", "--parallel.cp", f"{cp}",
                                         "--parallel.cp_method", method, "--parallel.device", "auto",

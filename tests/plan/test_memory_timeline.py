@@ -1,4 +1,4 @@
-"""What each rank needs while each step of its schedule runs."""
+"""Memory of each rank during each step of its schedule."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_worst_moment_is_what_is_estimated(schedule):
 
 
 def test_accumulators_come_and_gathered_parameters_go():
-    """Of two stages on a rank with shared parameters; at the end shards of the gradients and copies come on top."""
+    """A rank has two stages, sharded over dp; at the end shards of the gradients and copies are added."""
     config = load_config(TINY, ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "3"])
     model = read_config(config.model.config)
     _, (rank,) = step_memory(config, model)

@@ -1,4 +1,4 @@
-"""What a layer gives to a device: operators, counted against the model's own formulas."""
+"""Operators that a layer launches, counted against the model's own formulas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_products_are_those_of_the_model(name, layer, ep):
 
 @pytest.mark.parametrize("ep, counted", [(1, 76), (8, 118)])
 def test_launches_are_about_those_that_are_counted_on_a_pretend_device(ep, counted):
-    """By tests/models/test_launches.py, which runs the dispatcher as well."""
+    """tests/models/test_launches.py counts them, and runs the dispatcher as well."""
     config = read_config(EXAMPLES / "models/qwen3-30b-a3b")
     parts = layer_parts(config, kinds_of(config, [0])[0], ep, torch.bfloat16)
     assert sum(each.launches for each in operators(parts)) == pytest.approx(counted, rel=0.1)
@@ -55,7 +55,7 @@ def test_experts_on_more_ranks_read_fewer_weights():
 
 @pytest.mark.parametrize("ep", [1, 4])
 def test_layers_for_multi_token_prediction_are_in_the_last_stage(ep):
-    """As many operations as the model has, in two depths; and the head three times."""
+    """The stage has the operations that the model has, in two depths; and the head three times."""
     model = read_config(EXAMPLES / "models/deepseek-v3")
     config = replace(model, num_nextn_predict_layers=2).with_mtp()
     kinds = kinds_of(config, config.mtp_layers)

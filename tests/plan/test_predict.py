@@ -1,4 +1,4 @@
-"""What a step of a run takes, played through in its schedule."""
+"""Predicted time of a training step, simulated by its schedule."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from schedules import SCHEDULES
 
 
 def test_products_in_fp8_take_their_rate_and_rows_their_bytes():
-    """Experts in blocks of 128 x 128, whose input gradients are in FP8 too; in mxfp8, forward alone."""
+    """Experts are in blocks of 128 x 128, with input gradients in FP8 too; in mxfp8, the forward alone."""
     def run(gpu: str, *options: str) -> Prediction:
         config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", ("--parallel.dp", "1", "--parallel.ep", "8", *options))
         return Prediction(config, read_config(config.model.config), read_machine(gpu))
@@ -41,7 +41,7 @@ def test_products_in_fp8_take_their_rate_and_rows_their_bytes():
 
 @pytest.mark.slow
 def test_deepseek_v3_has_room_for_its_layer_for_multi_token_prediction():
-    """Its last stage has no other layer, so that a step takes no longer; rank 0 alone has more in memory."""
+    """The last stage has no other layer, so a step takes no longer; only rank 0 has more in memory."""
     config = load_config(EXAMPLES / "deepseek-v3.toml")
     config = fit_world(config, config.parallel.world_size)
     model, gpu = read_config(config.model.config), read_machine("h100")
@@ -65,7 +65,7 @@ def test_the_middle_of_a_long_step_need_not_be_played(schedule):
 
 @pytest.mark.parametrize("schedule, too_short", [("interleaved_1f1b", 0.0139), ("zbv", 0.0019)])
 def test_stages_that_differ_take_some_periods_until_the_middle_repeats_itself(schedule, too_short):
-    """The second period is shorter than later ones, by which the whole would be `too_short`."""
+    """The second period is shorter than later ones; extrapolated from it, the whole would be `too_short`."""
     stages = [Costs(F=size, B=2 * size, W=0.6 * size, FB=2.9 * size, R=2) for size in (1.17, *[1] * 7)]
     costs = Costs(p2p=0.05, per_stage=stages)
     one, two, whole = (simulate(build(schedule, 4, count), costs).makespan for count in (8 + 3, 16 + 3, 64 + 3))
@@ -103,8 +103,10 @@ def test_moments_in_host_memory_take_the_time_of_their_link():
 
 
 def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
-    """16 ranks of two nodes as 2 parts of 8: the rings are those of 8 ranks, and what a rank has of the gradients is
-    reduced over the two nodes, and gathered again."""
+    """16 ranks of two nodes form 2 parts of 8.
+
+    The rings are those of 8 ranks. A rank's share of the gradients is reduced over the two nodes, and gathered again.
+    """
     base = ("--parallel.pp", "1", "--parallel.schedule", "1f1b", "--parallel.dp")
     whole, one = prediction(*base, "16"), prediction(*base, "8")
     parts, m = prediction(*base, "16", "--parallel.dp_replicate", "2"), whole.machine
@@ -118,7 +120,7 @@ def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
 
 
 def test_merged_weight_gradients_read_and_write_accumulators_once():
-    """At 256 rows for each expert; in zbv all ranks but the first end sooner, so that the step is shorter."""
+    """Merging makes a step shorter at 256 rows for each expert: in zbv all ranks except the first end sooner."""
     def run(*options: str) -> Prediction:
         layout = {"dp": 1, "ep": 1, "pp": 4, "schedule": "zbv"}
         config = load_config(EXAMPLES / "qwen3-30b-a3b.toml", (

@@ -1,4 +1,4 @@
-"""What the actions of a stage cost: a pair hides what fits behind the other."""
+"""Costs of a stage's actions: a pair hides what fits behind the other action."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_pair_hides_what_fits_behind_the_other():
     assert walk_seconds([[Seconds(1.0, 4.0), Seconds(1.0)]] * 2, 0.0) == 10
     # alone, a backward hides its message behind its own weight gradients
     assert walk_seconds([[Seconds(1.0, 2.0, deferred=1.5), Seconds(3.0)]], 0.0) == 6
-    # what computes beside a message is slower by half: 1, then 1 of 2 seconds
+    # computing beside a message is slower by half: 1, then 1 of 2 seconds
     assert walk_seconds([[Seconds(1.0, 2.0, deferred=1.0), Seconds(0.0)]], 0.5) == 3
     assert walk_seconds([[Seconds(1.0, 2.0, deferred=1.5), Seconds(0.0)]], 0.5) == 3.5
 
@@ -57,7 +57,10 @@ def test_operators_of_a_layer_know_what_triton_launches():
 
 
 def test_merged_products_of_experts_read_and_write_accumulators_once():
-    """Of memory that takes 4 s, and 1 s for each micro-batch: 5, (4 + 2) / 2, (4 + 3) / 3; operations take 2 s."""
+    """Merged GEMMs read and write the accumulators once.
+
+    Memory takes 4 s, and 1 s for each micro-batch: 5, (4 + 2) / 2, (4 + 3) / 3; operations take 2 s.
+    """
     machine = replace(
         read_machine("h100"), hbm=1.0, bandwidth=1.0, tflops=1.0, grouped=1.0, gemm=1.0, launch=0.0, launch_grouped=0.0,
         launch_kernel=0.0, host_waits=False)

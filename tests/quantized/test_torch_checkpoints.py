@@ -1,4 +1,4 @@
-"""torch's own checkpoints of modules with quantized weights: bytes are saved, and go into every layout and form."""
+"""torch's checkpoints of modules with quantized weights: they save bytes, and load into every layout and form."""
 
 import io
 import pickle
@@ -35,7 +35,7 @@ FROM_FIRST = StateDictOptions(full_state_dict=True, cpu_offload=True, strict=Tru
 
 
 def make(format, seed=0, *, mesh=None, trained=False, dtype=torch.float32):
-    """Quantized matrices, frozen unless `trained`, and a norm that is always trained; sharded over a mesh."""
+    """Build quantized matrices, frozen unless `trained`, and a norm that is always trained; sharded over a mesh."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 512, bias=False), nn.LayerNorm(512), nn.Linear(512, 512, bias=False)).to(dtype)
     for name in WEIGHTS:
@@ -46,7 +46,7 @@ def make(format, seed=0, *, mesh=None, trained=False, dtype=torch.float32):
 
 
 def layout(*sizes):
-    """A mesh of ranks for FSDP2, or for HSDP; without sizes none."""
+    """Return a mesh of ranks for FSDP2 or HSDP; None without sizes."""
     return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :]) if sizes else None
 
 
@@ -55,13 +55,13 @@ def local(tensor):
 
 
 def same(actual, expected):
-    """Bytes and type, of this rank's part."""
+    """Compare this rank's part by bytes and type."""
     actual, expected = local(actual), local(expected)
     return type(actual) is type(expected) and actual.dtype is expected.dtype and torch.equal(actual, expected)
 
 
 def all_same(actual, expected):
-    """Whether state dicts are the same, bit for bit."""
+    """Return True if state dicts are equal, bit for bit."""
     return actual.keys() == expected.keys() and all(same(actual[name], expected[name]) for name in expected)
 
 
@@ -78,14 +78,14 @@ def save(rank, path, sizes, formats):
 
 
 def test_bytes_are_saved(tmp_path):
-    """Of masters, too, not one byte: those are the optimizer's."""
+    """A save holds the weights' bytes, and not one byte of masters, which belong to the optimizer."""
     for format in FORMATS:
         for trained in (False, True):
             model, path = make(format, trained=trained), tmp_path / f"{format}-{trained}"
             dcp.save(model.state_dict(), checkpoint_id=path)
             size = sum(map(len, files(path).values()))
             stored = sum(tensor.nbytes for tensor in model.state_dict().values())
-            assert stored < size < stored + 12_000  # of names and zip files
+            assert stored < size < stored + 12_000  # for names and zip files
             assert size < 64 * 512 + 512 * 512 * 1.2
 
 
@@ -97,12 +97,12 @@ STAGERS = {
 
 
 def save_in_background(rank, path, kind, stager):
-    """The files of a synchronous save, whatever happens to the model afterwards; twice with one stager."""
+    """Check that a background save writes a synchronous one's files while the model changes; twice with one stager."""
     for format in ("mxfp8", "nvfp4", "fp8_block"):
         model = make(format, mesh=layout(dist.get_world_size()), trained=True)
         state, used = model.state_dict(), STAGERS[stager]()
         for number in range(2):
-            if number and used is not None and torch.__version__ < "2.12":  # whose stagers serve once
+            if number and used is not None and torch.__version__ < "2.12":  # older stagers serve once
                 used = STAGERS[stager]()
             expected = {name: local(tensor).clone() for name, tensor in state.items()}
             dcp.save(state, checkpoint_id=path / f"{format}-{number}-sync")
@@ -182,7 +182,7 @@ def load_into_other_forms(rank, path):
 
 
 def test_forms(tmp_path):
-    """Bytes into the same format; numbers into another, or none; those of a bfloat16 checkpoint are quantized."""
+    """Bytes load into the same format; values into another, or none; values of a bfloat16 checkpoint are quantized."""
     run_ranks(load_into_other_forms, 2, tmp_path)
 
 
@@ -246,7 +246,7 @@ def test_state_dicts(sizes):
 
 
 def distribute(rank):
-    """Every rank has what the first one gave; masters go along."""
+    """Distribute tensors: every rank gets the first rank's values; masters go along."""
     for sizes, placements in [((2,), [Shard(0)]), ((2,), [Replicate()]), ((2, 1), [Replicate(), Shard(0)])]:
         for format in ("mxfp8", "nvfp4", "fp8_block"):
             for shape in ((512, 32), (4, 256, 32)):
@@ -264,7 +264,7 @@ def test_distribute_tensor():
 
 
 def gather_other_dimensions(rank):
-    """As of experts: their rows over dp, which FSDP2 does, and they themselves over ep."""
+    """Gather weights sharded like experts: their rows over dp by FSDP2, and the experts themselves over ep."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     for format in ("mxfp8", "nvfp4", "fp8_block"):
         for experts in (2, 4):
@@ -288,7 +288,10 @@ def test_experts():
 
 
 def uneven(rank):
-    """382 rows over 3 ranks are 128, 128 and 126; fully_shard pads the last, and gathering for a state dict does."""
+    """Gather 382 rows over 3 ranks: 128, 128 and 126.
+
+    fully_shard pads the last shard, and so does the gathering of a state dict.
+    """
     weight = QuantizedTensor.quantize(torch.randn(382, 32, generator=torch.Generator().manual_seed(0)), "fp8_block")
     model = fully_shard(Holder(weight), mesh=layout(3))
     assert model.weight.to_local().shape == ((126 if rank == 2 else 128), 32)
@@ -309,7 +312,7 @@ def train(model, optimizer, seed):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_going_on(tmp_path, format):
-    """Saved, loaded into a fresh model and trained on: what the uninterrupted run gives, moments too."""
+    """A run saved and loaded into a fresh model gives the uninterrupted run's results, moments too."""
 
     def fresh(seed):
         model = make(format, seed)
@@ -344,7 +347,7 @@ RULES = {
 
 
 def own_sharding(rank, path, way):
-    """Saved where weights were gathered before, in the background; what is gathered has plain float32 shards."""
+    """Save weights that were gathered before, in the background; gathered weights have unquantized float32 shards."""
     trainee = Trainee((1, 2, 2), rules=RULES[way])
     units = [StageParameters(stage) for stage in trainee.model.stages]
     for unit in units:

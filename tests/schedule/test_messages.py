@@ -1,4 +1,4 @@
-"""What the steps of a schedule take, send and complete."""
+"""Messages that the steps of a schedule receive, send and complete."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from schedules import SCHEDULES
 
 
 def steps(text: str) -> tuple:
-    """ "0F0 1B0&0F1" as steps of actions."""
+    """Parse "0F0 1B0&0F1" into steps of actions."""
     parse = re.compile(r"(\d+)([FBIW])(\d+)").fullmatch
     groups = [[parse(action).groups() for action in step.split("&")] for step in text.split()]
     return tuple(tuple(Action(kind, int(stage), int(mb)) for stage, kind, mb in group) for group in groups)
@@ -47,7 +47,7 @@ def test_every_stage_is_completed_once_by_a_weight_gradient(name, num_ranks, num
 
 
 def test_activations_and_gradients_are_streams_apart():
-    """DeepSeek's order on 4 ranks: rank 1 takes a gradient before an activation that rank 0 has sent earlier."""
+    """DeepSeek's order on 4 ranks: rank 1 receives a gradient before an activation that rank 0 sent earlier."""
     deepseek = build("dualpipev", 4, 8)
     messages = all_messages(deepseek)
     sent = [m.route for step in messages[0] for m in step.outgoing if m.dst == 1]
@@ -64,7 +64,7 @@ def test_activations_and_gradients_are_streams_apart():
 
 
 def test_a_step_takes_its_messages_as_they_are_sent():
-    """Rank 1 has its pair of forwards the other way round than rank 0, whose order counts."""
+    """Rank 1's pair of forwards is in another order than rank 0's, which is the order of the messages."""
     turned = Schedule("turned", 2, 2, 2, (steps("0F0 0F1 0B0 0B1"), steps("1F1&1F0 1B0 1B1")))
     validate(turned)
     assert [m.microbatch for m in all_messages(turned)[1][0].incoming] == [0, 1]

@@ -1,4 +1,4 @@
-"""The page of timelines: what is in it, and what a browser makes of it."""
+"""The page of timelines: its content, and its display in a browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVIL = "</script><script>window.evil = 1</script><!-- & \u2028 \ud800"
 
 
 class Parts(HTMLParser):
-    """The text of each script, the other tags, and the values of all attributes."""
+    """Collects the text of each script, the other tags, and the values of all attributes."""
 
     def __init__(self, page):
         super().__init__()
@@ -44,7 +44,7 @@ def data_of(page):
 
 
 def actions_of(timeline):
-    """(rank, start, end, kind, stage, micro-batch, source) of a timeline of the data, by number."""
+    """Return (rank, start, end, kind, stage, micro-batch, source) for each action of a timeline in the page's data."""
     rows = enumerate(timeline["ranks"])
     return [(rank, start, end, *action) for rank, row in rows for start, end, *step in row for action in step]
 
@@ -156,7 +156,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture
 def show(browser, tmp_path):
-    """Opens timelines in the browser, and afterwards sees that it asked for no other file and that no script failed."""
+    """Open timelines in the browser; afterwards check that it asked for no other file and that no script failed."""
     file = tmp_path / "page.html"
 
     def show(*timelines, title="A page", **options):
@@ -177,7 +177,7 @@ def view_of(browser):
 
 
 def axes(browser):
-    """at(chart, rank, time): the point of the window, `part` of the rank's height down, as the page's view is now."""
+    """Return at(chart, rank, time): a point of the window, `part` of the rank's height down, in the current view."""
     start, end = view_of(browser)
     places = browser("""[...document.querySelectorAll("canvas")].map((canvas) => {
         const { left, top, width } = canvas.getBoundingClientRect();
@@ -192,7 +192,7 @@ def axes(browser):
 
 
 def colours(browser, points):
-    """The colours of canvases at points of the window, as #rrggbb."""
+    """Return the colours of canvases at points of the window, as #rrggbb."""
     pixels = browser(json.dumps(points) + """.map(([x, y]) => {
         const canvas = document.elementFromPoint(x, y), { left, top } = canvas.getBoundingClientRect();
         return [...canvas.getContext("2d").getImageData(x - left, y - top, 1, 1).data];
@@ -220,7 +220,7 @@ def test_long_texts_are_wrapped_but_not_columns(show):
 
 
 def test_the_page_asks_for_long_texts_to_be_wrapped():
-    """What a browser makes of it is tested above, where there is one."""
+    """The style sheet asks for wrapping; tests above check the result in a browser, if there is one."""
     rules = dict(re.findall(r"^(\w+|\w+ [.]\w+) \{ ([^}]*)\}", TEMPLATE.read_text(), re.MULTILINE))
     assert "overflow-wrap: anywhere" in rules["body"] and "white-space: pre-wrap" in rules["pre"]
     assert "white-space: pre " in rules["pre .row"]

@@ -1,4 +1,7 @@
-"""`validate` refuses what cannot be run, says why, and agrees with an independent reading on thousands of mutations."""
+"""`validate` refuses schedules that cannot run, with the reason.
+
+An independent reading agrees on thousands of mutations.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from schedules import SCHEDULES
 
 
 def load(name):
-    """A module beside this one: pytest's importlib mode does not put this folder on sys.path."""
+    """Import a module beside this one: pytest's importlib mode does not put this folder on sys.path."""
     spec = importlib.util.spec_from_file_location(f"schedule_{name}", Path(__file__).with_name(f"{name}.py"))
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -34,7 +37,7 @@ def action(text: str) -> Action:
 
 
 def schedule(*ranks: str, stages: int = 2, microbatches: int = 1, placement: tuple[int, ...] = ()) -> Schedule:
-    """From one string a rank: steps separated by spaces, pairs joined by "&"."""
+    """Parse one string per rank into a schedule: steps separated by spaces, pairs joined by "&"."""
     parsed = tuple(tuple(tuple(map(action, step.split("&"))) for step in rank.split()) for rank in ranks)
     return Schedule("mine", len(ranks), stages, microbatches, parsed, placement)
 
@@ -113,9 +116,9 @@ def test_what_is_no_step_is_refused(step):
 
 @pytest.mark.parametrize("ahead", [1, 2])
 def test_blocking_sends_that_wait_for_each_other(ahead):
-    """A V on two ranks: rank 0 sends `ahead` gradients while rank 1 sends it as many activations.
+    """Rank 0 of a V on two ranks sends `ahead` gradients while rank 1 sends it `ahead` activations.
 
-    One receive is posted ahead, so a second message on either side would wait for the other for ever.
+    One receive is posted ahead, so a second message on either side would wait for the other forever.
     """
     first, then = range(ahead), range(ahead, 2 * ahead)
     rank0 = [f"{stage}F{m}" for m in first for stage in (0, 3)] + [f"0F{m}" for m in then]
@@ -170,7 +173,7 @@ def accepts(ranks, base: Schedule) -> bool:
 
 
 def check_mutations(seed: int, count: int) -> Counter:
-    """Mutates random small schedules; returns how many were accepted and refused, by mutation."""
+    """Mutate random small schedules; return the numbers of accepted and refused ones, by mutation."""
     rng = random.Random(seed)
     outcomes: Counter = Counter()
     for _ in range(count):
@@ -232,12 +235,12 @@ def test_large_schedules_are_proved_quickly():
         validate(large)
         return time.process_time() - start
 
-    assert min(seconds() for _ in range(3)) < 0.5  # a collection of what other tests left may fall into one
+    assert min(seconds() for _ in range(3)) < 0.5  # garbage of other tests may be collected during one of them
 
 
 @pytest.mark.slow
 def test_large_schedules_are_quick():
-    """64 ranks, 2,048 micro-batches: 524,288 actions, in 24 to 33 times what a dictionary of as many takes."""
+    """64 ranks and 2,048 micro-batches: 524,288 actions take 24 to 33 times as long as a dictionary of as many."""
 
     def dictionary() -> None:
         assert len({(number, number % 8): (number,) for number in range(524_288)}) == 524_288

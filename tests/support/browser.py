@@ -1,4 +1,4 @@
-"""A headless Chromium that is used as a user does, by pointer, wheel and keys: the DevTools protocol over a pipe."""
+"""A headless Chromium that tests drive like a user, by pointer, wheel and keys: the DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ SETTLED = "new Promise((done) => requestAnimationFrame(() => requestAnimationFra
 
 
 class Browser:
-    """One page of a browser. `errors`: what its scripts failed with; `requests`: the addresses that it asked for."""
+    """One page of a browser. `errors`: those of its scripts; `requests`: the addresses that it asked for."""
 
     def __init__(self, profile: Path) -> None:
-        """Skips the tests where there is no browser. profile: an empty folder."""
+        """Start the browser, or skip the test if there is none. profile: an empty folder."""
         program = next(filter(None, map(shutil.which, NAMES)), None)
         if program is None:
             pytest.skip(f"none of {', '.join(NAMES)} is installed (Debian: apt-get install chromium)")
         ours, theirs = socket.socketpair()
         ours.settimeout(120)
 
-        def plug() -> None:  # Chromium reads commands from 3 and writes what comes of them to 4
+        def plug() -> None:  # Chromium reads commands from 3 and writes results to 4
             os.dup2(theirs.fileno(), 3)
             os.dup2(3, 4)
 
@@ -50,7 +50,7 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The result of a command of the protocol."""
+        """Return the result of a command of the protocol."""
         self._last += 1
         message = {"id": self._last, "method": method, "params": params}
         if self._session:
@@ -84,23 +84,23 @@ class Browser:
         self(SETTLED)
 
     def dark(self, dark: bool) -> None:
-        """What the user prefers."""
+        """Set the user's preference for dark colours."""
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=features)
 
     def __call__(self, expression: str) -> Any:
-        """The value of an expression of JavaScript, awaited."""
+        """Return the value of a JavaScript expression, awaited."""
         done = self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in done, done
         return done["result"].get("value")
 
     def text(self, selector: str) -> str:
-        """The text of an element, once what was done before has been drawn."""
+        """Return the text of an element, once earlier changes have been drawn."""
         self(SETTLED)
         return self(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def pointer(self, kind: str, x: float, y: float, **more: Any) -> None:
-        """kind: "Moved", "Pressed", "Released", or "Wheel" with deltaX and deltaY."""
+        """Send a mouse event. kind: "Moved", "Pressed", "Released", or "Wheel" with deltaX and deltaY."""
         self.call("Input.dispatchMouseEvent", type=f"mouse{kind}", x=x, y=y, **more)
 
     def click(self, x: float, y: float) -> None:
@@ -118,7 +118,7 @@ class Browser:
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def close(self) -> None:
-        """Ends the browser."""
+        """End the browser."""
         self._session = None
         self.call("Browser.close")
         self._process.wait(30)

@@ -1,4 +1,4 @@
-"""The book of a pretend CUDA device: who may touch which memory when, by vector clocks. See pretend_cuda.py."""
+"""The book of a pretend CUDA device: the order of all accesses to memory, by vector clocks. See pretend_cuda.py."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from device_waits import Events, Trace
 
 CUDA = torch.device("cuda", 0)
 ROOT, SUPPORT = (f"{Path(__file__).parents[up]}/" for up in (2, 0))
-PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/runtime/device.py")  # what happens there is told of the callers
-Clock = Counter[int]  # accesses by timeline; the union of two clocks is what comes after both
+PASSED_BY = (SUPPORT, f"{ROOT}.", f"{ROOT}dualpipe/runtime/device.py")  # events there are attributed to the callers
+Clock = Counter[int]  # accesses by timeline; the union of two clocks comes after both
 RESIZE = torch.UntypedStorage.resize_
 _numbers = count()
 _devices: list[Book] = []  # the last one is pretended at the moment
@@ -36,7 +36,7 @@ def the_device() -> Book:
 
 
 class Timeline:
-    """torch.cuda.Stream, and a thread of the host. clock: what its next access comes after."""
+    """torch.cuda.Stream, or a thread of the host. clock: the accesses that its next access comes after."""
 
     def __init__(self, device: Any = None, priority: int = 0, kind: str = "stream") -> None:
         self.number, self.clock, self.device = next(_numbers), Clock(), CUDA
@@ -65,7 +65,7 @@ class Timeline:
 
 
 class Event:
-    """torch.cuda.Event. One that was never recorded is waited for by nobody, as there."""
+    """torch.cuda.Event. Nothing waits for an event that was never recorded, as in torch."""
 
     after: Events = {}  # noqa: RUF012 (replaced, never changed)
 
@@ -82,7 +82,7 @@ class Event:
         the_device().host_waits("Event.synchronize", self.clock, self.after)
 
     def query(self) -> bool:
-        """Whether this thread of the host has waited for it, or for what came after."""
+        """Return True if this thread of the host has waited for the event, or for a later one."""
         known = the_device().of_thread.host.clock
         return all(known[line] >= number for line, number in self.clock.items())
 
@@ -91,7 +91,7 @@ class Event:
 
 
 class Access(NamedTuple):
-    """By an operator, to the bytes from `low` to before `high`. lost: what memory it was, if that was given back."""
+    """An operator's access to the bytes from `low` to before `high`. lost: describes its memory, if that was freed."""
 
     line: Timeline
     time: int
@@ -118,7 +118,7 @@ class Block:
 
 
 class OfThread(threading.local):
-    """What belongs to a thread of the host."""
+    """State of one thread of the host."""
 
     stream: Timeline | None = None
     watched = False  # whether its waits are counted
@@ -133,7 +133,7 @@ class OfThread(threading.local):
 class Book:
     """Streams, memory and faults of one device.
 
-    strict: whether memory given back too early is a fault before it is used again.
+    strict: if True, memory given back too early is a fault even before it is used again.
     """
 
     def __init__(self, strict: bool) -> None:
@@ -145,26 +145,26 @@ class Book:
         self.pinned: dict[int, Block] = {}  # by address: memory of the host that was registered
         self._lock = threading.RLock()
         self._blocks: dict[int, Block] = {}  # by storage
-        self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the thread they went in
-        # By stream, and timeline: the last use of memory that was given back to that stream, and not known to it then.
+        self._dead: deque[tuple[int, Block, Timeline]] = deque()  # storages that are gone, and the threads they went in
+        # By stream and timeline: the last use of memory that was freed to that stream, unknown to it then.
         self._lost: defaultdict[int, dict[int, Access]] = defaultdict(dict)
 
     def report(self, waits: Mapping[str, int]) -> list[str]:
-        """All faults, each with how often; `waits`: those of the host that there should be."""
+        """Return all faults, each with its count. `waits`: the expected waits of the host."""
         self._bury()
         wrong = [wait for wait in {*waits, *self.waits} if waits.get(wait, 0) != self.waits[wait]]
         found = [f"{fault} ({count} times)" for fault, count in self.faults.most_common()]
         return found + [f"sync: {wait}: {self.waits[wait]} times instead of {waits.get(wait, 0)}" for wait in wrong]
 
     def watched(self) -> AbstractContextManager:
-        """Within it this thread's waits are counted."""
+        """Count this thread's waits inside the block."""
         return mock.patch.object(self.of_thread, "watched", True)
 
     # -- order
 
     @contextmanager
     def pretended(self) -> Iterator[None]:
-        """Be the device, with a default stream and a timeline for this thread."""
+        """Act as the device, with a default stream and a timeline for this thread."""
         _devices.append(self)
         self.default, self.of_thread = Timeline(), OfThread()
         try:
@@ -179,13 +179,13 @@ class Book:
         return mock.patch.object(self.of_thread, "stream", stream or self.current_stream())
 
     def order(self, line: Timeline, clock: Clock) -> None:
-        """What this thread gives to `line` from now on comes after `clock` and all that the thread has waited for."""
+        """Order later work of this thread on `line` after `clock` and everything this thread has waited for."""
         self._bury()
         with self._lock:
             line.clock |= self.of_thread.host.clock | clock
 
     def host_waits(self, what: str, clock: Clock, after: Events | None = None) -> None:
-        """For `clock`, which is after `after`; by default after all of the current stream."""
+        """Make the host wait for `clock`, which comes after `after`; by default after all of the current stream."""
         self._bury()
         trace = self.of_thread.trace
         trace.host_waits(trace.event(self.current_stream().number) if after is None else after)
@@ -195,7 +195,7 @@ class Book:
             self.of_thread.host.clock |= clock
 
     def synchronize(self, device: Any = None) -> None:
-        """This thread waits, and will tell the others."""
+        """Make this thread wait for the device; all streams and threads learn of it."""
         clock = Clock({line.number: line.clock[line.number] for line in self.lines})
         self.host_waits("synchronize", clock, self.of_thread.trace.everything())
         for line in self.lines:
@@ -204,7 +204,7 @@ class Book:
     # -- memory
 
     def block(self, tensor: Tensor) -> Block | None:
-        """What is known of a tensor's memory; None on the host, if it is not pinned."""
+        """Return the block of a tensor's memory; None for host memory that is not pinned."""
         self._bury()
         found = self._blocks.get(local(tensor).untyped_storage()._cdata)
         if found is None and self.pinned:
@@ -217,7 +217,7 @@ class Book:
         return "host" if block is None else block.kind
 
     def mark(self, tensor: Tensor, kind: str) -> None:
-        """Have its memory be "device", made on the current stream, or "pinned"."""
+        """Mark a tensor's memory as "device", made on the current stream, or as "pinned"."""
         storage = local(tensor).untyped_storage()
         key, block = storage._cdata, Block(kind, self.current_stream(), 0, where())
         self._blocks[key] = block
@@ -235,7 +235,7 @@ class Book:
         return 0
 
     def resize(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
-        """As FSDP2 gives the memory of gathered parameters back and takes other."""
+        """Resize a storage, as FSDP2 does to free gathered parameters and allocate them again."""
         block = self._blocks.get(storage._cdata)
         if block is not None and block.kind == "device":
             self._give_back(block, self.of_thread.host)
@@ -244,8 +244,11 @@ class Book:
         return RESIZE(storage, nbytes)
 
     def _allocate(self, block: Block, nbytes: int) -> None:
-        """The allocator waits for nobody: it may be memory that was given back on this stream and is still in use, by
-        others (lost), and by the stream itself."""
+        """Allocate without waiting.
+
+        The allocator may return memory that was freed on this stream and is still in use, by others (lost) and by the
+        stream itself.
+        """
         line, block.nbytes = block.line, nbytes
         self.allocated += nbytes
         self.peak = max(self.peak, self.allocated)
@@ -263,7 +266,7 @@ class Book:
                     self._give_back(block, host)
 
     def _give_back(self, block: Block, host: Timeline) -> None:
-        """What the block's stream and the thread have not waited for may still use it."""
+        """Free a block; accesses that neither its stream nor the thread has waited for may still use it."""
         self.allocated -= block.nbytes
         known = block.line.clock | host.clock
         what = f"{block.nbytes} bytes of {block.line.name}, made at {block.made}"
@@ -278,7 +281,7 @@ class Book:
                 lost[number] = old._replace(write=True, low=0, high=sys.maxsize, lost=old.lost or what)
 
     def _access(self, tensor: Tensor, write: bool, line: Timeline, what: str) -> None:
-        """Note what `line` does with a tensor, and hold it against what was noted before."""
+        """Record an access of `line` to a tensor, and check it against earlier accesses."""
         block, tensor = self.block(tensor), local(tensor)
         if block is None or tensor.numel() == 0:
             return
@@ -299,12 +302,14 @@ class Book:
         self, name: str, reads: list[Tensor], writes: list[Tensor], line: Timeline | None = None,
         communicator: tuple[Hashable, int] | None = None,
     ) -> Clock:
-        """Give an operator, or a kernel of NCCL on a communicator of so many ranks, to a timeline, by default the
-        current stream; returns what comes after it."""
+        """Put an operator, or a kernel of NCCL on a communicator (key, number of ranks), on a timeline.
+
+        The default timeline is the current stream. Returns the clock of what comes after it.
+        """
         line = line or self.current_stream()
         if communicator is not None:
             self.of_thread.trace.launch(line.number, name, *communicator)
-        elif line is not self.of_thread.host and (reads or writes):  # else it is memory that is made
+        elif line is not self.of_thread.host and (reads or writes):  # otherwise it is memory that is created
             self.of_thread.trace.launch(line.number, " ".join((name, *(str(t.dtype) for t in (*reads, *writes)))))
         with self._lock:
             self.order(line, Clock({line.number: line.clock[line.number] + 1}))
@@ -318,19 +323,19 @@ class Book:
 
 @cache
 def _label(code: CodeType) -> str:
-    """The name of a function of the project or of its tests."""
+    """Return the name of a function of the project or of its tests, "" for others."""
     ours = code.co_filename.startswith(ROOT) and not code.co_filename.startswith(PASSED_BY)
     name = code.co_qualname.removesuffix(".<locals>.<listcomp>")  # which is a function until Python 3.12
     return f"{code.co_filename.removeprefix(ROOT)}: {name}" if ours else ""
 
 
 def where(most: int = 3, line: str = ", line {}") -> str:
-    """The innermost functions that have a label."""
+    """Return the innermost functions that have a label."""
     frames = walk_stack(sys._getframe(1))
     return " < ".join(islice((label + line.format(at) for f, at in frames if (label := _label(f.f_code))), most))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Of a DTensor, this rank's part; of a quantized tensor, its bytes."""
+    """Return this rank's part of a DTensor, or the bytes of a quantized tensor."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return getattr(tensor, "block_rows", tensor)

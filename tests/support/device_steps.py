@@ -1,6 +1,6 @@
 """Steps of pipelines and of training on a pretend device: ranks as threads, ranks as processes, and `dualpipe train`.
 
-Each takes a `plant`, a context manager within which everything runs: a fault to plant, or nothing.
+Each takes a `plant`, a context manager around the whole run: a fault to plant, or nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ Plant = Callable[[], AbstractContextManager]
 
 @contextmanager
 def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
-    """A pretend device on which the waits of the host within steps of pipelines are counted."""
+    """Pretend a device on which the host's waits within steps of pipelines are counted."""
     step = Pipeline.step
     with pretend_cuda(strict) as device:
 
@@ -78,7 +78,7 @@ def watched_steps(strict: bool = True) -> Iterator[PretendCuda]:
 
 @contextmanager
 def booked_transfers() -> Iterator[None]:
-    """Have the traces hold what ranks that are threads exchange as NCCL, and for the host gloo, would do it."""
+    """Record the exchanges between ranks that are threads in the traces, as NCCL's, and on the host as gloo's."""
     post, start, wait, spoil = World.post, ThreadAllToAll.start, Transfer.wait, threads._spoil
 
     def booked_post(world: World, kind: str, key: tuple, side: Side, role: str) -> Transfer:
@@ -123,7 +123,7 @@ def booked_transfers() -> Iterator[None]:
 
 
 class Exchange:
-    """Part g of a rank's rows goes to rank g, whose part of the same number comes back; its own backward."""
+    """Sends part g of a rank's rows to rank g, and receives that rank's part of the same number; its own backward."""
 
     group = None
 
@@ -138,7 +138,7 @@ class Exchange:
 
 
 class Exchanged:
-    """An exchange on its way."""
+    """An exchange in flight."""
 
     def __init__(self, all_to_all, rows: Tensor) -> None:
         self.rows, self.received = rows, torch.empty_like(rows)  # kept until it is through
@@ -154,7 +154,7 @@ class Exchanged:
 
 
 class Toy(nn.Module):
-    """(rows, WIDTH) -> (rows, WIDTH): a linear, one on rows from other ranks, and what a test has it do besides."""
+    """(rows, WIDTH) -> (rows, WIDTH): a linear, one on rows from other ranks, and an action that a test adds."""
 
     exchange: Exchange | None = None
     besides: Callable[[Tensor], Tensor] = staticmethod(lambda x: x)
@@ -185,7 +185,7 @@ def qwen(count: int) -> list[nn.Module]:
 
 
 def quantized_qwen(count: int) -> list[nn.Module]:
-    """In bfloat16, so that products are in FP8."""
+    """Build Qwen stages with FP8 weights, in bfloat16, so that GEMMs are in FP8."""
     stages = [stage.bfloat16() for stage in qwen(count)]
     for stage in stages:
         quantize_weights(stage, "fp8_block")
@@ -196,13 +196,13 @@ def by_threads(
     make: Callable[[int], list[nn.Module]], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (), *,
     schedule: str = "dualpipev", plant: Plant = nullcontext, per_node: int | None = None,
 ) -> PretendCuda:
-    """Two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters.
+    """Run two steps of pp x ep ranks with the stages that `make(count)` returns, and an update of the parameters.
 
-    per_node: expert-parallel ranks of a pretended node, between which rows take two hops.
+    per_node: expert-parallel ranks of a pretended node; rows take two hops between nodes.
     """
     with watched_steps() as device, booked_transfers(), plant():
         run_threads(_thread, pp * ep, make, pp, ep, overlap, recompute, schedule, per_node, device="cuda")
-    device.traces = [trace for trace in device.traces if trace.ends]  # without that of this thread
+    device.traces = [trace for trace in device.traces if trace.ends]  # without the trace of this thread
     return device
 
 
@@ -223,7 +223,7 @@ def _thread(
         x, y = rows[:, :-1].to(rank.device), rows[:, 1:].contiguous().to(rank.device)
     else:
         (x, y), criterion = torch.randn(2, ROWS * MICRO_BATCHES, WIDTH).to(rank.device), F.mse_loss
-    for _ in range(STEPS):  # the second one uses the first one's memory again
+    for _ in range(STEPS):  # the second one reuses the first one's memory
         pipe.step(x, num_chunks=MICRO_BATCHES, criterion=criterion, labels=(y,))
         with torch.no_grad():
             for parameter in pipe.parameters():
@@ -235,7 +235,7 @@ def _thread(
 
 
 def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str], per_node: int | None) -> None:
-    """Give a stage its communication, in FP8 where its weights are quantized; leave this rank its experts."""
+    """Connect a stage to its communication, in FP8 if its weights are quantized; leave this rank its experts."""
     if isinstance(stage, Toy):
         stage.exchange = Exchange(all_to_all)
         return
@@ -254,7 +254,7 @@ def _connect(stage: nn.Module, all_to_all, recompute: Sequence[str], per_node: i
 def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32, fails: bool = False, *,
                narrow: bool = False, strict: bool = False, plant: Plant = nullcontext, tied: bool = False,
                name: str = "dualpipev", offload: bool = False) -> tuple[PretendCuda, int]:
-    """Two steps of training with (pp, dp, ep) ranks: the device, and how many layers dispatch tokens on this rank.
+    """Run two training steps with (pp, dp, ep) ranks; return the device, and this rank's number of layers with experts.
 
     fails: rank 0 fails in the last step, all ranks with it. narrow: parameters are stored in `dtype`. tied: the
     embedding is the head; name: of the schedule; offload: moments are in host memory.
@@ -299,14 +299,14 @@ TRAINING = (
 
 
 def write_run(folder: Path) -> None:
-    """What `as_training` needs."""
+    """Write the files that `as_training` needs."""
     write_files(folder, CONFIG.to_dict())
 
 
 def as_training(
     rank: int, folder: str, *arguments: str, status: int = 0, plant: Plant = nullcontext
 ) -> PretendCuda:
-    """`dualpipe train`, one rank, here; waits of the host are counted from the first step of the pipeline on."""
+    """Run `dualpipe train` with one rank in this process; count the host's waits from the pipeline's first step on."""
     step, one = Pipeline.step, {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     with pretend_cuda() as device, plant(), mock.patch.dict(os.environ, one), contextlib.chdir(folder):
 

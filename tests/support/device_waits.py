@@ -1,35 +1,35 @@
-"""A model of what waits for what on devices: hosts, streams, multiprocessors, and kernels of NCCL that wait for peers.
+"""A model of waits on devices: by hosts, streams and multiprocessors, and by kernels of NCCL, which wait for peers.
 
-    traces = [Trace("rank 0"), Trace("rank 1")]    # to be filled with what the host of each rank does, in order
-    assert run(traces).stuck == []                 # else who waits for what, once nothing can move any more
+    traces = [Trace("rank 0"), Trace("rank 1")]    # to be filled with the steps of each rank's host, in order
+    assert run(traces).stuck == []                 # else the waits that remain once nothing can move any more
 
-Each rank has one host, which takes its steps in order, and streams, each of which does in order what the host has given
-to it. A step of a host is one of
+Each rank has one host, which takes its steps in order, and streams, each of which runs in order the work that the host
+gave to it. A step of a host is one of
 
-    Launch      give a kernel to a stream. The first one of its name is loaded before, for which the host waits for all
-                that its device has been given: torch's kernels with CUDA_MODULE_LOADING=LAZY, Triton's in any case
-    After       have a stream wait for what other streams have been given until then: an event
+    Launch      give a kernel to a stream. The first one of its name is loaded before, and the host waits for all work
+                given to its device: torch's kernels with CUDA_MODULE_LOADING=LAZY, Triton's in any case
+    After       make a stream wait for the work that other streams have been given until then: an event
     HostWaits   wait for streams: for an event, for a stream, or for the device, as `cudaFree` does
     Meet        start a message between hosts (gloo), or wait until its other side has been started too
 
-A kernel starts when its stream has come to it and CTAs are free. A computing one needs one, as it runs in waves, and
-ends. One of NCCL needs all of its own, and keeps them until all members of its communicator have started theirs of the
-same number; then these end. A communicator's kernels run one after the other. Streams may share hardware queues
-(`connections`), each of which holds what has not begun, at most `depth` of it, before its host waits; what is not at
-the head of its queue does not begin. Nothing has a duration: where the NCCL kernels that can wait at once all fit the
-device, what is left in the end does not depend on who came first.
+A kernel starts when its stream has come to it and CTAs are free. A computing kernel needs one CTA, as it runs in waves,
+and ends. A kernel of NCCL needs all of its CTAs, and keeps them until all members of its communicator have started
+their kernel of the same number; then these end. A communicator's kernels run one after the other. Streams may share
+hardware queues (`connections`). A queue holds at most `depth` entries that have not begun; then its host waits. Only
+the head of a queue can begin. Nothing has a duration: if the NCCL kernels that can wait at once all fit the device,
+the outcome does not depend on which came first.
 
 Two ranks that receive ahead on the link from the other one, compute, and send:
 
     rank 0: receive 1 -> 0 | mm | send 0 -> 1          rank 1: receive 0 -> 1 | mm | send 1 -> 0
 
-Where mm is loaded, both end. Where it is not, each host waits, before it launches mm, for its receive, whose send the
-other host has not launched: stuck. Received after the sends, mm is loaded while nothing waits. With 4 CTAs in all,
-which the receive takes, mm never starts; with 5 it does, but the send does not.
+If mm is loaded, both end. If not, each host waits, before it launches mm, for its receive, whose send the other host
+has not launched: stuck. If receives come after the sends, mm is loaded while nothing waits. With 4 CTAs in all, which
+the receive takes, mm never starts; with 5 it does, but the send does not.
 
-A send waits for its receive, as one does that is larger than NCCL's buffers (4 MiB a channel). Where it need not, less
-waits, and what is free of deadlocks here is so there. A kernel of NCCL of which some CTAs have started and others find
-no room is not in the model.
+A send waits for its receive, as a send larger than NCCL's buffers (4 MiB a channel) does. A smaller one need not: then
+less waits, so a program without deadlocks here has none there. The model has no kernel of NCCL that has started some
+CTAs and finds no room for others.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Trace:
 
     def __init__(self, name: str) -> None:
         self.name, self.steps = name, list[Any]()
-        self.ends = list[int]()  # of the steps of training: how many steps of the host are before
+        self.ends = list[int]()  # for each step of training, the number of host steps before its end
         self._given, self._meets, self._paused = Counter[Hashable](), Counter[Hashable](), False
 
     def launch(self, stream: Hashable, name: str, communicator: Hashable = None, size: int = 0) -> None:
@@ -88,16 +88,18 @@ class Trace:
         self.add(After(stream, events))
 
     def event(self, stream: Hashable) -> Events:
-        """After all that the stream has been given."""
+        """Return the event after all work given to the stream."""
         return {stream: self._given[stream]}
 
     def everything(self) -> Events:
-        """After all that the device has been given."""
+        """Return the events after all work given to the device."""
         return dict(self._given)
 
     def communicate(self, name: str, communicator: Hashable, size: int, *, current: Hashable) -> Events:
-        """Launch on a stream of the communicator what comes after all of the current one, as ProcessGroupNCCL does;
-        returns what comes after it."""
+        """Launch a kernel on a communicator's stream after all of the current stream's work, as ProcessGroupNCCL does.
+
+        Returns the events of what comes after it.
+        """
         self.after(communicator, self.event(current))
         self.launch(communicator, name, communicator, size)
         return self.event(communicator)
@@ -106,7 +108,7 @@ class Trace:
         self.add(HostWaits(events))
 
     def meet(self, message: Hashable, role: str) -> Meet:
-        """Start a message between hosts; returns what `wait_for` waits for."""
+        """Start a message between hosts; return the argument of `wait_for`."""
         meet = Meet(message, role, self._meets[message, role], waits=False)
         self._meets[message, role] += not self._paused
         self.add(meet)
@@ -117,7 +119,7 @@ class Trace:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """What happens within is noted in another way."""
+        """Pause the recording of steps; the caller records the block in another way."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -132,18 +134,18 @@ class Trace:
 
 
 class Outcome(NamedTuple):
-    stuck: list[str]  # who waits for what in the end, or what does not match; empty where all came to its end
-    most_ctas: int  # that kernels of NCCL had at once on one device
+    stuck: list[str]  # who waits for what in the end, or mismatches; empty if all ended
+    most_ctas: int  # largest number that NCCL kernels held at once on one device
 
 
 def run(
     traces: Sequence[Trace], *, loading: int | None = None, multiprocessors: int = MULTIPROCESSORS,
     connections: int = 128, depth: int = 1024,
 ) -> Outcome:
-    """Have all hosts and streams go as far as they can.
+    """Run all hosts and streams as far as they can go.
 
-    loading: for so many steps of training every kernel is loaded when it is launched, and afterwards none; by default
-    the first one of each name.
+    loading: number of training steps in which every kernel is loaded when it is launched; afterwards none is. By
+    default the first kernel of each name is loaded.
     """
     world = _World()
     ranks = [_Rank(trace, world, loading, multiprocessors, connections, depth) for trace in traces]
@@ -154,7 +156,7 @@ def run(
 
 
 class _World:
-    """What ranks know of each other."""
+    """State that ranks share: started kernels, messages and faults."""
 
     def __init__(self) -> None:
         self.started: defaultdict[tuple, dict[_Rank, Launch]] = defaultdict(dict)  # by communicator and number
@@ -177,7 +179,7 @@ class _Rank:
         self._free = self.least_free = multiprocessors
 
     def advance(self) -> bool:
-        """Whether anything could move."""
+        """Advance the host and the queues; return True if anything moved."""
         before = self._at, self._done.total(), len(self._running)
         while self._at < len(self._steps) and self._host(self._steps[self._at]):
             self._at += 1
@@ -187,7 +189,7 @@ class _Rank:
         return before != (self._at, self._done.total(), len(self._running))
 
     def _host(self, step: Any) -> bool:
-        """Whether the host can take a step, which it then has."""
+        """Take a step of the host if possible; return True if it was taken."""
         if isinstance(step, HostWaits):
             return self._reached(step.events)
         if isinstance(step, Meet):
@@ -209,7 +211,7 @@ class _Rank:
         return True
 
     def _stream(self, queue: deque, entry: Launch | After, number: int) -> bool:
-        """Whether a queue can begin its next entry, which it then has."""
+        """Begin the next entry of a queue if possible; return True if it has begun."""
         if isinstance(entry, After):
             if not self._reached(entry.events):
                 return False
@@ -223,7 +225,7 @@ class _Rank:
         return True
 
     def _start(self, kernel: Launch, number: int) -> None:
-        """A kernel of NCCL. The last one of its number has all of them end."""
+        """Start a kernel of NCCL. The last rank to start its number ends it on all ranks."""
         self._running[kernel.stream] = kernel, number
         self._free -= kernel.ctas
         self.least_free = min(self.least_free, self._free)
@@ -245,7 +247,7 @@ class _Rank:
         return all(self._done[stream] >= count for stream, count in events.items())
 
     def waiting(self) -> Iterator[str]:
-        """Who waits for what."""
+        """Yield each wait: the waiting host, kernel or queue, and its cause."""
         if self._at < len(self._steps):
             yield f"{self.name}: the host, at step {self._at} of {len(self._steps)}: {self._steps[self._at]}"
         for kernel, number in self._running.values():

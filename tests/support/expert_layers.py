@@ -15,7 +15,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 
 class Experts(nn.Module):
-    """Of seeded values, whatever part of them is here."""
+    """An MLP of experts with seeded values, whatever part of them is on this rank."""
 
     def __init__(self, dtype, mesh=None):
         super().__init__()
@@ -48,7 +48,7 @@ CASES = {
 
 
 def batch(case, rank, dtype):
-    """Tokens, weights and choices of a rank, and a gradient for its results."""
+    """Return the tokens, weights and choices of a rank, and a gradient for its results."""
     counts, top_k, allowed = CASES[case]
     generator = torch.Generator().manual_seed(rank)
     pool = torch.tensor(list(allowed(rank)))
@@ -60,7 +60,7 @@ def batch(case, rank, dtype):
 
 
 def through_experts(dispatcher, experts, x, weights, choices):
-    """(T, H) -> (T, H) through the chosen experts, wherever they are, as a model's segments do it."""
+    """Send (T, H) through the chosen experts of any rank, as a model's segments do it; returns (T, H)."""
     run = functools.partial(run_experts, experts)
     segments = [Compute(dispatcher.plan, ("x", "weights", "choices"), ("rows", "weights", "plan"))]
     if dispatcher.dispatch is None:

@@ -1,13 +1,12 @@
-"""Faults planted into a training run, to see what it does then.
+"""Faults planted into a training run, to test its reaction.
 
     "kill rank=2 step=7 action=B; delay rank=0 step=3 action=F seconds=2"
 
     dualpipe(folder, "train", "run.toml", before=planting(text))    the command, as processes: see command.py
     with planted(text): cli.main(["train", "run.toml"])             one rank in this process
 
-A fault happens on one rank, once, when that begins what is named: the first entry of its recorder that matches. Where
-the job is started again, after a failure, none happens any more. Training knows nothing of this: the recorder that
-it has anyway is observed.
+A fault happens on one rank, once, at the begin of the first entry of its recorder that matches. No fault happens after
+a restart of the job. Training knows nothing of this: the faults observe the recorder that it has anyway.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ _RESULTS = ("F", "B", "I", "segment")
 
 
 class PlantedFault(Exception):
-    """What a planted "raise" raises."""
+    """Error of a planted "raise"."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and when it happens."""
+    """One fault, and its trigger."""
 
     kind: str
     """one of `KINDS`"""
@@ -75,7 +74,7 @@ class Fault:
     """whether it has happened: the NaN of a result does twice, as what it comes from is run again to find it"""
 
     def matches(self, kind: str, what: object, step: int) -> bool:
-        """Whether it happens where this begins. A pair of computations, such as "FB", is both."""
+        """Return True if the fault happens at the begin of this entry. A pair such as "FB" matches both its actions."""
         is_action = self.action in ("", kind) or (set(kind) <= set("FBIW") and self.action in kind)
         return is_action and self.step in (0, step) and self.what in str(what)
 
@@ -85,7 +84,7 @@ class Fault:
 
 
 def parse(text: str) -> tuple[Fault, ...]:
-    """The faults of a text, which a semicolon separates."""
+    """Parse the faults of a text, separated by semicolons."""
     return tuple(_fault(part) for part in text.split(";"))
 
 
@@ -103,7 +102,7 @@ def _fault(text: str) -> Fault:
 
 
 def planting(text: str) -> str:
-    """Python that plants these faults into the ranks of a command, for its `before`."""
+    """Return Python code that plants these faults into the ranks of a command, for its `before`."""
     return f"import faults\nfaults.plant({text!r})\n"
 
 
@@ -120,21 +119,23 @@ def planted(text: str) -> Iterator[None]:
 
 
 class FaultInjector(Observer):
-    """Has faults happen on the recorder that it observes. Of the tensors that it sees, those made as "parameters" are
-    the rank's."""
+    """Triggers faults on the recorder that it observes.
+
+    Among the tensors it sees, those made as "parameters" are the rank's.
+    """
 
     lanes = True  # what happens there does not happen here again
 
     def __init__(self, faults: Iterable[Fault]) -> None:
         self._faults = list(faults)
-        self._found: dict[Recorder, list[Fault]] = {}  # that happen in the entry that begins
+        self._found: dict[Recorder, list[Fault]] = {}  # faults of the entry that begins
         self._parameters: tuple[Tensor, ...] = ()
-        self._awaited: Fault | None = None  # what happens with the next result
-        self._losing: Entry | None = None  # in which messages are lost
+        self._awaited: Fault | None = None  # the fault of the next result
+        self._losing: Entry | None = None  # the entry in which messages are lost
         self._until_end = ExitStack()
 
     def before(self, recorder: Recorder, kind: str, what: object) -> None:
-        """Raise what is planted so; the rest happens inside of the entry."""
+        """Raise a fault planted as an error; other faults happen inside of the entry."""
         found = [fault for fault in self._faults if fault.matches(kind, what, recorder.step)]
         self._found[recorder] = found
         for fault in found:
@@ -149,18 +150,18 @@ class FaultInjector(Observer):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(what))
 
     def began(self, recorder: Recorder, entry: Entry) -> None:
-        """Have the faults of this entry happen."""
+        """Trigger the faults of this entry."""
         for fault in self._found.pop(recorder, ()):
             self._happen(fault, entry)
 
     def ended(self, recorder: Recorder, entry: Entry) -> None:
-        """Lose no more messages."""
+        """Stop losing messages."""
         if entry is self._losing:
             self._losing = None
             self._until_end.close()
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
-        """Put a NaN into the first number of what was just made, or fail to make it, where that was planted."""
+        """Put a NaN into the first number of a new result, or fail to make it, if that is planted."""
         tensors = tuple(each for each in results if isinstance(each, Tensor))
         if what == "parameters":
             self._parameters = tensors
@@ -179,7 +180,7 @@ class FaultInjector(Observer):
         elif fault.action in _RESULTS and fault.kind in ("nan", "raise"):
             self._awaited = fault
         elif fault.kind in ("nan", "bitflip"):
-            # A vector, as of a norm: all of it is used in every step, which a row of an embedding may not be.
+            # A vector, such as a norm's: every step uses all of it, while a row of an embedding may be unused.
             parts = [part for each in self._parameters if (part := local(each.detach())).numel()]
             _change(min(parts, key=Tensor.dim), flip=fault.kind == "bitflip")
         elif fault.kind == "lost_message":
@@ -188,7 +189,7 @@ class FaultInjector(Observer):
 
 
 def recorder_with(text: str) -> Callable[[int], Recorder]:
-    """What makes a rank's recorder, on which that rank's faults happen, in the first start of a job."""
+    """Return a factory of rank recorders that trigger that rank's faults in the first start of a job."""
     faults = parse(text)
 
     def make(rank: int = 0) -> Recorder:
@@ -213,7 +214,7 @@ class _NeverSent:
     """The work of a message that never leaves."""
 
     def wait(self) -> bool:
-        """Done at once."""
+        """Return True at once."""
         return True
 
 

@@ -29,7 +29,7 @@ TINY = {
 
 
 def save_qwen(folder, max_shard_size="40KB", dtype=torch.float32, **changes):
-    """A random Qwen3-MoE, written by transformers; returns its model."""
+    """Save a random Qwen3-MoE with transformers; return its model."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
@@ -64,7 +64,7 @@ FAMILIES = {
 
 
 def save_family(folder, model_type, max_shard_size="1GB", **sizes):
-    """A random model of a family, written by transformers; returns it."""
+    """Save a random model of a family with transformers; return it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -77,7 +77,7 @@ def save_family(folder, model_type, max_shard_size="1GB", **sizes):
 
 
 def read_all(folder):
-    """All tensors of a checkpoint, by the hub's names."""
+    """Return all tensors of a checkpoint, by the hub's names."""
     return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
@@ -91,7 +91,7 @@ def rewrite(folder, tensors, **config):
 
 
 def add_mtp(folder, depth=1):
-    """Give a DeepSeek-V3 layers for multi-token prediction, as the published one has them; returns all its tensors."""
+    """Add layers for multi-token prediction to a DeepSeek-V3, in the published form; return all its tensors."""
     tensors, config = read_all(folder), json.loads((Path(folder) / "config.json").read_text())
     last, hidden = config["num_hidden_layers"], config["hidden_size"]
     embedding, head, norm = (tensors[f"{name}.weight"] for name in ("model.embed_tokens", "lm_head", "model.norm"))
@@ -119,7 +119,7 @@ FP8_CONFIG = {"quant_method": "fp8", "weight_block_size": [128, 128], "activatio
 
 
 def save_fp8(folder, **changes):
-    """A DeepSeek-V3 with random FP8 blocks, of scales that no format of ours would choose; returns its tensors."""
+    """Save a DeepSeek-V3 with random FP8 blocks, of scales that no format of ours would choose; return its tensors."""
     save_family(folder, "deepseek_v3", **FP8_SIZES | changes)
     tensors = read_all(folder)
     for name, weight in list(tensors.items()):
@@ -134,7 +134,7 @@ def save_fp8(folder, **changes):
 
 
 def save_mxfp4(folder, **changes):
-    """A gpt-oss with random MXFP4 blocks, small numbers under large scales among them; returns its tensors."""
+    """Save a gpt-oss with random MXFP4 blocks, some with small numbers under large scales; return its tensors."""
     save_family(folder, "gpt_oss", **{"hidden_size": 64, "intermediate_size": 96} | changes)
     tensors = read_all(folder)
     for name, weight in list(tensors.items()):
@@ -150,8 +150,10 @@ def save_mxfp4(folder, **changes):
 
 
 def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, rules=(), *, mtp=False):
-    """(stages, mesh, plan) of this rank, sharded, without values; the whole model in one stage without a shape. mtp:
-    with its layers for multi-token prediction."""
+    """Return this rank's (stages, mesh, plan), sharded, without values.
+
+    Without a shape the whole model is one stage. mtp: include its layers for multi-token prediction.
+    """
     config = read_config(folder).with_mtp() if mtp else read_config(folder)
     policy = DTypePolicy(dtype, torch.float32, dtype, rules)
     sources = hub_dtypes(folder, config)
@@ -173,13 +175,13 @@ def stages_on_meta(folder, shape=None, dtype=torch.float32, stages_per_rank=2, r
 
 
 def header_of(config, dtype=torch.bfloat16):
-    """The header of a checkpoint of a model of any size, in the form that `save_hf` writes."""
+    """Return the header of a checkpoint of a model of any size, in the form that `save_hf` writes."""
     tensors = new_tensors(config, dict.fromkeys(model_shapes(config), dtype))
     return {name: TensorHeader(dtype, shape, "model.safetensors", 0) for name, (dtype, shape) in tensors.items()}
 
 
 def held_boxes(config, layout, rank):
-    """Of every tensor of a rank of a mesh (pp, dp, ep), the part that it holds; two stages a rank in a V."""
+    """Return the part of every tensor that a rank of a mesh (pp, dp, ep) holds; a V has two stages a rank."""
     pp, dp, ep = layout
     place, at_dp, at_ep = rank // (dp * ep), rank // ep % dp, rank % ep
     numbers = tuple(number for number, on in enumerate(v_placement(pp)) if on == place)
@@ -199,7 +201,7 @@ def held_boxes(config, layout, rank):
 
 
 def chunk(box, dim, ranks, rank):
-    """As `torch.chunk` cuts it: the last ones may be smaller, or empty."""
+    """Return a rank's chunk of a box, cut like `torch.chunk`: the last ones may be smaller, or empty."""
     each = -(-box.shape[dim] // ranks)
     slices = list(box.slices)
     start, stop = slices[dim].start, slices[dim].stop
@@ -208,5 +210,5 @@ def chunk(box, dim, ranks, rank):
 
 
 def reads_of(tensors, config, layout, rank):
-    """All that a rank of a mesh (pp, dp, ep) reads of `tensors`, from `find_tensors`: the names and boxes."""
+    """Return the names and boxes that a rank of a mesh (pp, dp, ep) reads from `tensors` of `find_tensors`."""
     return [read for name, box in held_boxes(config, layout, rank).items() for read in tensors[name].reads(box)]

@@ -1,4 +1,4 @@
-"""What the tests of the model families share: a batch, a training step, and transformers' model as the reference."""
+"""Helpers of the tests of model families: a batch, a training step, and transformers' model as the reference."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Float64Torch:
 
 
 def whole(config, seed=0, dtype=torch.float32):
-    """The unpipelined model."""
+    """Build the unpipelined model."""
     stage = Stage(config, range(config.num_hidden_layers), first=True, last=True)
     stage.init_weights(seed)
     return stage.to(dtype)
@@ -37,7 +37,7 @@ def batch(config, sequence=11):
 
 
 def train(model, config, **inputs):
-    """Logits and loss of ours or transformers', after its backward."""
+    """Return logits and loss of our model or transformers', after its backward."""
     tokens, labels = batch(config)
     logits = model(tokens, **inputs)
     logits = getattr(logits, "logits", logits)
@@ -51,7 +51,7 @@ def grads(model):
 
 
 def ours(config, tensors, hub):
-    """A hub state dict, or its gradients, under our names: those of `tensors`, whose shapes they have."""
+    """Convert a hub state dict, or its gradients, to the names and shapes of our `tensors`."""
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     if "lm_head.weight" not in hub:  # tied
         shapes.pop("lm_head.weight", None)
@@ -59,9 +59,9 @@ def ours(config, tensors, hub):
 
 
 def from_hub(config: HubConfig, shapes: Mapping[str, Sequence[int]], hub: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of ours with these names and shapes, made of a hub state dict in memory, such as a model's gradients.
+    """Convert a hub state dict in memory, such as a model's gradients, to our tensors with these names and shapes.
 
-    Raises `ValueError` for a name of which no form is there.
+    Raises `ValueError` for a name that has no form there.
     """
     return {name: _assembled(config.hub_parts(name, shape), shape, hub) for name, shape in shapes.items()}
 
@@ -79,7 +79,7 @@ def _assembled(forms: list[list[HubTensorPart]], shape: Sequence[int], hub: Mapp
 
 
 def split_experts(fused):
-    """A hub state dict with each expert's own tensors instead of stacked ones."""
+    """Return a hub state dict with each expert's own tensors instead of stacked ones."""
     split = {}
     for name, tensor in fused.items():
         layer, found, rest = name.partition(".mlp.experts.")
@@ -93,14 +93,14 @@ def split_experts(fused):
 
 
 def relative(actual, expected, floor=1e-30):
-    """Error over the norm of what is expected, or over `floor` where that is next to nothing."""
+    """Return the error over the norm of `expected`, or over `floor` where that norm is almost zero."""
     assert actual.dtype is expected.dtype
     assert actual.shape == expected.shape
     return ((actual - expected).norm() / expected.norm().clamp(min=floor)).item()
 
 
 def randomize_vectors(model):
-    """Change norms, biases and correction biases, whose first values of one or zero would hide a mix-up."""
+    """Change norms, biases and correction biases: their initial ones or zeros would hide a mix-up."""
     with torch.no_grad():
         for param in model.parameters():
             if param.dim() == 1:
@@ -111,6 +111,6 @@ def randomize_vectors(model):
 
 
 def compare_gradients(stages, whole):
-    """How far the gradient of every parameter of `stages` is from that of the same name in `whole`. Collective."""
+    """Compare the gradients of all parameters of `stages` with those of the same names in `whole`. Collective."""
     reference = gradients([whole], by_all_names=True)
     return [difference(name, value, reference[name]) for name, value in gradients(stages).items()]

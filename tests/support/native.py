@@ -1,4 +1,4 @@
-"""A small sharded model with its optimizer whose every tensor has values that its name alone decides."""
+"""A small sharded model with its optimizer; every tensor has values that depend on its name alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.stages import build_model
 
-# Five layers of two kinds over two or four stages; 6 experts, which four ranks do not share evenly; buffers in float32.
+# Five layers of two kinds over two or four stages; 6 experts, which do not divide over four ranks; buffers in float32.
 CONFIG = {
     "model_type": "deepseek_v3", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 5,
     "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 6,
@@ -29,8 +29,10 @@ CONFIG = {
 
 
 class Trainee:
-    """This rank's stages in a layout (pp, dp, ep), their optimizer and what a checkpoint holds of them. rules: of the
-    dtype plan; mtp: with the layers for multi-token prediction."""
+    """This rank's stages in a layout (pp, dp, ep), their optimizer and their checkpoint state.
+
+    rules: of the dtype plan. mtp: with the layers for multi-token prediction.
+    """
 
     def __init__(self, shape, *, dtype=torch.bfloat16, moments=torch.float32, rules=(), schedule="dualpipev", mtp=False,
                  dp_replicate=1, **changes):
@@ -49,20 +51,20 @@ class Trainee:
         self.state = training_state(self.model.stages, self.optimizer)
 
     def fill(self, seed):
-        """Values by name; no two tensors alike."""
+        """Fill all tensors with values by name; no two are alike."""
         for name, tensor in self.state.items():
             seeded_normal_(tensor, std=1.0, seed=seed, name=name)
         self.optimizer.round_parameters()
 
     def wreck(self):
-        """Values that nothing should have afterwards."""
+        """Fill all tensors with values that a load must replace."""
         for part in parts_of(self.state).values():
             part.tensor.fill_(float("nan"))
         for parameter in self.optimizer.parameters:
             parameter.detach().fill_(float("nan"))
 
     def wrong(self, seed):
-        """Names of tensors that are not, bit for bit, what `fill(seed)` makes."""
+        """Return the names of tensors that differ in any bit from those of `fill(seed)`."""
         names = {id(t): name for stage in self.model.stages for name, t in stage.state_dict(keep_vars=True).items()}
         found = {name: part.tensor.clone() for name, part in parts_of(self.state).items()}
         parameters = {names[id(p)]: p for p in self.optimizer.parameters}
@@ -81,12 +83,12 @@ def _same(actual, expected):
     return actual.dtype is expected.dtype and torch.equal(actual, expected)
 
 
-# Of a checkpoint of one process.
+# Files of a checkpoint of one process.
 FILES = ["rank-00000.safetensors", "tensors.json", "manifest.json"]
 
 
 def state_of(step):
-    """Tensors full of `step`, in several dtypes and shapes; one is a view of a larger one."""
+    """Return tensors full of `step`, in several dtypes and shapes; one is a view of a larger one."""
     wide = torch.full((4, 6), float(step))
     return {"a.weight": wide[:, 1:3], "b.weight": torch.full((7,), step, dtype=torch.bfloat16),
             "count": torch.tensor(step), "scalar": torch.tensor(float(step))}
@@ -103,7 +105,7 @@ def is_step(state, step):
 
 
 def writers_of(rank):
-    """The processes that write for the process `rank`, which live."""
+    """Return the live processes that write for the process `rank`."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -116,7 +118,7 @@ def writers_of(rank):
 
 
 def writer_of(rank):
-    """The process that writes for the process `rank`, once there is one."""
+    """Return the process that writes for the process `rank`, once there is one."""
     deadline = time.monotonic() + 120  # a loaded machine takes long to import torch
     while not (found := writers_of(rank)):
         assert time.monotonic() < deadline, "no process writes"
@@ -125,7 +127,7 @@ def writer_of(rank):
 
 
 def is_gone(process):
-    """Whether it has ended, be it that nobody has asked how."""
+    """Return True if the process has ended, also if its parent has not waited for it."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:

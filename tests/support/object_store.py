@@ -15,18 +15,18 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 _PARTIAL = ".uploading-"
-_BLOCK = 2**16  # bytes that a stream holds before it sends them
+_BLOCK = 2**16  # bytes that a stream buffers before it sends them
 
 
 @dataclass
 class Faults:
-    """What goes wrong.
+    """Faults of the store, and a log of its requests.
 
     late: seconds for which a listing shows neither that an object was written nor that one was deleted.
     delay: seconds that each request takes.
-    outage: so many requests fail from now on, then none.
+    outage: number of requests from now on that fail.
     every: one request in this number fails; 0: none.
-    broken: requests for keys that this holds for always fail.
+    broken: requests for keys for which this returns True always fail.
     at_write: called with the key and the bytes so far, when a stream has received some, and when it is closed (-1).
     requests: all so far, as (kind, key, bytes).
     """
@@ -168,7 +168,7 @@ fsspec.register_implementation("object", ObjectStore, clobber=True)
 
 
 def objects_in(folder):
-    """The keys of all objects below a folder, relative to it; those being uploaded, which a store hides, left out."""
+    """Return the keys of all objects below a folder, relative to it; a store hides unfinished uploads."""
     found = [os.path.relpath(os.path.join(parent, name), folder) for parent, _, files in os.walk(folder)
              for name in files if not name.startswith(_PARTIAL)]
     return sorted(found)

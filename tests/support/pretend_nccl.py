@@ -3,10 +3,10 @@
     with pretend_cuda(strict=False) as device, pretend_nccl(device):
         mesh = build_mesh(2, 1, 2, torch.device("cuda", 0))
 
-An operation runs on a stream of its process group, after what the current stream was given before; one that blocks (not
-async_op) on the current stream itself. `Work.wait` makes the current stream wait, not the host; until then the work
-keeps its tensors, as ProcessGroupNCCL does. Backends are said to be gloo for the CPU and NCCL for the device. What is
-yielded are the options by which each group was made.
+An operation runs on a stream of its process group, after the work that the current stream was given before. One that
+blocks (not async_op) runs on the current stream itself. `Work.wait` makes the current stream wait, not the host; until
+then the work keeps its tensors, as ProcessGroupNCCL does. Backends report gloo for the CPU and NCCL for the device.
+The context manager yields the options that each group was created with.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from device_book import Event, Timeline
 from device_waits import Meet, Trace
 from pretend_cuda import PretendCuda
 
-OPERATIONS = (  # what they write comes first, then what they read, if it is something else
+OPERATIONS = (  # outputs first, then inputs, if they are other tensors
     "send", "recv", "allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single",
     "all_to_all_single", "_allgather_base", "_reduce_scatter_base", "alltoall_base",  # the last three until torch 2.12
 )
 
 
 class HostWork(torch._C._distributed_c10d.Work):
-    """Of a message between hosts."""
+    """The work of a message between hosts."""
 
     def __init__(self, trace: Trace, inner: dist.Work, meet: Meet) -> None:
         super().__init__()
         self._trace, self._inner, self._meet = trace, inner, meet
 
     def wait(self, timeout: Any = None) -> bool:
-        if timeout is not None:  # the message may not come: nothing that the other rank must meet
+        if timeout is not None:  # the message may never come: the other rank need not meet it
             return self._inner.wait(timeout)
         self._trace.wait_for(self._meet)
         return self._inner.wait()
@@ -66,7 +66,7 @@ class Work(torch._C._distributed_c10d.Work):  # FSDP2 asks for the type
 
 
 class Options:
-    """As ProcessGroupNCCL.Options. max_ctas: 0 where it was not set."""
+    """Stand-in for ProcessGroupNCCL.Options. max_ctas: 0 if it was not set."""
 
     def __init__(self, is_high_priority_stream: bool = False) -> None:
         self.is_high_priority_stream, self._timeout = is_high_priority_stream, timedelta(minutes=10)
@@ -75,10 +75,10 @@ class Options:
 
 @contextmanager
 def pretend_nccl(device: PretendCuda) -> Iterator[dict[ProcessGroup, Options]]:
-    """Have process groups carry tensors of `device` as NCCL would."""
+    """Carry tensors of `device` in process groups as NCCL would."""
     made: dict[ProcessGroup, Options] = {}
     streams: defaultdict[ProcessGroup, Timeline] = defaultdict(Timeline)
-    works: list[Work] = []  # one that nobody waits for keeps its tensors
+    works: list[Work] = []  # a work that nothing waits for keeps its tensors
 
     def ordered(name: str, real: Callable[..., dist.Work], group: ProcessGroup, *args: Any) -> dist.Work:
         first, second = ([t for t in tree_leaves(arg) if isinstance(t, Tensor)] for arg in args[:2])

@@ -3,9 +3,9 @@
     with pretend_cuda() as device, pretend_symmetric_memory():
         run_threads(fn, 2, device="cuda")       # in fn: copy_engine(rank, "ep", (0, 1))
 
-What is queued on a stream runs at once, so a signal that is waited for blocks the thread until the peer has queued its
-own; on the device only the stream waits, by the event that the signal carries. As in torch, a signal is one bit for
-each channel and pair: it is put when the one before has been taken.
+Work queued on a stream runs at once, so a wait for a signal blocks the thread until the peer has queued the signal. On
+the device only the stream waits, by the event that the signal carries. As in torch, a signal is one bit for each
+channel and pair: it is put when the one before has been taken.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from threads import Rank, World
 
 
 class Members(NamedTuple):
-    """As much of a process group as the rendezvous uses."""
+    """The part of a process group that the rendezvous uses."""
 
     of: Rank
     name: str
@@ -42,7 +42,7 @@ class Members(NamedTuple):
 
 
 class Shared:
-    """What the ranks of a world share: memory of each, and signals that are put and not yet taken."""
+    """Memory of each rank of a world, and its signals that are put and not yet taken."""
 
     def __init__(self) -> None:
         self.memory: dict[tuple[str, int], tuple[Tensor, Event]] = {}
@@ -53,7 +53,7 @@ _shared: dict[World, Shared] = {}
 
 
 class Handle:
-    """As torch's _SymmetricMemory."""
+    """Stand-in for torch's _SymmetricMemory."""
 
     def __init__(self, group: Members, shared: Shared) -> None:
         self._group = group
@@ -87,8 +87,8 @@ class Handle:
         self.order(event)
 
     def order(self, event: Event) -> None:
-        """Have the current stream wait for the signal of a peer."""
-        with the_device().of_thread.trace.paused():  # a trace has the waits within one rank
+        """Make the current stream wait for the signal of a peer."""
+        with the_device().of_thread.trace.paused():  # a trace has only the waits within one rank
             torch.cuda.current_stream().wait_event(event)
 
 
@@ -107,13 +107,13 @@ def rendezvous(memory: Tensor, group: Members) -> Handle:
 
 
 def copy_engine(rank: Rank, name: str, members: Sequence[int], buffer_bytes: int) -> CopyEngineAllToAll:
-    """The all-to-all of a rank with `members`, for `ExpertParallel`."""
+    """Return the all-to-all of a rank with `members`, for `ExpertParallel`."""
     return CopyEngineAllToAll(SymmetricMemory(Members(rank, name, tuple(members)), buffer_bytes))
 
 
 @contextmanager
 def pretend_symmetric_memory() -> Iterator[None]:
-    """Have ranks that are threads share memory of the pretend device."""
+    """Share memory of the pretend device between ranks that are threads."""
 
     def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)

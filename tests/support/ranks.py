@@ -1,7 +1,7 @@
 """Run a function on N real processes joined by gloo.
 
-Ranks are forked from a server that has already imported what tests need. The function is found in the child by its file
-and name, because test modules are not importable by name.
+Ranks are forked from a server that has already imported what tests need. A child finds the function by its file and
+name, because test modules are not importable by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PRELOAD = [
 
 
 def server() -> mp.context.ForkServerContext:
-    """Forks processes that have imported what tests need: a world of four starts in about 0.2 s."""
+    """Fork processes that have imported what tests need: a world of four starts in about 0.2 s."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # as ranks have it; torch reads it when it is loaded
     ctx = mp.get_context("forkserver")
     ctx.set_forkserver_preload(PRELOAD)
@@ -48,13 +48,13 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
-    traceback text as its only argument where it does not pickle), and a rank that died is a `ChildProcessError`.
-    Ranks that are not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised,
-    with what others have raised until then. `group_timeout` (s) is the timeout of the process group.
+    traceback text as its only argument if it cannot be pickled), and a rank that died is a `ChildProcessError`. Ranks
+    not done within `timeout` seconds print their stacks and are killed, and `TimeoutError` is raised, with the errors
+    of other ranks so far. `group_timeout` (s) is the timeout of the process group.
 
     fresh: start new processes and end them afterwards, for an `fn` that leaves its process or the default group in
-    another state. Otherwise the world serves later calls too, until something fails in it: what torch does once in each
-    process takes a second of CPU. The group stays, because torch keeps meshes that are equal to later ones, with the
+    another state. Otherwise the world serves later calls too, until something fails in it: torch's initialization takes
+    a second of CPU in each process. The group stays, because torch keeps meshes that are equal to later ones, with the
     names of their groups.
     """
     kind = (world_size, group_timeout)
@@ -75,7 +75,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 
 class Job(NamedTuple):
-    """What one rank does. See `run_ranks`."""
+    """Work of one rank. See `run_ranks`."""
 
     rank: int
     world_size: int
@@ -89,7 +89,7 @@ class Job(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a rank has returned, or its error and the traceback; how many groups it has by now; whether it goes on."""
+    """Value returned by a rank, or its error and traceback; the number of its groups so far; whether it goes on."""
 
     ok: bool
     value: Any
@@ -98,7 +98,7 @@ class Result(NamedTuple):
 
 
 class _Rank:
-    """A process that does jobs."""
+    """A process that runs jobs."""
 
     def __init__(self) -> None:
         self._pipe, other = server().Pipe()
@@ -128,7 +128,7 @@ class _Rank:
 
 
 class _World:
-    """The ranks of a job, and where they meet."""
+    """The ranks of a job, and their rendezvous."""
 
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()  # groups that later jobs make meet there too
@@ -152,10 +152,10 @@ class _World:
         self._folder.cleanup()
 
 
-# Of a world: groups that jobs have made stay in its processes, each with five files and three threads, of which one
+# Groups that jobs have made stay in a world's processes, each with five files and three threads, of which one
 # wakes a hundred times a second.
 _GROUPS = 24
-_worlds: dict[tuple[int, float], _World] = {}  # that wait for a job, by size and timeout of the group
+_worlds: dict[tuple[int, float], _World] = {}  # idle worlds, by size and timeout of the group
 
 
 def _end_worlds() -> None:
@@ -177,7 +177,7 @@ def _serve(pipe) -> None:
             job = pipe.recv()
             ok, value = _do(job)
             num_groups = len(dist.distributed_c10d._world.pg_map)
-            # A world in which a failed step has ended groups, which an equal mesh would use again, serves no other job.
+            # A world in which a failed step has ended groups serves no other job: an equal mesh would use them again.
             pipe.send(Result(ok, value, _GROUPS + 1 if ended else num_groups))
             if job.is_last:
                 break
@@ -188,7 +188,7 @@ def _serve(pipe) -> None:
 
 
 def _note_ended_groups() -> list[Any]:
-    """The process groups that failed steps end from now on."""
+    """Return a list that collects the process groups that failed steps end from now on."""
     from dualpipe.runtime.ranks import failure
 
     ended: list[Any] = []
@@ -218,7 +218,7 @@ def _do(job: Job) -> tuple[bool, Any]:
                 timeout=timedelta(seconds=job.group_timeout),
             )
             dist.barrier()  # a rank whose job ends the group at once would end it for one that is still joining
-        with Recorder(job.rank).activate():  # which knows of no mesh of an earlier job
+        with Recorder(job.rank).activate():  # the mesh of an earlier job is unknown to it
             return True, _load(*job.target)(job.rank, *job.args)
     except BaseException as error:
         text = traceback.format_exc()

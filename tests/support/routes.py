@@ -1,4 +1,4 @@
-"""Choices of experts in place of routers' own: even ones, and those recorded in one step and replayed in another."""
+"""Choices of experts that replace routers' own: even ones, and choices recorded in one step for another."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class Routes:
         router.choice = routes.record(layer)
         router.choice = routes.replay(layer)     the weights are those of the current scores at the recorded experts
 
-    Make a new choice for each step. Its calls are taken as micro-batches 0, 1, ... in turn: forwards, and those that a
-    pipeline runs again before a backward, each in their order. `with routes.at(number):` says it otherwise. A call too
-    many is refused: a repeated forward that nobody announced, such as torch.utils.checkpoint's.
+    Make a new choice for each step. Its calls are taken as micro-batches 0, 1, ... in turn: forwards, and the
+    recomputes of a pipeline before its backwards, each in their order. `with routes.at(number):` sets the number
+    instead. One call too many is refused: a repeated forward that was not announced, such as torch.utils.checkpoint's.
 
-    experts: by (layer, micro-batch), (T, K) int32, to be kept and filled in by whoever wants to store them.
+    experts: by (layer, micro-batch), (T, K) int32, to be kept and filled in by callers that store them.
     """
 
     def __init__(self, num_microbatches: int) -> None:
@@ -52,7 +52,7 @@ class Routes:
         self._at: int | None = None
 
     def record(self, layer: Hashable) -> Choice:
-        """Keep what the router chooses, and leave it."""
+        """Return a choice that records the router's experts and leaves them."""
         number = self._numbers(layer)
 
         def choose(experts_TK: Tensor, num_experts: int) -> Tensor:
@@ -62,7 +62,7 @@ class Routes:
         return choose
 
     def replay(self, layer: Hashable) -> Choice:
-        """Use what was recorded instead of what the router chooses."""
+        """Return a choice that uses the recorded experts instead of the router's."""
         number = self._numbers(layer)
 
         def choose(experts_TK: Tensor, num_experts: int) -> Tensor:
@@ -75,7 +75,7 @@ class Routes:
 
     @contextmanager
     def at(self, microbatch: int) -> Iterator[None]:
-        """What is routed inside belongs to this micro-batch."""
+        """Route the calls inside as this micro-batch."""
         if not 0 <= microbatch < self.num_microbatches:
             raise ValueError(f"microbatch must be 0 to {self.num_microbatches - 1}; got {microbatch}")
         outer, self._at = self._at, microbatch

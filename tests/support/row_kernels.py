@@ -1,4 +1,4 @@
-"""What the tests of the kernels that move and scale rows share."""
+"""Helpers for the tests of the kernels that move and scale rows."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch
 
 @pytest.fixture
 def poisoned_memory():
-    """Every uninitialised tensor is NaN (integers: the largest), and an operation that is not reproducible raises."""
+    """Fill every uninitialised tensor with NaN (integers: the largest), and raise on irreproducible operations."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -20,7 +20,7 @@ def poisoned_memory():
 
 @pytest.fixture
 def no_synchronisation():
-    """A call that waits for the device raises."""
+    """Raise on a call that waits for the device."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     torch.cuda.set_sync_debug_mode("error")
@@ -29,15 +29,15 @@ def no_synchronisation():
 
 
 def far_apart(x):
-    """A copy of the matrix `x` on CPU with rows 2^30 elements apart; nothing in between is ever touched."""
+    """Return a CPU copy of the matrix `x` with rows 2^30 elements apart; nothing in between is ever touched."""
     stride = 2**30 + 8
     size = (len(x) - 1) * stride + x.shape[1]
-    memory = torch.from_numpy(np.empty(size, dtype=x.numpy().dtype))  # torch.empty may be told to fill
+    memory = torch.from_numpy(np.empty(size, dtype=x.numpy().dtype))  # torch.empty may be configured to fill
     return memory.as_strided(x.shape, (stride, 1)).copy_(x)
 
 
 def assert_close(actual, expected, dtype, tolerance, size=None):
-    """||actual - expected|| <= tolerance * ||expected||, or `size` for sums that cancel; in `dtype`, finite."""
+    """Check ||actual - expected|| <= tolerance * ||expected||, or `size` for sums that cancel; in `dtype`, finite."""
     assert actual.dtype is dtype and actual.shape == expected.shape
     assert actual.isfinite().all()
     error, size = (actual.double() - expected).norm(), expected.norm() if size is None else size
@@ -45,7 +45,7 @@ def assert_close(actual, expected, dtype, tolerance, size=None):
 
 
 def run_with_debug_switch(program):
-    """What a program prints that must fail on the device, in a process of its own: the device is lost to it."""
+    """Return the output of a program that must fail on the device, in a separate process: its device is lost."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     env = {**os.environ, "TRITON_DEBUG": "1", "PYTHONSAFEPATH": "1"}

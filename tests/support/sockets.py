@@ -1,4 +1,4 @@
-"""Where processes listen, by /proc."""
+"""Listening sockets of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def listening(port: int | None = None, pid: int | str = "self") -> list[str]:
-    """The addresses that a process listens at, by /proc/net: all, or those of a port."""
+    """Return the addresses that a process listens at, by /proc/net: all, or those of a port."""
     sockets, found = set(), []
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -25,6 +25,6 @@ def listening(port: int | None = None, pid: int | str = "self") -> list[str]:
 
 
 def _readable(address: str) -> str:
-    """As in "0100007F", of four bytes in the machine's order each."""
+    """Format an address such as "0100007F", whose words of four bytes are each in the machine's order."""
     words = [bytes.fromhex(address[i:i + 8])[::-1] for i in range(0, len(address), 8)]
     return socket.inet_ntop(socket.AF_INET if len(words) == 1 else socket.AF_INET6, b"".join(words))

@@ -1,4 +1,4 @@
-"""Several ranks as threads of one process, so that one GPU shows what streams, events and memory of many do.
+"""Several ranks as threads of one process, so that one GPU shows how streams, events and memory of many behave.
 
     def on_rank(rank: Rank) -> ...:
         Pipeline(stages, process_group=rank.group("pp", (0, 1)), ...)          # beside it
@@ -7,12 +7,12 @@
     run_threads(on_rank, 4, device="cuda")
 
 It stands behind two interfaces: the pipeline's `P2PGroups` with their `Link`s, and `AsyncAllToAll`. A send and its
-receive meet in a mailbox, in order, and whoever comes second starts the copy.
+receive meet in a mailbox, in order, and the later one starts the copy.
 
-On CUDA every rank has a current stream of its own. A copy runs on a stream of the receiver, after events of both
-sides, as NCCL does it; `wait` makes the current stream wait. On CPU the copy happens when one side waits, and not
-before, so that nobody finds what it has not waited for. What is to be received into is filled with ones (NaN, -1)
-before, so that a missing wait shows. Nothing is kept beyond the copy: that is up to the caller.
+On CUDA every rank has its own current stream. A copy runs on a stream of the receiver, after events of both sides, as
+NCCL does it; `wait` makes the current stream wait. On CPU the copy happens when one side waits, and not before, so
+that a rank finds nothing it has not waited for. Receive buffers are filled with ones (NaN, -1) before, so that a
+missing wait shows. Nothing is kept beyond the copy: that is up to the caller.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds by which single streams are late: of all ranks, or of one.
+    """Delays of single streams in seconds: of all ranks, or of one.
 
     links, all_to_all: each copy of a message, each of an all-to-all. beside: the stream that gives rows to the
     all-to-all, before each of them. compute: the computing of each module given to `slow_down`.
@@ -55,7 +55,7 @@ class Delays:
 
 
 class Side(NamedTuple):
-    """What one side of a transfer brings: the tensor, and what is to happen before it may be touched."""
+    """One side of a transfer: the tensor, and the event before which it must not be touched."""
 
     tensor: Tensor
     ready: torch.cuda.Event | None
@@ -73,10 +73,10 @@ class Transfer:
         self._world, self._what = world, what
         self.sides: dict[str, Side] = {}
         self._copied: torch.cuda.Event | None = None
-        self._due = 0.0  # on CPU: when it may happen at the earliest
+        self._due = 0.0  # on CPU: the earliest time of the copy
 
     def meet(self, delay: float, stream: torch.cuda.Stream | None) -> None:
-        """Both sides are there. Called with the world's lock."""
+        """Start the transfer: both sides are there. Called with the world's lock."""
         sent, received = self.sides["send"].tensor, self.sides["receive"].tensor
         if (sent.nbytes, sent.device) != (received.nbytes, received.device):
             raise ValueError(f"{self._what}: {sent.nbytes} bytes are sent and {received.nbytes} received")
@@ -84,7 +84,7 @@ class Transfer:
         if stream is not None:
             with torch.cuda.stream(stream):
                 for side in self.sides.values():
-                    stream.wait_event(side.ready)  # orders: what was given to either side, then the copy
+                    stream.wait_event(side.ready)  # orders: earlier work of either side, then the copy
                 pause(delay)
                 _bytes(received).copy_(_bytes(sent))
                 self._copied = stream.record_event()
@@ -116,13 +116,13 @@ class Works:
 
 
 class World:
-    """What the threads share. After a failure nobody waits any more."""
+    """State that the threads share. After a failure nothing waits any more."""
 
     def __init__(self, size: int, device: torch.device, delays: Delays, timeout: float) -> None:
         self.size, self.device, self.delays, self._timeout = size, device, delays, timeout
         self.changed = threading.Condition()
         self.store = dist.HashStore()
-        self._open: defaultdict[tuple, deque[Transfer]] = defaultdict(deque)  # where one side is missing
+        self._open: defaultdict[tuple, deque[Transfer]] = defaultdict(deque)  # transfers with one side missing
         self._streams: dict[tuple, torch.cuda.Stream] = {}
         self._failure: str | None = None
 
@@ -141,14 +141,14 @@ class World:
             return transfer
 
     def _stream(self, kind: str, key: tuple[str, int, int]) -> torch.cuda.Stream:
-        """The receiver's: one for each link, one for all-to-alls from all ranks."""
+        """Return the receiver's stream: one for each link, one for all-to-alls from all ranks."""
         name = key if kind == "links" else (key[0], key[2])
         if name not in self._streams:
             self._streams[name] = torch.cuda.Stream(self.device)
         return self._streams[name]
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for other threads; RuntimeError where one has failed or does not come."""
+        """Wait for other threads; RuntimeError if one has failed or does not come."""
         with self.changed:
             if not self.changed.wait_for(lambda: condition() or self._failure is not None, self._timeout):
                 raise RuntimeError(f"{what}: the other side did not come within {self._timeout} s")
@@ -172,15 +172,15 @@ class Rank(NamedTuple):
         return self.world.device
 
     def group(self, name: str, members: Sequence[int]) -> Group:
-        """A process group for `Pipeline`: the ranks `members`, this one among them."""
+        """Return a process group for `Pipeline`: the ranks `members`, this one among them."""
         return Group(self, name, tuple(members))
 
     def all_to_all(self, name: str, members: Sequence[int]) -> ThreadAllToAll:
-        """Between the ranks `members`, for `ExpertParallel`."""
+        """Return an all-to-all between the ranks `members`, for `ExpertParallel`."""
         return ThreadAllToAll(self, name, tuple(members))
 
     def slow_down(self, module: nn.Module, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> None:
-        """Have the computing of every such module, forward and backward, be late by `Delays.compute`."""
+        """Delay the computing of every module of a kind, forward and backward, by `Delays.compute`."""
         seconds = self.world.delays.of("compute", self.number)
 
         def late(_: nn.Module, __: Any, outputs: Tensor | tuple[Tensor, ...]) -> None:
@@ -195,7 +195,7 @@ class Rank(NamedTuple):
 
 
 class Group(P2PGroups):
-    """What `Pipeline` takes for its connections, in place of a process group: ranks that are threads."""
+    """Connections that `Pipeline` takes in place of a process group: ranks that are threads."""
 
     def __init__(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
         self.of, self._name, self._members = rank, name, members
@@ -237,7 +237,7 @@ class Group(P2PGroups):
 
 
 class ThreadGroup(NamedTuple):
-    """As much of a torch.distributed.ProcessGroup as links and `RankSync` use."""
+    """The part of a torch.distributed.ProcessGroup that links and `RankSync` use."""
 
     of: Rank
     name: str
@@ -264,7 +264,7 @@ class ThreadGroup(NamedTuple):
 
 
 class ThreadAllToAll:
-    """As `dualpipe.parallel.all_to_all.AsyncAllToAll`."""
+    """Stand-in for `dualpipe.parallel.all_to_all.AsyncAllToAll`."""
 
     group = None
 
@@ -308,8 +308,7 @@ def run_threads(
 ) -> list[Any]:
     """Call `fn(rank, *args)` in `size` threads; return their results by rank, or raise the first error.
 
-    timeout: seconds that a rank waits for another. Random numbers and everything else that belongs to the process are
-    shared.
+    timeout: seconds that a rank waits for another. Threads share random numbers and all other state of the process.
     """
     device = torch.device(device)
     if device.type == "cuda":

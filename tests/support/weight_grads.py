@@ -1,10 +1,10 @@
-"""Weight gradients at once and deferred, to be compared."""
+"""Weight gradients at once and deferred, for comparison."""
 
 from dualpipe.nn.deferral import WeightGradStore
 
 
 def weight_gradients(run, weights, key="I"):
-    """Of an "I" that defers, and of its "W"; and those that autograd adds at once."""
+    """Return the weight gradients that autograd adds at once, and those of an "I" that defers and its "W"."""
     run().backward()
     at_once, store = [weight.grad for weight in weights], WeightGradStore()
     for weight in weights:

@@ -1,4 +1,4 @@
-"""What the actions of a trace cost."""
+"""Measured costs of the actions of a trace."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_costs_are_those_that_were_taken(name, ranks, microbatches, tmp_path):
 
 
 def test_a_pair_that_was_faster_than_one_of_its_actions_is_taken_for_as_long(tmp_path):
-    """On a busy machine medians of other samples say so, and `Costs` would refuse it."""
+    """Medians of other samples may say so on a busy machine, and `Costs` would refuse the pair."""
     trace = played(SCHEDULE, lambda rank, run, step: 4.0 if len(step) == 2 else COSTS.of(step))
     trace.write(tmp_path / "trace.json")
     text = costs.report(str(tmp_path / "trace.json"), str(tmp_path / "costs.json"))

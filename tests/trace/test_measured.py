@@ -1,4 +1,4 @@
-"""What a trace says of each rank's time: what it waited for, and why."""
+"""Time of each rank in a trace: its waits, and their causes."""
 
 from dataclasses import replace
 
@@ -8,7 +8,7 @@ from traces import MS
 
 
 def two_ranks(rows):
-    """A trace of slices (rank, kind, name, start, end, more) in ms, which are communications where more has ranks."""
+    """Build a trace of slices (rank, kind, name, start, end, more) in ms; a slice with ranks in `more` communicates."""
     slices = [Slice(rank, COMMUNICATION if "ranks" in more else COMPUTE, kind, name, start * MS, end * MS, more)
               for rank, kind, name, start, end, more in rows]
     ranks = {f"{rank}": {"name": f"rank {rank}", "place": 0, "members": [rank], "clock_error_us": 0} for rank in (0, 1)}

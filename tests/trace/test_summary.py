@@ -1,4 +1,4 @@
-"""Where time went, of traces whose times are known: what ranks have lost, and to whom."""
+"""Summaries of traces with known times: the time that each rank lost, and the rank it waited for."""
 
 
 import pytest
@@ -22,7 +22,7 @@ def test_as_planned_nothing_is_lost():
 
 
 def with_another_action(more):
-    """A summary of three steps, in one of which a forward of rank 2 takes so many ms more, or less."""
+    """Summarize three steps; in one of them a forward of rank 2 takes `more` ms more, or less."""
 
     def duration(rank, run, step):
         return PER_STAGE.of(step) + more * ((rank, run) == (2, 1) and str(step[0]) == "2F0")
@@ -56,7 +56,7 @@ def test_what_a_slow_action_costs_its_rank_and_the_others():
 
 def test_experts_with_more_tokens_than_others():
     def duration(rank, run, step):
-        return COSTS.of(step) * (1.5 if rank == 3 else 1)  # one of three pipelines, in whose experts more tokens are
+        return COSTS.of(step) * (1.5 if rank == 3 else 1)  # one of three pipelines, whose experts get more tokens
 
     loads = {"1": [100, 100, 100, 210, 60, 30], "2": [100, 100, 100, 210, 60, 30]}
     found = Summary(Measured(played(build("1f1b", 2, 4), duration, replicas=3, loads=loads)))

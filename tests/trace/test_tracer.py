@@ -1,4 +1,4 @@
-"""Traces of real ranks: what is in the file, on one clock, and what becomes of it where a rank fails."""
+"""Traces of real ranks: the file's content, on one clock, and its state after a rank fails."""
 
 import contextlib
 import json
@@ -41,7 +41,7 @@ def step(pipe, criterion=F.mse_loss):
 
 
 def traced(rank, folder):
-    """Two steps with an evaluation between them, of which nothing falls out, and one that is not in the trace."""
+    """Trace two steps with an evaluation between them, without a dropped event; one more step is not in the trace."""
     pipe, own = pipeline(rank, 2), Recorder.current()
     step(pipe)
     with pipe.trace(f"{folder}/trace.json"):
@@ -59,7 +59,7 @@ def traced(rank, folder):
     step(pipe)
     assert not own.keeps_all and len(own._ring) == ENTRIES and not own._observers
     steps = pipe._programs.schedule(MICRO_BATCHES).ranks
-    return [[(action,) for each in own for action in each] for own in steps]  # where stages have no segments
+    return [[(action,) for each in own for action in each] for own in steps]  # for stages without segments
 
 
 def test_two_ranks(tmp_path):
@@ -100,7 +100,7 @@ def test_one_rank_alone(tmp_path):
         read(tmp_path / "none.json")
 
 
-OFFSET, DRIFT = 5_000_000_000, 0.1  # ns; much more than what clocks drift
+OFFSET, DRIFT = 5_000_000_000, 0.1  # ns; much more than the drift of real clocks
 
 
 def with_another_clock(rank, folder):
@@ -152,7 +152,7 @@ def test_of_many_messages_the_fastest_one_tells_the_clock():
 
 
 def failing(rank, folder):
-    """What is raised, of an error that the pipeline tells all ranks, and of a file without a folder."""
+    """Return the messages of an error that the pipeline sends to all ranks, and of a trace file without a folder."""
     pipe, said = pipeline(rank, 2), []
     with pytest.raises(ValueError, match=r"there is no folder .*/none for the trace trace.json; create it"):
         pipe.trace(f"{folder}/none/trace.json").__enter__()

@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: the loss is transformers' in any layout; runs resume; what cannot be is refused."""
+"""Fine-tuning on conversations: transformers' loss in any layout; runs resume; impossible settings are refused."""
 
 import json
 from pathlib import Path
@@ -37,12 +37,12 @@ clip_norm = 0.0
 dir = "out"
 """
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SEQUENCES = 8  # of a batch: all that there are
+SEQUENCES = 8  # of a batch: all there are
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint with a tokenizer, a run, and as many conversations as fill a batch; fewer for validation."""
+    """Write a checkpoint with a tokenizer, a run, and as many conversations as fill a batch; fewer for validation."""
     folder = tmp_path_factory.mktemp("chats")
     (folder / "run.toml").write_text(RUN)
     save_qwen(folder / "model", vocab_size=266)
@@ -58,7 +58,7 @@ def folder(tmp_path_factory):
 
 
 def reference(folder, file):
-    """(loss, gradient norm, tokens that count) of transformers, with labels of -100, each conversation by itself."""
+    """Return transformers' (loss, gradient norm, counted tokens), with labels of -100, one conversation at a time."""
     model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     total, count = torch.zeros(()), 0
@@ -98,7 +98,7 @@ def test_loss_and_gradient_are_those_of_transformers(folder, dualpipe, layout):
 
 
 def test_validation_is_a_mean_over_the_tokens_of_all_batches(folder, dualpipe):
-    """Of batches of one sequence each, and of one that they do not fill."""
+    """Batches have one sequence each, or the sequences do not fill the only batch."""
     still = ("--optimizer.lr", "1e-12", "--optimizer.weight_decay", "0")
     expected, _, _ = reference(folder, "validation.jsonl")
     for out, sizes in (("one", ("1", "1")), ("many", ("2", "4"))):
@@ -108,7 +108,7 @@ def test_validation_is_a_mean_over_the_tokens_of_all_batches(folder, dualpipe):
 
 
 def test_a_run_goes_on_with_the_same_bits(folder, dualpipe):
-    """In the middle of an epoch, with micro-batches of one sequence."""
+    """The run resumes in the middle of an epoch, with micro-batches of one sequence."""
     options = ["--train.micro_batch_size", "1", "--train.num_chunks", "3", "--parallel.pp", "2",
                "--optimizer.schedule", "constant"]
     straight, _ = run(dualpipe, folder, "straight", *options, "--train.steps", "4")
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_the_same_bits(folder, dualpipe):
 
 
 def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
-    """The bundle of a step says that its loss is a mean over tokens."""
+    """The bundle of a step records that its loss is a mean over tokens."""
     spoil = ("from dualpipe.train.step import loss; plain = loss.cross_entropy_loss; "
              "loss.cross_entropy_loss = lambda *given, **how: plain(*given, **how) * float('nan')")
     done = dualpipe(folder, "train", "run.toml", "--output.dir", "bad", before=spoil)
@@ -135,7 +135,7 @@ def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
 
 @pytest.mark.parametrize("layout", [["--parallel.cp", "2"], ["--parallel.dp", "2"]], ids=["cp2", "dp2"])
 def test_a_rank_without_any_token_that_counts(folder, dualpipe, layout):
-    """An answer of one token, which one of two ranks has; or a sequence with that and one with a long answer."""
+    """With cp, one rank has the only answer, of one token; with dp, one sequence has it and another a long answer."""
     name = layout[0][-2:]
     chats = [turns("no " * 20, "")] * 2 if name == "cp" else [turns("no " * 20, ""), turns("no", "yes " * 20)]
     write_chats(folder / f"{name}.jsonl", chats)
@@ -203,7 +203,7 @@ def test_text_that_is_packed_already_is_no_conversation(folder, capsys, monkeypa
 
 
 def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other(folder, dualpipe, capsys, monkeypatch):
-    """Empty and silent ones are left out, and files in a folder that hold none; Parquet and ShareGPT's form go too."""
+    """Empty and silent conversations are left out, and files without any; Parquet and ShareGPT's form work too."""
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     monkeypatch.chdir(folder)
     mixed = folder / "mixed"

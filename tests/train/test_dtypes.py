@@ -1,4 +1,4 @@
-"""`dualpipe dtypes` prints the plan that `dualpipe train` runs: held against the tensors that it makes."""
+"""`dualpipe dtypes` prints the plan that `dualpipe train` runs: compared with the tensors of a run."""
 
 import json
 import re
@@ -39,7 +39,7 @@ SMALL = ["--parallel.device", "cpu", "--train.steps", "1", "--train.sequence_len
 
 @pytest.fixture
 def printed(capsys):
-    """The plan that `dualpipe dtypes *arguments` prints, as text and as far as it can be read."""
+    """Return the plan that `dualpipe dtypes *arguments` prints, as text and as far as it can be parsed."""
 
     def run(*arguments):
         capsys.readouterr()
@@ -68,7 +68,7 @@ def read(text):
 
 
 def trained(toml, options, plan):
-    """Train a step on this rank and compare with the plan; the names that the rank has."""
+    """Train a step on this rank and compare with the plan; return the names of the rank's tensors."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     resolved = resolve(load_config(toml, options), world)
     config = resolved.config
@@ -91,7 +91,7 @@ def trained_as(rank, *arguments):
 
 
 def all_trained(rank, runs):
-    """For each (toml, options, plan), the names of all ranks, or what differs on this one."""
+    """Return the names of all ranks for each (toml, options, plan), or the first difference on this rank."""
     found = []
     for toml, options, plan in runs:
         try:
@@ -105,7 +105,7 @@ def all_trained(rank, runs):
 
 
 def shrunken(config, folder):
-    """The same model in small: its families' features, but not their sizes."""
+    """Write the same model in small: with its family's features, but not its sizes."""
     values = json.loads((ROOT / "examples" / config).read_text())
     small = {"qwen3_moe": TINY | {"mlp_only_layers": values.get("mlp_only_layers")}, **FAMILIES}[values["model_type"]]
     layers, depth = values["num_hidden_layers"], small["num_hidden_layers"]
@@ -129,7 +129,7 @@ QUANTIZED = ["--dtypes.rules", "*.experts,gather=mxfp8", "*.self_attn,storage=nv
     pytest.param(EXAMPLES, marks=pytest.mark.slow),
 ], ids=["some", "all"])
 def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed, examples):
-    """Of examples, with their own dtypes and recomputation, at pp 2 x ep 2; one of them with rules and formats too."""
+    """Examples run with their own dtypes and recomputation, at pp 2 x ep 2; one of them with rules and formats too."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 200)
     runs = []
@@ -157,7 +157,7 @@ def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, prin
 
 
 def mixed_checkpoint(folder):
-    """A bfloat16 checkpoint whose router of layer 1, and one head, are float32."""
+    """Save a bfloat16 checkpoint whose router of layer 1, and one head, are float32."""
     save_qwen(folder, dtype=BF16, vocab_size=257)
     tensors = read_all(folder)
     for name in ("model.layers.1.mlp.gate.weight", "lm_head.weight"):
@@ -184,7 +184,7 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
     assert kept(plan, "storage") == fp32, "one replica stores what it computes in"
     assert len(trained(str(toml), options, plan)) == len(plan.tensors)
 
-    # A run with rules saves a checkpoint. It goes on in the dtypes that it had, without the rules too.
+    # A run with rules saves a checkpoint. It goes on in its previous dtypes, without the rules too.
     saves = ["--checkpoint.interval", "1", "--export.to_hf", "exported"]
     assert cli.main(["train", str(toml), *options, *rules, *saves]) == 0
     exported = kept_on_disk(tmp_path / "exported")
@@ -198,7 +198,7 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
 
 
 def loaded(rank, toml, options, plan):
-    """Whether a run's masters are the checkpoint's values, and its parameters those rounded; then train a step."""
+    """Check that masters are the checkpoint's values, and parameters those rounded; then train a step."""
     resolved = resolve(load_config(toml, options), dist.get_world_size() if dist.is_initialized() else 1)
     config = resolved.config
     cpu = torch.device("cpu")
@@ -219,7 +219,7 @@ def loaded(rank, toml, options, plan):
 
 @pytest.mark.parametrize("pp, tied", [(1, False), (1, True), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_one_replica_computes_in_bf16_from_a_float32_checkpoint(run_folder, tmp_path, printed, monkeypatch, pp, tied):
-    """Tied, the embedding and the head are one parameter, which two stages see."""
+    """If tied, the embedding and the head are one parameter, which two stages see."""
     monkeypatch.chdir(tmp_path)
     save_qwen(tmp_path / "hub", vocab_size=257, tie_word_embeddings=tied)
     options = ["--model.config", "", "--init.from_hf", "hub", "--train.dtype", "bf16", "--data.path",
@@ -232,7 +232,7 @@ def test_one_replica_computes_in_bf16_from_a_float32_checkpoint(run_folder, tmp_
 
 
 def test_one_replica_goes_on_in_bf16_from_a_float32_run(run_folder, tmp_path, printed, monkeypatch):
-    """Of its own checkpoint too the values are the masters."""
+    """The values of a run's own checkpoint are the masters, too."""
     monkeypatch.chdir(tmp_path)
     options = ["--data.path", str(run_folder / "text"), "--parallel.pp", "1", *SMALL]
     toml = str(run_folder / "run.toml")
@@ -287,7 +287,7 @@ def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, opti
 
 
 def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_path, printed):
-    """Each of these matches on one of two pipeline ranks only."""
+    """The rules each match on one of two pipeline ranks only."""
     options = ["--dtypes.rules", "lm_head,compute=fp32", "layers.1.mlp.gate,compute=fp32", "--train.dtype", "bf16",
                "--output.dir", str(tmp_path), *SMALL]
     plan = printed(run_folder / "run.toml", *options)[1]

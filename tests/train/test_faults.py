@@ -1,7 +1,7 @@
-"""What a run does when something goes wrong: a matrix of faults, each planted into a run of its own.
+"""Runs with planted faults: a matrix of faults, each planted into a run of its own.
 
-Of each fault the matrix says what is seen: how soon, which rank is named, what is left behind, and that a run that is
-started again ends with the numbers of one that was not disturbed.
+The matrix says what is seen of each fault: how soon, which rank is named, what is left behind, and that a restarted
+run ends with the numbers of an undisturbed one.
 """
 
 import json
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 
 class Cell(NamedTuple):
-    """A fault in a layout, and what the first error says of it; "" where the run goes on to its end."""
+    """A fault in a layout, and the text of the first error; "" if the run continues to its end."""
 
     layout: str
     faults: str
@@ -40,7 +40,7 @@ class Cell(NamedTuple):
 
     @property
     def fault(self) -> Fault:
-        """The first one."""
+        """Return the first fault."""
         return parse(self.faults)[0]
 
     def __str__(self) -> str:
@@ -53,8 +53,8 @@ MOMENTS = {
     "evaluate": "action=evaluate", "save": "step=2 action=save", "write": "step=2 action=write",
     "commit": "step=2 action=commit", "export": "action=write what=model.",
 }
-SOME = {  # what is tried in a layout, on which rank
-    "pp2": (1, tuple(moment for moment in MOMENTS if moment != "segment")),  # whose stages have one
+SOME = {  # the moments tried in a layout, and the rank
+    "pp2": (1, tuple(moment for moment in MOMENTS if moment != "segment")),  # its stages have one segment
     "pp4": (2, ("F", "clip", "write")),
     "pp2 x dp2": (3, ("start", "B", "clip", "evaluate", "write", "export")),
     "pp2 x ep2": (1, ("F", "B", "segment", "optimizer", "save")),
@@ -66,7 +66,7 @@ FAST = (
 
 
 def cells():
-    """The matrix."""
+    """Yield the cells of the matrix."""
     for kind, says, status in (
         ("kill", "was killed by SIGKILL", 137), ("stop", "is stopped (SIGSTOP)", 1), ("raise", ": planted", 1)
     ):
@@ -79,7 +79,7 @@ def cells():
     yield Cell("pp1", "raise rank=0 step=2 action=write")
     for moment in (MOMENTS["B"], MOMENTS["optimizer"], "action=export"):
         yield Cell("pp1", f"raise rank=0 {moment}", ": planted", 1)
-    for layout, when in (  # of a result, and of a parameter
+    for layout, when in (  # NaN in a result, and in a parameter
         ("pp1", "rank=0 step=2 action=B"), ("pp2", "rank=1 step=2 action=F"), ("pp2", "rank=1 step=2 action=data"),
         ("pp4", "rank=3 step=2 action=I"), ("pp2 x dp2", "rank=3 step=2 action=B"),
         ("pp2 x ep2", "rank=2 step=2 action=F"), ("pp2 x ep2", "rank=0 step=2 action=segment"),
@@ -107,14 +107,14 @@ class Run(NamedTuple):
 
     status: int
     out: str
-    err: str  # from where the fault was planted: a machine that is busy may well make the start seem to hang
-    planted: float  # when that was said, 0.0 where it was not
+    err: str  # from the line of the planted fault on: on a busy machine the start may seem to hang
+    planted: float  # time of that line, 0.0 if there is none
     ended: float
 
 
 @pytest.fixture(scope="module")
 def run(start_dualpipe):
-    """Run `dualpipe train` with times; nothing of it may live on, nor be left in its own folder for temporary files."""
+    """Run `dualpipe train` with times; no process of it may survive, nor a file in its folder for temporary files."""
 
     def start(folder, *arguments, faults=None):
         before = planting(faults) if faults else ""
@@ -149,7 +149,7 @@ def run(start_dualpipe):
 
 
 def processes_in(folder):
-    """Those that were started in a folder."""
+    """Return the processes that were started in a folder."""
     found = []
     for each in Path("/proc").glob("[0-9]*/cwd"):
         try:
@@ -161,25 +161,25 @@ def processes_in(folder):
 
 
 def without_torch(text):
-    """What is said, without the lines that torch's own log adds."""
+    """Return the text without the lines that torch's own log adds."""
     line = r"^((\[rank\d+\]:)?\[[WE]\d|Exception raised from |frame #|<omitting|$).*\n"
     return re.sub(line, "", text, flags=re.MULTILINE)
 
 
 def numbers(folder):
-    """What may not differ, by step."""
+    """Return the values that must not differ, by step."""
     rows = map(json.loads, (folder / "out" / "metrics.jsonl").read_text().splitlines())
     return {row["step"]: [row.get(key) for key in ("loss", "eval_loss", "grad_norm", "lr")] for row in rows}
 
 
 def files_for(layout, folder):
-    """What a run in the layout needs; four ranks have stages of eight stages together."""
+    """Write the files of a run in the layout; four ranks have eight stages together."""
     return write_files(folder, MODEL | {"num_hidden_layers": 6} if layout == "pp4" else MODEL).parent
 
 
 @pytest.fixture(scope="module")
 def undisturbed(run, tmp_path_factory):
-    """What a layout's run ends with where nothing goes wrong: numbers, and the exported files."""
+    """Return the results of a layout's run without faults: numbers, and the exported files."""
     found = {}
 
     def of(layout):
@@ -208,7 +208,7 @@ def test_fault(run, undisturbed, tmp_path, cell):
         assert disturbed.status == cell.status, said
         assert notice < TIMEOUT + 5
         names = [rank_name(cell.fault.rank, each) for each in (sizes, {})]  # before the ranks meet, without a place
-        # Of a bad number the first line says the step's, the next one where it comes from.
+        # The first line on a bad number names the step, the next one its origin.
         lines = said.splitlines()[cell.fault.kind == "nan" :]
         for line in lines[:1] if cell.fault.kind == "nan" else filter(re.compile("error: |watchdog: ").match, lines):
             named = re.findall(r"rank \d+(?: \(.*?\))?", line)
@@ -238,7 +238,7 @@ def test_ranks_are_started_again(run, undisturbed, tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["gather", "reduce"])
 def test_a_failure_in_the_collectives_of_fsdp2_ends_the_run(run, tmp_path, moment):
-    """The other rank is in the collective then, and would be until the timeout of ten minutes."""
+    """The other rank is in the collective then, and would stay there until the timeout of ten minutes."""
     fault = f"raise rank=1 step=2 action={moment}"
     layout = ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"]
     done = run(files_for("pp1", tmp_path), "run.toml", *layout, *OPTIONS, faults=fault)

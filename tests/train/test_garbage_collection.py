@@ -1,4 +1,4 @@
-"""Python's collector of reference cycles runs after the same steps on all ranks, and afterwards as it did before."""
+"""Python's garbage collector runs after the same steps on all ranks; after the run it works as before."""
 
 import gc
 
@@ -10,7 +10,7 @@ from dualpipe.train.garbage_collection import GarbageCollection
 
 @pytest.fixture(autouse=True)
 def nothing_is_frozen(monkeypatch):
-    """As in a run of its own, without what tests/conftest.py has frozen."""
+    """Unfreeze the objects frozen by tests/conftest.py, so that the test runs as in a process of its own."""
     monkeypatch.setattr(garbage_collection, "gc", gc)
     gc.unfreeze()
     yield
@@ -19,7 +19,7 @@ def nothing_is_frozen(monkeypatch):
 
 @pytest.fixture
 def collected(monkeypatch):
-    """Filled with None for every collection."""
+    """Return a list that gets a None for every collection."""
     found = []
     monkeypatch.setattr(gc, "collect", lambda *_: found.append(None))
     return found

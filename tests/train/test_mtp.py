@@ -1,4 +1,4 @@
-"""Runs that train layers for multi-token prediction: their weights, their metrics, and how many drafts are accepted."""
+"""Runs that train layers for multi-token prediction: weights, metrics, and the number of accepted drafts."""
 
 import json
 import re
@@ -48,14 +48,14 @@ def toml(tmp_path):
 
 @contextmanager
 def made(toml, *options):
-    """The run that a configuration describes, before its first step."""
+    """Build the run of a configuration, before its first step."""
     config = load_config(toml, [*ONE_RANK, *options])
     with join(config, ALONE) as (job, resolved), Saver(resolved.config, job) as saver:
         yield Trainer(resolved, job, saver)
 
 
 def rows_of(toml, tmp_path, name, *options):
-    """The metrics of a run on one rank, by step."""
+    """Return the metrics of a run on one rank, by step."""
     train(load_config(toml, [*ONE_RANK, "--output.dir", str(tmp_path / name), *options]), ALONE)
     return read_metrics(tmp_path / name / "metrics.jsonl")
 
@@ -177,7 +177,7 @@ MicroBatchLoss.real, MicroBatchLoss.__call__ = real, infinite
 @pytest.mark.slow
 @pytest.mark.parametrize("pp, depth", [("1", 0), ("1", 1), ("2", 0), ("2", 1)])
 def test_a_loss_of_any_depth_that_is_not_finite_ends_the_run(run_folder, dualpipe, pp, depth):
-    """With pp 2, the ends have copies of the embedding, which the norm leaves out."""
+    """The ends of pp 2 both have copies of the embedding, which the norm leaves out."""
     written(run_folder)
     options = ["--parallel.pp", pp, "--parallel.schedule", "1f1b", "--train.steps", "4", "--train.eval_batches", "0",
                "--output.dir", f"infinite{pp}{depth}", *WEIGHT]
@@ -293,15 +293,18 @@ def test_a_flipped_bit_in_one_end_s_copy_is_found(run_folder, dualpipe):
 
 
 def greedy(stage, tokens, ahead=None):
-    """The likeliest token behind each one, of every depth."""
+    """Return the most likely token after each one, for every depth."""
     with torch.no_grad():
         logits = stage(tokens, ahead=ahead)
     return torch.stack([each.argmax(-1) for each in (logits if isinstance(logits, tuple) else (logits,))], -1)
 
 
 def decode(stage, text, length):
-    """Speculative decoding, of one draft at a time, which the model verifies: the text, and the tokens (with the next
-    one known) from which drafts were made, each with whether it was accepted."""
+    """Decode speculatively, one draft at a time, which the model verifies.
+
+    Returns the text, and the tokens (with the next one known) that drafts were made from, each with whether the draft
+    was accepted.
+    """
     drafts = []
     text = [*text, int(greedy(stage, torch.tensor([text]))[0, -1, 0])]
     while len(text) < length:
@@ -315,7 +318,7 @@ def decode(stage, text, length):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run on one rank whose model has learnt something, with its stage."""
+    """Train a run on one rank until its model has learnt something; return it with its stage."""
     folder = tmp_path_factory.mktemp("trained")
     toml = written(folder)
     with made(toml, *WEIGHT, "--train.steps", "30", "--parallel.schedule", "1f1b", "--output.dir", str(folder / "out"),
@@ -352,7 +355,7 @@ def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_wo
     stage.eval()
     right = []
     for row in batch.tokens.tolist():
-        for i in range(len(row) - 1):  # token i + 1 is known, and that behind it is drafted
+        for i in range(len(row) - 1):  # token i + 1 is known, and the one after it is drafted
             draft = greedy(stage, torch.tensor([row[: i + 1]]), torch.tensor([row[1 : i + 2]])[..., None])[0, -1, 1]
             right.append(bool(draft == greedy(stage, torch.tensor([row[: i + 2]]))[0, -1, 0]))
     assert found["acceptance_length"] == pytest.approx(1 + sum(right) / len(right)) and 0 < sum(right) < len(right)
@@ -364,13 +367,13 @@ def test_a_chain_ends_with_its_first_wrong_draft():
     drafts = torch.tensor([[[2, 3], [9, 4], [4, 9], [5, 0], [0, 0]]])  # both; neither counts; one
     targets = torch.from_numpy(shift_targets(np.arange(6)[None], 2))
     assert count_accepted(torch.cat((main[..., None], drafts), -1), targets, main, torch.arange(5)).tolist() == [3, 3]
-    columns = torch.tensor([0, 2])  # those of another rank are there by main alone
+    columns = torch.tensor([0, 2])  # another rank's columns are there by main alone
     part = torch.cat((main[..., None], drafts), -1)[:, columns], targets[:, columns]
     assert count_accepted(*part, main, columns).tolist() == [3, 2]
 
 
 def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
-    """In documents of two tokens, none has two of its own behind it."""
+    """Documents of two tokens have no token with two more after it."""
     toml, text = written(tmp_path, num_nextn_predict_layers=2), tmp_path / "short.jsonl"
     text.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in 300 * "ab"))
     *_, row = rows_of(toml, tmp_path, "short", *WEIGHT, "--data.path", str(text), "--data.separate_documents", "True",
@@ -413,7 +416,7 @@ def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
 
 
 def parity_on_ranks(rank, toml, layout, options):
-    """The largest relative difference of a step, by all ranks."""
+    """Return the largest relative difference of a step, over all ranks."""
     pp, dp, cp, ep = layout
     sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
     resolved = resolve(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)

@@ -34,7 +34,7 @@ def run(run_toml, *overrides, dtype="float64", tolerance=None):
 def test_quantized_weights_are_compared_with_what_they_dequantize_to(run_toml, monkeypatch, dtype):
     options = ["--dtypes.rules", "*.experts,storage=nvfp4", "*.self_attn,gather=mxfp8"]
     assert run(run_toml, *options, dtype=dtype) == 0
-    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_: None)  # what they were before
+    monkeypatch.setattr(torch.nn.Module, "load_state_dict", lambda *_: None)  # they stay as they were
     assert run(run_toml, *options, dtype=dtype) == 1
 
 
@@ -48,7 +48,7 @@ def test_one_rank_passes(run_toml, capsys, schedule, dtype, tmp_path, monkeypatc
 
 
 def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
-    """In a narrow terminal too."""
+    """A narrow terminal does not break the name either."""
     monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
     print_table("Differences", "1f1b, float64", ("relative",), [(name, "(2, 3)", "1e-12"), ("loss", "(4,)", "0")])
@@ -69,7 +69,7 @@ def broken_gradient(right):
 def missing_gradient(right):
     def step(self, num_microbatches, *batch):
         losses = right(self, num_microbatches, *batch)
-        if num_microbatches > 1:  # the step that is compared, not one of its micro-batches alone
+        if num_microbatches > 1:  # the step to compare, not one of its micro-batches alone
             self.model.stages[-1].norm.weight.grad = None
         return losses
 
@@ -115,7 +115,7 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 
 
 def other_terms(change):
-    """Routers of the pipelined model that differ from those of the unpipelined one."""
+    """Make routers of the pipelined model differ from those of the unpipelined one."""
 
     def breaking(right):
         def step(self, *batch):
@@ -162,7 +162,7 @@ def test_router_losses_of_two_pipelines(run_folder, dualpipe, layout):
 
 @pytest.fixture
 def one_expert(run_toml):
-    """A model whose routing weights are all 1, so that its routers' gradients are zero up to rounding."""
+    """Return a model whose routing weights are all 1, so that its routers' gradients are zero up to rounding."""
     file = run_toml.parent / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts_per_tok": 1}))
     return run_toml.parent
@@ -184,7 +184,7 @@ def zeroed(right):
 
 
 def added(share):
-    """An error in the router's gradient, as large as a share of the whole gradient."""
+    """Add an error to the router's gradient, as large as a share of the whole gradient."""
 
     def breaking(right):
         def step(self, *batch):
@@ -237,7 +237,7 @@ def test_tied_embeddings_are_compared_once_in_each_stage(run_toml, capsys, dtype
 
 
 def rounded_sums(monkeypatch):
-    """Weight gradients are accumulated in bfloat16, in buffers that are float32."""
+    """Accumulate weight gradients in bfloat16, in buffers that are float32."""
 
     weight_grad = linear._weight_grad
 
@@ -249,7 +249,7 @@ def rounded_sums(monkeypatch):
 
 
 def one_lost(monkeypatch):
-    """One weight's gradient of one of four micro-batches."""
+    """Drop one weight's gradient of one of four micro-batches."""
     right, weight_grad, calls = ParityModels.step, linear._weight_grad, []
 
     def losing(weight, dy, x, out=None):
@@ -267,7 +267,7 @@ def one_lost(monkeypatch):
 
 
 def all_lost(monkeypatch):
-    """Of all micro-batches."""
+    """Drop one weight's gradient of all micro-batches."""
     monkeypatch.setattr(ParityModels, "step", missing_gradient(ParityModels.step))
 
 
@@ -293,8 +293,7 @@ def bf16_on_ranks(rank, toml, runs):
 
 @pytest.mark.slow
 def test_bf16_of_every_family_over_fsdp2_and_expert_parallel_ranks(run_toml):
-    """FSDP2 over two ranks, with experts over two, of one pipeline, plain and quantized; and of two with experts over
-    two."""
+    """Qwen3-MoE runs at pp 2 x ep 2, plain and quantized; the other families run at dp 2 x ep 2."""
     layout = ["--parallel.pp", "2", "--parallel.ep", "2"]
     runs = [[*layout, *TERMS], [*layout, "--dtypes.rules", "*.experts,gather=mxfp8", "*.o_proj,storage=nvfp4"]]
     for family in ("gpt_oss", "deepseek_v2", "deepseek_v3"):
@@ -319,7 +318,7 @@ def replicated_on_ranks(rank, toml, runs):
 
 @pytest.mark.slow
 def test_parts_of_dp_with_all_parameters_have_the_gradients_of_the_whole_batch(run_toml):
-    """dp 4 as two parts of two; and two parts of one rank each with experts over two, of which a part has each once."""
+    """Layouts are dp 4 as two parts of two; and two parts of one rank with experts over two, one copy a part."""
     runs = [["--parallel.pp", "1", "--parallel.dp", dp, "--parallel.dp_replicate", "2", "--parallel.ep", ep]
             for dp, ep in (("4", "1"), ("2", "2"))]
     for largest in run_ranks(replicated_on_ranks, 4, str(run_toml), runs):

@@ -1,4 +1,4 @@
-"""Training with quantized weights: a step is that of what they dequantize to, and a run ends where one in bf16 does."""
+"""Training with quantized weights: a step equals one of the dequantized weights; a run ends where one in bf16 does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job_of(config):
 
 
 def differences(rank, toml, runs):
-    """The largest relative difference of each run."""
+    """Return the largest relative difference of each run."""
     found = []
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)
@@ -54,7 +54,7 @@ MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "all"])
 def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
-    """In float32 a product takes what a weight dequantizes to, so nothing but the order of sums may differ."""
+    """A float32 GEMM takes the dequantized weights, so only the order of sums may differ."""
     runs = [step_options(run_toml.parent, *step) for step in steps]
     for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
         assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
@@ -69,7 +69,7 @@ def train(rank, toml, runs):
 
 
 def losses(toml, folder, runs, *options, timeout):
-    """By run, its rules, the loss of each step on two ranks that share experts and storage."""
+    """Return the loss of each step by run, given its rules, on two ranks that share experts and storage."""
     every = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.dtype", "bf16", "--checkpoint.resume", "never",
              "--train.eval_interval", "0", "--train.eval_batches", "0", *options]
     asked = [[*every, "--output.dir", str(folder / name), *(["--dtypes.rules", *rules] if rules else [])]
@@ -80,7 +80,7 @@ def losses(toml, folder, runs, *options, timeout):
 
 @pytest.mark.parametrize("format", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
-    """Both have the bytes of the same float32 values, so they are the same training, bit for bit."""
+    """Both have the bytes of the same float32 values, so training is the same, bit for bit."""
     runs = {way: (f"*,{way}={format}",) for way in ("storage", "gather")}
     found = losses(run_toml, tmp_path, runs, "--train.steps", "3", "--train.num_chunks", "2", timeout=120)
     assert found["storage"] == found["gather"]
@@ -90,9 +90,12 @@ def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # four runs of about half a minute each on two idle cores
 def test_60_steps_end_where_bf16_does(tmp_path):
-    """The tiny run, of its last 20 steps, as single ones differ by percents both ways: FP8 no more than 1% above bf16.
-    Dense weights are too narrow here for two ranks to cut between blocks of 128 rows. Of 4 bits only that it trains.
-    Of 200 steps, fp8_block ended 1.7, 0.1 and 0.9% below bf16 with seeds 0, 1 and 2."""
+    """The tiny run ends no more than 1% above bf16 in FP8; in 4 bits it trains.
+
+    The losses are means of the last 20 steps, as single ones differ by percents both ways. Dense weights are too narrow
+    here for two ranks to cut between blocks of 128 rows. In 200 steps, fp8_block ended 1.7, 0.1 and 0.9% below bf16
+    with seeds 0, 1 and 2.
+    """
     rules = {"mxfp8": "*", "fp8_block": "*.experts", "nvfp4": "*"}
     runs = {format: (f"{pattern},gather={format}",) for format, pattern in rules.items()}
     options = ["--train.steps", "60", "--train.num_chunks", "2"]  # as many sequences as on one rank

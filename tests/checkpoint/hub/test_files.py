@@ -173,7 +173,7 @@ BROKEN = {
 
 
 def load_each(rank, good, cases):
-    """For each broken checkpoint, the error and whether the stages are as they were; then that a good one loads."""
+    """Return the error and whether the stages are unchanged for each broken checkpoint; then load a good one."""
     stages, mesh, plan = stages_on_meta(good, (2, 1, 1))
     results = []
     for folder in cases:
@@ -188,7 +188,7 @@ def load_each(rank, good, cases):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """By case, what both ranks say."""
+    """Return what both ranks report, by case."""
     base = tmp_path_factory.mktemp("broken")
     save_qwen(base / "good")
     folders = []
@@ -209,7 +209,7 @@ def test_broken_checkpoint(broken, case):
 
 
 def load_apart(rank, good, bad):
-    """Ranks that do not see the same, or fail alone: what each raises, and whether its stages are untouched."""
+    """Return each rank's error and whether its stages are untouched, where ranks see different files or fail alone."""
     results = []
 
     def attempt(change):
@@ -255,7 +255,7 @@ def test_one_rank_fails(tmp_path):
 
 
 def save_failing(rank, source, folder):
-    """What each rank raises where writing fails in some way on some rank; then that it works."""
+    """Return each rank's errors where writing fails in some way on some rank; then save successfully."""
     stages, mesh, plan = stages_on_meta(source, (2, 1, 1))
     load_hf(stages, source, mesh, plan)
     write, finish, results = save.write_box, save._finish, []
@@ -351,7 +351,7 @@ def test_stages_that_nobody_has(tmp_path):
 
 
 def test_the_blobs_of_the_cache_may_be_linked(tmp_path):
-    """As huggingface_hub stores a download; but no link may lead anywhere else."""
+    """Links to the blobs of the cache are followed, as huggingface_hub makes them; links anywhere else are refused."""
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
     save_qwen(tmp_path / "source")
     blobs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Who reads what, without running it; and that the pure functions say what DTensors really hold."""
+"""The reads of each rank, planned without running them; and the planned shards against real DTensors."""
 
 from collections import defaultdict
 from math import prod
@@ -37,7 +37,7 @@ def find(config, header, block=None):
 
 
 def held_by_rank(rank, folder, shape):
-    """What the DTensors of this rank hold that is not what the other tests go by."""
+    """Return the tensors whose DTensor on this rank differs from the shard that the other tests assume."""
     stages, _, _ = stages_on_meta(folder, shape)
     tensors = {name: tensor for stage in stages for name, tensor in stage_tensors(stage).items()}
     actual = {name: Box.from_slices(local_part(tensor)[1]) for name, tensor in tensors.items()}
@@ -110,7 +110,7 @@ def test_example_of_the_module():
 
 
 def test_blocks_of_a_transposed_part():
-    """Ours (2, 6, 4) is on the hub as (2, 4, 6); rows 1 to 3 of ours are its columns 1 to 3."""
+    """Ours (2, 6, 4) is (2, 4, 6) on the hub; our rows 1 to 3 are its columns 1 to 3."""
     part = HubTensorPart("w", (2, 4, 6), (slice(0, 2), slice(0, 6), slice(0, 4)), transposed=True)
     ((found, at, into),) = intersect_parts([part], Box((1, 1, 0), (1, 3, 3)))
     assert found is part
@@ -150,7 +150,7 @@ def test_what_is_wrong_is_said_in_one_line_with_the_nearest_name():
 
 
 def test_deepseeks_fp8_with_a_layer_that_predicts_more_tokens():
-    """Scales count as used, and those of the layer that the model does not have are passed over with it."""
+    """Scales count as used. Those of the extra layer are skipped together with it, as the model lacks it."""
     sizes = FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
     config, header = config_from_dict(sizes), {}
     for name, info in header_of(config).items():

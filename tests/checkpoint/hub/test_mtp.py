@@ -1,5 +1,8 @@
-"""Layers for multi-token prediction: where they are not trained, an export carries them from its source or says 0;
-where they are, they are loaded, saved and exported as all others."""
+"""Layers for multi-token prediction in Hugging Face checkpoints.
+
+Not trained, an export carries them from its source, or says 0. Trained, they are loaded, saved and exported as all
+others.
+"""
 
 import json
 import re
@@ -34,7 +37,7 @@ BIG = {"model.layers.4.mlp.experts.0.up_proj.weight": (24, 32), "model.layers.4.
 
 
 def raw_tensors(folder):
-    """(dtype code, shape, bytes) of each tensor by name, by the format's description alone; none in two files."""
+    """Return (dtype code, shape, bytes) of each tensor by name, by the format's description alone; no name twice."""
     found = {}
     for path in folder.glob("*.safetensors"):
         content = path.read_bytes()
@@ -157,7 +160,7 @@ FP8 = (Rule("*", storage="fp8_block"),)
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """DeepSeek-V3 with two layers for prediction as published: in FP8, with the embedding and the head once more."""
+    """Build a DeepSeek-V3 with two layers for prediction as published: FP8, with extra copies of embedding and head."""
     folder = tmp_path_factory.mktemp("mtp") / "published"
     save_fp8(folder)
     add_mtp(folder, 2)
@@ -165,7 +168,7 @@ def published(tmp_path_factory):
 
 
 def save_bfloat16(folder):
-    """DeepSeek-V3 in bfloat16 with a layer for prediction, but for what is in float32 as published."""
+    """Save a bfloat16 DeepSeek-V3 with one layer for prediction; tensors published in float32 stay in float32."""
     save_family(folder, "deepseek_v3")
     rewrite(folder, {name: tensor if "e_score" in name else tensor.bfloat16()
                      for name, tensor in read_all(folder).items()})
@@ -173,7 +176,7 @@ def save_bfloat16(folder):
 
 
 def there_and_back(rank, source, target, shape=(1, 1, 1), schedule="dualpipev", rules=(), given=True):
-    """Names of the embedding and of the first layer for prediction on this rank."""
+    """Load and save; return the names of the embedding and of the first layer for prediction on this rank."""
     config, device = read_config(source).with_mtp(), torch.device("cpu")
     mesh = build_mesh(*shape, device) if prod(shape) > 1 else None
     place = Mesh.of(mesh)
@@ -186,7 +189,7 @@ def there_and_back(rank, source, target, shape=(1, 1, 1), schedule="dualpipev", 
 
 
 def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
-    """Elements and scales, and the copies of the embedding and the head; in any layout the same files."""
+    """Elements, scales and the copies of embedding and head come back; every layout writes the same files."""
     there_and_back(0, str(published), str(tmp_path / "alone"), rules=FP8)
     v, apart = (
         run_ranks(there_and_back, 2, str(published), str(tmp_path / schedule), (2, 1, 1), schedule, FP8)
@@ -203,7 +206,10 @@ def test_published_weights_come_back_bit_for_bit(published, tmp_path, recwarn):
 
 
 def test_numbers_come_back_bit_for_bit(tmp_path):
-    """In bfloat16, with and without a source, sharded too; as a source of a model that does not train the layers."""
+    """A bfloat16 checkpoint comes back bit for bit, sharded too.
+
+    It is saved with and without a source, and serves as the source of a model that does not train the layers.
+    """
     source = tmp_path / "source"
     save_bfloat16(source)
     for target, given in (("given", True), ("none", False)):
@@ -234,7 +240,7 @@ def test_a_source_that_announces_none_does_not_change_that_they_are_written(tmp_
 
 
 def test_the_files_of_deepseek_v3_are_those_published():
-    """91,991 tensors of 684,531,386,000 numbers, scales among them, in files of 688,586,727,753 bytes with headers."""
+    """91,991 tensors have 684,531,386,000 elements, with scales, in files of 688,586,727,753 bytes with headers."""
     config = read_config(Path(__file__).parents[3] / "examples/models/deepseek-v3").with_mtp()
     in_blocks = {weight.name for weight in quantizable(meta_stages(config)[0])}
     tensors = new_tensors(config, {name: FORMATS["fp8_block"] if name in in_blocks else
@@ -329,7 +335,7 @@ def spread(rank, folder):
                  marks=pytest.mark.slow),
 ], ids=["some", "all"])
 def test_the_embedding_of_two_ranks_is_saved_once_and_loaded_by_both(tmp_path, layouts):
-    """The first and the last stage have it: in a V on one rank, else on two; with its master and moments."""
+    """The first and the last stage have the embedding, with its master and moments: in a V on one rank, else on two."""
     folders = []
     for layout in layouts:
         folders.append(str(tmp_path / "-".join(map(str, layout))))

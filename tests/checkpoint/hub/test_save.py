@@ -26,7 +26,7 @@ LAYOUTS = [(2, 1, 1), (1, 2, 1), (2, 1, 2), (1, 2, 2)]
 
 
 def whole(folder, rules=(), dtype=torch.float32):
-    """(the model in one stage, loaded; its plan)."""
+    """Return the loaded model in one stage, and its plan."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     plan = resolve_dtypes(stages, DTypePolicy(dtype, torch.float32, dtype, rules), hub_dtypes(folder, config))
@@ -44,7 +44,7 @@ def logits_and_loss(model, vocab_size):
 
 
 def hash_of(folder):
-    """Of every file's name and content."""
+    """Return the hash of every file's content, by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 
 
@@ -82,7 +82,7 @@ def test_other_families_loaded_are_transformers(tmp_path, family):
 
 
 def assert_trains_alike(ours, theirs):
-    """The same logits, loss and gradients."""
+    """Check that logits, loss and gradients are equal."""
     for actual, expected in zip(logits_and_loss(ours, 61), logits_and_loss(theirs, 61)):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     gradients = {name: param.grad for name, param in ours.named_parameters()}
@@ -147,7 +147,7 @@ def test_a_tied_head_on_the_hub_is_passed_over(tmp_path):
 
 
 def test_fused_experts(tmp_path):
-    """Stacked on disk as they are here."""
+    """Experts are stacked on disk, in the form they have here."""
     save_qwen(tmp_path)
     tensors = read_all(tmp_path)
     apart, _ = whole(tmp_path)
@@ -159,7 +159,7 @@ def test_fused_experts(tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_pins_stay_float32(tmp_path, fused):
-    """A router in float32 among bfloat16: by a rule when loaded from bfloat16, and by what the file says afterwards."""
+    """A router is float32 among bfloat16: by a rule when loaded from bfloat16, and afterwards by the file's dtype."""
     save_qwen(tmp_path / "source", dtype=torch.bfloat16)
     if fused:
         rewrite(tmp_path / "source", fuse(read_all(tmp_path / "source")))
@@ -179,7 +179,7 @@ def test_pins_stay_float32(tmp_path, fused):
 
 
 def fuse(tensors):
-    """Each layer's experts as one tensor, as they are here."""
+    """Fuse each layer's experts into one tensor, the form they have here."""
     apart = {name: tensor for name, tensor in tensors.items() if ".experts." in name}
     fused = {name: tensor for name, tensor in tensors.items() if name not in apart}
     for prefix in sorted({name.split(".experts.")[0] + ".experts." for name in apart}):
@@ -321,7 +321,7 @@ def test_a_source_of_another_model_is_refused(tmp_path):
 
 
 def load_and_save(rank, source, target, shape):
-    """What is wrong with this rank's parameters, and the bytes it has read; all ranks write the model."""
+    """Return the names of this rank's wrong parameters, and the bytes it has read; all ranks write the model."""
     stages, mesh, plan = stages_on_meta(source, shape)
     read = load_hf(stages, source, mesh, plan)
     hub, wrong = read_all(source), []
@@ -362,7 +362,7 @@ def test_layouts(tmp_path, shape):
     pytest.param(family, marks=() if family == "deepseek_v3" else pytest.mark.slow) for family in FAMILIES
 ])
 def test_layouts_of_other_families(tmp_path, family):
-    """Experts that are transposed on the hub; a buffer that every rank has, and one writes."""
+    """Some experts are transposed on the hub. A buffer is on every rank, and one rank writes it."""
     source, target = str(tmp_path / "source"), str(tmp_path / "target")
     theirs = save_family(source, family, max_shard_size="40KB")
     for wrong, _ in run_ranks(load_and_save, 4, source, target, (1, 2, 2)):
@@ -373,7 +373,7 @@ def test_layouts_of_other_families(tmp_path, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_families_without_a_source(tmp_path, family):
-    """The configuration that is written says all that transformers needs for the same logits."""
+    """The written configuration is enough for transformers to compute the same logits."""
     theirs = save_family(tmp_path / "source", family)
     ours, plan = whole(tmp_path / "source")
     save_hf([ours], tmp_path / "target", None, plan)

@@ -1,4 +1,4 @@
-"""FP8 blocks and MXFP4 of Hugging Face checkpoints, kept as they are: what becomes of their very bytes, in and out."""
+"""FP8 blocks and MXFP4 of Hugging Face checkpoints keep their bytes, in and out."""
 
 import json
 from math import prod
@@ -30,7 +30,7 @@ def whole(shape):
 
 
 def quantized(tensor, format, place=None):
-    """A tensor of the checkpoint as a quantized one, or the part `place` of it."""
+    """Return a tensor of the checkpoint as a quantized tensor, or its part at `place`."""
     place = place or whole(tensor.shape)
     shape = [part.stop - part.start for part in place]
     return QuantizedTensor(tensor.quantized(place, FORMATS[format]), shape, torch.float32, FORMATS[format])
@@ -125,7 +125,7 @@ def test_blocks_that_cannot_be_kept(tmp_path, changes, message):
 
 
 def test_scales_that_are_powers_of_two_lose_nothing_in_fp8_block_pow2(tmp_path):
-    """DeepSeek-V3.1's: the bytes may be others, the values are the same."""
+    """DeepSeek-V3.1's scales are such: the bytes may differ, the values are equal."""
     files = save_fp8(tmp_path)
     for name, scales in files.items():
         if name.endswith("_scale_inv"):
@@ -139,7 +139,7 @@ PATTERNS = {"fp8_block": "*", "mxfp8": "*", "mxfp4": "*.experts"}
 
 
 def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None, others=()):
-    """(the model in one stage, planned to be stored in a format, without values; its plan)."""
+    """Return the model in one stage, without values, with weights stored in a format; and its plan."""
     config = read_config(folder)
     stages = build_on_meta(lambda: build_stages(config, 1))
     stages[0].to(dtype).requires_grad_(trained)
@@ -150,7 +150,7 @@ def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None, o
 
 
 def stored(folder, *args, **options):
-    """The same, loaded."""
+    """Return the model of `on_meta` and its plan, loaded."""
     stages, plan = on_meta(folder, *args, **options)
     load_hf(stages, folder, None, plan)
     return stages, plan
@@ -187,7 +187,7 @@ def test_written_as_they_came(tmp_path, format, trained):
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("format", SAVERS)
 def test_written_in_numbers(tmp_path, format, trained, dtype):
-    """Of what is trained those of the masters, whatever the bytes are."""
+    """An unquantized save has the values of the masters of trained weights, whatever the bytes are."""
     SAVERS[format](tmp_path / "source")
     stages, plan = stored(tmp_path / "source", format, dtype, trained)
     tensors = open_hf(tmp_path / "source", stages[0].config)[1]
@@ -207,7 +207,7 @@ def test_written_in_numbers(tmp_path, format, trained, dtype):
 
 @pytest.mark.parametrize("format", SAVERS)
 def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
-    """Without a GPU it dequantizes, and takes no notice of accelerate, which it asks for first."""
+    """transformers dequantizes without a GPU, and without accelerate, which it asks for first."""
     for module in (quantizer_finegrained_fp8, quantizer_mxfp4):
         monkeypatch.setattr(module, "is_accelerate_available", lambda: True)
     # It takes a weight of two blocks for one of two equal halves, so partial blocks stand alone here.
@@ -224,7 +224,7 @@ def test_transformers_reads_what_is_written(tmp_path, format, monkeypatch):
 
 
 def test_layers_that_are_not_quantized_are_named(tmp_path):
-    """Also those that are only gathered in a format, and layers that are carried."""
+    """The list of unquantized layers includes those only gathered in a format, and layers carried from the source."""
     files = save_fp8(tmp_path / "source")
     carried = {"model.layers.2.eh_proj.weight": torch.randn(192, 384).bfloat16()}
     rewrite(tmp_path / "source", files | carried, num_nextn_predict_layers=1)
@@ -260,7 +260,7 @@ def test_what_the_hub_does_not_have_is_not_exported(tmp_path, family, sizes, for
 
 @pytest.mark.parametrize("model", ["deepseek-v3", "deepseek-v2-lite"])
 def test_weights_of_real_models_are_whole_blocks(model):
-    """Gate and up of experts meet between blocks: nothing is refused, or rounded again."""
+    """Gate and up of experts meet at a block boundary: nothing is refused, or rounded again."""
     config = read_config(Path(__file__).parents[3] / "examples/models" / model)
     weights = list(quantizable(meta_stages(config)[0]))
     assert len(weights) > 200
@@ -270,7 +270,7 @@ def test_weights_of_real_models_are_whole_blocks(model):
 
 
 def load_and_save(rank, source, target, shape, format):
-    """Through ranks; those of experts alone are quantized, of which each rank has whole blocks."""
+    """Load and save through ranks; only experts are quantized, and each rank has whole blocks of them."""
     rules = [Rule("*.experts", storage=format)]
     stages, mesh, plan = stages_on_meta(source, shape, rules=rules)
     load_hf(stages, source, mesh, plan)

@@ -1,4 +1,4 @@
-"""What the attention layers of a stage share: who sees whom, and what is refused."""
+"""The attention context that the layers of a stage share: its masks, and the inputs it refuses."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def context(length=5, positions=None, dtype=torch.float32, split=WHOLE, here=Non
 
 
 def seen(context, *options):
-    """Which keys each query sees, as text."""
+    """Return which keys each query sees, as text."""
     rows = context.visible(*options)
     return ["".join("x" if sees else "." for sees in row) for row in rows.flatten(0, -2).tolist()]
 

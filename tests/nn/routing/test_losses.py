@@ -1,4 +1,4 @@
-"""The losses of routers against plain formulas, whatever the cut; and the loads that are counted with them."""
+"""Router losses against plain formulas, for any split of the batch; and the loads counted with them."""
 
 from dataclasses import dataclass, replace
 
@@ -72,18 +72,18 @@ def test_every_loss_has_its_formula_here():
 
 
 def terms(r, x_BSH, step):
-    """The sum of the loss terms of one batch, by their formulas."""
+    """Return the sum of the loss terms of one batch, by their formulas."""
     logits_BSE = F.linear(x_BSH, r.weight, r.bias)
     scores_BSE = logits_BSE.sigmoid() if r.score == "sigmoid" else logits_BSE.softmax(-1)
     probs_BSE = scores_BSE / scores_BSE.sum(-1, keepdim=True)
-    with torch.no_grad():  # so that it only routes
+    with torch.no_grad():  # so that the router only routes
         chosen_BSE = F.one_hot(r(x_BSH)[1], E).sum(1).double().view_as(probs_BSE)
     values = {name: FORMULAS[name](r, step, logits_BSE, probs_BSE, chosen_BSE) for name in LOSSES}
     return sum(getattr(step, LOSSES[name].coefficient) * value for name, value in values.items())
 
 
 def gradients(r, x_BSH, step, cuts=1, ranks=1):
-    """Of the weight and of x, as after a step of `ranks` ranks, each with its share of the batch in `cuts` pieces."""
+    """Return the gradients of weight and x after a step of `ranks` ranks, each with its share in `cuts` pieces."""
     total, dx = torch.zeros_like(r.weight), []
     for batch in x_BSH.chunk(ranks):
         r.step = replace(step, num_microbatches=cuts)
@@ -98,7 +98,7 @@ def gradients(r, x_BSH, step, cuts=1, ranks=1):
 
 
 def step_of(r, x_BSH, level, *, kind=RouterStep, **changes):
-    """A step with all losses, or those whose coefficients are not changed to 0."""
+    """Return a step with all losses, except those whose coefficients are set to 0."""
     with torch.no_grad():
         load_E = count_load(r(x_BSH)[1].view(1, -1), E)[0]
     coefficients = {loss.coefficient: 0.7 / (i + 1) for i, loss in enumerate(LOSSES.values())}
@@ -155,13 +155,13 @@ def test_gradients_are_the_same_however_the_batch_is_cut(term, options):
 
 @dataclass(frozen=True)
 class ThreeLosses(RouterStep):
-    """A step with a loss more than the library has."""
+    """A router step with one loss more than the library has."""
 
     entropy: float = 0.2
 
 
 def add_entropy_loss(monkeypatch):
-    """Add a third loss, as CONTRIBUTING.md says: the mean of sum_e p_e log p_e over the tokens."""
+    """Add a third loss, as CONTRIBUTING.md describes: the mean of sum_e p_e log p_e over the tokens."""
     def entropy(probs):
         return (probs * probs.log()).sum(-1).mean()
 
@@ -216,7 +216,7 @@ def test_loads_of_the_step_before_are_the_same_however_it_was_cut():
 
 
 class Gated(nn.Module):
-    """A stage in which the routing weights scale what comes in."""
+    """A stage whose routing weights scale its input."""
 
     def __init__(self, seed):
         super().__init__()
@@ -295,7 +295,7 @@ def test_loads_and_losses_of_a_recomputed_forward_count_once(reentrant):
 
 
 class NoWaiting(TorchDispatchMode):
-    """Refuses what makes the host wait for a GPU's result."""
+    """Refuses operators that make the host wait for a GPU's result."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__

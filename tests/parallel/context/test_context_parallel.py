@@ -1,4 +1,4 @@
-"""Sequences that several ranks share against one process that has them whole: gradients, bytes, memory, failures."""
+"""Context-parallel sequences against one process with whole sequences: gradients, bytes, memory, failures."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ STARTS = {11: [0, 4, 5, 11, 19, 22, 31], 16: [0, 7, 8, 22, 32, 50], 19: [0, 2, 3
 
 
 def batch(length: int, packed: bool = True, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens, labels and positions (ROWS, length)."""
+    """Return tokens, labels and positions (ROWS, length)."""
     generator = torch.Generator().manual_seed(length + seed)
     tokens, labels = torch.randint(31, (2, ROWS, length), generator=generator)
     starts = STARTS[length] if packed else list(range(0, ROWS * length, length))
@@ -64,7 +64,7 @@ def batch(length: int, packed: bool = True, seed: int = 0) -> tuple[Tensor, Tens
 
 
 def criterion(logits: Tensor, labels: Tensor) -> Tensor:
-    """A sum, so that those of all ranks make that of the sequence."""
+    """Sum the losses, so that the sum over ranks is the loss of the sequence."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
 
@@ -91,7 +91,7 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def whole_gradients(config, length: int, packed: bool = True, seeds=(0,)) -> dict[str, Tensor]:
-    """Of one process with whole sequences, in float64."""
+    """Return the gradients of one process with whole sequences, in float64."""
     (stage,) = make(config, 1, torch.float64)
     for seed in seeds:
         tokens, labels, positions = batch(length, packed, seed)
@@ -100,7 +100,7 @@ def whole_gradients(config, length: int, packed: bool = True, seeds=(0,)) -> dic
 
 
 def shared(rank: Rank, config, cp: int, method: str, length: int, recompute=(), dtype=torch.float64, packed=True):
-    """Gradients of a rank's tokens, and the bytes that it has sent."""
+    """Return the gradients of a rank's tokens, and the bytes it has sent."""
     (stage,) = make(config, 1, dtype)
     context = ContextParallel(rank.all_to_all("cp", range(cp)), method=method)
     stage.use_context_parallelism(context)
@@ -111,7 +111,7 @@ def shared(rank: Rank, config, cp: int, method: str, length: int, recompute=(), 
 
 
 def error_of_sum(found, expected) -> float:
-    """The worst relative error of the sum of all ranks' gradients."""
+    """Return the worst relative error of the sum of all ranks' gradients."""
     return max(relative_error(sum(grads[name].double() for grads in found), grad) for name, grad in expected.items())
 
 
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_the_whole_sequence(family, method, cp):
     (6, 3, True), slow(11, 2, True), slow(16, 2, False), slow(11, 4, False),
 ])
 def test_odd_lengths_and_whole_rows(length, cp, packed):
-    """In chunks of different lengths, down to single tokens."""
+    """Sequences of odd lengths are cut into chunks of different lengths, down to single tokens."""
     assert error(DEEPSEEK, cp, "ring", length, packed=packed) < 1e-10
     assert error(GPT_OSS, cp, "ring", length, packed=packed) < 1e-10
 
@@ -165,7 +165,7 @@ def test_float32(family, method):
 
 @pytest.mark.parametrize("method", ["ring", slow("all_to_all")])
 def test_bfloat16_is_as_far_from_float64_as_without(method):
-    """Of dense layers, as routers choose by small differences."""
+    """bfloat16 is compared on dense layers, as routers choose by small differences."""
     config = dataclasses.replace(QWEN, mlp_only_layers=(0, 1))
     alone, expected = make(config, 1, torch.bfloat16)[0], whole_gradients(config, 16)
     tokens, labels, positions = batch(16)
@@ -199,7 +199,7 @@ def test_outside_of_a_pipeline(method):
 def in_layout(
     rank: Rank, config, pp: int, ep: int, cp: int, method: str, length: int, overlap: bool, steps: int = 1,
 ):
-    """Gradients of a rank's stages; the ranks of an expert-parallel group have sequences of their own."""
+    """Return the gradients of a rank's stages; the ranks of an expert-parallel group have different sequences."""
     mine, rest = divmod(rank.number, ep * cp)
     e, c = divmod(rest, cp)
     built = make(config, 2 * pp, torch.float64)
@@ -243,7 +243,7 @@ def test_pipelines_with_experts_on_several_ranks(pp, ep, cp, overlap):
 
 
 def of_windows(length: int, cp: int, window: int, rank: int) -> int:
-    """How many tokens others want of a rank, one by one."""
+    """Return the number of a rank's tokens that other ranks need, counted one by one."""
     own = [SequenceSplit(r, cp).own(length).tolist() for r in range(cp)]
     reached = [{key for query in mine for key in range(max(0, query - window + 1), query + 1)} for mine in own]
     return sum(len(reached[other] & set(own[rank])) for other in range(cp) if other != rank)
@@ -278,7 +278,7 @@ def test_windows_send_what_they_reach_each_token_once(window):
 
 
 def reached_here(length: int, cp: int, window: int, rank: int) -> int:
-    """How many tokens of others a rank wants: their gradients go back."""
+    """Return the number of other ranks' tokens that a rank needs: their gradients go back."""
     own = SequenceSplit(rank, cp).own(length).tolist()
     return len({key for query in own for key in range(max(0, query - window + 1), query + 1)} - set(own))
 
@@ -286,7 +286,7 @@ def reached_here(length: int, cp: int, window: int, rank: int) -> int:
 def test_auto_takes_what_sends_less():
     ranks = [mock.Mock(spec=["rank", "size", "device", "group"], rank=0, size=n, device=torch.device("cpu"), group=None)
              for n in (2, 4, 8)]
-    # 16 heads and 4, of 4 + 4 numbers: 160 by heads, of which each rank gets a part, and rows of 32.
+    # 16 heads and 4, of 4 + 4 elements: 160 by heads, of which each rank gets a part, and rows of 32.
     layer = dataclasses.replace(QWEN, num_attention_heads=16).layer(0).self_attn
     assert [ContextParallel(r).method_of(layer) for r in ranks] == ["ring", "all_to_all", "ring"]
     with pytest.raises(ValueError, match=r"16 heads of queries and 4 of keys and values cannot be .*8 context"):
@@ -298,7 +298,7 @@ def test_auto_takes_what_sends_less():
 
 
 def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
-    """Bytes that the layers hold after a forward, without parameters."""
+    """Return the bytes that the layers save in a forward, without parameters."""
     (stage,) = make(config, 1, torch.float32)
     context = ContextParallel(rank.all_to_all("cp", range(cp)), method=method)
     stage.use_context_parallelism(context)
@@ -317,21 +317,21 @@ def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, context: Context, *, scale: float, **rest) -> Tensor:
-    """Without the scores, which the CPU's own attention keeps and a device's does not."""
+    """Compute attention without saving the scores, which the CPU's own attention keeps and a device's does not."""
     return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 @pytest.mark.parametrize("family, method, share", [
     ("qwen3_moe", "ring", 1.0),
-    ("deepseek", "ring", 0.7),  # latents are kept, not keys and values
-    ("qwen3_moe", "all_to_all", 1.47),  # as it arrives and in the order of the sequence
+    ("deepseek", "ring", 0.7),  # latents are saved, not keys and values
+    ("qwen3_moe", "all_to_all", 1.47),  # in the order of arrival and in the order of the sequence
 ])
 def test_activations_fall_with_the_number_of_ranks(family, method, share):
-    changes = {"deepseek": {"v_head_dim": 8}, "qwen3_moe": {"num_key_value_heads": 8}}  # as the fused kernel has it
+    changes = {"deepseek": {"v_head_dim": 8}, "qwen3_moe": {"num_key_value_heads": 8}}  # sizes of the fused kernel
     config = dataclasses.replace(FAMILIES[family], **changes[family])
     with mock.patch.object(decoder, "attend", fused), mock.patch.object(heads, "attend", fused):
         whole, *parts = (run_threads(kept, cp, config, cp, method, 256) for cp in (1, 2, 4))
-    for cp, found in zip((2, 4), parts):  # of experts' ends each rank has all
+    for cp, found in zip((2, 4), parts):  # each rank has all of the experts' offsets
         assert sum(found) == pytest.approx(share * whole[0], rel=0.05), (whole, parts)
         assert max(found) < 1.1 * share * whole[0] / cp
 
@@ -354,7 +354,7 @@ def test_what_expands_the_latent_is_trained_though_all_before_it_is_frozen(metho
 
 
 def compiled(rank: int, family: str, method: str) -> tuple[float, list[str]]:
-    """Error of the sum of gradients, and what is called within the graphs that a compiler is given."""
+    """Return the error of the sum of gradients, and the calls within the graphs that the compiler gets."""
     config, called = FAMILIES[family], []
 
     def record(graph, inputs):  # without code generation, which takes a minute
@@ -390,7 +390,7 @@ class OutOfLuck(Exception):
 
 
 def failing(rank: int, where: str, method: str) -> tuple[str, float]:
-    """What is raised in a step in which rank 1 fails, and after how many seconds."""
+    """Return the error of a step in which rank 1 fails, and the seconds until it was raised."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     (stage,) = make(DEEPSEEK, 1, torch.float64)
@@ -424,7 +424,7 @@ def test_given_a_rank_that_fails_then_nobody_waits(where, method):
 
 # -- what is given to a device
 
-# In the first step, in which kernels are loaded, messages between stages go through the host.
+# The first step loads kernels, so its messages between stages go through the host.
 BY_HOST = [f"copy in dualpipe/pipeline/p2p.py: P2PMessages.{method}" for method in ("send", "take")]
 
 
@@ -432,7 +432,7 @@ def test_a_pipeline_on_a_device_waits_for_messages_alone():
     with watched_steps() as device, booked_transfers():
         run_threads(in_layout, 4, GPT_OSS, 2, 1, 2, "ring", 16, True, 2, device="cuda")
     device.traces = [trace for trace in device.traces if trace.ends]
-    # For each of two links of two pipelines a hidden state and positions there, and a gradient back.
+    # Each of two links of two pipelines carries a hidden state and positions, and a gradient back.
     assert device.report(waits=dict.fromkeys(BY_HOST, 3 * 2 * 2 * MICRO_BATCHES)) == []
 
 

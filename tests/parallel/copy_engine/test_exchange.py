@@ -1,4 +1,4 @@
-"""The all-to-all by copies against the one of the process group: equal bits, for any sizes, on ranks of one host."""
+"""The all-to-all by copies has the bits of the process group's, for any sizes, on ranks of one host."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ ROW_SHAPES = {torch.float32: (3,), torch.int64: (), torch.uint8: (7,), torch.bfl
 
 
 def exchanged(all_to_all, rank, counts, dtype, factor):
-    """What a rank receives."""
+    """Return the rows that a rank receives."""
     sent_rows = [factor * number for number in counts[rank]]
     received_rows = [factor * row[rank] for row in counts]
     generator = torch.Generator().manual_seed(rank)
@@ -49,7 +49,7 @@ def exchanged(all_to_all, rank, counts, dtype, factor):
 
 
 def exchanges(rank, buffer_bytes):
-    """Names of the exchanges whose bits differ; sizes grow, and shrink again."""
+    """Return the names of exchanges whose bits differ; sizes grow, and shrink again."""
     mesh = mesh_of_all()
     copies = CopyEngineAllToAll.connect(mesh, buffer_bytes)
     group = GroupAllToAll(mesh)
@@ -69,7 +69,7 @@ def test_received_bits_equal_those_of_the_group(buffer_bytes):
 
 
 def several_in_flight(rank):
-    """Whether each of several exchanges under way brings its own rows, whatever the order of the waits."""
+    """Return, per exchange in flight, whether it brings its own rows, whatever the order of the waits."""
     copies = CopyEngineAllToAll.connect(mesh_of_all(), 64)
     ones = [100] * dist.get_world_size()
     received = [torch.zeros(sum(ones), dtype=torch.int64) for _ in range(5)]
@@ -98,7 +98,7 @@ def not_announced(rank):
 
 
 def alone(rank):
-    """Whether a rank alone gets its own rows, and which ranks `expert_ranks` returns for each method."""
+    """Return whether a rank alone gets its own rows, and the class that `expert_ranks` returns for each method."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))
     copies, sent = CopyEngineAllToAll.connect(mesh["ep"]), torch.arange(6).view(3, 2)
     received = torch.zeros_like(sent)
@@ -121,8 +121,8 @@ def test_another_method_is_refused():
 
 
 def layers(rank, cases, fp8_rows):
-    """Cases whose results or gradients differ in any bit from those over the process group."""
-    torch.use_deterministic_algorithms(True)  # what is not initialised is NaN
+    """Return the cases whose results or gradients differ in any bit from those over the process group."""
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
     mesh = mesh_of_all()
     dtype = torch.float64 if fp8_rows is None else torch.bfloat16
     results = []
@@ -143,7 +143,7 @@ def test_results_and_gradients_through_experts_equal_those_over_the_group():
 
 
 def again(rank, fp8_rows):
-    """Results of a dispatch and of its recompute over both, and whether they agree."""
+    """Return the results of a dispatch and of its recompute over both, and whether they agree."""
     mesh = mesh_of_all()
     results = []
     for ranks in (GroupAllToAll(mesh), CopyEngineAllToAll.connect(mesh, TINY)):
@@ -170,7 +170,7 @@ def test_a_dispatch_and_its_recompute_equal_those_over_the_group(fp8_rows):
 
 
 def gone(rank, how):
-    """The error of a rank whose peer ends, or does not come."""
+    """Return the error of a rank whose peer ends, or does not come."""
     mesh = mesh_of_all()
     parallel, experts = ExpertParallel(E, CopyEngineAllToAll.connect(mesh)), Experts(torch.float64, mesh)
     ours(parallel, experts, "random", rank, torch.float64)
@@ -203,7 +203,7 @@ def test_a_peer_that_is_gone_ends_the_wait(how, text):
 
 
 def hung_up(rank):
-    """Whether this rank's exchange has ended with `hang_up`, and the errors of two exchanges; rank 0 hangs up."""
+    """Return whether `hang_up` has ended this rank's exchange, and the errors of two exchanges; rank 0 hangs up."""
     copies = CopyEngineAllToAll.connect(mesh_of_all())
     received = torch.zeros(2, dtype=torch.int64)
     works = [copies.start(received, torch.tensor([rank, rank]), [1, 1], [1, 1])] if rank == 0 else []
@@ -233,7 +233,7 @@ def test_hang_up_ends_an_exchange_before_it_returns():
 
 
 def last_signals(rank):
-    """Rank 1 ends as soon as its rows are through: rank 0, which comes later, still gets them."""
+    """Rank 1 ends as soon as its rows are through; rank 0 comes later and still gets them."""
     copies = CopyEngineAllToAll.connect(mesh_of_all())
     received = torch.zeros(2, dtype=torch.int64)
     if rank == 0:

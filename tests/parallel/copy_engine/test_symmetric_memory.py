@@ -1,4 +1,4 @@
-"""Copies between devices on the pretend device: rows, the order of writes and reads, and faults that are planted."""
+"""Copies between devices on the pretend device: rows, the order of writes and reads, and planted faults."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from pretend_cuda import pretend_cuda
 from pretend_symmetric import Handle, copy_engine, pretend_symmetric_memory
 from threads import Rank, run_threads
 
-# Rows of 16 bytes, of exchanges one after the other; by slots of 32 bytes some take several rounds.
+# Rows of 16 bytes, of consecutive exchanges; with slots of 32 bytes some take several rounds.
 COUNTS = (
     [[1, 2, 1], [2, 1, 2], [1, 1, 1]],
     [[0, 7, 0], [0, 0, 9], [5, 0, 2]],
@@ -30,7 +30,7 @@ THREE_RANKS = 4 * 32  # bytes of slots
 
 
 def on_rank(rank: Rank, num_streams: int) -> list[bool]:
-    """Whether each of several exchanges under way brings its rows; they take turns on this many streams."""
+    """Return, per exchange in flight, whether it brings its rows; they alternate between `num_streams` streams."""
     all_to_all = copy_engine(rank, "ep", range(3), THREE_RANKS)
     compute = torch.cuda.current_stream()
     streams = [torch.cuda.Stream() for _ in range(num_streams)]
@@ -54,7 +54,7 @@ def on_rank(rank: Rank, num_streams: int) -> list[bool]:
 
 
 def exchanged(num_streams: int, plant: Callable[[], AbstractContextManager] = nullcontext) -> tuple[bool, list[str]]:
-    """Whether all rows of exchanges between three ranks arrived, and the faults."""
+    """Return whether all rows of exchanges between three ranks arrived, and the faults."""
     with pretend_cuda() as device, pretend_symmetric_memory(), plant():
         arrived = run_threads(on_rank, 3, num_streams, device="cuda")
         return all(map(all, arrived)), device.report({})
@@ -67,7 +67,7 @@ def test_rows_arrive_in_order(num_streams):
 
 @contextmanager
 def steps_by_copies() -> Iterator[None]:
-    """Have `by_threads` send rows by copies, into slots of 128 bytes."""
+    """Make `by_threads` send rows by copies, into slots of 128 bytes."""
     def all_to_all(rank: Rank, name: str, members: Sequence[int]) -> CopyEngineAllToAll:
         return copy_engine(rank, name, members, 256 * (len(members) - 1))
 
@@ -79,7 +79,7 @@ HOST_WAITS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: Pending
 
 
 def test_steps_of_a_pipeline_wait_for_the_counts_alone():
-    """As with the other all-to-all: each rank for each layer, micro-batch and step."""
+    """Each rank waits once for each layer, micro-batch and step, as with the other all-to-all."""
     waits = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS
     assert by_threads(qwen, 1, 2, plant=steps_by_copies).report({HOST_WAITS: waits}) == []
 
@@ -115,7 +115,7 @@ def test_planted_faults_are_found(num_streams, fault, owner, name, planted):
 
 
 def test_the_stand_in_has_the_arguments_of_torch():
-    """Its handles are used without a GPU; those of the installed torch tell their signatures by their documentation."""
+    """The stand-in's handles have the arguments in the docstrings of the installed torch; no GPU is needed."""
     for name in ("barrier", "put_signal", "wait_signal"):
         text = getattr(_SymmetricMemory, name).__doc__
         names = [argument for argument in inspect.signature(getattr(Handle, name)).parameters if argument != "self"]

@@ -1,4 +1,4 @@
-"""Experts over several ranks against one process that has them all: results, gradients, bytes, failures."""
+"""Expert parallelism against one process with all experts: results, gradients, bytes, failures."""
 
 import functools
 import os
@@ -22,13 +22,13 @@ from expert_layers import CASES, DTYPES, WIDTH, E, Experts, H, advance, batch, o
 from ranks import run_ranks
 from toys import relative_error
 
-# Sums in another order round differently. bfloat16: gate and up, h, a row's sum and a token's sum are rounded to 2^-9
-# each, on the way there and on the way back.
+# Sums in another order round differently. In bfloat16, gate and up, h, a row's sum and a token's sum round to 2^-9
+# each, in the forward and in the backward.
 TOLERANCE = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 1.2e-2}
 
 
 def naive(experts, x, weights, choices):
-    """One token and one choice at a time, in float64."""
+    """Compute one token and one choice at a time, in float64."""
     gate_up, bias, down = (p.double() for p in (experts.gate_up.weight, experts.gate_up.bias, experts.down.weight))
     rows = []
     for t in range(len(x)):
@@ -42,7 +42,7 @@ def naive(experts, x, weights, choices):
 
 
 def reference(case, ranks, dtype):
-    """Results, gradients of tokens and weights by rank, and of the experts: the sum over all ranks."""
+    """Return results and gradients of tokens and weights by rank, and the experts' gradients, summed over ranks."""
     zeros = lambda t: torch.zeros_like(t) if t.grad is None else t.grad  # noqa: E731
     experts, by_rank = Experts(dtype), []
     for rank in range(ranks):
@@ -61,9 +61,9 @@ def error(actual, expected):
 
 
 def parity(rank, names, cases):
-    """The worst error of each case and dtype on this rank."""
+    """Return the worst error of each case and dtype on this rank."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
-    torch.use_deterministic_algorithms(True)  # what is not initialised is NaN
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
     ep, errors = ExpertParallel(E, mesh), {}
     for name in names:
         dtype = DTYPES[name]
@@ -94,7 +94,7 @@ def test_results_and_all_gradients_equal_those_of_one_process(ranks, dtype):
 
 
 def todays_layer(experts, x, weights, choices):
-    """What a layer does that knows nothing of other ranks."""
+    """Run a layer without expert parallelism."""
     tokens = sort_tokens(choices, E)
     weights = dispatch_tokens(weights.reshape(-1, 1), tokens, 1).squeeze(1)
     return combine_tokens(experts(x, tokens, weights), None, tokens, top_k=choices.shape[1])
@@ -135,7 +135,10 @@ CONFIG = DeepseekV3Config(
 
 
 def outside_of_a_pipeline(rank):
-    """Errors of all gradients of a rank's batch: an ordinary forward and backward, with shared experts besides."""
+    """Return the errors of all gradients of a rank's batch.
+
+    The model runs an ordinary forward and backward, with shared experts besides.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     model, whole = (Stage(CONFIG, range(2), first=True, last=True).double() for _ in range(2))
     for stage in (model, whole):
@@ -166,7 +169,10 @@ def test_a_model_outside_of_a_pipeline_has_the_gradients_of_one_process(ranks):
 
 
 def without_gradients(rank):
-    """Errors of the gradients where rank 1 has no gradient of the results: it sends zeros, on which others count."""
+    """Return the errors of the gradients where rank 1 has no gradient of the results.
+
+    Rank 1 sends zeros, as others expect its rows.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     dispatcher, experts = ExpertParallel(E, mesh).dispatcher(), Experts(torch.float64, mesh)
     x, weights, choices, dy = batch("random", rank, torch.float64)
@@ -190,7 +196,7 @@ def without_gradients(rank):
     expected = batch("random", rank, torch.float64)
     whole, whole_weights = expected[0].requires_grad_(), expected[1].requires_grad_()
     naive(Experts(torch.float64), whole, whole_weights, choices).backward(dy if rank != 1 else torch.zeros_like(dy))
-    nothing, _ = advance(dispatcher.dispatch.backward(dispatched, (None, None, None)))  # no rank has any
+    nothing, _ = advance(dispatcher.dispatch.backward(dispatched, (None, None, None)))  # no rank has a gradient
     assert [t.shape for t in nothing[:2]] == [rows.shape, row_weights.shape]
     assert not any(t[: len(returned)].any() for t in nothing[:2])
     return max(error(x.grad, whole.grad), error(weights.grad, whole_weights.grad))
@@ -202,7 +208,7 @@ def test_a_rank_without_gradients_sends_zeros(ranks):
 
 
 def two_at_once(rank):
-    """Two micro-batches through one layer, each a communication behind the other."""
+    """Run two micro-batches through one layer, the communications of one behind those of the other."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     dispatcher, experts = ExpertParallel(E, mesh).dispatcher(), Experts(torch.float64, mesh)
     pending, expected = [], []
@@ -247,7 +253,10 @@ def test_given_a_rank_that_is_gone_then_the_others_raise_within_the_timeout(hang
 
 
 def counted(rank, dtype, weights_dtype):
-    """What was counted, and the formula: rows to other ranks, once for each rank that holds experts of the token."""
+    """Return the counted bytes and those of the formula.
+
+    Rows go to other ranks, once to each rank that holds experts of the token.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     ep, experts = ExpertParallel(E, mesh), Experts(dtype, mesh)
     ours(ep, experts, "random", rank, dtype)
@@ -272,15 +281,17 @@ def test_the_counted_bytes_are_those_of_deduplicated_dispatch(dtype, weights):
 
 
 class Nowhere:
-    """Eight ranks that nothing is sent to."""
+    """Eight ranks to which nothing is sent."""
 
     rank, size, device, group = 0, 8, torch.device("cpu"), None
 
 
 @pytest.mark.parametrize(("experts", "ranks_of_a_token"), [(64, 5.43), (256, 5.29)])
 def test_top_8_over_8_ranks_sends_a_third_less_than_a_row_for_each_choice(experts, ranks_of_a_token):
-    """A token's 8 random experts lie on 8 (1 - (7/8)^8) = 5.25 ranks where there are many experts, and so 34 % less is
-    sent than 8 rows; with fewer experts on a rank they meet there less often.
+    """A dispatch sends a token's row once to each rank, not once for each choice.
+
+    A token's 8 random experts lie on 8 (1 - (7/8)^8) = 5.25 ranks if there are many experts, so 34 % less is sent than
+    8 rows. With fewer experts on a rank, two of a token's experts share a rank less often.
     """
     choices = torch.rand(2000, experts, generator=torch.Generator().manual_seed(0)).topk(8).indices
     plan = ExpertParallel(experts, Nowhere()).dispatcher().plan(torch.zeros(2000, 1), torch.ones(2000, 8), choices)[2]
@@ -305,7 +316,7 @@ def test_worked_example_of_a_plan():
 
 
 class Toy(nn.Module):
-    """A dense layer before experts; the routing is given."""
+    """A dense layer before experts, with given routing."""
 
     def __init__(self):
         super().__init__()
@@ -326,7 +337,7 @@ def loss_of(model, rank):
 
 
 def under_fsdp(rank, dp, ep):
-    """Values and gradients against those of a whole model on the batches of all ranks: the worst error."""
+    """Return the worst error of values and gradients against a whole model on the batches of all ranks."""
     mesh = build_mesh(1, dp, ep, torch.device("cpu"))
     model = build_on_meta(Toy)
     shard_experts(model, mesh["ep"])
@@ -353,7 +364,7 @@ def test_gradients_under_fsdp_are_the_mean_over_the_global_batch(dp, ep):
 
 
 def in_parts(rank):
-    """Of experts with values, half of which is frozen and one parameter tied: what became of them."""
+    """Shard experts with values, half of them frozen and one parameter tied; return which require gradients."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
     experts, whole = Experts(torch.bfloat16), Experts(torch.bfloat16)
     experts.again, experts.down.weight.grad_dtype = experts.down, torch.float32

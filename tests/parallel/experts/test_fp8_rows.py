@@ -17,7 +17,7 @@ EXPERTS, HIDDEN, TOKENS, K = 4, 160, 6, 2  # 160: neither 128 nor a multiple of 
 
 
 def dispatched(rank, block, dtype):
-    """What the experts get for a batch, with rows as they are and in FP8, its gradient, and bytes: sent, formula."""
+    """Return what the experts get for a batch, its gradient, and the bytes sent and by formula; plain and in FP8."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     generator, found = torch.Generator().manual_seed(rank), []
     x = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
@@ -62,7 +62,7 @@ def test_experts_get_quantized_rows_and_gradients_stay_as_they_are(block, dtype)
 
 
 def without_tokens(rank, block):
-    """Rank 1 has no tokens, then both have one: the rows that a rank gets, in the forward and again."""
+    """Return the rows that a rank gets, in the forward and recomputed; rank 1 has no tokens, then both have one."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     dispatcher, got = ExpertParallel(EXPERTS, mesh, fp8_rows=block).dispatcher(), []
     for tokens in (1 - rank, 1):
@@ -108,7 +108,7 @@ class Experts(nn.Module):
 
 @pytest.mark.parametrize("block", [128, 32])
 def test_casts_where_dtypes_meet_leave_quantized_rows(block):
-    """As in DeepSeek-V3, whose routers have a bias in float32."""
+    """DeepSeek-V3 has such a cast: its routers have a bias in float32."""
     experts = Experts()
     _cast(experts, torch.bfloat16, torch.bfloat16)
     x, rows = experts(torch.ones(2, 128), quantized=quantize_rows(torch.ones(2, 128), block))

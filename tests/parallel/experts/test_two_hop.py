@@ -1,4 +1,4 @@
-"""Rows in two hops between pretended nodes, against one hop: bits, bytes between nodes, what fits."""
+"""Rows in two hops between pretended nodes, against one hop: bits, bytes between nodes, layouts that fit."""
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ def ep_mesh():
 
 
 def bits(rank, per_node, names, cases):
-    """The cases whose results or gradients differ in any bit between one hop and two, or are not those of two hops."""
+    """Return the cases with a bit that differs between one hop and two; check that the second takes two hops."""
     mesh, wrong = ep_mesh(), []
-    torch.use_deterministic_algorithms(True)  # what is not initialised is NaN
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is NaN
     ways = [ExpertParallel(E, mesh, dispatch=way, ranks_per_node=per_node) for way in ("all_to_all", "two_hop")]
     assert [type(way.dispatcher()) is TwoHopDispatcher for way in ways] == [False, True]
     for name in names:
@@ -45,7 +45,7 @@ def test_results_and_all_gradients_have_the_bits_of_one_hop(ranks, per_node, dty
 
 
 def quantized(rank, block, dtype, case):
-    """What experts get in FP8, the first time and again, by one hop and by two; and the first rows of a dispatch."""
+    """Compare the experts' FP8 inputs by one hop and by two, bit for bit, in the dispatch and in its recompute."""
     mesh, found = ep_mesh(), []
     x, weights, choices, _ = batch(case, rank, dtype)
     x = x.repeat(1, 10)  # 160 columns: neither 128 nor a multiple of it
@@ -71,7 +71,7 @@ def test_rows_in_fp8_have_the_bits_of_one_hop(block, dtype, case):
 
 
 def quantized_bytes(rank, block):
-    """Bytes between nodes that FP8 saves in the forward of a dispatch, and the rows that the rank sends there."""
+    """Return the bytes between nodes that FP8 saves in a dispatch's forward, and the rows that the rank sends there."""
     mesh, sent = ep_mesh(), []
     x, weights, choices, _ = batch("random", rank, torch.bfloat16)
     for fp8_rows in (None, block):
@@ -91,7 +91,7 @@ def test_rows_in_fp8_go_between_nodes_in_fewer_bytes():
 
 
 def between_nodes(rank, per_node, dtype, weights_dtype, two_hops):
-    """Bytes that this rank sent to other nodes, and to other ranks; and both by the formula."""
+    """Return this rank's bytes to other nodes and to other ranks, and both by the formula."""
     mesh = ep_mesh()
     ep = ExpertParallel(E, mesh, dispatch="two_hop" if two_hops else "all_to_all", ranks_per_node=per_node)
     ours(ep, Experts(dtype, mesh), "random", rank, dtype)
@@ -103,12 +103,12 @@ def between_nodes(rank, per_node, dtype, weights_dtype, two_hops):
             ranks = {e // (E // size) for e in chosen}
             nodes = {r // per_node for r in ranks}
             forwarder = {n: n * per_node + source % per_node for n in nodes}
-            # There: the rows of the dispatch with weights and choices, and their gradients from the combine.
+            # Dispatch: the rows with weights and choices, and their gradients from the combine.
             hops = [(source, r) for r in ranks]
             if two_hops:
                 hops = [(source, forwarder[n]) for n in nodes] + [(forwarder[r // per_node], r) for r in ranks]
             there = [(to, row + packed + row) for by, to in hops if by == rank]
-            # Back: outputs, then the gradients of rows and weights, from each rank of the token.
+            # Combine: outputs, then the gradients of rows and weights, from each rank of the token.
             back = [(source, row + row + top_k * weights_dtype.itemsize)] if rank in ranks else []
             for to, size_of_row in there + back:
                 elsewhere += size_of_row * (to // per_node != node)
@@ -127,7 +127,7 @@ def test_the_counted_bytes_are_those_of_the_formula(dtype, weights):
 
 
 def limited(rank):
-    """Rows that the first hop sends for each token of a router that is limited to 1 of 2 groups, and to 2 of 4."""
+    """Return the first hop's rows per token for a router limited to 1 of 2 groups, and to 2 of 4."""
     mesh = ep_mesh()
     rows = []
     for groups in (2, 4):
@@ -153,7 +153,7 @@ def test_a_router_limited_to_groups_limits_the_rows_between_nodes():
 
 
 class Place:
-    """Rank 0 of 4 in 2 nodes."""
+    """Rank 0 of 4 ranks in 2 nodes."""
 
     rank, size, device, group = 0, 4, torch.device("cpu"), None
 
@@ -162,7 +162,7 @@ def test_worked_example_of_a_plan():
     x, choices = torch.tensor([[10.0], [20.0]]), torch.tensor([[2, 3], [3, 0]])
     dispatcher = ExpertParallel(4, Place(), dispatch="two_hop", ranks_per_node=2).dispatcher()
     rows, _, plan = dispatcher.plan(x, torch.tensor([[0.1, 0.9], [0.3, 0.7]]), choices)
-    # For each rank: rows and pairs, rows for its node, rows for each rank of its node.
+    # Per rank: rows and pairs, rows for its node, rows for each rank of its node.
     assert plan.counts.tolist() == [[1, 1, 1, 1, 0], [0, 0, 1, 1, 0], [1, 1, 2, 1, 2], [2, 2, 2, 1, 2]]
     node_rows = plan.node_rows
     assert take_rows(rows, node_rows.rows[:3]).flatten().tolist() == [20, 10, 20]

@@ -40,7 +40,7 @@ def shard_whole(stage: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
 
 
 def shard_children(stage: nn.Module, mesh: DeviceMesh, **options) -> nn.Module:
-    """Units without one around them; the norm stays unsharded."""
+    """Wrap the children as units, without a unit around them; the norm stays unsharded."""
     fully_shard(stage.up, mesh=mesh, **options)
     fully_shard(stage.down, mesh=mesh, **options)
     return stage
@@ -69,7 +69,7 @@ def batch(microbatches: int, replicas: int, dtype: torch.dtype = torch.float64) 
 
 
 def parity(rank: int, pp: int, name: str, shard: str, microbatches: int) -> float:
-    """The worst gradient of three steps against the mean over the global batch of the unpipelined model."""
+    """Return the worst gradient error of three steps against the unpipelined model's mean over the global batch."""
     mesh = init_device_mesh("cpu", (pp, torch.distributed.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
     replicas, replica, stage_rank = mesh["dp"].size(), mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
     expected = make_stages(num_stages(name, pp))
@@ -108,7 +108,7 @@ BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 
 class UserLinear(torch.autograd.Function):
-    """A weight gradient in the form that users of DeepSeek's WeightGradStore write."""
+    """A weight gradient written the way users of DeepSeek's WeightGradStore write it."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -131,7 +131,7 @@ class UserLinear(torch.autograd.Function):
 
 
 class UserStage(nn.Module):
-    """bf16 weights by closures, biases and a norm by autograd, an expert that may get no token, a frozen part."""
+    """bf16 weights with closures, biases and a norm by autograd, an expert that may get no token, a frozen part."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class UserStage(nn.Module):
 
 
 def user_closures(rank: int, microbatches: int) -> list[tuple]:
-    """Name, dtype, whether it has a gradient, and the distance to a float64 accumulation of the same products."""
+    """Return name, dtype, whether there is a gradient, and the error against float64 sums of the same GEMMs."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))["dp"]
     torch.manual_seed(0)
     stages = [fully_shard(UserStage(), mesh=mesh, mp_policy=BF16) for _ in range(2)]
@@ -197,7 +197,7 @@ def test_a_users_bf16_closures_accumulate_in_fp32_and_lose_nothing(microbatches)
 
 
 def fsdp2_alone(rank: int) -> str:
-    """A weight whose only gradient comes after the last backward, next to a bias that has an accumulator already."""
+    """Run FSDP2 alone on a weight whose only gradient comes after the last backward; a bias has an accumulator."""
     stage = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)), mp_policy=BF16)
     stage.set_requires_gradient_sync(False)
     stage.set_reshard_after_backward(False)
@@ -218,13 +218,13 @@ def fsdp2_alone(rank: int) -> str:
 
 
 def test_fsdp2_alone_refuses_a_weight_gradient_that_comes_last():
-    """Why there is a fold: given what torch's own pipeline does, FSDP2 before 2.15 stops at the reduce-scatter."""
+    """Gradients are folded because FSDP2 before 2.15 stops at the reduce-scatter after what torch's pipeline does."""
     for message in run_ranks(fsdp2_alone, 2):
         assert message == "" if NEWER else "expects uniform gradient dtype" in message
 
 
 def gradient_bytes(rank: int) -> tuple[int, int, int]:
-    """(bytes of accumulators during the step, elements of the parameters, largest tensor that is no accumulator)."""
+    """Return the bytes of accumulators in a step, the parameters' elements, and the largest tensor that is neither."""
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     layers = [defer_weight_grads(nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))) for _ in range(2)]
@@ -244,7 +244,7 @@ def gradient_bytes(rank: int) -> tuple[int, int, int]:
 
     x = torch.randn(8, 64, dtype=torch.bfloat16)
     gc.collect()
-    gc.freeze()  # what exists already is not looked at
+    gc.freeze()  # exclude what exists already
     pipe.step(x, num_chunks=4, criterion=criterion, labels=(x,))
     return counts[-1]
 
@@ -256,7 +256,7 @@ def test_gradients_take_one_fp32_buffer_per_parameter():
 
 
 def test_torch_refuses_to_assign_what_an_existing_accumulator_takes():
-    """Given an fp32 `grad_dtype`, a closure in the usual form raises by itself, and adds where zeros were prepared."""
+    """A closure in the usual form raises with an fp32 `grad_dtype`, and adds where zeros were prepared."""
     module = nn.Module()
     weight = module.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     weight.grad_dtype = torch.float32
@@ -275,7 +275,10 @@ def test_torch_refuses_to_assign_what_an_existing_accumulator_takes():
 
 
 def unsharded(rank: int) -> list[tuple[torch.dtype, float]]:
-    """bf16 modules without FSDP2 whose parameters have an fp32 `grad_dtype`: of closures, Linear and autograd."""
+    """Return dtypes and errors of bf16 modules without FSDP2 whose parameters have an fp32 `grad_dtype`.
+
+    The gradients come from closures, Linear and autograd.
+    """
     torch.manual_seed(0)
     stages = [UserStage().bfloat16(), defer_weight_grads(nn.Linear(WIDTH, WIDTH)).bfloat16()]
     exact = copy.deepcopy(stages)
@@ -302,7 +305,7 @@ LEFT, STEP, MICROBATCHES = 256.0, 1.0, 4  # in bfloat16, 256 + 1 is 256
 
 
 class Scaled(nn.Module):
-    """x * weight + bias, which begins as x: every gradient of a micro-batch is 1."""
+    """Computes x * weight + bias, initially x: every gradient of a micro-batch is 1."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -313,7 +316,7 @@ class Scaled(nn.Module):
 
 
 class LeavesNarrow(torch.autograd.Function):
-    """x * weight, with a deferred gradient of the weight that puts bfloat16 in the place of whatever is there."""
+    """Computes x * weight; the deferred weight gradient replaces any present gradient by a bfloat16 one."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -340,19 +343,19 @@ class Narrow(Scaled):
 
 
 def backward_by_fsdp2(stage: nn.Module, x: Tensor) -> None:
-    """Outside of a step: FSDP2 keeps the gradient, for a reduction to come, where this torch release does."""
+    """Run a backward outside of a step; in some torch releases FSDP2 keeps the gradient for a later reduction."""
     stage.set_requires_gradient_sync(False)
     (LEFT * stage(x).float()).sum().backward()
 
 
 def backward_by_hand(stage: nn.Module, x: Tensor) -> None:
-    """Of gathered parameters, without FSDP2's hooks."""
+    """Run a backward on unsharded parameters, without FSDP2's hooks."""
     stage.unshard()
     (LEFT * type(stage).forward(stage, x).float()).sum().backward()
 
 
 def left(rank: int) -> dict[str, tuple]:
-    """What each parameter's reduced gradient is, in which dtype, after gradients that were there before a step."""
+    """Return the dtype and values of each parameter's reduced gradient, after gradients from before a step."""
     mesh, alone = init_device_mesh("cpu", (2,)), torch.distributed.new_subgroups(1)[0]
     x, found = torch.ones(MICROBATCHES, WIDTH, dtype=torch.bfloat16), {}
 
@@ -398,7 +401,7 @@ def test_gradients_left_elsewhere_or_in_bf16_are_added_in_fp32_and_reduced_with_
 
 
 def collectives(rank: int, microbatches: int) -> list[str]:
-    """What one rank does in a step, in order."""
+    """Return what one rank does in a step, in order."""
     mesh = init_device_mesh("cpu", (2,))
     stages = [shard_nested(stage, mesh) for stage in make_stages(2)]
     pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
@@ -435,7 +438,7 @@ def test_each_unit_is_gathered_and_reduced_once_a_step_and_autograd_calls_nothin
 
 
 def sequences(rank: int) -> dict[str, float]:
-    """Errors of gradients after steps that follow others."""
+    """Return the errors of gradients after steps that follow others."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
     expected = make_stages(4)
@@ -473,7 +476,7 @@ def sequences(rank: int) -> dict[str, float]:
         if stage_rank == 0:
             errors["evaluation"] = relative_error(outputs, nn.Sequential(*expected)(x[mine]))
     errors["sharded after evaluation"] = float(not all(isinstance(p, DTensor) for p in pipe.parameters()))
-    with torch.no_grad():  # as an optimizer does
+    with torch.no_grad():  # like an optimizer
         for p in (*pipe.parameters(), *(p for stage in expected for p in stage.parameters())):
             p *= 0.5
     step()
@@ -502,7 +505,7 @@ class Failing(Stage):
 
 
 def failing_steps(rank: int, failing_rank: int, local: int, where: str) -> tuple[str, float, str]:
-    """Return the error for arguments that do not fit, that of the next step's gradients, and what a failure raises."""
+    """Return the error for arguments that do not fit, the next step's gradient error, and the error of a failure."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
     expected = make_stages(4, Failing)
@@ -541,7 +544,7 @@ def test_a_failure_in_one_pipeline_raises_in_all(failing_rank, local, where):
 
 
 def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
-    """What is left of a step that rank 0 alone abandons at a place and others before, and the error of the next one."""
+    """Abandon a step, rank 0 at `where` and the others before; return what is left, and the next step's error."""
     mesh = init_device_mesh("cpu", (ranks,))
     expected = Failing().double()
     stage = shard_nested(copy.deepcopy(expected), mesh)
@@ -567,7 +570,7 @@ def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
         step.abandon()
     left = [isinstance(p, DTensor) and p.grad is None for p in stage.parameters()]
     left += [param.grad is None for param, _ in stages[0]._unsharded()]
-    with torch.no_grad():  # so that parameters gathered before are seen
+    with torch.no_grad():  # so that parameters gathered before the update show
         for p in (*stage.parameters(), *expected.parameters()):
             p *= 0.5
     step = begin()
@@ -588,7 +591,7 @@ def test_an_abandoned_step_leaves_nothing_behind_and_needs_no_other_rank(ranks, 
 
 
 def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
-    """What a rank raises, and its seconds, where rank 1 fails in the midst of a gather or of a reduction."""
+    """Return a rank's error and its seconds, where rank 1 fails in the midst of a gather or of a reduction."""
     mesh = init_device_mesh("cpu", (pp, 2), mesh_dim_names=("pp", "dp"))
     stages = [shard_nested(stage, mesh["dp"]) for stage in make_stages(2)]
     pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
@@ -633,7 +636,7 @@ class Relay(nn.Module):
 
 
 def failing_elsewhere(rank: int) -> list[str]:
-    """The errors of a rank whose stage is not sharded, and of the others, where another pipeline fails."""
+    """Return the errors of a rank whose stage is unsharded, and of the others, where another pipeline fails."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     stage_rank = mesh["pp"].get_local_rank()
     stage = shard_whole(Failing(), mesh["dp"]).double() if stage_rank == 0 else Relay()
@@ -691,7 +694,7 @@ def lost(rank: int) -> str:
 
 
 def test_a_gradient_that_fsdp2_drops_is_noticed():
-    """In torch 2.15 `finalize_backward` drops every gradient silently where `post_backward` was not called."""
+    """`finalize_backward` of torch 2.15 silently drops every gradient for which `post_backward` was not called."""
     for message in run_ranks(lost, 2, fresh=True):
         assert "FSDP2 reduced no gradient for" in message and "up.weight" in message
 
@@ -711,7 +714,10 @@ class ByMethod(nn.Module):
 
 
 def several_groups(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Two parameter groups in one unit: biases and norms are sharded over two ranks and copied to the two others."""
+    """Wrap a stage as one unit with two parameter groups.
+
+    Biases and norms are sharded over two ranks and replicated over the two others.
+    """
     hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     other = _fsdp_common.HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
     return fully_shard(stage, mesh=mesh, shard_placement_fn=lambda p: (
@@ -760,7 +766,7 @@ def test_hybrid_sharding_reduces_over_both_dimensions():
 
 
 class Experts(nn.Module):
-    """Stacked weights (E, N, H), a DTensor Shard(0) over ep: every rank applies its own to the rows of all of them."""
+    """Stacked weights (E, N, H), a DTensor Shard(0) over ep: every rank applies its own to the rows of all ranks."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -813,8 +819,10 @@ def test_experts_on_another_mesh_have_the_mean_over_the_global_batch_too():
 
 
 def handed_over(rank: int) -> tuple[list[bool], float]:
-    """Whether each gradient is in the memory of its accumulator, and the largest error of the gradients of two steps
-    that add up."""
+    """Return whether each gradient is in its accumulator's memory, and the largest gradient error of two steps.
+
+    The gradients of the two steps add up.
+    """
     stages = make_stages(2)
     for stage in stages:
         for module in (stage.up, stage):
@@ -840,14 +848,14 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
 
 
 def test_a_group_of_one_rank_keeps_its_accumulators_as_gradients():
-    """No copies; what a second step adds to, FSDP2 reduces."""
+    """Nothing is copied; FSDP2 reduces what a second step adds to."""
     for same, error in run_ranks(handed_over, 1):
         assert same and all(same)
         assert error < 1e-10
 
 
 def outside(rank: int) -> tuple[float, float, bool]:
-    """A stage used without the pipeline, before and after steps of it: it is as FSDP2 alone would have it."""
+    """Use a stage without the pipeline, before and after steps of it: it behaves as under FSDP2 alone."""
     mesh = init_device_mesh("cpu", (2,))
     expected = make_stages(2)
     stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
@@ -875,7 +883,7 @@ def test_a_stage_can_be_used_without_its_pipeline_between_steps():
 
 
 def policies(rank: int) -> list[tuple[str, set, set]]:
-    """Dtypes that the criterion sees and of the gradients, for policies that leave something out."""
+    """Return the dtypes that the criterion sees and those of the gradients, for policies that leave something out."""
     mesh = init_device_mesh("cpu", (2,))
     found = []
     for options in ({}, {"param_dtype": torch.bfloat16}, {"reduce_dtype": torch.float32},
@@ -905,7 +913,7 @@ def test_policies_that_leave_something_out():
 
 
 def foreign(rank: int) -> bool:
-    """A DTensor that FSDP2 does not manage has no gradient, and nobody misses it."""
+    """Train with a DTensor that FSDP2 does not manage: it has no gradient, and no rank waits for one."""
     mesh = init_device_mesh("cpu", (2,))
     stage = Stage()
     stage.extra = nn.Parameter(distribute_tensor(torch.ones(4, dtype=torch.float64), mesh, [Shard(0)]))
@@ -933,7 +941,7 @@ class WithTower(nn.Module):
 
 
 def frozen_by_hand(rank: int) -> list[str]:
-    """What a pipeline says of a tower that fully_shard leaves in another dtype, and of ways that are right."""
+    """Return a pipeline's errors for a tower that fully_shard leaves in another dtype; "" for ways that are right."""
     mesh = init_device_mesh("cpu", (1,))
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     said: list[str] = []

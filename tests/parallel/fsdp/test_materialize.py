@@ -1,4 +1,4 @@
-"""From meta to values: every mesh layout gives the same ones, nothing is wiped, untied, cast or forgotten unnoticed."""
+"""Materialization from meta: the same values in every layout; nothing wiped, untied, cast or forgotten unnoticed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ META, CPU = torch.device("meta"), torch.device("cpu")  # meta is a second device
 
 
 def plan_of(module, storage=F32, special=()):
-    """Parameters in `storage`, or by the end of their name in another dtype; buffers in their own."""
+    """Build a plan: parameters in `storage`, those with a suffix of `special` in its dtype; buffers in their own."""
     ends = dict(special)
     dtypes = {name: buffer.dtype for name, buffer in module.named_buffers(remove_duplicate=False)}
     for name, _ in module.named_parameters(remove_duplicate=False):
@@ -45,7 +45,7 @@ def fill(module, device, storage=F32, special=(), **how):
 
 
 class Rotary(nn.Module):
-    """Angles per position; never in a checkpoint."""
+    """A buffer of angles per position, which is never in a checkpoint."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Rotary(nn.Module):
 
 
 class Layer(nn.Module):
-    """Odd sizes, so that shards are uneven; experts as one (E, 6, 4) parameter."""
+    """A layer of odd sizes, so that shards are uneven; its experts are one (E, 6, 4) parameter."""
 
     def __init__(self, experts=6):
         super().__init__()
@@ -104,7 +104,7 @@ class Toy(nn.Module):
 
 
 def initialised(storage=F32, special=(), tied=False, seed=3):
-    """The same toy without meta and without shards."""
+    """Build the same toy without meta and without shards."""
     toy = Toy(tied)
     toy.init_weights(seed)
     plan = plan_of(toy, storage, special)
@@ -114,7 +114,7 @@ def initialised(storage=F32, special=(), tied=False, seed=3):
 
 
 def place_experts(toy, mesh):
-    """Experts as DTensors, Shard(0) over `mesh`, still on meta."""
+    """Make the experts DTensors, Shard(0) over `mesh`, still on meta."""
     for layer in toy.layers:
         whole, (rank, size) = layer.experts, (mesh.get_local_rank(), mesh.size())
         local = torch.empty(torch.empty(whole.shape, device="meta").chunk(size)[rank].shape, device="meta")
@@ -125,14 +125,14 @@ def place_experts(toy, mesh):
 
 
 def shard(toy, mesh, *, expert_dim=0, **options):
-    """One unit for each layer and one for the rest."""
+    """Wrap each layer as a unit, and the rest as one."""
     place = (lambda param: Shard(expert_dim if param.ndim == 3 else 0)) if expert_dim else None
     for layer in toy.layers:
         fully_shard(layer, mesh=mesh, shard_placement_fn=place, **options)
     return fully_shard(toy, mesh=mesh, **options)
 
 
-# Where a rank function below ends in `dist.barrier()`, nothing else keeps a rank from leaving while others connect.
+# Rank functions below end in `dist.barrier()` where nothing else keeps a rank from leaving while others connect.
 
 
 def data_parallel(rank, world, **options):
@@ -147,7 +147,7 @@ def expert_parallel(rank, world, **options):
 
 
 def same(one, other):
-    """Equal in values, shape and dtype: `torch.equal` alone ignores the dtype."""
+    """Compare values, shape and dtype: `torch.equal` alone ignores the dtype."""
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
@@ -156,7 +156,7 @@ def whole(param):
 
 
 def differences(module, expected):
-    """Names of parameters and buffers that differ in values or dtype from those of `expected`."""
+    """Return the names of parameters and buffers whose values or dtype differ from those of `expected`."""
     mine = dict(module.named_parameters()) | dict(module.named_buffers())
     theirs = dict(expected.named_parameters()) | dict(expected.named_buffers())
     assert mine.keys() == theirs.keys()
@@ -203,7 +203,7 @@ def test_given_a_constructor_that_fails_then_later_modules_have_memory():
 
 
 def test_large_parameters_never_have_memory():
-    """Ten terabytes, which no machine has; buffers of any values stay."""
+    """Ten terabytes of parameters, which no machine has, are built on meta; buffers of any values stay real."""
     module = build_on_meta(lambda: nn.Embedding(10**6, 25 * 10**5))
     assert module.weight.is_meta and module.weight.nbytes == 10**13
     assert not build_on_meta(lambda: nn.BatchNorm1d(8)).running_var.is_meta
@@ -239,7 +239,7 @@ QWEN = Qwen3MoeConfig(
 
 
 def qwen_stages(rank):
-    """Rank 0 of a V of two, both stages of which have the embedding, against the whole model; dp over the ranks."""
+    """Compare rank 0 of a V of two, whose stages both have the embedding, with the whole model; dp over the ranks."""
     (reference,) = build_stages(QWEN, 1)
     reference.init_weights(5)
     expected = dict(reference.named_parameters(remove_duplicate=False))
@@ -321,7 +321,7 @@ class Wide(nn.Module):
 
 
 def peak_of(fn):
-    """The most bytes alive at a time that `fn` allocated, and the sizes of its allocations of 200 KB and more."""
+    """Return the peak of bytes that `fn` allocated, and the sizes of its allocations of 200 KB and more."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         fn()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -351,7 +351,7 @@ def test_given_shards_then_materialising_takes_them_and_at_most_one_unsharded_la
 
 
 def built_in(dtype, fn):
-    """`build_on_meta(fn)` with another default dtype, which leaves explicit ones such as a rotary buffer's alone."""
+    """Run `build_on_meta(fn)` with another default dtype; explicit dtypes such as a rotary buffer's stay."""
     torch.set_default_dtype(dtype)
     try:
         return build_on_meta(fn)
@@ -360,7 +360,7 @@ def built_in(dtype, fn):
 
 
 def by_plan(rank, world):
-    """The usual way: a plan for the model, sharded by it, materialised by it."""
+    """Build a model the usual way: a plan for it, sharded by the plan, materialised by the plan."""
     toy = built_in(BF16, Toy)
     plan = resolve_dtypes(toy, DTypePolicy(BF16, F32, F32, [Rule("*.norm", F32)]))
     shard_by_plan(toy, init_device_mesh("cpu", (world,)), plan)
@@ -429,7 +429,7 @@ def test_given_plain_parameters_whose_values_do_not_fit_the_plan_then_they_are_n
 
 
 def sharded_buffers(rank, world):
-    """What `model.to(device)` is skipped for: parameters are DTensors; buffers must go to the device all the same."""
+    """Return device and dtype of buffers, and of parameters, which `model.to(device)` skips: they are DTensors."""
     toy = data_parallel(rank, world)
     fill(toy, META, param_device=CPU)
     dist.barrier()
@@ -479,7 +479,7 @@ def test_given_cpu_offload_then_a_step_works_and_the_values_are_the_same():
 def test_given_a_meta_device_then_to_empty_leaves_garbage_and_materialize_refuses_what_has_no_value():
     with META:
         naive, toy = Rotary(), Rotary()
-    torch.use_deterministic_algorithms(True)  # makes the garbage that to_empty gives a NaN every time
+    torch.use_deterministic_algorithms(True)  # makes the memory of to_empty NaN every time
     try:
         naive.to_empty(device="cpu")
     finally:
@@ -547,7 +547,7 @@ def test_given_tied_parameters_then_to_empty_unties_them_and_materialize_does_no
 
 
 class Reader:
-    """A tensor in a file, of which only parts are read."""
+    """A tensor in a file that is read in parts."""
 
     def __init__(self, tensor):
         self.tensor, self.shape, self.dtype, self.read = tensor, tensor.shape, tensor.dtype, 0

@@ -1,6 +1,6 @@
-"""What FSDP2 does by itself where the pipeline, the plan and the optimizer do something else: why they do.
+"""Behaviour of FSDP2 by itself where the pipeline, the plan or the optimizer replaces it: the reasons for doing so.
 
-Each test shows the failure on its own. Where a torch release no longer has it, the test says what that does instead.
+Each test shows the failure on its own. Where a torch release no longer has it, the test shows what that one does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def error_of(attempt) -> str:
 
 
 def gathered_without_a_root(rank: int) -> str:
-    """`unshard` and `post_backward` by hand, as a schedule does, before any forward of the module."""
+    """Call `unshard` and `post_backward` by hand, as a schedule does, before any forward of the module."""
     stage = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)))
     stage.unshard()
     nn.Linear.forward(stage, torch.ones(2, 4)).sum().backward()
@@ -59,7 +59,7 @@ def accumulated_twice(rank: int) -> list[float]:
 
 
 def test_given_a_second_gradient_then_fsdp2s_accumulator_is_replaced():
-    """Adding is another call, which must come first; ours is `.grad`, to which everything adds. So is torch 2.15's."""
+    """FSDP2 adds only by another call, which must come first. Everything adds to our `.grad`, as to torch 2.15's."""
     for found in run_ranks(accumulated_twice, 2):
         assert found == ([16.0, 32.0] if NEWER else [16.0, 16.0])
 
@@ -79,7 +79,7 @@ def mixed_storage(rank: int) -> str:
 
 
 def test_given_parameters_of_two_dtypes_then_the_first_forward_fails():
-    """`resolve_dtypes` groups them, or refuses, before anything is sharded."""
+    """`resolve_dtypes` groups the parameters by dtype, or refuses, before anything is sharded."""
     for message in run_ranks(mixed_storage, 2):
         assert "expects uniform original parameter dtype" in message
 
@@ -104,7 +104,7 @@ def test_given_gradients_on_several_meshes_then_torch_cannot_clip_or_step_them_t
 
 
 def ignored(rank: int) -> list[float]:
-    """A trainable parameter that is left out of FSDP2 keeps each rank's own gradient."""
+    """Train a parameter that FSDP2 is told to ignore: it keeps each rank's own gradient."""
     stage = nn.Linear(4, 4)
     fully_shard(stage, mesh=init_device_mesh("cpu", (2,)), ignored_params={stage.bias})
     stage(torch.full((1, 4), 1.0 + rank)).square().sum().backward()
@@ -118,7 +118,7 @@ def test_given_ignored_params_then_gradients_are_not_reduced():
 
 
 def meta(rank: int) -> list[bool]:
-    """What a whole-module `to_empty` leaves of buffers."""
+    """Return whether buffers keep their values after a whole-module `to_empty`."""
     stage = nn.Linear(4, 4, device="meta")
     stage.register_buffer("table", torch.full((1000,), 3.0))
     stage.to_empty(device="cpu")

@@ -31,7 +31,7 @@ def in_part(mesh, **options) -> Stage:
 
 
 def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
-    """A sharded stage with one more parameter: a DTensor placed so, or one that FSDP2 is told to ignore."""
+    """Build a sharded stage with one more parameter: a DTensor with `placements`, or one that FSDP2 ignores."""
     stage = in_part(mesh)
     stage.norm.requires_grad_(False)
     stage.extra = nn.Parameter(torch.ones(4))
@@ -43,7 +43,7 @@ def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
 
 
 def experts(mesh) -> nn.Module:
-    """A stage of parameters that are all apart on the ranks of a mesh."""
+    """Build a stage whose parameters are all sharded over the ranks of a mesh."""
     stage = Stage()
     for module in (stage.norm, stage.up, stage.down):
         for name, p in list(module.named_parameters()):
@@ -58,7 +58,10 @@ def given_to_replicate(mesh) -> nn.Module:
 
 
 def constructions(rank: int) -> dict[str, str]:
-    """What each says, on two pipelines of two ranks; only the second rank of each is wrong where it is `Stage()`."""
+    """Return the error of each construction, on two pipelines of two ranks.
+
+    Only the second rank of each pipeline is wrong where the other has `Stage()`.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     alone = init_device_mesh("cpu", (4, 1), mesh_dim_names=("rest", "one"))["one"]
     dp, group = mesh["dp"], mesh["pp"].get_group()
@@ -111,7 +114,7 @@ def test_gradients_that_nobody_reduces():
         assert "was given to torch's replicate, which a pipeline cannot drive; use" in found.pop("replicate")
         assert {name for name, text in found.items() if text} == set(expected)
         for name, text in expected.items():
-            text = text.replace("WRONG", str(2 + rank % 2))  # by its number among all, not in its pipeline
+            text = text.replace("WRONG", str(2 + rank % 2))  # numbered among all ranks, not in its pipeline
             assert text in found[name] and "\n" not in found[name], found[name]
             assert "dualpipe.parallel.shard or torch's fully_shard" in found[name]
             assert ("name them in unreduced" in found[name]) != ("does not reduce" in found[name])

@@ -1,4 +1,4 @@
-"""Sharding as the dtype plan says, on real ranks: dtypes in forward, reduction and storage, and gradients."""
+"""Sharding by the dtype plan, on real ranks: dtypes in forward, reduction and storage, and gradients."""
 
 from contextlib import contextmanager
 
@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class Scale(nn.Module):
-    """Promotes what comes in to the dtype of its weight, as most norms do."""
+    """Promotes its input to the dtype of its weight, as most norms do."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ PINS = (Rule("*.norm", FP32), Rule("*.gate", FP32))
 
 
 def make(cls=Model, dtype=FP32):
-    """Values that bfloat16 holds, so that storing a model in either dtype is the same model."""
+    """Build a model whose values bfloat16 can represent, so that either storage dtype gives the same model."""
     torch.manual_seed(0)
     return cls().to(BF16).to(dtype)
 
@@ -84,7 +84,7 @@ def gradients(model):
 
 
 def mean_gradients(model, ranks, dtype=FP32):
-    """Of the unsharded model over the batches of all ranks, accumulated in the dtype of its plan."""
+    """Return the unsharded model's mean gradients over all ranks' batches, accumulated in the dtype of its plan."""
     for rank in range(ranks):
         backward(model, batch(rank, dtype))
     return {name: p.grad / ranks for name, p in model.named_parameters()}
@@ -97,7 +97,7 @@ def worst(actual, expected):
 
 @contextmanager
 def collectives():
-    """Dtypes of what FSDP2 reduces, by collective, in order; torch 2.13 renamed one of them."""
+    """Return the dtypes that FSDP2 reduces, by collective, in order; torch 2.13 renamed one of them."""
     seen = {"reduce_scatter": [], "all_reduce": []}
     names = dict.fromkeys(("reduce_scatter_single", "reduce_scatter_tensor"), "reduce_scatter")
     names["all_reduce"] = "all_reduce"
@@ -122,7 +122,7 @@ def collectives():
 
 @contextmanager
 def flow(model):
-    """Dtype of what goes into every module, after all casts, and of what comes out, by name."""
+    """Return the dtypes of every module's input, after all casts, and of its output, by name."""
     seen = {}
     hook = lambda name: lambda m, args, out: seen.__setitem__(name, (args[0].dtype, out.dtype))  # noqa: E731
     handles = [module.register_forward_hook(hook(name)) for name, module in model.named_modules()]
@@ -137,7 +137,7 @@ def flow(model):
 
 
 def mixed(rank, world):
-    """A model with fp32 norms and gates: dtypes of what flows and what is reduced, and the error of the gradients."""
+    """Return activation dtypes, reduction dtypes and the gradients' error of a model with fp32 norms and gates."""
     mesh = init_device_mesh("cpu", (world,))
     model, plain = make(), make(dtype=BF16)
     shard(plain, None, resolve_dtypes(plain, policy(*PINS)))
@@ -157,7 +157,7 @@ def test_given_a_mixed_module_then_it_shards_and_its_fp32_units_stay_in_fp32():
             assert seen[f"layers.{i}.up"] == (BF16, BF16) and seen[f"layers.{i}.down"] == (BF16, BF16)
             assert seen[f"layers.{i}"] == (BF16, BF16)
         assert reduced == [FP32] * 5  # two layers of two units, the head
-        # The same bfloat16 operations; what differs is the order in which two ranks are added, in fp32.
+        # The same bfloat16 operations; only the order in which two ranks' gradients are added differs, in fp32.
         assert error < 1e-6
 
 
@@ -176,7 +176,7 @@ def test_given_a_bf16_reduction_then_fp32_units_still_reduce_in_fp32():
 
 
 def one_unit_per_layer(rank):
-    """What FSDP2 says of a layer of two dtypes, and when: at its first forward."""
+    """Return FSDP2's error for a layer of two dtypes at its first forward; then the dtypes with our sharding."""
     model = make(dtype=BF16)
     for layer in model.layers:
         layer.norm.float()
@@ -202,7 +202,7 @@ CONFIG = Qwen3MoeConfig(
     vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
     num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True,
 )
-# Attention mixes what these two return with the values, which are bf16.
+# Attention combines the results of these two with the values, which are bf16.
 QWEN_PINS = (
     Rule("layers.*.mlp.gate.weight", FP32), Rule("*.*_layernorm", FP32), Rule("norm", FP32),
     Rule("*.self_attn.?_norm", FP32, output_dtype=BF16),
@@ -256,7 +256,7 @@ def test_given_qwen3_moe_with_norms_and_router_in_fp32_then_it_trains_as_the_uns
 
 
 def accumulated(rank):
-    """Two micro-batches, of which the second reduces; one is small enough to be lost in a bf16 sum."""
+    """Return the worst gradient error of two micro-batches, of which the second reduces and would vanish in bf16."""
     model, plain = make(), make(dtype=BF16)
     plan = resolve_dtypes(model, policy(*PINS))
     shard(model, init_device_mesh("cpu", (2,)), plan)
@@ -277,7 +277,7 @@ def test_given_two_micro_batches_then_their_gradients_add_in_the_reduce_dtype():
 
 
 def ignored(rank):
-    """FSDP2's way around a mixed module, and ours: do all ranks have the same gradient of the norm?"""
+    """Return whether all ranks have the norm's gradient in FSDP2's workaround for a mixed module, and in ours."""
     mesh = init_device_mesh("cpu", (2,))
     naive, model = make(), make()
     norms = [layer.norm.weight for layer in naive.layers]
@@ -299,7 +299,7 @@ def test_given_trainable_parameters_then_none_is_ignored_and_all_are_reduced():
 
 
 def replicated(rank, shape, names):
-    """Gradients and dtypes over a mesh whose last dimension shards and whose others replicate."""
+    """Return gradients and dtypes over a mesh whose last dimension shards and whose other dimensions replicate."""
     results = {}
     for param, pins in ((FP32, ()), (BF16, PINS)):
         model, plain = make(), make(dtype=param)
@@ -399,7 +399,7 @@ def names_of_units(model, *rules):
 
 
 class Calling(nn.Module):
-    """Owns the modules that it is given."""
+    """Owns the modules it is given."""
 
     def __init__(self, **modules):
         super().__init__()
@@ -486,7 +486,7 @@ def test_given_no_mesh_and_a_parameter_that_would_compute_in_another_dtype_then_
 
 
 class Tower(nn.Module):
-    """Multiplies by a pinned parameter and a pinned buffer: without casts, what it returns is fp32."""
+    """Multiplies by a pinned parameter and a pinned buffer; without casts, its output is fp32."""
 
     keep_fp32 = ("scale.weight", "positions")
 
@@ -562,7 +562,7 @@ def test_given_a_frozen_module_in_a_layer_then_it_is_stored_in_the_compute_dtype
 
 
 class Buffered(nn.Module):
-    """Trainable, with an fp32 buffer, which nothing casts."""
+    """A trainable module with an fp32 buffer, which nothing casts."""
 
     def __init__(self):
         super().__init__()
@@ -596,7 +596,7 @@ def test_given_an_fp32_buffer_in_a_trainable_module_then_the_next_module_is_give
 
 
 class Experts(nn.Module):
-    """`experts` linear maps, of which a rank holds a part; every rank uses its own on its own rows."""
+    """Computes `experts` linear maps, of which a rank holds a part; every rank applies its own to its own rows."""
 
     def __init__(self, experts, mesh=None, rank=0, dtype=FP32):
         super().__init__()
@@ -623,7 +623,7 @@ class Moe(nn.Module):
 
 
 def experts(rank, dp, ep, param, rules):
-    """Errors of the gradients of experts and of a dense parameter, and how the experts are placed."""
+    """Return the errors of the gradients of experts and of a dense parameter, and the placements of the experts."""
     wide = FP64 if param is FP64 else FP32
     mesh = init_device_mesh("cpu", (dp, ep), mesh_dim_names=("dp", "ep"))
     model = Moe(mesh["ep"], wide)
@@ -633,7 +633,7 @@ def experts(rank, dp, ep, param, rules):
     with collectives() as reduced:
         assert_contract(model, plan, run=lambda: backward(model, batch(rank, wide)))
     dense, expert = 0.0, torch.zeros(4, 6, WIDTH, dtype=wide)
-    for other in range(dp * ep):  # the mean over the global batch, each rank's rows having seen its own experts
+    for other in range(dp * ep):  # the mean over the global batch; each rank's rows have seen its own experts
         local, held = other % ep, 4 // ep
         plain = Moe(None, wide)
         plain.experts.weight.data = plain.experts.weight.data[local * held :][:held].clone()
@@ -654,7 +654,7 @@ def experts(rank, dp, ep, param, rules):
         (2, 2, BF16, (Rule("dense", FP32),)),
         (2, 2, FP64, ()),
         (1, 2, BF16, (Rule("experts", FP32),)),
-        (1, 2, FP64, ()),  # one rank to reduce over, in a dtype for which FSDP2 divides by itself
+        (1, 2, FP64, ()),  # one rank to reduce over, in a dtype for which FSDP2 itself divides
     ],
 )
 def test_given_experts_then_their_gradients_too_are_the_mean_over_the_global_batch(dp, ep, param, rules):

@@ -1,4 +1,4 @@
-"""Vectors beside wider ones in one module: a float32 A_log among bfloat16 siblings, as state-space models have it."""
+"""Modules with vectors of two dtypes: a float32 A_log among bfloat16 siblings, as in state-space models."""
 
 import copy
 
@@ -35,7 +35,7 @@ COMMON = {"vocab_size": 61, "hidden_size": WIDTH, "intermediate_size": 64, "num_
 
 
 class Layer(nn.Module):
-    """A norm and a mixer of transformers'."""
+    """A norm and a mixer of transformers' model."""
 
     def __init__(self, mixer: nn.Module) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Stage(nn.Module):
 
 
 def mixer_of(model_type: str) -> nn.Module:
-    """The module of transformers' model that owns A_log, in float32, with values that bfloat16 has."""
+    """Build the transformers module that owns A_log; it is in float32, with values that bfloat16 can represent."""
     from transformers import AutoConfig, AutoModel
 
     torch.manual_seed(0)
@@ -84,7 +84,7 @@ class Decay(nn.Module):
 
 
 def own_mix(stage: Stage) -> Stage:
-    """The same in the dtypes of its checkpoint."""
+    """Return a copy in the dtypes of its checkpoint."""
     mixed = copy.deepcopy(stage).to(BF16)
     mixed.layers[0].mixer.A_log.data = stage.layers[0].mixer.A_log.detach().clone()
     return mixed
@@ -105,7 +105,7 @@ def make(model_type: str) -> Stage:
 
 
 def against_own_mix(rank: int, model_type: str) -> tuple[bool, dict[str, float]]:
-    """Whether the outputs are those of the unsharded module in its own mix, and how far each gradient is off."""
+    """Return whether the outputs equal those of the unsharded module in its own dtypes, and each gradient's error."""
     stage = make(model_type)
     reference = own_mix(stage)
     sources = {name: param.dtype for name, param in reference.named_parameters()}
@@ -184,7 +184,7 @@ def test_torchs_own_modules_take_one_dtype():
 
 
 def test_our_own_modules_take_one_dtype():
-    """The router of gpt-oss, whose weight and bias a product takes together."""
+    """The router of gpt-oss takes one dtype: one GEMM uses its weight and its bias."""
     policy = DTypePolicy(BF16, FP32, BF16, [Rule("gate.weight", FP32)])
     with pytest.raises(ValueError, match=r"gate \(Router\) directly owns parameters that FSDP2 cannot keep apart"):
         resolve_dtypes(nn.ModuleDict({"gate": Router(8, 4, 2, bias=True)}).to(BF16), policy)

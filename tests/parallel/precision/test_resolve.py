@@ -1,4 +1,4 @@
-"""The dtype plan: which rule decides what, what is refused, how it reads, and how it is asserted."""
+"""The dtype plan: the precedence of rules, refusals, its printed form, and its assertion."""
 
 import warnings
 
@@ -33,7 +33,7 @@ CONFIG = Qwen3MoeConfig(
 
 
 class Mixer(nn.Module):
-    """Has a pin, as a state-space layer does."""
+    """Has a pinned parameter, as a state-space layer does."""
 
     keep_fp32 = ("decay.A_log",)
 
@@ -68,7 +68,7 @@ def policy(*rules, param=BF16, reduce=FP32, output=BF16):
 
 
 def resolve(model, policy, source=None):
-    """Without the question whether FSDP2 can keep the dtypes apart, which has its own tests."""
+    """Resolve dtypes without the check that FSDP2 can keep them apart, which has its own tests."""
     return resolve_dtypes(model, policy, source, sharded=False)
 
 
@@ -84,7 +84,7 @@ def test_given_a_pin_on_gate_then_gate_up_proj_is_not_caught():
     assert plan.of("layers.0.gate.weight").compute is FP32 and plan.of("layers.1.gate.weight").compute is FP32
     assert plan.of("layers.0.gate.bias").compute is BF16
     assert plan.of("layers.0.gate_up_proj.weight").compute is BF16
-    substring = {name for name in plan.tensors if "gate" in name}  # what a substring would have caught
+    substring = {name for name in plan.tensors if "gate" in name}  # the names that a substring match would have caught
     assert "layers.0.gate_up_proj.weight" in substring
 
 
@@ -115,7 +115,7 @@ def test_given_rules_that_disagree_then_the_error_names_both_and_the_tensor():
     with pytest.raises(ValueError, match="disagree") as error:
         resolve(Model(), policy(("*.gate.weight", FP32), ("layers.0.*", FP64)))
     assert all(part in str(error.value) for part in ("layers.0.gate.weight", "*.gate.weight", "layers.0.*", "fp64"))
-    resolve(Model(), policy(("*.gate.weight", FP32), ("layers.0.*", FP32)))  # these agree
+    resolve(Model(), policy(("*.gate.weight", FP32), ("layers.0.*", FP32)))  # these two agree
 
 
 @pytest.mark.parametrize(("pattern", "dtype"), [("", FP32), ("a..b", FP32), ("a", torch.int32), ("a", "fp32")])
@@ -310,7 +310,7 @@ def test_given_a_whole_model_on_meta_then_its_plan_serves_each_stage():
     assert_contract(last, plan, run=lambda: last(hidden))
     pinned = {name for name, param in last.named_parameters() if param.dtype is FP32}
     assert pinned == {"layers.2.mlp.gate.weight", "lm_head.weight"}
-    with pytest.raises(ValueError, match="matches 'lm_head'"):  # a stage alone does not know what the others have
+    with pytest.raises(ValueError, match="matches 'lm_head'"):  # a stage alone does not know the other stages' modules
         resolve_dtypes(first, policy(Rule("lm_head", FP32)))
 
 
@@ -332,7 +332,7 @@ def test_given_several_stages_then_a_rule_may_match_in_any_of_them_and_tied_name
 
 
 def of_one_rank(rank):
-    """What each of two ranks, with a stage each, makes of rules for one of them and of one for none."""
+    """Return a rank's dtypes by a rule for one of two ranks' stages, and the errors by a rule that matches none."""
     stage = nn.ModuleDict([{"embed": nn.Embedding(4, 4)}, {"head": nn.Linear(4, 4, bias=False)}][rank])
     plan = resolve_dtypes([stage], policy(("head", FP32)), group=torch.distributed.group.WORLD)
     said = []
@@ -374,7 +374,7 @@ def test_given_another_boundary_dtype_then_it_is_honoured_with_a_warning():
 
 
 def crossing(rank, output, explicit):
-    """The dtypes in which activations and their gradients arrive at the second of two pipeline ranks and the first."""
+    """Return the dtypes of activations arriving at the second of two pipeline ranks, and of gradients at the first."""
     stage = nn.Linear(4, 4, dtype=BF16)
     plan = resolve_dtypes(stage, policy(output=output))
     with warnings.catch_warnings(record=True) as said:
@@ -401,7 +401,7 @@ def test_given_two_pipeline_ranks_then_the_output_dtype_crosses_both_ways(output
 
 
 def formats(model, *rules):
-    """By name what a plan says of quantized tensors: format, gathered, master."""
+    """Return a plan's quantized tensors by name: format, gathered, master."""
     return {name: (str(each.format), each.gathered, each.master)
             for name, each in resolve(model, policy(*rules)).tensors.items() if each.format}
 
@@ -534,7 +534,7 @@ def test_given_no_mesh_then_storage_compute_and_accumulators_are_as_planned():
 def test_given_a_module_that_was_changed_then_the_contract_fails(spoil, messages):
     model, plan = tiny()
     for module in model.modules():
-        module._forward_pre_hooks.clear()  # which would put the accumulator right again
+        module._forward_pre_hooks.clear()  # the hook would make the accumulator right again
     spoil(model)
     with pytest.raises(ContractError) as error:
         assert_contract(model, plan, run=lambda: [layer(torch.ones(2, 4, dtype=layer.weight.dtype)) for layer in model])
@@ -595,7 +595,7 @@ def save_distributed(rank, path):
     path = save(path, training_state([sharded]), step=1, mesh=build_mesh(1, 2, 1, torch.device("cpu")), plan=plan)
     assert_saved_contract(sharded, plan, path)
 
-    narrow = model(BF16)  # its parameters may be on disk as float32 masters, its buffers not
+    narrow = model(BF16)  # its parameters may be on disk as float32 masters; its buffers may not
     other = resolve_dtypes(narrow, policy())
     messages = []
     for optimizer in (None, Optimizer([narrow], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)):

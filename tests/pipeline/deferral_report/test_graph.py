@@ -1,4 +1,4 @@
-"""What the graph of a forward says of its parameters: FLOPs of GEMMs counted by hand, and uses that are none."""
+"""Parameters in the graph of a forward: FLOPs of GEMMs counted by hand, and uses that are no GEMM."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def parameter(*shape):
 
 
 def uses_of(y: Tensor, computing=()):
-    """The uses by kind and operator, and their FLOPs."""
+    """Return the uses by kind and operator, and their FLOPs."""
     found = {}
     for use in parameter_uses([get_gradient_edge(y)], computing):
         key = use.kind, use.operator

@@ -18,7 +18,7 @@ class Bar(nn.Linear):
 
 
 class FSDPModule:
-    """Of FSDP2's name, by which it is known."""
+    """Has the name of FSDP2's class, by which that is recognized."""
 
 
 class FSDPLinear(FSDPModule, nn.Linear):

@@ -1,4 +1,4 @@
-"""What micro-batches of transformers' models take, counted without memory."""
+"""Memory of micro-batches of transformers' models, counted without allocating it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_kernels_of_gpus_keep_as_much_of_long_sequences_as_of_short_ones():
     model = model_of("llama")
     long, short = (activation_bytes(model, LAYERS, batch=512 // length, sequence_length=length).kept
                    for length in (256, 64))
-    # But for rotary tables, which one row is enough for.
+    # Except for rotary tables, for which one row is enough.
     assert long == pytest.approx(short, rel=0.02)
 
 
@@ -45,7 +45,7 @@ def test_long_sequences_follow_from_shorter_ones(monkeypatch):
 
 
 def test_masks_of_documents_are_counted():
-    """In bool, and once more for each layer as numbers that its kernel adds to scores."""
+    """A document mask takes memory as bool, and once more for each layer as values that its kernel adds to scores."""
     model = model_of("llama", vocab_size=66)
     sizes = {"batch": 2, "sequence_length": 64}
     plain, masked = (activation_bytes(model, LAYERS, **sizes, has_documents=documents).kept

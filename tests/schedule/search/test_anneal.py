@@ -1,4 +1,4 @@
-"""What annealing relies on: changed orders are timed and proved as whole ones."""
+"""Properties that annealing relies on: changed orders get the times and proofs of whole ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from searches import held, overlapped
 
 
 def walk(name: str, num_ranks: int, num_microbatches: int, memory: float, seed: int):
-    """Changes of a known order, one at a time, and each order and its candidate."""
+    """Change a known order, one change at a time; yield each order and its candidate."""
     schedule = build(name, num_ranks, num_microbatches)
     timing, orders = Timing(schedule, overlapped(), memory), orders_of(schedule)
     times = timing.times(timing.ranks(orders))
@@ -48,7 +48,7 @@ def test_a_changed_order_is_timed_and_proved_as_by_simulate_and_validate(name):
         if plays(ranks):
             validate(schedule)
             accepted += 1
-        elif name != "interleaved_1f1b":  # where it refuses some steps that take two messages of one stream
+        elif name != "interleaved_1f1b":  # it refuses some steps that take two messages of one stream
             refused += 1
             with pytest.raises(ScheduleError, match=r"deadlock|but the next to arrive"):
                 validate(schedule)

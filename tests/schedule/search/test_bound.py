@@ -16,7 +16,7 @@ from searches import overlapped, random_costs
 
 
 def test_bounds():
-    """Work 8 * 2 * 1.95 = 31.2 and three forwards before the last rank's first; 8 * 2 * 3 and seven."""
+    """Work of 8 * 2 * 1.95 = 31.2 follows three forwards before the last rank's first; or 8 * 2 * 3, and seven."""
     assert max(lower_bounds(v_placement(4), 8, overlapped())) == pytest.approx(34.2)
     assert least_work(v_placement(4), 8, overlapped()) == pytest.approx(31.2)
     assert lower_bounds(v_placement(8), 8, Costs()) == tuple(range(48, 56))
@@ -25,15 +25,18 @@ def test_bounds():
 
 
 def test_the_bound_of_a_memory():
-    """The last rank's first gradient comes after 8 forwards and 3 backwards, before which it computes 0.65 for each of
-    9 forwards; 31.2 is the work. So half of DualPipeV's 22.75 beyond the work is out of reach for 8 ranks."""
+    """Half of DualPipeV's 22.75 beyond the work is out of reach for 8 ranks.
+
+    The last rank's first gradient comes after 8 forwards and 3 backwards, before which it computes 0.65 for each of 9
+    forwards; 31.2 is the work.
+    """
     assert max(lower_bounds(v_placement(4), 8, overlapped(), 9)) == pytest.approx(11 + 31.2 - 9 * 0.65)
     assert max(lower_bounds(v_placement(8), 16, overlapped(), 17.5)) == pytest.approx(23 + 62.4 - 17 * 0.65)
     assert 23 + 62.4 - 17 * 0.65 > 62.4 + 22.75 / 2
 
 
 def test_memory_without_a_limit_is_memory_for_all_forwards():
-    """Of 2 micro-batches on 4 ranks the first backward comes late: every forward, and more, fits before it."""
+    """The first backward of 2 micro-batches on 4 ranks comes late: every forward, and more, fits before it."""
     assert lower_bounds(v_placement(4), 2, overlapped()) == lower_bounds(v_placement(4), 2, overlapped(), 4)
 
 
@@ -47,7 +50,7 @@ def test_no_schedule_is_faster_than_the_bound():
 
 
 def every_order(stages: list[int], num_microbatches: int) -> Iterator[list[tuple]]:
-    """All that a rank could do: each step one action or two, each backward "B" or "I" with its "W" anywhere later."""
+    """Yield every order of a rank: each step one action or two, each backward a "B" or an "I" with its "W" later."""
     def extended(order, left):
         if not any(left.values()):
             yield order
@@ -73,7 +76,10 @@ def every_order(stages: list[int], num_microbatches: int) -> Iterator[list[tuple
     ((0, 1), 2, 2, (7, 5.9, 8.5)), ((0, 1), 2, 1, (10, 8.6, 12)), ((0, 0), 1, 2, (6, 4.6, 7)),
 ])
 def test_the_bound_against_every_order(placement, num_microbatches, memory, best):
-    """Up to 207 of a rank. For costs without what overlap saves the bound is the best time, where a rank holds two."""
+    """The bound is at most the best time over all orders, up to 207 for each rank.
+
+    It equals the best time for costs without a gain from overlap, if a rank holds two micro-batches.
+    """
     for costs, least in zip((Costs(), overlapped(), Costs(F=1, B=2.5, W=1.5, FB=2.75, p2p=0.25)), best):
         num_ranks = 1 + max(placement)
         empty = Schedule("s", num_ranks, len(placement), num_microbatches, ((),) * num_ranks, placement)

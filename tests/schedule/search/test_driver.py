@@ -1,4 +1,4 @@
-"""Schedules found by search: goals, proofs of what is found, and that the same is found again."""
+"""Schedules found by search: goals, proofs of the results, and equal results for equal inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GAINS = Path(__file__).with_name("search_gains.json")
 
 
 def found(num_ranks: int, num_microbatches: int, costs: Costs | None = None, **options) -> driver.SearchResult:
-    """What is found, having checked what holds of whatever is."""
+    """Search, check the properties of any search result, and return it."""
     result = driver.search(num_ranks, num_microbatches, costs=costs, **options)
     timeline, memory = result.timeline, options.get("memory") or 2 * num_ranks + 1
     validate(timeline.schedule)
@@ -45,7 +45,7 @@ def test_costs_of_the_goals():
 
 @pytest.mark.parametrize("num_ranks, num_microbatches, theirs", [(8, 8, 62), (4, 8, 54), (8, 16, 110)])
 def test_half_the_bubble_and_the_bound_where_nothing_is_saved_by_overlap(num_ranks, num_microbatches, theirs):
-    """F = I = W = 1: a rank works for 6 a micro-batch, and the last one begins after P - 1 forwards."""
+    """F, I and W take 1: a rank works for 6 a micro-batch, and the last one starts after P - 1 forwards."""
     result, work = found(num_ranks, num_microbatches, effort=0), 6 * num_microbatches
     assert result.timeline.makespan == max(result.bounds) == work + num_ranks - 1
     assert simulate(build("dualpipev", num_ranks, num_microbatches)).makespan == theirs
@@ -57,7 +57,7 @@ def test_less_time_with_little_effort():
 
 
 @pytest.mark.slow
-@pytest.mark.matrix  # nothing but a change of the search or of the costs changes what it finds
+@pytest.mark.matrix  # only a change of the search or of the costs changes its result
 @pytest.mark.parametrize("num_ranks, num_microbatches, least", [(4, 8, 0.07), (8, 16, 0.05), (4, 16, 0.02)])
 def test_goals_at_the_memory_of_dualpipev(num_ranks, num_microbatches, least):
     assert gain(found(num_ranks, num_microbatches, overlapped()), overlapped()) >= least
@@ -92,7 +92,7 @@ def test_gain_on_random_costs(seed):
 @pytest.mark.slow
 @pytest.mark.matrix
 def test_gains_on_all_random_costs():
-    """Over the best known family. The numbers are those of a fixed effort: a change of the search changes them."""
+    """Gains are over the best known family. The effort is fixed: a change of the search changes these numbers."""
     kept = json.loads(GAINS.read_text())
     gains = [gain_of(seed) for seed in range(20)]
     assert gains == pytest.approx(kept["gains"], abs=1e-6)

@@ -1,4 +1,4 @@
-"""What greedy makes."""
+"""Schedules that the greedy search builds."""
 
 from __future__ import annotations
 

@@ -20,7 +20,10 @@ from ranks import run_ranks
 
 
 def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys, monkeypatch):
-    """As nanoGPT does. A run resumes only with the same validation tokens; an early version's order may differ."""
+    """A single file trains as in nanoGPT. A run resumes only with the same validation tokens.
+
+    The order of an early version may differ.
+    """
     state_dict, folder = Loader.state_dict, run_toml.parent
     record = {"body": "the quick brown fox jumps over the lazy dog. " * 300}
     (folder / "one.jsonl.gz").write_bytes(gzip.compress(json.dumps(record).encode()))
@@ -49,7 +52,7 @@ def _train(rank, folder, port):
     """Return the windows that this rank read, with the name of the thread."""
 
     def read(self, start, stop):
-        if stop - start == 17:  # not those of the unigram model
+        if stop - start == 17:  # without the windows of the unigram model
             seen.append((self.num_documents, start, threading.current_thread().name.partition("_0")[0]))
         return read_tokens(self, start, stop)
 

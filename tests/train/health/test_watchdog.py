@@ -26,7 +26,7 @@ from dualpipe.train.health.watchdog import Watchdog
 from run_files import MODEL, write_files
 from toys import make_stages
 
-TIMEOUT, ALLOWANCE = 3.0, 5.0  # seconds: parallel.timeout, and until all is over then
+TIMEOUT, ALLOWANCE = 3.0, 5.0  # seconds: parallel.timeout, and the time from then until all processes have ended
 LAYOUTS = {"pp2": (2, 1, 1), "pp4": (4, 1, 1), "pp2 x dp2": (2, 2, 1), "pp2 x ep2": (2, 1, 2)}
 SLEEPS = """
 import os, time
@@ -39,7 +39,7 @@ def sleeping(self, slot):
     return run(self, slot)
 WeightGradStore.run = sleeping
 """
-# Locks a mutex twice, which never ends: a sleep in C would end with the first signal, and let the lock go.
+# Locks a mutex twice, which never ends. A sleep in C would end with the first signal, and release the lock.
 HOLDS_THE_LOCK = SLEEPS.replace("time.sleep(60)", """import ctypes
         mutex = ctypes.create_string_buffer(256)
         ctypes.PyDLL(None).pthread_mutex_lock(mutex)
@@ -91,7 +91,7 @@ def start(start_dualpipe, tmp_path):
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the processes of the ranks, by rank: the kernel lists them as they were forked. Numbers wrap around."""
+    """Return the processes of the ranks, by rank: the kernel lists them in the order of forks. Numbers wrap around."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     return list(map(int, children))
 
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_and_all_is_over_in_time(start, layout, rank):
       for locks in (False, True)),
 ])
 def test_a_rank_that_does_not_come_back_from_user_code(start, tmp_path, dualpipe, layout, names, locks):
-    """The rank is named from the states of all, with its stack; or without, if it blocks its watchdog thread."""
+    """The rank is named from the states of all, with its stack; or without it, if it blocks its watchdog thread."""
     process, _ = start(layout, steps=0, before=HOLDS_THE_LOCK if locks else SLEEPS)
     _, err = over(process)
     error = next(line for line in err.splitlines() if line.startswith("error: "))
@@ -161,7 +161,7 @@ def test_a_rank_that_runs_another_program(start):
 @pytest.mark.slow
 @pytest.mark.parametrize("stops", [False, True])
 def test_without_a_launcher_the_first_to_know_says_it_and_all_end(start_dualpipe, tmp_path, free_port, stops):
-    """As with torchrun or SLURM: ranks learn of a lost one from the store alone."""
+    """Ranks learn of a lost one from the store alone, as with torchrun or SLURM."""
     write_files(tmp_path)
     place = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{free_port}"}
     before = SLEEPS.replace("time.sleep(60)", "os.kill(os.getpid(), 19)") if stops else SLEEPS
@@ -201,7 +201,7 @@ def test_sigusr2_to_one_rank_has_all_write_their_states_and_a_good_end_takes_the
 
 @pytest.mark.parametrize("disk", [pytest.param("writes", marks=pytest.mark.slow), "hangs"])
 def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
-    """Such as a wait for a device, which has no timeout. It runs in a process of its own, which the watchdog ends."""
+    """A wait for a device has no timeout, for example. It runs in a process of its own, which the watchdog ends."""
     recorder = Recorder(0, {"pp": 2})
     if (child := os.fork()) == 0:
         if disk == "hangs":
@@ -239,7 +239,7 @@ def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
 
 
 def test_an_action_has_few_entries():
-    """On one rank, without messages: the actions of a step, and one wait and reduction per stage."""
+    """One rank without messages records the actions of a step, and one wait and reduction per stage."""
     stages, (x, y) = make_stages(2), torch.randn(2, 8, 8).double()
     with Recorder().activate() as recorder:
         pipe = DualPipeV(stages)

@@ -1,4 +1,4 @@
-"""The line about an unhealthy run: each cause made real, or fed as it is recorded; a healthy run says nothing."""
+"""The report on an unhealthy run: each cause happens, or its records are fed in; a healthy run reports nothing."""
 
 import re
 from itertools import count
@@ -25,7 +25,7 @@ from dualpipe.train.observers.step_health import (
 STEPS = 4
 RUN = ("train", "run.toml", "--train.steps", str(STEPS), "--train.eval_batches", "0", "--train.print_interval", "1")
 SOON = "from dualpipe.train.observers import step_health\nstep_health.PATIENCE = 3\n"
-# `what` happens at the begin of a method. Ranks are forked from a launcher that has run this too.
+# `what` happens at the start of a method. Ranks are forked from a launcher that has run this too.
 PLANT = SOON + """
 import time
 import torch
@@ -44,25 +44,25 @@ def planted(module, cls, method, what):
 
 
 class WithActions:
-    """As a recorder has it of an instruction."""
+    """Stand-in for a recorded instruction."""
 
     def __init__(self, *actions):
         self.actions = actions
 
 
 def health(max_load=4.0, *, overlap=True, **router):
-    """The health of runs on two ranks, the first of which reports."""
+    """Return the health of runs on two ranks, the first of which reports."""
     config = Config(parallel=ParallelConfig(overlap=overlap), router=RouterConfig(**router))
     return StepHealth(config, build("1f1b", 2, 4), 0, ["rank 0 (pp 0)", "rank 1 (pp 1)"], max_load)
 
 
 def lines_of(run, steps, *, data=(0.0, 0.0), load=1.1, waits=None):
-    """What is said about so many equal steps of a second."""
+    """Return the lines that `steps` equal steps of a second report."""
     return [line for _ in range(steps) for line in run.lines(0, 1.0, data_waits=data, load=load, waits=waits)]
 
 
 def recorded(*entries):
-    """A recorder with a step of entries (kind, what, ranks, begin, end), with times in seconds."""
+    """Return the entries of a recorded step (kind, what, ranks, begin, end), with times in seconds."""
     recorder = Recorder()
     for kind, what, ranks, began, ended in entries:
         entry = recorder.begin(kind, what, ranks)
@@ -201,7 +201,7 @@ def warnings_of(run_folder, dualpipe):
     return run
 
 
-# Sleeps are long beside a step on a loaded machine, whose shares are compared with limits.
+# Sleeps are long beside a step on a loaded machine: its shares are compared with limits.
 
 
 @pytest.mark.slow
