@@ -86,10 +86,11 @@ def test_the_metadata_is_complete(built):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
                            if line.endswith(f'extra == "{name}"'))
-              for name in ("viz", "train", "hf", "test", "lint", "docs")}
+              for name in ("viz", "train", "hf", "remote", "test", "lint", "docs")}
     assert extras["viz"] == ["matplotlib", "tensorboard"]
     assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "what `make train` installs: no tests, no linters"
-    assert extras["hf"] == ["transformers"] and 'dualpipe[data,hf,viz,wandb]; extra == "test"' in extras["test"]
+    assert extras["hf"] == ["transformers"] and extras["remote"] == ["fsspec"]
+    assert 'dualpipe[data,hf,remote,viz,wandb]; extra == "test"' in extras["test"]
     assert extras["lint"] == ["mypy", "pyright[nodejs]", "ruff"]
     assert extras["docs"] == ['dualpipe[hf]; extra == "docs"', "mkdocs", "mkdocs-material"]
     assert not set(extras["test"]) & set(extras["lint"])
