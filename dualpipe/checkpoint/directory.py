@@ -26,8 +26,8 @@ import re
 import secrets
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Generic, NamedTuple, NoReturn, TypeVar, cast
 
@@ -231,6 +231,21 @@ class Retention(Generic[AnyPath]):
         intact = [checkpoint.path for checkpoint in reversed(committed) if not checkpoint.find_damage()]
         self._committed: list[AnyPath] = cast(list[AnyPath], intact)
 
+    def close(self) -> None:
+        """Release the directory, so that other jobs can save there."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _closed_on_error(self, path: AnyPath) -> Iterator[None]:
+        """Call `close` after an error inside the `with` block; raise ValueError for an OSError."""
+        try:
+            yield
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
+            raise
+
     @property
     def newest(self) -> AnyPath | None:
         """The complete checkpoint that was committed last."""
@@ -276,18 +291,13 @@ class Directory(Retention[Path]):
     def __init__(self, path: Path, keep_last: int | None, keep_every: int | None, patience: float = 10.0) -> None:
         self.path = path
         self._lock = None
-        try:
+        with self._closed_on_error(path):
             _make_durable_directory(path)
             self._lock = lock(path / ".lock", patience)
             probe = path / f".tmp-step-{secrets.token_hex(4)}"
             probe.mkdir()
             probe.rmdir()
             super().__init__(path, keep_last, keep_every)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
-            raise
 
     def close(self) -> None:
         """Release the lock, so that other jobs can save to the directory."""

@@ -62,16 +62,11 @@ class RemoteDirectory(Retention[RemotePath]):
         self.path = path
         self._store = RemoteStorage()
         self._lease: Lease | None = None
-        try:
+        with self._closed_on_error(path):
             self._lease = Lease(path, patience)
             super().__init__(path, keep_last, keep_every)
             index = read_index(path)
             self._saves = {save.name: index.get(save.name, 0) for save in remote_saves(path)}  # ranks by name
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError):
-                raise ValueError(f"checkpoints cannot be saved to {path}: {error}") from error
-            raise
 
     def close(self) -> None:
         """Release the lease, so that other jobs can save here."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -24,21 +23,7 @@ from device_book import Event, the_device
 from dualpipe.parallel.copy_engine import symmetric_memory
 from dualpipe.parallel.copy_engine.exchange import CopyEngineAllToAll
 from dualpipe.parallel.copy_engine.symmetric_memory import SymmetricMemory
-from threads import Rank, World
-
-
-class Members(NamedTuple):
-    """The part of a process group that the rendezvous uses."""
-
-    of: Rank
-    name: str
-    members: tuple[int, ...]
-
-    def size(self) -> int:
-        return len(self.members)
-
-    def rank(self) -> int:
-        return self.members.index(self.of.number)
+from threads import Rank, ThreadGroup, World
 
 
 class Shared:
@@ -55,7 +40,7 @@ _shared: dict[World, Shared] = {}
 class Handle:
     """Stand-in for torch's _SymmetricMemory."""
 
-    def __init__(self, group: Members, shared: Shared) -> None:
+    def __init__(self, group: ThreadGroup, shared: Shared) -> None:
         self._group = group
         self._world = group.of.world
         self._shared = shared
@@ -92,7 +77,7 @@ class Handle:
             torch.cuda.current_stream().wait_event(event)
 
 
-def rendezvous(memory: Tensor, group: Members) -> Handle:
+def rendezvous(memory: Tensor, group: ThreadGroup) -> Handle:
     world, size = group.of.world, group.size()
     with world.changed:
         shared = _shared.setdefault(world, Shared())
@@ -108,7 +93,7 @@ def rendezvous(memory: Tensor, group: Members) -> Handle:
 
 def copy_engine(rank: Rank, name: str, members: Sequence[int], buffer_bytes: int) -> CopyEngineAllToAll:
     """Return the all-to-all of a rank with `members`, for `ExpertParallel`."""
-    return CopyEngineAllToAll(SymmetricMemory(Members(rank, name, tuple(members)), buffer_bytes))
+    return CopyEngineAllToAll(SymmetricMemory(ThreadGroup(rank, name, tuple(members)), buffer_bytes))
 
 
 @contextmanager
@@ -118,7 +103,7 @@ def pretend_symmetric_memory() -> Iterator[None]:
     def empty(*size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def timeout_of(group: Members) -> timedelta:
+    def timeout_of(group: ThreadGroup) -> timedelta:
         return timedelta(seconds=30)
 
     with (mock.patch.object(_symmetric_memory, "empty", empty),

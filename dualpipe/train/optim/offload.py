@@ -152,7 +152,9 @@ def _make_buckets(parameters: Iterable[Tensor], dtype: torch.dtype | None, num_m
         nbytes = padded(like.nbytes)
         if members and end + num_moments * nbytes > BUCKET_BYTES:
             yield Bucket(members, places, end)
-            members, places, end = [], [], 0
+            members = []
+            places = []
+            end = 0
         starts = range(end, end + num_moments * nbytes, nbytes) if nbytes else [end] * num_moments
         places.append(tuple(MomentPlace(start, like.dtype, tuple(like.shape), like.stride()) for start in starts))
         members.append(parameter)
