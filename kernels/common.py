@@ -1,4 +1,4 @@
-"""Code shared by the kernel files: choice of Triton or PyTorch, compute dtypes, tiles, and registration of operators.
+"""Code shared by the kernel files: choice of Triton or PyTorch, compute dtypes, tiles, operators and their backwards.
 
 Kernels run in Triton on CUDA, and on all devices under TRITON_INTERPRET=1; otherwise their PyTorch references run.
 Kernel files import `triton` and `tl` from this file, so that they can be imported if Triton is not installed (Triton
@@ -103,9 +103,10 @@ def operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register a function `_name` as the operator `dualpipe::name`.
 
-    Without `register_backward`, results have no gradient: such an operator is for calls from an autograd function. A
-    call takes 1 us of host time instead of 6 us with `torch.library.custom_op`, which also registers kernels for
-    autograd and for aliases.
+    Results have no gradient. A function with a backward calls the operator from an autograd function, if
+    `needs_gradient`. A call of the operator takes 1 us of host time; `torch.library.custom_op`, which also registers
+    kernels for autograd and for aliases, takes 6 us, and a backward from `torch.library.register_autograd` adds 3 us
+    to every call.
 
     fake: returns tensors with the shapes and dtypes of the results.
     mutates: arguments that the function writes to. It must increase their version counters itself if autograd may have
@@ -122,20 +123,34 @@ def operator(
     return register
 
 
-def register_backward(
-    op: Any, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
-) -> None:
-    """Register the backward of an `operator`, like `torch.library.register_autograd`. Adds 3 us to a call."""
-    torch.library.register_autograd(op, backward, setup_context=setup_context, lib=_LIBRARY)
+def needs_gradient(*operands: Tensor | None) -> bool:
+    """Return True if autograd records a function of `operands`."""
+    return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
 
 
-def forbid_double_backward(name: str, alternative: str) -> Callable[..., NoReturn]:
-    """Return a backward for the backward operator of `name`: it raises NotImplementedError.
+class WithoutBackward(torch.autograd.Function):
+    """Calls an operator whose results cannot be differentiated. Backward raises an error instead of losing a gradient.
+
+    Call `WithoutBackward.apply(op, raise_error, *operands)` if `needs_gradient`, otherwise `op(*operands)`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, op: Callable[..., Any], raise_error: Callable[[], NoReturn], *operands: Any) -> Any:
+        ctx.raise_error = raise_error
+        return op(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        ctx.raise_error()
+
+
+def forbid_double_backward(name: str, alternative: str) -> Callable[[], NoReturn]:
+    """Return the `raise_error` of `WithoutBackward` for the backward of `name`: it raises NotImplementedError.
 
     alternative: function that can be differentiated twice, for the message.
     """
 
-    def raise_error(ctx: Any, *grads: Tensor) -> NoReturn:
+    def raise_error() -> NoReturn:
         raise NotImplementedError(f"{name} can be differentiated once only; for a second derivative "
                                   f"(create_graph=True) use {alternative}")
 

@@ -265,7 +265,7 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
     if ctx.in_place:
         if torch.is_grad_enabled():  # create_graph=True: a second backward needs the logits, which are overwritten
-            _raise_on_double_backward(ctx)
+            _raise_on_double_backward()
         _cross_entropy_backward_(*operands)
         return logits, None, None, None, None, None
     return _cross_entropy_backward(*operands), None, None, None, None, None
@@ -273,7 +273,7 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
 
 _raise_on_double_backward = forbid_double_backward("cross_entropy", "torch.nn.functional.cross_entropy")
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)
-_cross_entropy_backward.register_autograd(_raise_on_double_backward)
+_cross_entropy_backward.register_autograd(lambda ctx, *grads: _raise_on_double_backward())
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

@@ -45,7 +45,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import dualpipe.kernels.grouped_gemm_tiles as tiling
-from dualpipe.kernels.common import INTERPRET, architecture, cdiv, operator, register_backward, tl, triton, use_triton
+from dualpipe.kernels.common import (
+    INTERPRET,
+    WithoutBackward,
+    architecture,
+    cdiv,
+    needs_gradient,
+    operator,
+    tl,
+    triton,
+    use_triton,
+)
 from dualpipe.kernels.grouped_gemm_tiles import MOST_MERGED, GemmConfig, find_tile, rows_of, tiles_per_expert
 from dualpipe.kernels.launcher import MAX_LAUNCHERS, Block, Launcher
 from dualpipe.kernels.swiglu import Activation, activate, check_weight, launch_swiglu, swiglu_form, swiglu_reference
@@ -721,14 +731,10 @@ def _grouped_gemm_wgrad_merged(
     run(operands, out, accumulate)
 
 
-def _no_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+def _raise_no_backward() -> NoReturn:
     """Raise RuntimeError: the operators have no backward."""
     raise RuntimeError("operands require gradients, but grouped_gemm and related functions have no backward; use "
                        "dualpipe.nn.GroupedLinear or GroupedSwiGLU")
-
-
-for _op in (_grouped_gemm, _grouped_gemm_swiglu, _grouped_gemm_dgrad):
-    register_backward(_op, _no_backward)
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -752,6 +758,8 @@ def grouped_gemm(
         ValueError: the operands do not match.
     """
     check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
+    if needs_gradient(x, w, bias):
+        return WithoutBackward.apply(_grouped_gemm, _raise_no_backward, x, w, offs, bias, gather)
     return _grouped_gemm(x, w, offs, bias, gather)
 
 
@@ -777,7 +785,10 @@ def grouped_gemm_swiglu(
     if w.shape[1] % 2:
         raise ValueError(f"w has shape {tuple(w.shape)}, expected (E, 2I, H) for gate and up")
     check_weight(weight, _num_rows(x, gather), x.device)
-    return _grouped_gemm_swiglu(x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
+    operands = (x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
+    if needs_gradient(x, w, bias, weight):
+        return WithoutBackward.apply(_grouped_gemm_swiglu, _raise_no_backward, *operands)
+    return _grouped_gemm_swiglu(*operands)
 
 
 def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
@@ -794,6 +805,8 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
         ValueError: the operands do not match.
     """
     check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
+    if needs_gradient(dy, w):
+        return WithoutBackward.apply(_grouped_gemm_dgrad, _raise_no_backward, dy, w, offs)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 

@@ -40,11 +40,12 @@ from torch import Tensor
 
 from dualpipe.kernels.common import (
     RowTile,
+    WithoutBackward,
     cdiv,
     compute_dtype,
     forbid_double_backward,
+    needs_gradient,
     operator,
-    register_backward,
     tl,
     tl_dtype,
     triton,
@@ -343,7 +344,7 @@ def dispatch_tokens(x: Tensor, tokens: SortedTokens, top_k: int) -> Tensor:
     if x.shape[0] * top_k != tokens.inverse.shape[0]:
         raise ValueError(f"x has {x.shape[0]} rows, expected one row for each of {tokens.inverse.shape[0]} / {top_k} "
                          "sorted tokens")
-    return _dispatch_tokens(x, tokens.inverse, tokens.offs, top_k, tokens.order.shape[0])
+    return _dispatch(x, tokens.inverse, tokens.offs, top_k, tokens.order.shape[0])
 
 
 def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, top_k: int | None = None) -> Tensor:
@@ -375,7 +376,7 @@ def combine_tokens(y: Tensor, weights: Tensor | None, tokens: SortedTokens, *, t
     _check_rows("y", y, tokens.inverse, top_k)
     if y.shape[0] != tokens.order.shape[0]:
         raise ValueError(f"y has {y.shape[0]} rows, expected one for each of {tokens.order.shape[0]} sorted rows")
-    return _combine_tokens(y, weights, tokens.inverse, tokens.offs, top_k)
+    return _combine(y, weights, tokens.inverse, tokens.offs, top_k)
 
 
 def _check_rows(name: str, x: Tensor, inverse: Tensor, top_k: int) -> None:
@@ -403,7 +404,7 @@ def _sort_tokens(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, Tensor, 
 
 @operator(lambda x, inverse, offs, top_k, rows: x.new_empty(rows, x.shape[1]))
 def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
-    """Compute `dispatch_tokens` with checked operands. rows: M."""
+    """Compute `dispatch_tokens` without a backward. rows: M."""
     out = x.new_empty(rows, x.shape[1])
     if not use_triton(x):
         choices = _assigned_choices(inverse, offs)
@@ -415,7 +416,7 @@ def _dispatch_tokens(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows:
 
 @operator(lambda y, _, inverse, __, top_k: y.new_empty(inverse.shape[0] // top_k, y.shape[1]))
 def _combine_tokens(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-    """Compute `combine_tokens` with checked operands."""
+    """Compute `combine_tokens` without a backward."""
     out = y.new_empty(inverse.shape[0] // top_k, y.shape[1])
     if not use_triton(y):
         out.copy_(combine_tokens_reference(y, weights, inverse, offs, top_k))
@@ -442,38 +443,69 @@ def _combine_tokens_backward(
     return dy, d_weights
 
 
-def _dispatch_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the permutation for the backward."""
-    _, inverse, offs, ctx.top_k, _ = inputs
-    ctx.save_for_backward(inverse, offs)
+class _Dispatch(torch.autograd.Function):
+    """Autograd function of `dispatch_tokens`."""
+
+    @staticmethod
+    def forward(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+        return _dispatch_tokens(x, inverse, offs, top_k, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the permutation for the backward."""
+        _, inverse, offs, ctx.top_k, _ = inputs
+        ctx.save_for_backward(inverse, offs)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Sum the gradients of every token's rows."""
+        return _combine(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
 
 
-def _dispatch_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Sum the gradients of every token's rows."""
-    return _combine_tokens(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+class _Combine(torch.autograd.Function):
+    """Autograd function of `combine_tokens`."""
+
+    @staticmethod
+    def forward(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+        return _combine_tokens(y, weights, inverse, offs, top_k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands of the backward. Without weights, it does not need the rows."""
+        y, weights, inverse, offs, ctx.top_k = inputs
+        ctx.rows = y.shape[0]
+        ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Spread the gradient of every token to its rows, and compute the gradient of the weights."""
+        y, weights, inverse, offs = ctx.saved_tensors
+        if weights is None:
+            return _dispatch(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None
+        operands = (d_out, y, weights, inverse, offs)
+        if needs_gradient(d_out, y, weights):
+            grads = WithoutBackward.apply(_combine_tokens_backward, _raise_on_double_backward, *operands)
+        else:
+            grads = _combine_tokens_backward(*operands)
+        return *grads, None, None, None
 
 
-def _combine_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the operands of the backward. Without weights, it does not need the rows."""
-    y, weights, inverse, offs, ctx.top_k = inputs
-    ctx.rows = y.shape[0]
-    ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
-
-
-def _combine_backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
-    """Spread the gradient of every token to its rows, and compute the gradient of the weights."""
-    y, weights, inverse, offs = ctx.saved_tensors
-    if weights is None:
-        return _dispatch_tokens(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None
-    return *_combine_tokens_backward(d_out, y, weights, inverse, offs), None, None, None
-
-
-register_backward(_dispatch_tokens, _dispatch_backward, _dispatch_setup)
-register_backward(_combine_tokens, _combine_backward, _combine_setup)
-register_backward(
-    _combine_tokens_backward,
-    forbid_double_backward("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"),
+_raise_on_double_backward = forbid_double_backward(
+    "combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"
 )
+
+
+def _dispatch(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+    """Compute `dispatch_tokens` with checked operands, recorded by autograd if needed."""
+    run = _Dispatch.apply if needs_gradient(x) else _dispatch_tokens
+    return run(x, inverse, offs, top_k, rows)
+
+
+def _combine(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+    """Compute `combine_tokens` with checked operands, recorded by autograd if needed."""
+    run = _Combine.apply if needs_gradient(y, weights) else _combine_tokens
+    return run(y, weights, inverse, offs, top_k)
+
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

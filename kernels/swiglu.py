@@ -29,11 +29,12 @@ from torch import Tensor
 
 from dualpipe.kernels.common import (
     RowTile,
+    WithoutBackward,
     cdiv,
     compute_dtype,
     forbid_double_backward,
+    needs_gradient,
     operator,
-    register_backward,
     tl,
     tl_dtype,
     triton,
@@ -220,7 +221,7 @@ def swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
         ValueError: the operands do not match.
     """
     check_gate_up(gate_up, weight)
-    return _swiglu(gate_up, weight, *PLAIN)
+    return _activate(gate_up, weight, *PLAIN)
 
 
 def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
@@ -240,7 +241,7 @@ def clamped_swiglu(gate_up: Tensor, weight: Tensor | None = None, alpha: float =
     """
     form = swiglu_form(True, alpha, limit)
     check_gate_up(gate_up, weight)
-    return _swiglu(gate_up, weight, *form)
+    return _activate(gate_up, weight, *form)
 
 
 def swiglu_backward(
@@ -250,7 +251,11 @@ def swiglu_backward(
 
     d_weight is None without a weight.
     """
-    d_gate_up, d_weight = _swiglu_backward(dh, gate_up, weight, clamped, alpha, limit)
+    operands = (dh, gate_up, weight, clamped, alpha, limit)
+    if needs_gradient(dh, gate_up, weight):
+        d_gate_up, d_weight = WithoutBackward.apply(_swiglu_backward, _raise_on_double_backward, *operands)
+    else:
+        d_gate_up, d_weight = _swiglu_backward(*operands)
     return d_gate_up, None if weight is None else d_weight
 
 
@@ -285,7 +290,7 @@ def check_weight(weight: Tensor | None, rows: int, device: torch.device) -> None
 
 @operator(lambda gate_up, *_: gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2))
 def _swiglu(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
-    """Return the activation (M, I)."""
+    """Return the activation (M, I) without a backward."""
     h = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     if not use_triton(gate_up):
         h.copy_(swiglu_reference(gate_up, weight, clamped, alpha, limit))
@@ -317,20 +322,33 @@ def _swiglu_backward(
     return d_gate_up, d_weight
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Save the operands for the backward."""
-    gate_up, weight, *ctx.form = inputs
-    ctx.save_for_backward(gate_up, weight)
+class _Activate(torch.autograd.Function):
+    """Autograd function of `swiglu` and `clamped_swiglu`."""
+
+    @staticmethod
+    def forward(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
+        return _swiglu(gate_up, weight, clamped, alpha, limit)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Save the operands for the backward."""
+        gate_up, weight, *ctx.form = inputs
+        ctx.save_for_backward(gate_up, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of gate_up and weight."""
+        gate_up, weight = ctx.saved_tensors
+        return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
 
 
-def _backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradients of gate_up and weight."""
-    gate_up, weight = ctx.saved_tensors
-    return *swiglu_backward(dh, gate_up, weight, *ctx.form), None, None, None
+def _activate(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
+    """Return the activation (M, I), recorded by autograd if needed."""
+    run = _Activate.apply if needs_gradient(gate_up, weight) else _swiglu
+    return run(gate_up, weight, clamped, alpha, limit)
 
 
-register_backward(_swiglu, _backward, _setup_context)
-register_backward(_swiglu_backward, forbid_double_backward("swiglu", "dualpipe.kernels.swiglu.swiglu_reference"))
+_raise_on_double_backward = forbid_double_backward("swiglu", "dualpipe.kernels.swiglu.swiglu_reference")
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

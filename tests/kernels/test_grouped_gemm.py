@@ -8,7 +8,7 @@ import importlib
 import pytest
 import torch
 
-from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_wgrad
+from dualpipe.kernels import grouped_gemm, grouped_gemm_dgrad, grouped_gemm_swiglu, grouped_gemm_wgrad
 from dualpipe.kernels.common import INTERPRET
 from row_kernels import no_synchronisation  # noqa: F401
 
@@ -308,6 +308,22 @@ def operators(device, dtype=torch.float16):
 @pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"])
 def test_operators_are_registered_soundly(name, device):
     torch.library.opcheck(getattr(torch.ops.dualpipe, name).default, operators(device)[name])
+
+
+@pytest.mark.parametrize("trained", ["x", "w", "bias"])
+def test_a_backward_raises_instead_of_losing_the_gradient(trained, device):
+    x, dy, w, offs = make([3, 0, 2], 16, 8, torch.float16, device, extra=0)
+    operands = {"x": x, "w": w, "bias": torch.zeros(3, 8, dtype=torch.float16, device=device)}
+    operands[trained].requires_grad_()
+    results = [grouped_gemm(x, w, offs, bias=operands["bias"]),
+               *grouped_gemm_swiglu(x, w, offs, bias=operands["bias"])]
+    if trained == "w":
+        results.append(grouped_gemm_dgrad(dy, w, offs))
+    for result in results:
+        with pytest.raises(RuntimeError, match=r"have no backward; use dualpipe\.nn\.GroupedLinear"):
+            result.sum().backward()
+    with torch.no_grad():
+        assert not grouped_gemm(x, w, offs, bias=operands["bias"]).requires_grad
 
 
 def test_compiles_as_one_graph(device):

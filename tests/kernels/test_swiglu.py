@@ -157,8 +157,8 @@ def test_registration(weighted, device):
     form = (True, 1.702, 7.0)
     weight = weight if weighted else None
     torch.library.opcheck(MODULE._swiglu_backward, (dh, gate_up, weight, *form))
-    operands = [t.requires_grad_() for t in (gate_up, weight) if t is not None]
     torch.library.opcheck(MODULE._swiglu, (gate_up, weight, *form))
+    operands = [t.requires_grad_() for t in (gate_up, weight) if t is not None]
     compiled = torch.compile(clamped_swiglu, fullgraph=True, backend="aot_eager")
     grads = (torch.autograd.grad(function(*operands).sum(), operands) for function in (compiled, clamped_swiglu))
     assert all(torch.equal(a, b) for a, b in zip(*grads))

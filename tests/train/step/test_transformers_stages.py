@@ -113,9 +113,12 @@ def plain_losses(options):
 ])
 def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     save_model(family)
-    metrics = train(layout, "out")
+    losses = [row["loss"] for row in train(layout, "out")]
     expected = plain_losses(["--parallel.pp", "1", "--train.num_chunks", "4"])
-    assert [row["loss"] for row in metrics] == pytest.approx(expected, rel=1e-5)
+    assert losses[:3] == pytest.approx(expected[:3], rel=1e-5)
+    # Float32 rounds differently on other CPUs and in other layouts. Where two experts have nearly the same score, that
+    # chooses another one: Mixtral differed by 4.6e-4 from the fifth step on, on one CPU of two.
+    assert losses[3:] == pytest.approx(expected[3:], rel=1e-3 if family == "mixtral" else 1e-5)
     assert expected[-1] < expected[0]
 
 
