@@ -131,27 +131,23 @@ def needs_gradient(*operands: Tensor | None) -> bool:
 class WithoutBackward(torch.autograd.Function):
     """Calls an operator whose results cannot be differentiated. Backward raises an error instead of losing a gradient.
 
-    Call `WithoutBackward.apply(op, raise_error, *operands)` if `needs_gradient`, otherwise `op(*operands)`.
+    Call `WithoutBackward.apply(op, make_error, *operands)` if `needs_gradient`, otherwise `op(*operands)`.
     """
 
     @staticmethod
-    def forward(ctx: Any, op: Callable[..., Any], raise_error: Callable[[], NoReturn], *operands: Any) -> Any:
-        ctx.raise_error = raise_error
+    def forward(ctx: Any, op: Callable[..., Any], make_error: Callable[[], Exception], *operands: Any) -> Any:
+        ctx.make_error = make_error
         return op(*operands)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
-        ctx.raise_error()
+        raise ctx.make_error()
 
 
-def forbid_double_backward(name: str, alternative: str) -> Callable[[], NoReturn]:
-    """Return the `raise_error` of `WithoutBackward` for the backward of `name`: it raises NotImplementedError.
+def double_backward_error(name: str, alternative: str) -> NotImplementedError:
+    """Return the error for a backward of the backward of `name`.
 
     alternative: function that can be differentiated twice, for the message.
     """
-
-    def raise_error() -> NoReturn:
-        raise NotImplementedError(f"{name} can be differentiated once only; for a second derivative "
-                                  f"(create_graph=True) use {alternative}")
-
-    return raise_error
+    return NotImplementedError(f"{name} can be differentiated once only; for a second derivative (create_graph=True) "
+                               f"use {alternative}")

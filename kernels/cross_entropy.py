@@ -19,7 +19,7 @@ Dimension letters: T tokens, V vocabulary.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from dualpipe.kernels.common import (
     RowTile,
     cdiv,
     compute_dtype,
-    forbid_double_backward,
+    double_backward_error,
     tl,
     tl_dtype,
     triton,
@@ -265,15 +265,23 @@ def _backward(ctx: Any, d_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
     operands = (logits, labels, stats, d_loss / divisor, ctx.ignore_index)
     if ctx.in_place:
         if torch.is_grad_enabled():  # create_graph=True: a second backward needs the logits, which are overwritten
-            _raise_on_double_backward()
+            raise _double_backward_error()
         _cross_entropy_backward_(*operands)
         return logits, None, None, None, None, None
     return _cross_entropy_backward(*operands), None, None, None, None, None
 
 
-_raise_on_double_backward = forbid_double_backward("cross_entropy", "torch.nn.functional.cross_entropy")
+def _double_backward_error() -> NotImplementedError:
+    return double_backward_error("cross_entropy", "torch.nn.functional.cross_entropy")
+
+
+def _raise_on_double_backward(ctx: Any, *grads: Tensor) -> NoReturn:
+    """Raise NotImplementedError: the backward has no backward."""
+    raise _double_backward_error()
+
+
 _cross_entropy.register_autograd(_backward, setup_context=_setup_context)
-_cross_entropy_backward.register_autograd(lambda ctx, *grads: _raise_on_double_backward())
+_cross_entropy_backward.register_autograd(_raise_on_double_backward)
 
 # ---------------------------------------------------------------------------------------------------------- reference
 

@@ -38,7 +38,7 @@ import os
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -731,10 +731,10 @@ def _grouped_gemm_wgrad_merged(
     run(operands, out, accumulate)
 
 
-def _raise_no_backward() -> NoReturn:
-    """Raise RuntimeError: the operators have no backward."""
-    raise RuntimeError("operands require gradients, but grouped_gemm and related functions have no backward; use "
-                       "dualpipe.nn.GroupedLinear or GroupedSwiGLU")
+def _no_backward_error() -> RuntimeError:
+    """Return the error for a backward of the operators."""
+    return RuntimeError("operands require gradients, but grouped_gemm and related functions have no backward; use "
+                        "dualpipe.nn.GroupedLinear or GroupedSwiGLU")
 
 
 # --- public functions ------------------------------------------------------------------------------------------------
@@ -759,7 +759,7 @@ def grouped_gemm(
     """
     check_operands(offs, [("x", 1), ("w", 2)], gather, bias, w=w, x=x)
     if needs_gradient(x, w, bias):
-        return WithoutBackward.apply(_grouped_gemm, _raise_no_backward, x, w, offs, bias, gather)
+        return WithoutBackward.apply(_grouped_gemm, _no_backward_error, x, w, offs, bias, gather)
     return _grouped_gemm(x, w, offs, bias, gather)
 
 
@@ -787,7 +787,7 @@ def grouped_gemm_swiglu(
     check_weight(weight, _num_rows(x, gather), x.device)
     operands = (x, w, offs, bias, gather, weight, *swiglu_form(clamped, alpha, limit))
     if needs_gradient(x, w, bias, weight):
-        return WithoutBackward.apply(_grouped_gemm_swiglu, _raise_no_backward, *operands)
+        return WithoutBackward.apply(_grouped_gemm_swiglu, _no_backward_error, *operands)
     return _grouped_gemm_swiglu(*operands)
 
 
@@ -806,7 +806,7 @@ def grouped_gemm_dgrad(dy: Tensor, w: Tensor, offs: Tensor) -> Tensor:
     """
     check_operands(offs, [("dy", 1), ("w", 1)], w=w, dy=dy)
     if needs_gradient(dy, w):
-        return WithoutBackward.apply(_grouped_gemm_dgrad, _raise_no_backward, dy, w, offs)
+        return WithoutBackward.apply(_grouped_gemm_dgrad, _no_backward_error, dy, w, offs)
     return _grouped_gemm_dgrad(dy, w, offs)
 
 

@@ -43,7 +43,7 @@ from dualpipe.kernels.common import (
     WithoutBackward,
     cdiv,
     compute_dtype,
-    forbid_double_backward,
+    double_backward_error,
     needs_gradient,
     operator,
     tl,
@@ -459,7 +459,8 @@ class _Dispatch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         """Sum the gradients of every token's rows."""
-        return _combine(d_out, None, *ctx.saved_tensors, ctx.top_k), None, None, None, None
+        inverse, offs = ctx.saved_tensors
+        return _combine(d_out, None, inverse, offs, ctx.top_k), None, None, None, None
 
 
 class _Combine(torch.autograd.Function):
@@ -484,15 +485,14 @@ class _Combine(torch.autograd.Function):
             return _dispatch(d_out, inverse, offs, ctx.top_k, ctx.rows), None, None, None, None
         operands = (d_out, y, weights, inverse, offs)
         if needs_gradient(d_out, y, weights):
-            grads = WithoutBackward.apply(_combine_tokens_backward, _raise_on_double_backward, *operands)
+            grads = WithoutBackward.apply(_combine_tokens_backward, _double_backward_error, *operands)
         else:
             grads = _combine_tokens_backward(*operands)
         return *grads, None, None, None
 
 
-_raise_on_double_backward = forbid_double_backward(
-    "combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference"
-)
+def _double_backward_error() -> NotImplementedError:
+    return double_backward_error("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
 
 
 def _dispatch(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:

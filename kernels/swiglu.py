@@ -32,7 +32,7 @@ from dualpipe.kernels.common import (
     WithoutBackward,
     cdiv,
     compute_dtype,
-    forbid_double_backward,
+    double_backward_error,
     needs_gradient,
     operator,
     tl,
@@ -253,7 +253,7 @@ def swiglu_backward(
     """
     operands = (dh, gate_up, weight, clamped, alpha, limit)
     if needs_gradient(dh, gate_up, weight):
-        d_gate_up, d_weight = WithoutBackward.apply(_swiglu_backward, _raise_on_double_backward, *operands)
+        d_gate_up, d_weight = WithoutBackward.apply(_swiglu_backward, _double_backward_error, *operands)
     else:
         d_gate_up, d_weight = _swiglu_backward(*operands)
     return d_gate_up, None if weight is None else d_weight
@@ -348,7 +348,9 @@ def _activate(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: floa
     return run(gate_up, weight, clamped, alpha, limit)
 
 
-_raise_on_double_backward = forbid_double_backward("swiglu", "dualpipe.kernels.swiglu.swiglu_reference")
+def _double_backward_error() -> NotImplementedError:
+    return double_backward_error("swiglu", "dualpipe.kernels.swiglu.swiglu_reference")
+
 
 # ---------------------------------------------------------------------------------------------------------- reference
 
