@@ -69,6 +69,7 @@ def run_finetuning(rank, folder):
     return seen["losses"], batches
 
 
+@pytest.mark.slow
 def test_your_model(tmp_path):
     """Weights saved by four ranks equal those that transformers and torch's AdamW reach in one process."""
     save_tiny(tmp_path, "qwen3_moe")
@@ -130,6 +131,7 @@ def test_the_layer_of_your_own_moe_is_that_of_the_example():
     assert textwrap.indent(lines, "    ") in example
 
 
+@pytest.mark.slow
 def test_the_programs_about_schedules(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -334,6 +334,7 @@ def test_trains(command, here):
     run_training(command, here)
 
 
+@pytest.mark.slow
 def test_a_trace_gives_costs_for_schedules(here, capsys):
     run_training(TRACE, here)
     for command in (command for command in IN_PROCESS if "trace-9-11" in command or "costs.json" in command):

@@ -59,6 +59,7 @@ def learned(out):
     return "What colour is snow? white\nWhat colour is the sky? blue\n" in out
 
 
+@pytest.mark.slow
 def test_fine_tunes_a_model_and_exports_it(tmp_path, capsys):
     """With forked ranks; the answers come from transformers."""
 

@@ -73,6 +73,7 @@ def test_quantized_weights(recompute):
     assert device.report(waits={COUNTS: counts} | messages(2, ranks=4)) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make, overlap, recompute", [
     (qwen, True, ("layer", "dispatch")),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in (
@@ -94,6 +95,7 @@ def trained(rank, shape, dtype, fails):
     return device.report(waits=waits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, dtype", [
     *(pytest.param(shape, torch.float32, marks=pytest.mark.slow) for shape in ((2, 1, 1), (1, 1, 2), (2, 2, 1))),
     ((1, 2, 1), torch.float32), pytest.param((2, 1, 2), torch.bfloat16, marks=pytest.mark.slow),
@@ -115,6 +117,7 @@ def trained_tied(rank, shape, name):
     return device.report(waits={COUNTS: layers * MICRO_BATCHES * STEPS} | by_host)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, name", [
     ((2, 2, 1), "dualpipev"),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (((2, 2, 1), "1f1b"), ((2, 1, 2), "dualpipev"))),

@@ -78,6 +78,7 @@ def test_every_script_is_run_by_a_fast_test():
     assert folders_and_configs == {"models", "tiny-cpu", *(path.name for path in EXAMPLES.glob("*.toml"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[NEEDS_TRITON] * (name in COMPILING) + [pytest.mark.slow] * (name in SLOW))
     for name in ON_CPU

@@ -214,6 +214,7 @@ def slurm_job_with_a_free_port():
             return job
 
 
+@pytest.mark.slow
 def test_ranks_that_srun_started_run_their_settings_together(tmp_path):
     """Each process starts its own rank alone; they meet by SLURM's variables. Both have rank 0's status."""
     path = tmp_path / "failing.py"

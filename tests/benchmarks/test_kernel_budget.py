@@ -109,6 +109,7 @@ print(json.dumps([len(budget), len(specs), *lines]))
 """
 
 
+@pytest.mark.slow
 def test_kernels_of_an_expert_layer_are_within_their_budgets_and_a_lost_stage_is_found():
     """The gathered weight gradient with as many stages as the plain one, which has two tiles instead of three."""
     names = "rows.wide.bf16.16.gather_bias wide_gathered.bf16.16.fp32_add.gather.dy.out"

@@ -216,6 +216,7 @@ def read_trained(rank, folder, shape, way):
     assert trainee.wrong(7) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved, loaded, ways", [
     ((1, 2, 2), (2, 1, 2), ("stored", "stored")),
     pytest.param((1, 1, 1), (1, 2, 1), ("plain", "stored"), marks=pytest.mark.slow),

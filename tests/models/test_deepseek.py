@@ -295,6 +295,7 @@ def pipelined(rank, version, shape):
     return worst, 0.0 if loss is None else difference("loss", loss, expected).relative
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("version", "shape"), [
     ("v3", (2, 1, 2)), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
         ("v2", (2, 1, 2)), ("v2", (2, 1, 1)), ("v3", (2, 1, 1)))),

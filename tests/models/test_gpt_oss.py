@@ -345,6 +345,7 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     return worst, 0.0 if loss is None else difference("loss", loss, expected).relative
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "schedule", "packed"),
     [*(pytest.param(*layout, "dualpipev", packed, marks=pytest.mark.slow)

@@ -138,6 +138,7 @@ def test_overlapped(shape, dtype):
     check(shape, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", [pytest.param(("layer",), marks=pytest.mark.slow), ("dispatch",)], ids=str)
 @pytest.mark.parametrize("shape", [(2, 1, 2), pytest.param((1, 1, 4), marks=pytest.mark.slow)], ids=str)
 def test_one_after_the_other_recomputed_and_skewed(shape, recompute):
@@ -194,6 +195,7 @@ def with_three_experts(rank: int, shape: tuple[int, int, int]) -> dict[str, tupl
 
 # Routes are fixed, because a choice that rounding changes would change everything after it: tokens 0, 1, ... have
 # experts (0, 3), (6, 1), ... or (0, 3, 6), (1, 4, 7), ..., on all ranks of the layouts.
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [LAYOUTS[0], *(pytest.param(shape, marks=pytest.mark.slow) for shape in LAYOUTS[1:])],
                          ids=str)
 def test_bfloat16_with_two_experts_is_rounded_as_in_the_whole_model(shape):

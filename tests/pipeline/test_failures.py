@@ -237,7 +237,7 @@ def spread(num_calls: int, count: int) -> list[int]:
 
 
 def few(layout: Layout) -> int:
-    """The number of places for a layout in the fast tests, more than 40 in all: most where they cost least.
+    """Return the number of places for a layout: most where they cost least.
 
     A place costs twice as much with all-to-alls that are sent again as on two pipeline ranks, and on four ranks thrice.
     """
@@ -246,7 +246,9 @@ def few(layout: Layout) -> int:
     return 8 if layout.recompute or layout.all_to_all != "nccl" else 24
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("layout", [
+    *LAYOUTS[:2], *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[2:]),
+], ids=str)
 def test_a_failure_at_a_few_places_of_a_step_ends_it_on_all_ranks(layout):
     counts = run_ranks(count_calls, layout.num_ranks, *layout)
     check(layout, layout.num_ranks - 1, spread(counts[-1], few(layout)))
@@ -260,6 +262,7 @@ def calls_of_two_hops(rank: int, *layout: Any) -> list[int]:
     return counted.in_file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_failure_within_or_between_two_hops_ends_the_step_on_all_ranks(culprit):
     calls = run_ranks(calls_of_two_hops, 4, *TWO_HOPS)[culprit]

@@ -156,6 +156,7 @@ def test_in_fp8_a_pipeline_has_the_losses_of_one_rank(family, format):
 RECOMPUTED = ("layer", "dispatch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, format, others", [
     ("gpt-oss", "mxfp8", [(False, RECOMPUTED)]),
     *(pytest.param(*each, [(False, ()), (True, RECOMPUTED)], marks=pytest.mark.slow)

@@ -258,6 +258,7 @@ TWO_HOPS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap, recompute, delays", TWO_HOPS, ids=str)
 def test_two_hops_change_no_bit_of_a_step(real_device, overlap, recompute, delays):
     """The all-to-all of rank 2 alone is late: between the nodes, and within one."""

@@ -185,6 +185,7 @@ LAYOUTS_OF_TRANSFORMERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
                          [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
@@ -304,6 +305,7 @@ def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
                      capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_buffers_of_nccl():
     """Buffers take 12 MiB a channel. A link has one channel, of half the size.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from dualpipe.plan import meshes
 from plans import plan
 
@@ -13,6 +15,7 @@ def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):
     assert ranks == {"1", "2"}, "of 2 heads of keys and values"
 
 
+@pytest.mark.slow
 def test_least_memory_first(capsys):
     lines = plan(capsys, "--objective", "memory", "--rows", "4")
     assert lines[5] == "a row is the smallest run that fits on its mesh, of all schedules; least memory first"

@@ -376,6 +376,7 @@ def own_sharding(rank, path, way):
     assert trainee.wrong(7) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_own_sharding(tmp_path, way):
     run_ranks(own_sharding, 4, tmp_path, way)

@@ -118,6 +118,7 @@ def lose_one(rank: int) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_rank_missing_in_a_collective_is_named():
     said, _ = run_ranks(lose_one, 2, group_timeout=2, fresh=True)
     assert re.match(r"waited (\S+ s|less than 1 ms) for the norm from rank 1(, which has left)? \(", said)

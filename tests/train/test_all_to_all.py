@@ -36,6 +36,7 @@ def train(run_folder, dualpipe):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [
     ["--parallel.pp", "1", "--parallel.ep", "2"],
     pytest.param(["--parallel.pp", "2", "--parallel.ep", "2", "--memory.recompute", "dispatch"],

@@ -135,6 +135,7 @@ def test_bf16(trained, run_folder, dualpipe):
     assert losses(run_folder, "bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.slow), 1])
 def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, run_folder, dualpipe, pp):
     out = f"dp{pp}"

@@ -84,7 +84,8 @@ def run(dualpipe, folder, out, *options):
 
 
 @pytest.mark.parametrize("layout", [
-    [], ["--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"], ["--parallel.cp", "2"],
+    [], ["--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"],
+    pytest.param(["--parallel.cp", "2"], marks=pytest.mark.slow),
     pytest.param(["--parallel.pp", "2", "--parallel.ep", "2", "--train.num_chunks", "2"], marks=pytest.mark.slow),
 ], ids=["alone", "pp2-dp2", "cp2", "pp2-ep2"])
 def test_loss_and_gradient_are_those_of_transformers(folder, dualpipe, layout):
@@ -107,6 +108,7 @@ def test_validation_is_a_mean_over_the_tokens_of_all_batches(folder, dualpipe):
         assert row["eval_loss"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_same_bits(folder, dualpipe):
     """The run resumes in the middle of an epoch, with micro-batches of one sequence."""
     options = ["--train.micro_batch_size", "1", "--train.num_chunks", "3", "--parallel.pp", "2",
@@ -119,6 +121,7 @@ def test_a_run_goes_on_with_the_same_bits(folder, dualpipe):
     assert values[0] == values[1] and len(set(values[0])) == 4
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
     """The bundle of a step records that its loss is a mean over tokens."""
     spoil = ("from dualpipe.train.step import loss; plain = loss.cross_entropy_loss; "

@@ -16,6 +16,7 @@ def trained(dualpipe, folder, *options):
     return [(row["loss"], row["grad_norm"]) for row in read_metrics(folder / name / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), pytest.param(("--memory.recompute", "dispatch"), marks=pytest.mark.slow)])
 def test_a_run_in_two_hops_has_the_numbers_of_one_hop(run_folder, dualpipe, more):
     one = trained(dualpipe, run_folder, *NODES, "--parallel.dispatch", "all_to_all", *more)
@@ -44,7 +45,7 @@ TwoHopDispatcher.plan = plan
 """
 
 
-@pytest.mark.parametrize("nodes, fails", [(NODES, True), ((), False)])
+@pytest.mark.parametrize("nodes, fails", [(NODES, True), pytest.param((), False, marks=pytest.mark.slow)])
 def test_the_nodes_choose_the_way(run_folder, dualpipe, nodes, fails):
     options = ("--output.dir", f"chosen {fails}", "--train.steps", "1")
     done = dualpipe(run_folder, "train", "run.toml", *RUN, *nodes, *options, before=PLANTED)

@@ -124,6 +124,7 @@ QUANTIZED = ["--dtypes.rules", "*.experts,gather=mxfp8", "*.self_attn,storage=nv
              "*.v_proj,compute=fp32,output=bf16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("examples", [
     [toml for toml in EXAMPLES if toml.stem == "tiny-cpu"],
     pytest.param(EXAMPLES, marks=pytest.mark.slow),
@@ -166,6 +167,7 @@ def mixed_checkpoint(folder):
     return folder
 
 
+@pytest.mark.slow
 def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_folder, tmp_path, printed, monkeypatch):
     monkeypatch.chdir(tmp_path)
     options = ["--model.config", "", "--init.from_hf", str(mixed_checkpoint(tmp_path / "hub")), "--train.dtype", "bf16",

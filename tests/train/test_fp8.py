@@ -48,6 +48,7 @@ def trained(rank, toml, runs):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["*,gather=mxfp8", pytest.param("*.experts,gather=fp8_block", marks=pytest.mark.slow)])
 def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
     common = ["--dtypes.rules", rule, "--dtypes.fp8_weight_grad", "True"]

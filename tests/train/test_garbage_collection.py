@@ -44,6 +44,7 @@ def test_python_decides_itself(collected):
     assert gc.isenabled() and not collected
 
 
+@pytest.mark.slow
 def test_it_is_as_before_after_an_error():
     gc.disable()
     try:

@@ -47,6 +47,7 @@ def from_and_to(checkpoint, out):
     return ["--init.from_hf", str(checkpoint), "--model.config", "", "--export.to_hf", out]
 
 
+@pytest.mark.slow
 def test_in_and_out_in_two_layouts(run_folder, train, capsys):
     checkpoint = run_folder / "qwen"
     first = save_qwen(checkpoint, **SIZES)

@@ -63,6 +63,7 @@ def test_shares_that_were_drawn_and_the_same_bits_after_a_restart(folder, dualpi
     assert straight[-1]["eval_loss"] == halves[-1]["eval_loss"] > 0
 
 
+@pytest.mark.slow
 def test_batches_do_not_depend_on_the_layout(folder, dualpipe):
     losses = []
     for out, layout in (("pp", []), ("dp", ["--parallel.pp", "1", "--parallel.dp", "2", "--train.num_chunks", "2"])):
@@ -72,6 +73,7 @@ def test_batches_do_not_depend_on_the_layout(folder, dualpipe):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_that_change(folder, capsys):
     run = ["train", "run.toml", "--parallel.pp", "1", "--checkpoint.interval", "1", "--train.eval_batches", "0"]
     assert cli.main([*run, "--train.steps", "2"]) == 0

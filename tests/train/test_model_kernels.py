@@ -15,6 +15,7 @@ def test_a_run_on_cpu_uses_torchs_order_and_does_not_mention_it(run_folder, dual
     assert done.returncode == 0 and "attention by" not in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_experts_by_another_library(run_folder, dualpipe):
     options = ("--train.steps", "2", "--train.dtype", "bf16")
     plain = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "ours")

@@ -126,6 +126,7 @@ def test_what_cannot_be_is_refused(tmp_path, toml):
 # -- a run
 
 
+@pytest.mark.slow
 def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, capsys):
     toml = written(tmp_path, num_nextn_predict_layers=2)
     steps = ["--train.steps", "3", "--train.eval_interval", "3", "--train.eval_batches", "1"]
@@ -327,6 +328,7 @@ def trained(tmp_path_factory):
         yield run
 
 
+@pytest.mark.slow
 def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     (stage,) = trained.runner.model.stages
     stage.eval()
@@ -382,6 +384,7 @@ def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
     assert row["mtp_loss"][1] == row["eval_mtp_loss"][1] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [
     (*ONE_RANK, "--parallel.cp", "2"), *(pytest.param(each, marks=pytest.mark.slow) for each in (
         ("--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"),

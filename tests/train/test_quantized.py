@@ -78,6 +78,7 @@ def losses(toml, folder, runs, *options, timeout):
     return {name: [row["loss"] for row in read_metrics(folder / name / "metrics.jsonl")] for name in runs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp8", pytest.param("nvfp4", marks=pytest.mark.slow)])
 def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
     """Both have the bytes of the same float32 values, so training is the same, bit for bit."""

@@ -176,6 +176,7 @@ def check_layout(folder, half_way, out, run):
     assert [row["loss"] for row in rows] == pytest.approx(expected[4:], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_one_rank_goes_on_with_the_same_losses(run_folder, half_way, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     check_layout(run_folder, half_way, "one", lambda *given: cli.main([*given, *half_way[0], *ALONE]))
@@ -225,6 +226,7 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
     assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 @pytest.mark.parametrize("failing, status, kept", [
     ([2], 0, [1, 3, 4, 5]), ([2, 3], 1, [1]), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
@@ -304,6 +306,7 @@ def test_a_finished_run_has_nothing_left_to_do_unless_it_never_resumes(run_folde
     assert "step 1/2" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_began_elsewhere_goes_on_from_its_own(run_folder, half_way, monkeypatch, capsys):
     monkeypatch.chdir(run_folder)
     begin = ["train", "run.toml", *half_way[0], *ALONE, "--output.dir", "branch", "--checkpoint.interval", "1"]
@@ -409,6 +412,7 @@ def test_an_imported_checkpoint_is_gone_on_from_without_saving_any(run_folder, m
     assert "resuming from auto/checkpoints/step-00000000, after step 0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_a_store(run_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(run_folder)
     url = f"object://{tmp_path}/checkpoints"

@@ -18,6 +18,7 @@ resume.load = load
 """
 
 
+@pytest.mark.slow
 def test_a_start_is_reported_by_its_parts(run_folder, dualpipe):
     command = (*RUN, "--output.dir", "started", "--checkpoint.interval", "4")
     for resumed in (False, True):

@@ -148,6 +148,7 @@ trainer.evaluate = evaluate
 # -- a limit to the time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), pytest.param(DP2, marks=slow)])
 def test_a_run_stops_before_its_time_is_over(run_folder, dualpipe, whole, options):
     out = f"limited{len(options)}"

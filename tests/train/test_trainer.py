@@ -41,6 +41,7 @@ def test_a_step_is_read_when_the_next_one_is_queued_or_before_it_is_saved(folder
     assert device.waits[read] == 4 and steps_written(folder) == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval, steps", [("0", 3), ("2", 2)])
 def test_a_norm_that_is_not_finite_ends_the_run_before_anything_is_kept(folder, monkeypatch, capsys, interval, steps):
     def poisoned(self, max_norm):

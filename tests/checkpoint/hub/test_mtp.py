@@ -329,6 +329,7 @@ def spread(rank, folder):
         save(folder, {"embed_tokens.weight": training["embed_tokens.weight"]}, step=1, mesh=trainee.mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [
     [("1f1b", 2, 1, 1), ("dualpipev", 1, 2, 1)],
     pytest.param([("1f1b", 2, 2, 1), ("1f1b", 2, 1, 1), ("dualpipev", 2, 1, 1), ("dualpipev", 1, 2, 1)],

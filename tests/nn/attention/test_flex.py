@@ -86,6 +86,7 @@ def run_variant(part):
         q, k, v, context.blocks(None), SCALE, sinks_A.to(dtype) if with_sinks else None)
 
 
+@pytest.mark.slow
 def test_more_variants_are_compiled_than_torch_would(counted_compiler):
     for part in range(24):
         run_variant(part)

@@ -172,6 +172,7 @@ Saver.resume = skip_batches
 """
 
 
+@pytest.mark.slow
 def test_the_run_rolls_back_and_continues_with_the_data_after_the_bad_step(run_folder, dualpipe):
     before = planted("F(stage 1, micro-batch 0)", 0, 4, times=2)  # in the step, and in its rerun
     options = (*CONSTANT, "--guard.on_nonfinite", "rollback")
@@ -283,6 +284,7 @@ TWICE = {
 SLOW = {"pp2", "zbv-bf16", "pp2-dp2", "pp2-ep2-bf16", "1f1b"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in TWICE])
 def test_rechecks_find_equal_bits_and_change_nothing(run_folder, dualpipe, layout):
     losses = []

@@ -6,6 +6,7 @@ import os
 import re
 import threading
 
+import pytest
 import torch.distributed as dist
 
 from dualpipe import cli
@@ -64,6 +65,7 @@ def _train(rank, folder, port):
     return seen
 
 
+@pytest.mark.slow
 def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml, free_port):
     folder = run_toml.parent
     seen = run_ranks(_train, 4, str(folder), free_port, fresh=True)

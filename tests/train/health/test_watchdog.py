@@ -120,6 +120,7 @@ def test_a_stopped_rank_is_named_and_all_is_over_in_time(start, layout, rank):
     assert not any(Path(f"/proc/{each}").exists() for each in ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout, names, locks", [
     ((1, 2, 1), ("rank 0 (dp 0)", "rank 1 (dp 1)"), False),
     *(pytest.param((2, 2, 1), ("rank 0 (pp 0, dp 0)", "rank 1 (pp 0, dp 1)"), locks, marks=pytest.mark.slow)

@@ -78,6 +78,7 @@ def test_routes_that_are_not_replayed_are_named():
     assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
 
 
+@pytest.mark.slow
 def test_bf16_passes_for_a_model_of_transformers_with_experts_over_ranks(folder, dualpipe):
     done = dualpipe(folder, "parity", "--model", "qwen", "--pp", "2", "--ep", "2", "--dtype", "bf16")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import own_model
@@ -69,6 +70,7 @@ def test_planted_faults_are_named():
     check_named(PP2, FAULTS)
 
 
+@pytest.mark.slow
 def test_faults_of_experts_over_ranks_are_named():
     check_named(EP2, EP_FAULTS)
 

@@ -38,6 +38,7 @@ def profiled_run(rank, toml, folder):
     return collected, enabled, gc.isenabled()
 
 
+@pytest.mark.slow
 def test_each_rank_writes_its_profile_and_all_collect_garbage_after_the_same_steps(run_toml, tmp_path):
     results = run_ranks(profiled_run, 2, str(run_toml), str(tmp_path / "out"))
     assert results == [([0, 2, 4], [False] * 4, True)] * 2

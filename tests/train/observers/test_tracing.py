@@ -158,6 +158,7 @@ def test_each_rank_that_is_left_writes_what_it_has(run_folder, dualpipe):
     check_format(json.loads((run_folder / "left-rank0.json").read_text()))
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     saves = ["--checkpoint.mode", "sync", "--checkpoint.interval", "1"]
@@ -198,6 +199,7 @@ def training_on_a_device(rank, folder):
     return {wait: count for wait, count in device.waits.items() if "trace" in wait}, list(device.faults)
 
 
+@pytest.mark.slow
 def test_on_a_device_the_host_waits_at_both_ends(tmp_path):
     write_run(tmp_path)
     ((waits, faults),) = run_ranks(training_on_a_device, 1, str(tmp_path), fresh=True)

@@ -178,6 +178,7 @@ def test_a_host_that_reads_without_a_wait_is_found(monkeypatch):
     assert any(found.startswith("race") for found in device.report(waits=dict(device.waits)))
 
 
+@pytest.mark.slow
 def test_a_run_on_a_device_saves_and_resumes_with_either_kind(tmp_path):
     write_run(tmp_path)
     short = ("--train.num_chunks", "1", "--checkpoint.interval", "2", "--train.eval_batches", "0")
@@ -210,6 +211,7 @@ def test_shards_on_devices(shape):
 # -- runs of several ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [
     (("--parallel.pp", "1", "--parallel.dp", "2"), ("--parallel.pp", "2")),
     pytest.param(("--parallel.pp", "1", "--parallel.ep", "2", "--parallel.dp_replicate", "2", "--parallel.dp", "2"),

@@ -106,7 +106,8 @@ def plain_losses(options):
 
 
 @pytest.mark.parametrize("family, layout", [
-    ("olmoe", "pp2-ep2"), ("llama", "pp2-dp2"), pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.slow),
+    ("olmoe", "pp2-ep2"), pytest.param("llama", "pp2-dp2", marks=pytest.mark.slow),
+    pytest.param("mixtral", "pp2-ep2", marks=pytest.mark.slow),
     pytest.param("qwen3_next", "pp2-ep2", marks=pytest.mark.slow),
     pytest.param("glm4_moe", "pp2-ep2", marks=pytest.mark.slow),
     pytest.param("gemma2", "pp2-dp2", marks=pytest.mark.slow),
@@ -122,6 +123,7 @@ def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     assert expected[-1] < expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2-ep2", pytest.param("pp2-dp2", marks=pytest.mark.slow)])
 def test_layers_that_are_computed_again_give_the_same_losses(folder, layout):
     save_model("glm4_moe")  # a dense layer, and those with experts
@@ -137,6 +139,7 @@ def tensors_of(out, step=4):
     return {name: info for name, info in files.items() if name.startswith("rank-")}
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bit_for_bit_and_in_other_layouts_and_what_it_exports_transformers_loads(folder):
     save_model("olmoe", tie_word_embeddings=True)
     Path("hub/tokenizer.json").write_text("{}")
@@ -171,6 +174,7 @@ def test_a_tied_embedding_goes_from_a_v_to_a_straight_pipeline_and_back(folder):
     assert len(back) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2-ep2", pytest.param("alone", marks=pytest.mark.slow)])
 def test_bfloat16_is_computed_and_exported_in_and_float32_is_updated(folder, layout):
     save_model("deepseek_v3", torch.bfloat16)
@@ -181,6 +185,7 @@ def test_bfloat16_is_computed_and_exported_in_and_float32_is_updated(folder, lay
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family, layout", [("olmoe", "pp2-ep2"), ("llama", "pp2-dp2")])
 def test_a_rank_holds_as_many_bytes_as_are_estimated(folder, family, layout):
     save_model(family, tie_word_embeddings=family == "llama")
@@ -208,6 +213,7 @@ Recorder.made = planted
 """
 
 
+@pytest.mark.slow
 def test_the_command_evaluates_checks_ranks_traces_and_replays_a_bad_step(folder, dualpipe):
     Path("config.json").write_text(json.dumps(config_of("olmoe", vocab_size=257).to_dict()))
     checks = ("--parallel.dp", "2", "--train.num_chunks", "2", "--guard.checksum_interval", "1",

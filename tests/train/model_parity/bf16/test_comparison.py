@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import own_model
@@ -33,6 +34,7 @@ def test_models_that_are_right_pass():
         assert report.routes.pipelined.keys() == report.routes.unpipelined.keys() and not report.routes.unreplayed
 
 
+@pytest.mark.slow
 def test_experts_over_ranks_pass():
     reports = [found["right"] for found in run_ranks(compare, 4, PP2_EP2, ["right"])]
     assert reports == [reports[0]] * 4 and not reports[0].failures
@@ -72,10 +74,12 @@ def check_located(world_size, layout, names):
         assert text.startswith(parameter) and where in text and hint in text, (name, text)
 
 
+@pytest.mark.slow
 def test_planted_faults_are_located():
     check_located(2, PP2, list(FAULTS))
 
 
+@pytest.mark.slow
 def test_faults_of_sharded_stages_are_located():
     check_located(4, PP2_EP2, ["bf16_reduction", "swapped_experts"])
 
