@@ -35,13 +35,19 @@ from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swi
 from dualpipe.nn.deferral import WeightGradStore, accumulation_dtype, local, weight_grads
 from dualpipe.nn.expert_gemm import DUALPIPE, ExpertGemm, expert_gemm, expert_gemm_dgrad
 from dualpipe.nn.merged_weight_grads import MergeableOperands
-from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
+from dualpipe.nn.quantized_matmul import (
+    HasGemmPrecision,
+    forward_gemm,
+    input_grad,
+    row_block,
+    weight_grad_from_rows,
+)
 from dualpipe.quantized import QuantizedTensor
 
 _SwiGLUForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
 
 
-class GroupedLinear(nn.Module):
+class GroupedLinear(HasGemmPrecision, nn.Module):
     """Grouped linear layer: y[m] = W[e] x[m] (+ b[e]) for every row m of expert e.
 
     Equals `num_groups` times `nn.Linear` on consecutive rows. `weight` is (E, N, H), `bias` (E, N). The backward
@@ -50,7 +56,7 @@ class GroupedLinear(nn.Module):
 
     Attributes:
         form: (clamped, alpha, limit) of the SwiGLU after the GEMM; None: no SwiGLU.
-        products: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
+        gemm_precision: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
         fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
         gemm_library: computes the forward and the input gradient of a weight that is not quantized; see
             `dualpipe.nn.expert_gemm`.
@@ -60,7 +66,6 @@ class GroupedLinear(nn.Module):
     makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
     form: _SwiGLUForm | None = None
     quantizable = True
-    products: GemmPrecision = "auto"
     fp8_weight_grad = False
     gemm_library: ExpertGemm = "dualpipe"
 

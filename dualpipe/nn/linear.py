@@ -20,26 +20,31 @@ from torch.autograd.function import once_differentiable
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.nn.deferral import accumulation_dtype, weight_grads
-from dualpipe.nn.quantized_matmul import GemmPrecision, forward_gemm, input_grad, row_block, weight_grad_from_rows
+from dualpipe.nn.quantized_matmul import (
+    HasGemmPrecision,
+    forward_gemm,
+    input_grad,
+    row_block,
+    weight_grad_from_rows,
+)
 from dualpipe.quantized import QuantizedTensor
 
 _CHUNK = 2**24  # elements, 64 MB of float32: larger weight gradients are computed and added in chunks
 
 
-class Linear(nn.Linear):
+class Linear(HasGemmPrecision, nn.Linear):
     """`nn.Linear` that defers its weight and bias gradients while the active `WeightGradStore` is deferring.
 
     Otherwise gradients go through autograd like those of `nn.Linear`, bitwise equal. Gradients of parameters with hooks
     (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that the hooks run.
 
     Attributes:
-        products: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
+        gemm_precision: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
         fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
         quantizable: True if a dtype plan may quantize the weight.
     """
 
     makes_accumulators = True  # creates `.grad` in `grad_dtype` itself: the FSDP2 driver need not allocate zeros
-    products: GemmPrecision = "auto"
     fp8_weight_grad = False
     quantizable = True
 

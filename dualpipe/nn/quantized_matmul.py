@@ -9,8 +9,8 @@ element once to the dtype of the rows. DeepSeek-V3 (arXiv:2412.19437, section 3.
 gradient of mxfp8 could be in FP8, by quantizing W a second time along the other dimension; for Gaussian values its
 error would be 3.8% of its norm, measured in float64, instead of 2.7%.
 
-A layer's attribute `products` chooses the precision: "auto" is FP8 if the weight's format supports FP8 GEMMs and rows
-are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested.
+A layer's attribute `gemm_precision` chooses the precision: "auto" is FP8 if the weight's format supports FP8 GEMMs and
+rows are in half precision, and "weight-only" otherwise; "fp8" and "weight-only" can also be requested.
 
 With `fp8_weight_grad` the layer saves x, and a deferred weight gradient keeps dy, as quantized rows with one byte per
 element instead of two. The GEMM of the weight gradient then runs on their dequantized values in half precision.
@@ -41,11 +41,26 @@ GemmPrecision = Literal["auto", "fp8", "weight-only"]
 Products = GemmPrecision  # old name
 
 
+class HasGemmPrecision:
+    """Base class of layers that choose the precision of their GEMMs with a quantized weight."""
+
+    gemm_precision: GemmPrecision = "auto"
+
+    @property
+    def products(self) -> GemmPrecision:
+        """Alias of `gemm_precision`, its former name."""
+        return self.gemm_precision
+
+    @products.setter
+    def products(self, precision: GemmPrecision) -> None:
+        self.gemm_precision = precision
+
+
 def row_block(layer: Any, dtype: torch.dtype) -> int | None:
     """Return the number of elements of a row that share a scale if `layer` quantizes rows of `dtype`, else None.
 
     Raises:
-        ValueError: `layer.products` is unknown, or the format of the layer's weight does not support it.
+        ValueError: `layer.gemm_precision` is unknown, or the format of the layer's weight does not support it.
     """
     weight = getattr(layer, "weight", None)
     if isinstance(weight, DTensor):
@@ -54,13 +69,14 @@ def row_block(layer: Any, dtype: torch.dtype) -> int | None:
     if not isinstance(weight, QuantizedTensor):
         return None
     format = weight.format  # `format.computes`: it has FP8 GEMMs
-    products = layer.products
-    if products not in get_args(GemmPrecision):
-        raise ValueError(f"products is {products!r}, expected one of {', '.join(map(repr, get_args(GemmPrecision)))}")
-    if products == "fp8" and not format.computes:
-        raise ValueError(f"products is 'fp8', but the format {format} of the weight has no FP8 GEMM; leave products at "
-                         "'auto', or choose another format")
-    is_fp8 = products == "fp8" or (products == "auto" and format.computes and dtype in HALF)
+    precision = layer.gemm_precision
+    if precision not in get_args(GemmPrecision):
+        choices = ", ".join(map(repr, get_args(GemmPrecision)))
+        raise ValueError(f"gemm_precision is {precision!r}, expected one of {choices}")
+    if precision == "fp8" and not format.computes:
+        raise ValueError(f"gemm_precision is 'fp8', but the format {format} of the weight has no FP8 GEMM; leave "
+                         "gemm_precision at 'auto', or choose another format")
+    is_fp8 = precision == "fp8" or (precision == "auto" and format.computes and dtype in HALF)
     return format.block[1] if is_fp8 else None
 
 

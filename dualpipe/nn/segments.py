@@ -70,11 +70,21 @@ class Communication(Protocol):
         expects must be sent as zeros. None in the results means that the input has no gradient.
         """
 
-    def again(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
-        """Recompute the forward before the backward, with the same inputs and results.
+    def recompute(self, context: Any, inputs: tuple[Any, ...]) -> Pending:
+        """Repeat the forward before the backward, with the same inputs and results.
 
-        `context` is that of the first run, and the backward gets it too. Required only with `recompute`.
+        `context` is that of the first run, and the backward gets it too. Required only if the segment has `recompute`.
+        A communication may have this method under its former name `again` instead.
         """
+
+
+def recompute_method(communication: Communication) -> Callable[[Any, tuple[Any, ...]], Pending] | None:
+    """Return the method `recompute` of a communication, also under its former name `again`; None if it has neither."""
+    method = getattr(communication, "recompute", None)
+    is_of_protocol = getattr(method, "__func__", None) is Communication.recompute
+    if method is None or is_of_protocol:
+        return getattr(communication, "again", None)
+    return method
 
 
 class _ReadsAndWrites:
@@ -186,9 +196,9 @@ def validate_segments(segments: Sequence[Segment], side: Iterable[str] = ()) -> 
         known_names |= set(segment.writes)
         if isinstance(segment, Communicate) and segment.recompute:
             is_last = number + 1 == len(segments)
-            if is_last or not segments[number + 1].recompute or not hasattr(segment.communication, "again"):
+            if is_last or not segments[number + 1].recompute or recompute_method(segment.communication) is None:
                 raise ValueError(f"segment {number} is a communication with recompute: the segment after it must be "
-                                 "recomputed too, and its communication must have the method `again`")
+                                 "recomputed too, and its communication must have the method `recompute`")
     return list(segments)
 
 

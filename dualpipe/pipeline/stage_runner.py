@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Names, as_results
+from dualpipe.nn.segments import Names, as_results, recompute_method
 from dualpipe.pipeline.microbatch import MicrobatchState, RandomStates, SegmentRecord, SegmentRun
 from dualpipe.pipeline.overlap import InFlight, Task
 from dualpipe.pipeline.stage_program import ProgramSegment, StageProgram
@@ -116,7 +116,9 @@ class StageRunner:
             carry |= record.saved_inputs
             record.saved_inputs = {}
             if segment.communication is not None:
-                start = partial(segment.communication.again, record.context)
+                method = recompute_method(segment.communication)
+                assert method is not None, "validate_segments has checked that the communication can be repeated"
+                start = partial(method, record.context)
                 values = [value for _, value in _arguments(segment, carry)]
                 in_flight = InFlight(start, values, state.compute_deferred)
                 del values

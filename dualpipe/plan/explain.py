@@ -61,10 +61,10 @@ def _compute_rows(run: Prediction) -> Iterator[Row]:
     num_microbatches = run.config.train.num_chunks
     all_operators = sum(totals.seconds for totals in run.spent.values())
     not_recomputed = 1 - sum(stage.recomputed for stage in run.stages) / all_operators
-    for name in ("products", "memory traffic", "host"):
+    for name in ("GEMMs", "memory traffic", "host"):
         formula = (f"its operators x {num_microbatches} micro-batches / {pp} pipeline ranks x {not_recomputed:.3f} not "
                    "recomputed")
-        if name == "products" and run.merged_seconds:
+        if name == "GEMMs" and run.merged_seconds:
             formula += f", less {_ms(run.merged_seconds)} by merged weight gradients"
         yield name, formula, _ms(run.parts[name])
     recomputed = _ms(all_operators * (1 - not_recomputed))

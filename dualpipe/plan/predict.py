@@ -30,9 +30,9 @@ from dualpipe.schedule import Costs, Schedule, Timeline, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.optim.muon import count_flops
 
-# Kinds of operators that count as "products": GEMMs and attention.
+# Kinds of operators that count as "GEMMs": these, and attention.
 PRODUCTS = ("gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward")
-PARTS = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
+PARTS = ("GEMMs", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce", "optimizer",
          "bubble")
 STEADY = 1e-4  # relative change of a period's time below which `simulate_long` takes all later periods to be equal
 
@@ -200,7 +200,7 @@ class Prediction:
         microbatches_per_rank = self.config.train.num_chunks / self.shape.num_ranks
         operators = {kind: totals.seconds * microbatches_per_rank for kind, totals in self.spent.items()}
         recomputed = sum(stage.recomputed for stage in self.stages) * microbatches_per_rank
-        products = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
+        gemms = sum(operators.get(kind, 0.0) for kind in PRODUCTS)
         all_operators = sum(operators.values())
         not_recomputed = 1 - recomputed / all_operators  # fraction, taken to be equal for all kinds of operators
         # busy = all operators - savings by merged weight gradients + communication that is not hidden
@@ -209,7 +209,7 @@ class Prediction:
         unreduced = self._simulate(reduce=False).makespan
         plain = self._simulate(reduce=False, send=False).makespan
         return {
-            "products": products * not_recomputed - merged,
+            "GEMMs": gemms * not_recomputed - merged,
             "memory traffic": operators["memory"] * not_recomputed,
             "host": operators["host"] * not_recomputed,
             "recomputation": recomputed,
@@ -223,10 +223,10 @@ class Prediction:
 
     @property
     def limit(self) -> str:
-        """Name of the largest part besides "products", or "products" if all others take less than a third of a step."""
-        others = {name: seconds for name, seconds in self.parts.items() if name != "products"}
+        """Name of the largest part besides "GEMMs", or "GEMMs" if all others take less than a third of a step."""
+        others = {name: seconds for name, seconds in self.parts.items() if name != "GEMMs"}
         if sum(others.values()) < self.step_seconds / 3:
-            return "products"
+            return "GEMMs"
         return max(others, key=lambda name: others[name])
 
     @property
@@ -278,7 +278,7 @@ def _fp8_usage(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubC
     Only weights in square blocks can be transposed for input gradients. Rows may be sent to experts in FP8 even if the
     experts compute in another dtype.
     """
-    can_compute = dtype_of(dtype) in HALF and dtypes.products == "auto"
+    can_compute = dtype_of(dtype) in HALF and dtypes.gemm_precision == "auto"
     plan = dtype_plan(dtypes, dtype, model, 2)  # 2 replicas: the formats do not depend on their number
     (whole,) = meta_stages(model)
     weights = set()

@@ -156,7 +156,7 @@ def _plain_config(config: Config, with_documents: bool) -> Config:
     return replace(
         config,
         train=replace(config.train, compile=False),
-        dtypes=replace(config.dtypes, products="auto", fp8_weight_grad=False, fp8_dispatch=False),
+        dtypes=replace(config.dtypes, gemm_precision="auto", fp8_weight_grad=False, fp8_dispatch=False),
         data=replace(config.data, separate_documents=with_documents),
     )
 

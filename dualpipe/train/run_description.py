@@ -146,7 +146,7 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     if data.has_loss_mask and not config.data.separate_documents:
         yield "WARNING: conversations in one sequence see each other; set data.separate_documents = true"
     for slow in slow_fp8_weights(runner.model, tokens, runner.job.device):
-        yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.products and rules: {slow}"
+        yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.gemm_precision and rules: {slow}"
     positions = check_positions(runner.resolved)
     tokenizers = [check_tokenizer(splits.train.packed, config.init.from_hf) for splits in data.sources]
     for warning in (positions, *tokenizers):

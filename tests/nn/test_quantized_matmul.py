@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import dualpipe.nn.grouped_linear as grouped_linear
-import dualpipe.nn.quantized_matmul as products
+import dualpipe.nn.quantized_matmul as quantized_matmul
 import dualpipe.quantized.tensor as quantized_tensor
 from dualpipe.kernels import grouped_gemm, grouped_gemm_wgrad, sort_tokens, swiglu
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
@@ -76,7 +76,7 @@ def assert_equal(actual, expected, **tolerance):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weight_only_is_what_the_dequantized_weight_gives(kind, format, dtype):
-    ours, plain = make(kind, format, dtype, products="weight-only")
+    ours, plain = make(kind, format, dtype, gemm_precision="weight-only")
     with strict():
         found = step(ours, dtype=dtype)
     assert found[-2].dtype is found[-1].dtype is torch.float32
@@ -152,7 +152,7 @@ def test_what_is_kept_for_an_fp8_weight_gradient_is_one_byte_a_number(kind):
     sizes = {t.dtype: t.shape for t in kept if t.shape[-1] != N}
     assert sizes == {torch.float8_e4m3fn: (8, H), torch.float8_e8m0fnu: (8, H // 32)}
     with store.activate(), store.defer("I"), mock.patch.object(
-        products, "partial", wraps=products.partial
+        quantized_matmul, "partial", wraps=quantized_matmul.partial
     ) as made:
         y.backward(torch.randn_like(y))
     (_, _, rows, _, _), _ = made.call_args
@@ -237,7 +237,7 @@ def test_autocast_shapes_and_wide_products():
 def test_which_products_are_in_fp8():
     cases = itertools.product(FORMATS, [torch.float32, torch.bfloat16], ["auto", "fp8", "weight-only"])
     for format, dtype, chosen in cases:
-        ours, _ = make("GroupedLinear", format, products=chosen)
+        ours, _ = make("GroupedLinear", format, gemm_precision=chosen)
         computes = FORMATS[format].computes
         if chosen == "fp8" and not computes:
             with pytest.raises(ValueError, match=f"the format {format} of the weight has no FP8 GEMM; leave"):
@@ -248,8 +248,10 @@ def test_which_products_are_in_fp8():
             ours(torch.randn(5, H, dtype=dtype), TOKENS)
         in_fp8 = chosen == "fp8" or (chosen == "auto" and computes and dtype is torch.bfloat16)
         assert quantizing.called == in_fp8
-    with pytest.raises(ValueError, match="products is 'int8', expected one of 'auto', 'fp8', 'weight-only'"):
-        make("Linear", "mxfp8", products="int8")[0](torch.randn(5, H))
+    ours.products = "weight-only"  # its former name
+    assert ours.gemm_precision == ours.products == "weight-only"
+    with pytest.raises(ValueError, match="gemm_precision is 'int8', expected one of 'auto', 'fp8', 'weight-only'"):
+        make("Linear", "mxfp8", gemm_precision="int8")[0](torch.randn(5, H))
 
 
 @pytest.mark.parametrize("kind", MADE)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Communicate, Compute, run_segments
+from dualpipe.nn.segments import Communicate, Communication, Compute, recompute_method, run_segments
 from dualpipe.pipeline import PipelineError
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
@@ -58,9 +58,9 @@ class Rolled:
         self.log.append("backward")
         return self.Pending(((gradients[0].roll(-1, 0),), None), self.log)
 
-    def again(self, context, inputs):
+    def recompute(self, context, inputs):
         pending = self.forward(inputs)
-        self.log[-1] = "again"
+        self.log[-1] = "recompute"
         return pending
 
 
@@ -219,7 +219,7 @@ def test_a_communication_is_waited_for_when_something_reads_what_it_brings(recom
     walk([stage.backward(state, "B", "B")])
     assert torch.equal(state.input_gradients()[0], torch.full((3, 2), 12.0))
     back = ["reads back", "backward", "meanwhile back", "advance", "wait", "other back", "first back"]
-    assert log == (["again", *there[1:]] if recompute else []) + back
+    assert log == (["recompute", *there[1:]] if recompute else []) + back
 
 
 def test_worked_example_of_the_order_of_backwards():
@@ -307,7 +307,7 @@ class Slow:
     def backward(self, context, gradients):
         return self.Pending((gradients, None), Clock.now + self.seconds)
 
-    def again(self, context, inputs):
+    def recompute(self, context, inputs):
         return self.forward(inputs)
 
 
@@ -443,7 +443,20 @@ def test_a_marked_segment_is_computed_again_once_and_others_are_not():
 def test_what_is_not_kept_is_sent_again_once():
     log = run_ranks(counts, 1, ALL)[0]
     assert {log.count(f"{part} {i}") for part in ("before", "after") for i in range(2)} == {2 * 3}
-    assert log.count("forward") == log.count("again") == log.count("backward") == 2 * 3
+    assert log.count("forward") == log.count("recompute") == log.count("backward") == 2 * 3
+
+
+def test_a_communication_may_have_the_former_name_of_recompute():
+    class Former(Communication):
+        def again(self, context, inputs):
+            return "again"
+
+    class Plain:
+        def again(self, context, inputs):
+            return "again"
+
+    assert recompute_method(Former())(None, ()) == recompute_method(Plain())(None, ()) == "again"
+    assert recompute_method(Rolled([])).__name__ == "recompute" and recompute_method(object()) is None
 
 
 class Rereading(Layered):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import dualpipe.nn.quantized_matmul as products
+import dualpipe.nn.quantized_matmul as quantized_matmul
 from dualpipe import Pipeline
 from dualpipe.models import build_stages
 from dualpipe.models.deepseek import DeepseekV3Config
@@ -145,7 +145,7 @@ def test_weight_only_is_exact(family, format):
 ])
 def test_in_fp8_a_pipeline_has_the_losses_of_one_rank(family, format):
     stages = made(family, format, torch.bfloat16, 4)
-    with mock.patch.object(products, "grouped_gemm_fp8", wraps=products.grouped_gemm_fp8) as fp8:
+    with mock.patch.object(quantized_matmul, "grouped_gemm_fp8", wraps=quantized_matmul.grouped_gemm_fp8) as fp8:
         found = run(stages, 2, 1)
     assert fp8.called
     expected = reference(accumulating(stages), 1)

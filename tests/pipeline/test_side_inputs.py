@@ -84,7 +84,7 @@ class Roll:
     def forward(self, inputs):
         return self.Pending((tuple(None if t is None else t.roll(1, 1) for t in inputs), None))
 
-    def again(self, context, inputs):
+    def recompute(self, context, inputs):
         return self.forward(inputs)
 
     def backward(self, context, gradients):

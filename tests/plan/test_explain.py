@@ -9,7 +9,7 @@ from dualpipe.plan.explain import explain
 from dualpipe.plan.predict import PARTS
 from plans import prediction
 
-OF_A_STEP = ("products", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce",
+OF_A_STEP = ("GEMMs", "memory traffic", "host", "recomputation", "all-to-all", "sends", "gather", "reduce",
              "optimizer", "bubble")
 
 

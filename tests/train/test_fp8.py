@@ -41,8 +41,8 @@ def trained(rank, toml, runs):
                 for step in range(STEPS):
                     run._step(step, batches)
             layers = [m for stage in stages for m in stage.modules() if isinstance(m, Linear | GroupedLinear)]
-            assert {(m.products, m.fp8_weight_grad) for m in layers} == {
-                (config.dtypes.products, config.dtypes.fp8_weight_grad)}
+            assert {(m.gemm_precision, m.fp8_weight_grad) for m in layers} == {
+                (config.dtypes.gemm_precision, config.dtypes.fp8_weight_grad)}
             norm = torch.stack([p.detach().to_local().double().norm() for p in run.runner.pipeline.parameters()])
             found.append((norm.tolist(), sent.sent_bytes))
     return found
@@ -52,23 +52,23 @@ def trained(rank, toml, runs):
 @pytest.mark.parametrize("rule", ["*,gather=mxfp8", pytest.param("*.experts,gather=fp8_block", marks=pytest.mark.slow)])
 def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
     common = ["--dtypes.rules", rule, "--dtypes.fp8_weight_grad", "True"]
-    runs = [common, [*common, "--dtypes.fp8_dispatch", "True"], [*common, "--dtypes.products", "weight-only"]]
+    runs = [common, [*common, "--dtypes.fp8_dispatch", "True"], [*common, "--dtypes.gemm_precision", "weight-only"]]
     for (plain, sent), (fp8, fewer), (weight_only, _) in run_ranks(trained, 2, str(run_toml), runs, timeout=90):
         assert fp8 == plain and weight_only != plain
         assert 0.8 * sent < fewer < 0.92 * sent  # 33 or 36 bytes a row instead of 64, on one of the four ways
 
 
-@pytest.mark.parametrize("rule, dtype, products, found", [
+@pytest.mark.parametrize("rule, dtype, precision, found", [
     ("*.experts.down_proj,gather=mxfp8", "bf16", "auto", "None in bf16"), ("*,storage=nvfp4", "bf16", "auto", "nvfp4"),
     ("*,gather=mxfp8", "fp32", "auto", "mxfp8 in fp32"), ("*,gather=mxfp8", "bf16", "weight-only", "mxfp8.*only'"),
 ])
-def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, products, found):
+def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, precision, found):
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
     model = read_model_config(config)
     plan = plan_run(Resolved.of(config, model), None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch: got experts with .*{found}.*needs expert GEMMs in FP8"):
         stages.build_model(model, stages.build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
-                           options=stages.StageOptions(products=products, fp8_dispatch=True))
+                           options=stages.StageOptions(gemm_precision=precision, fp8_dispatch=True))
 
 
 def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
@@ -83,5 +83,5 @@ def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
         ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
     for module in stage.modules():
-        module.products = "weight-only"
+        module.gemm_precision = "weight-only"
     assert stages.slow_fp8_weights(built, 64, device) == []

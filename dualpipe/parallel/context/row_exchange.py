@@ -93,7 +93,7 @@ class SequenceRows:
         d_rows = gradient_rows(gradients[0], (sum(sent), self._width), context.dtype, self._stream.device)
         return PendingRows(self._stream, extra=(None,)).send(d_rows, sent, received)
 
-    def again(self, context: _RowsContext, inputs: tuple[Tensor, Context]) -> Pending:
+    def recompute(self, context: _RowsContext, inputs: tuple[Tensor, Context]) -> Pending:
         """Start to repeat the exchange, for a recomputation."""
         return self.forward(inputs)
 

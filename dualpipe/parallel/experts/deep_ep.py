@@ -64,7 +64,7 @@ class DeepEPDispatcher(Dispatcher):
             raise ValueError(f"fp8_rows is {fp8_rows} with dispatch = 'deep_ep', which takes rows in FP8 with a scale "
                              f"for {_BLOCK} elements; give {_BLOCK} or None, or dispatch = 'auto'")
         self.dispatch = _Dispatch(buffer, num_experts, fp8_rows is not None)
-        self.combine = _Combine(buffer)  # type: ignore[assignment]  # `again` is never called
+        self.combine = _Combine(buffer)  # type: ignore[assignment]  # `recompute` is never called
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Any]:
         """Return the tokens, their weights in float32, and their experts."""
@@ -109,7 +109,7 @@ class _Dispatch:
 
         return _Pending(start)
 
-    def again(self, context: _Context, inputs: tuple[Tensor, Tensor, Tensor]) -> Pending:
+    def recompute(self, context: _Context, inputs: tuple[Tensor, Tensor, Tensor]) -> Pending:
         """Send the tokens alone, to the same ranks as in the forward."""
         buffer = self._buffer
         received_rows, *_, arrived = buffer.dispatch(

@@ -45,7 +45,7 @@ class AllToAllDispatcher(Dispatcher):
         self._ranks = stream.size
         self._local = num_experts // stream.size
         self.dispatch = Dispatch(stream, self._local, fp8_rows)
-        self.combine = Combine(stream)  # type: ignore[assignment]  # `again` is never called
+        self.combine = Combine(stream)  # type: ignore[assignment]  # `recompute` is never called
 
     def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
         """Return rows (T * D, H), float32 or wider weights (T * D, K) and the plan.
@@ -144,7 +144,7 @@ class Dispatch:
         pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.num_plan_rows)
         return pending
 
-    def again(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         """Send the rows alone: row counts, weights and choices are known from the forward."""
         sizes = context.sizes
         rows_SH = inputs[0][: sum(sizes.sent)]
@@ -153,6 +153,10 @@ class Dispatch:
             return pending.send(rows_SH, sizes.sent, sizes.received)
         return PendingFp8Rows(self._stream, self._fp8_rows, rows_SH, sizes.sent, sizes.received,
                               context.weights_RK, context.received)
+
+    def again(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+        """Alias of `recompute`, its former name."""
+        return self.recompute(context, inputs)
 
 
 class PendingDispatch(PendingRows):

@@ -87,9 +87,9 @@ class _SharingDispatch:
         rows, weights, plan = inputs
         return _PendingDispatch(self._inner.forward((rows, weights, plan.inner)), plan.load_NE)
 
-    def again(self, context: tuple[Any, Tensor], inputs: tuple[Tensor, Tensor, _SharedPlan]) -> Pending:
+    def recompute(self, context: tuple[Any, Tensor], inputs: tuple[Tensor, Tensor, _SharedPlan]) -> Pending:
         rows, weights, plan = inputs
-        return self._inner.again(context[0], (rows, weights, plan.inner))
+        return self._inner.recompute(context[0], (rows, weights, plan.inner))
 
     def backward(self, context: tuple[Any, Tensor], gradients: tuple[Tensor | None, ...]) -> Pending:
         inner_context, load_NE = context
@@ -149,7 +149,7 @@ class _LocalRows:
     def forward(self, inputs: tuple[Any, ...]) -> Pending:
         return _Arrived(inputs[: self._num_results], len(inputs))
 
-    def again(self, context: int, inputs: tuple[Any, ...]) -> Pending:
+    def recompute(self, context: int, inputs: tuple[Any, ...]) -> Pending:
         return self.forward(inputs)
 
     def backward(self, context: int, gradients: tuple[Tensor | None, ...]) -> Pending:

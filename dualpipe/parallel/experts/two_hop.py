@@ -58,7 +58,7 @@ class TwoHopDispatcher(AllToAllDispatcher):
         super().__init__(num_experts, stream, fp8_rows)
         self._per_node = len(stream.node)
         self.dispatch = _TwoHopDispatch(stream, self._local, fp8_rows)
-        self.combine = _TwoHopCombine(stream)  # type: ignore[assignment]  # `again` is never called
+        self.combine = _TwoHopCombine(stream)  # type: ignore[assignment]  # `recompute` is never called
 
     def _with_node_rows(
         self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor, is_destination_TG: Tensor
@@ -96,7 +96,7 @@ class _TwoHopDispatch(Dispatch):
     def _start(self, inputs: tuple[Tensor, Tensor, Plan]) -> PendingDispatch:
         return _PendingTwoHopDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
 
-    def again(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         """Send the rows alone: row counts, permutations, weights and choices are known from the forward."""
         hops = context.sizes.hops
         assert hops is not None, "a dispatch in two hops sets them"

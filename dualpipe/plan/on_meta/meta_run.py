@@ -186,7 +186,7 @@ class _InstantTransfer:
         num_sent = 3 if len(inputs) > 2 else 1
         return _InstantTransfer(tree_map_only(Tensor, torch.clone, inputs[:num_sent]))
 
-    def again(self, context: Any, inputs: tuple[Any, ...]) -> _InstantTransfer:
+    def recompute(self, context: Any, inputs: tuple[Any, ...]) -> _InstantTransfer:
         """Repeat a forward for a recompute."""
         return self.forward(inputs)
 

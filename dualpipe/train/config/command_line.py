@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.config import schema
-from dualpipe.train.config.schema import REMOVED_FIELDS, Config, DataSource, DTypeRule, OptimizerGroup
+from dualpipe.train.config.schema import REMOVED_FIELDS, RENAMED_FIELDS, Config, DataSource, DTypeRule, OptimizerGroup
 
 # Field names of other trainers whose spelling is not close to the name of the field here.
 FIELDS_BY_FOREIGN_NAME = {
@@ -101,9 +101,10 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
 
 
 def _normalize_option(option: str) -> str:
-    """Replace "-" by "_" in the name of an option, not in its value."""
+    """Replace "-" by "_" in the name of an option, not in its value, and the former name of a field by its name."""
     name, equals, value = option[2:].partition("=")
-    return f"--{name.replace('-', '_')}{equals}{value}"
+    name = name.replace("-", "_")
+    return f"--{RENAMED_FIELDS.get(name, name)}{equals}{value}"
 
 
 class _Parser(argparse.ArgumentParser):

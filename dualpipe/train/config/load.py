@@ -21,6 +21,7 @@ from dualpipe.train.config.schema import (
     BYTES,
     REMOVED_CHOICES,
     REMOVED_FIELDS,
+    RENAMED_FIELDS,
     STDLIB,
     TOKENIZER,
     Config,
@@ -49,7 +50,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             nearest one that does), or a value has the wrong type or is out of range.
     """
     path = Path(path)
-    config = _convert(Config, read_toml(path, "the config "), f"{path}")
+    tables = read_toml(path, "the config ")
+    _rename_fields(tables)
+    config = _convert(Config, tables, f"{path}")
     config = _resolve_input_paths(config, path.parent)
     if overrides:
         config = apply_options(config, overrides)
@@ -94,12 +97,23 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
         ValueError: `tables` is not a configuration of this version.
     """
     recorded = _drop_none(tables)
+    _rename_fields(recorded)
     # Drop removed fields that were off, as in every run that did not set them; `_convert` refuses those that were on.
     for removed in REMOVED_FIELDS:
         table, name = removed.split(".")
         if not recorded.get(table, {}).get(name, True):
             del recorded[table][name]
     return cast(Config, _convert(Config, recorded, "the recorded configuration"))
+
+
+def _rename_fields(tables: dict[str, Any]) -> None:
+    """Replace former names of fields. A field that is also there under its name stays, and is an unknown key later."""
+    for former, path in RENAMED_FIELDS.items():
+        table, former_name = former.split(".")
+        name = path.partition(".")[2]
+        values = tables.get(table)
+        if isinstance(values, dict) and former_name in values and name not in values:
+            values[name] = values.pop(former_name)
 
 
 def _drop_none(value: Any) -> Any:

@@ -179,7 +179,7 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
         "memory.recompute": (layer_parts, [], "its layers are recomputed as a whole: layer, or layer:0-7 for some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
         "dtypes.rules": (formats, [], no_formats),
-        "dtypes.products": (dtypes.products, "auto", no_formats),
+        "dtypes.gemm_precision": (dtypes.gemm_precision, "auto", no_formats),
         "dtypes.fp8_weight_grad": (dtypes.fp8_weight_grad, False, no_formats),
         "dtypes.fp8_dispatch": (dtypes.fp8_dispatch, False, no_formats),
         "export.quantized": (config.export.quantized, False, no_formats),

@@ -288,6 +288,7 @@ REMOVED_FIELDS = {  # fields of earlier versions, with the remedy
                       "leave it out, and set router.balance to keep loads even in training"
     for name in ("balanced", "balanced_stride")
 }
+RENAMED_FIELDS = {"dtypes.products": "dtypes.gemm_precision"}  # former name of a field: its name
 REMOVED_CHOICES = {  # values of earlier versions, with the remedy
     "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
 }
@@ -355,7 +356,7 @@ class DTypesConfig:
 
     rules: tuple[DTypeRule, ...] = ()
     """rules for tensors, as [[dtypes.rules]] in the TOML; on the command line PATTERN,FIELD=DTYPE,... for each"""
-    products: Literal["auto", "weight-only"] = "auto"
+    gemm_precision: Literal["auto", "weight-only"] = "auto"
     """GEMMs with weights in a format; "auto": in FP8 if the format has FP8 GEMMs and train.dtype is bf16;
     "weight-only": activations are not quantized"""
     fp8_weight_grad: bool = False

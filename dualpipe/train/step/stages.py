@@ -44,7 +44,7 @@ class StageOptions:
         layers_per_stage: number of layers of each stage; by default stages cost about the same.
         recompute: rules of activation recomputation, see `dualpipe.models.stages.Recompute`.
         compiled: apply torch.compile to attention and dense MLPs.
-        products, fp8_weight_grad: precision of GEMMs with quantized weights, see `dualpipe.nn.quantized_matmul`.
+        gemm_precision, fp8_weight_grad: precision of GEMMs with quantized weights, see `dualpipe.nn.quantized_matmul`.
         dispatch: way of rows to experts on other ranks, see `ExpertParallel`.
         fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
         all_to_all: how rows reach experts on other ranks, see `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
@@ -55,7 +55,7 @@ class StageOptions:
     layers_per_stage: Sequence[int] = ()
     recompute: Sequence[str] = ()
     compiled: bool = False
-    products: GemmPrecision = "auto"
+    gemm_precision: GemmPrecision = "auto"
     fp8_weight_grad: bool = False
     fp8_dispatch: bool = False
     dispatch: Dispatch = "auto"
@@ -66,9 +66,10 @@ class StageOptions:
         """Return the options of a run's configuration. from_hf: see the attribute."""
         return cls(
             seed=config.train.seed, from_hf=from_hf, layers_per_stage=config.parallel.layers_per_stage,
-            recompute=config.memory.recompute, compiled=config.train.compile, products=config.dtypes.products,
-            fp8_weight_grad=config.dtypes.fp8_weight_grad, fp8_dispatch=config.dtypes.fp8_dispatch,
-            dispatch=config.parallel.dispatch, all_to_all=config.parallel.all_to_all,
+            recompute=config.memory.recompute, compiled=config.train.compile,
+            gemm_precision=config.dtypes.gemm_precision, fp8_weight_grad=config.dtypes.fp8_weight_grad,
+            fp8_dispatch=config.dtypes.fp8_dispatch, dispatch=config.parallel.dispatch,
+            all_to_all=config.parallel.all_to_all,
         )
 
 
@@ -114,7 +115,7 @@ def build_model(
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute,
             dispatch=options.dispatch, all_to_all=options.all_to_all)
         return Model(config, built, plan, has_first, has_last, {})
-    fp8_block = _fp8_dispatch_block(plan, options.products) if options.fp8_dispatch else None
+    fp8_block = _fp8_dispatch_block(plan, options.gemm_precision) if options.fp8_dispatch else None
 
     def build_numbers() -> list[Stage]:
         return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
@@ -190,7 +191,7 @@ def _apply_options(stage: Stage, plan: DTypePlan, options: StageOptions, context
         stage.compile_dense()
     for module in stage.modules():
         if isinstance(module, Linear | GroupedLinear):
-            module.products = options.products
+            module.gemm_precision = options.gemm_precision
             module.fp8_weight_grad = options.fp8_weight_grad
     for name, parameter in stage.named_parameters():
         parameter.data = parameter.data.to(plan.of(name).storage)
@@ -218,7 +219,7 @@ def _load_with_masters(
     return masters
 
 
-def _fp8_dispatch_block(plan: DTypePlan, products: GemmPrecision) -> int:
+def _fp8_dispatch_block(plan: DTypePlan, precision: GemmPrecision) -> int:
     """Return the number of elements per scale in the rows that expert GEMMs read in FP8.
 
     Raises ValueError if the expert GEMMs are not in FP8.
@@ -228,13 +229,13 @@ def _fp8_dispatch_block(plan: DTypePlan, products: GemmPrecision) -> int:
     for dtypes in expert_dtypes:
         is_fp8 = dtypes.format and dtypes.format.computes and dtypes.compute in HALF
         blocks.add(dtypes.format.block[1] if dtypes.format and is_fp8 else None)
-    if len(blocks) != 1 or None in blocks or products == "weight-only":
+    if len(blocks) != 1 or None in blocks or precision == "weight-only":
         names = ", ".join(name for name, format in FORMATS.items() if format.computes)
         formats = sorted({f"{dtypes.format} in {short_name(dtypes.compute)}" for dtypes in expert_dtypes})
         received = f"experts with {', '.join(formats)}" if formats else "no experts"
-        raise ValueError(f"dtypes.fp8_dispatch: got {received} and products {products!r}, but it needs expert GEMMs in "
-                         f"FP8; give *.experts.gate_up_proj a format by a rule ({names}), train.dtype bf16 and "
-                         "dtypes.products 'auto'")
+        raise ValueError(f"dtypes.fp8_dispatch: got {received} and gemm_precision {precision!r}, but it needs expert "
+                         f"GEMMs in FP8; give *.experts.gate_up_proj a format by a rule ({names}), train.dtype bf16 "
+                         "and dtypes.gemm_precision 'auto'")
     return cast(int, blocks.pop())
 
 
@@ -249,7 +250,7 @@ def slow_fp8_weights(model: Model, tokens: int, device: torch.device) -> list[st
     top_k = model.config.num_experts_per_tok
     for stage in model.stages:
         for name, module in stage.named_modules():
-            if not isinstance(module, Linear | GroupedLinear) or module.products == "weight-only":
+            if not isinstance(module, Linear | GroupedLinear) or module.gemm_precision == "weight-only":
                 continue
             dtypes = model.plan.of(f"{name}.weight")
             if not (dtypes.format and dtypes.format.computes and dtypes.compute in HALF):

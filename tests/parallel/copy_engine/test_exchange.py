@@ -154,7 +154,7 @@ def again(rank, fp8_rows):
         weights = torch.rand(6 + rank, 3, generator=generator)
         inputs = dispatcher.plan(x, weights, choices)
         (first, first_weights, received), context = advance(dispatcher.dispatch.forward(inputs))
-        (second, second_weights, repeated), _ = advance(dispatcher.dispatch.again(context, inputs))
+        (second, second_weights, repeated), _ = advance(dispatcher.dispatch.recompute(context, inputs))
         quantized = [] if fp8_rows is None else [*received.quantized, *repeated.quantized]
         results.append([first, first_weights, received.ids, second, second_weights, *quantized])
     return [torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(*results, strict=True)]

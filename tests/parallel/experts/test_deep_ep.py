@@ -68,7 +68,7 @@ def repeated(rank, fp8_rows):
         pending.advance()
         pending.advance()
         (rows, row_weights, received), context = pending.wait()
-        again = dispatcher.dispatch.again(context, made)
+        again = dispatcher.dispatch.recompute(context, made)
         again.advance()
         (rows_again, _, received_again), _ = again.wait()
         assert received_again.pairs == received.pairs

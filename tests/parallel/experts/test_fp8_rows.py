@@ -71,7 +71,7 @@ def without_tokens(rank, block):
         pending = dispatcher.dispatch.forward(made)
         pending.advance()
         (rows, _, received), context = pending.wait()
-        again = dispatcher.dispatch.again(context, made)
+        again = dispatcher.dispatch.recompute(context, made)
         again.advance()
         assert torch.equal(again.wait()[0][0], rows)
         back = dispatcher.combine.forward((rows, received))

@@ -55,7 +55,7 @@ def quantized(rank, block, dtype, case):
         pending = dispatcher.dispatch.forward(made)
         pending.advance()
         (rows, received_weights, received), context = pending.wait()
-        again = dispatcher.dispatch.again(context, made)
+        again = dispatcher.dispatch.recompute(context, made)
         again.advance()
         (rows_again, weights_again, received_again), _ = again.wait()
         assert torch.equal(weights_again, received_weights)

@@ -285,6 +285,18 @@ def test_a_recorded_configuration_may_have_removed_fields_that_were_off(toml):
         recorded_config(recorded)
 
 
+def test_a_field_may_have_its_former_name(toml):
+    recorded = json.loads(json.dumps(asdict(load_config(toml()))))
+    recorded["dtypes"]["products"] = recorded["dtypes"].pop("gemm_precision")
+    assert recorded_config(recorded) == load_config(toml())
+    for options in (["--dtypes.products", "weight-only"], ["--dtypes.products=weight-only"]):
+        assert load_config(toml(), options).dtypes.gemm_precision == "weight-only"
+    former = '\n[dtypes]\nproducts = "weight-only"\n'
+    assert load_config(toml(GOOD + former)).dtypes.gemm_precision == "weight-only"
+    with pytest.raises(ValueError, match="unknown key 'products'"):
+        load_config(toml(f'{GOOD}{former}gemm_precision = "auto"\n'))
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(ValueError, match=r"cannot read the config .*none\.toml: No such file"):
         load_config(tmp_path / "none.toml")
