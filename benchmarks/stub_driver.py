@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 MODULES = ("cross_entropy", "grouped_gemm", "grouped_gemm_quantized", "norm", "quantize", "rotary", "routing", "swiglu",
@@ -131,9 +132,39 @@ def _architecture(device: Any) -> int:
     return ARCHITECTURE
 
 
+class _UncomputedAttention(torch.autograd.Function):
+    """Attention by one fused kernel, as a GPU runs it: allocates the results and computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        ctx.save_for_backward(q, k, v, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _ = ctx.saved_tensors
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+@contextmanager
+def uncomputed_attention() -> Iterator[None]:
+    """Take the path of a GPU in attention, with a fused kernel that only allocates its results."""
+    from dualpipe.nn.attention import causal_attention
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return _UncomputedAttention.apply(q, k, v)
+
+    with (
+        mock.patch.object(causal_attention, "_has_kernel", lambda *_: True),
+        mock.patch.object(F, "scaled_dot_product_attention", attend),
+    ):
+        yield
+
+
 @contextmanager
 def zeroed_results() -> Iterator[None]:
-    """Fill new results with zeros, which are valid offsets and counts: the host of a layer reads some of them."""
+    """Fill new integers with zeros, which are valid offsets and counts: the host of a layer reads some of them."""
     empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
     with (
         mock.patch.object(torch, "empty", lambda *args, **options: _possible(empty(*args, **options))),
@@ -144,4 +175,4 @@ def zeroed_results() -> Iterator[None]:
 
 
 def _possible(tensor: Tensor) -> Tensor:
-    return tensor.zero_()
+    return tensor if tensor.is_floating_point() else tensor.zero_()

@@ -447,14 +447,11 @@ class _Dispatch(torch.autograd.Function):
     """Autograd function of `dispatch_tokens`."""
 
     @staticmethod
-    def forward(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
-        return _dispatch_tokens(x, inverse, offs, top_k, rows)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the permutation for the backward."""
-        _, inverse, offs, ctx.top_k, _ = inputs
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
+        """Dispatch, and save the permutation for the backward."""
+        ctx.top_k = top_k
         ctx.save_for_backward(inverse, offs)
+        return _dispatch_tokens(x, inverse, offs, top_k, rows)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -467,15 +464,12 @@ class _Combine(torch.autograd.Function):
     """Autograd function of `combine_tokens`."""
 
     @staticmethod
-    def forward(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
-        return _combine_tokens(y, weights, inverse, offs, top_k)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the operands of the backward. Without weights, it does not need the rows."""
-        y, weights, inverse, offs, ctx.top_k = inputs
+    def forward(ctx: Any, y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Tensor, top_k: int) -> Tensor:
+        """Combine, and save the operands of the backward. Without weights, it does not need the rows."""
+        ctx.top_k = top_k
         ctx.rows = y.shape[0]
         ctx.save_for_backward(None if weights is None else y, weights, inverse, offs)
+        return _combine_tokens(y, weights, inverse, offs, top_k)
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:

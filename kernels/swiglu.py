@@ -326,14 +326,13 @@ class _Activate(torch.autograd.Function):
     """Autograd function of `swiglu` and `clamped_swiglu`."""
 
     @staticmethod
-    def forward(gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float) -> Tensor:
-        return _swiglu(gate_up, weight, clamped, alpha, limit)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Save the operands for the backward."""
-        gate_up, weight, *ctx.form = inputs
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor | None, clamped: bool, alpha: float, limit: float
+    ) -> Tensor:
+        """Activate, and save the operands for the backward."""
+        ctx.form = (clamped, alpha, limit)
         ctx.save_for_backward(gate_up, weight)
+        return _swiglu(gate_up, weight, clamped, alpha, limit)
 
     @staticmethod
     def backward(ctx: Any, dh: Tensor) -> tuple[Tensor | None, ...]:
