@@ -45,6 +45,7 @@ ON_A_GPU = (
     "bench_overlap.py", "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py",
     "tune_grouped_gemm.py",
 )
+NOT_IN_EACH_RUN = {"pytest.mark.matrix", "pytest.mark.idle", "pytest.mark.gpu"}
 ELSEWHERE = {  # the tests that run the others
     "gpu_session.py": "benchmarks/test_gpu_session.py::test_a_dry_session_writes_json_and_summary",
     "kernel_budget.py": "benchmarks/test_kernel_budget.py::test_the_script_compares_a_kernel_with_its_budget",
@@ -69,16 +70,15 @@ def marks_of(test):
     return [ast.unparse(node) for node in (*found.decorator_list, *(node.value for node in of_file))]
 
 
-def test_every_script_is_run_by_a_fast_test():
+def test_every_script_is_run_by_a_test_of_each_run_of_ci():
     examples = [path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sbatch")]
     assert {*scripts(), *examples} == {*ON_CPU, *ON_A_GPU, *ELSEWHERE}
     for test in ELSEWHERE.values():
-        assert "pytest.mark.slow" not in marks_of(test), f"{test} is not run by `make test`"
+        assert not NOT_IN_EACH_RUN & {*marks_of(test)}, f"{test} is not in each run of CI"
     folders_and_configs = {path.name for path in EXAMPLES.iterdir()} - {*examples}
     assert folders_and_configs == {"models", "tiny-cpu", *(path.name for path in EXAMPLES.glob("*.toml"))}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=[NEEDS_TRITON] * (name in COMPILING) + [pytest.mark.slow] * (name in SLOW))
     for name in ON_CPU
