@@ -3,8 +3,9 @@
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 
-A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content may be a
-list of text parts. An assistant message with weight 0 does not count for the loss.
+A record in either form may have its system prompt beside the messages, as a string under `system`: it becomes the first
+message. A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content
+may be a list of text parts. An assistant message with weight 0 does not count for the loss.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from typing import Any, NamedTuple
 
 MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
 TOOLS_KEY = "tools"
+SYSTEM_KEY = "system"
 ASSISTANT = "assistant"
+SYSTEM = "system"
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
-    "model": ASSISTANT, "system": "system", "tool": "tool", "observation": "tool",
+    "model": ASSISTANT, "system": SYSTEM, "tool": "tool", "observation": "tool",
 }
 
 
@@ -44,11 +47,11 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
     """Return the conversation of a record, or None if it has no messages.
 
     Args:
-        record: an object with the messages under `key`, and optional tools.
+        record: an object with the messages under `key`, and optional tools and system prompt.
         key: key of the messages.
 
     Raises:
-        ValueError: a message has neither form. Names the message, counted from 1.
+        ValueError: a message has neither form, or there are two system prompts. Names the message, counted from 1.
     """
     values = record.get(key)
     if values is None:
@@ -67,12 +70,34 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
         messages.append(message)
     if not messages:
         return None
+    system = _read_system(record, messages[0])
+    if system is not None:
+        messages.insert(0, system)
+        uncounted = {index + 1 for index in uncounted}
     tools = record.get(TOOLS_KEY) or None
     if isinstance(tools, str):  # some Parquet files hold tools as JSON text
         tools = json.loads(tools) or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
     return Conversation(messages, tools, frozenset(uncounted))
+
+
+def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the message of the system prompt beside the messages of a record, or None if there is nothing to add.
+
+    first: the first of the messages.
+    """
+    text = record.get(SYSTEM_KEY) or None
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"its {SYSTEM_KEY!r} is not a string but of type {type(text).__name__}")
+    if first["role"] != SYSTEM:
+        return {"role": SYSTEM, "content": text}
+    if first.get("content") != text:
+        raise ValueError(f"its {SYSTEM_KEY!r} differs from its first message, which is of the role {SYSTEM!r} too; "
+                         "expected one system prompt: leave one of them out")
+    return None
 
 
 def _read_message(value: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dualpipe.train.chat.messages import MESSAGE_KEYS, TOOLS_KEY, Conversation, read_conversation
+from dualpipe.train.chat.messages import MESSAGE_KEYS, SYSTEM_KEY, TOOLS_KEY, Conversation, read_conversation
 from dualpipe.train.config.schema import STDLIB
 
 _Converted = TypeVar("_Converted")
@@ -169,7 +169,7 @@ def read_conversations(
         if not present:
             raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {', '.join(map(repr, keys)) or 'nothing'}"
                              "; name the key of the messages with --text-key or data.text_key")
-        return [present[0], TOOLS_KEY] if TOOLS_KEY in keys else present[:1]
+        return [present[0], *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
 
     def read(record: dict[str, Any]) -> Conversation | None:
         return read_conversation(record, next(iter(record)))

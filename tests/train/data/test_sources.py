@@ -15,9 +15,10 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
+from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.data import sources
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.sources import find_sources
+from dualpipe.train.data.sources import find_sources, read_conversations
 from dualpipe.train.data.splits import ensure_packed
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.tokenization.tokenizer import ByteTokenizer
@@ -263,3 +264,13 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=f"^cannot read {text}/closed: Permission denied$"):
         find_sources([text])
+
+
+def test_the_system_prompt_and_the_tools_beside_the_messages_are_read(tmp_path):
+    record = {"id": 1, "system": "s", "messages": [{"role": "user", "content": "a"}], "tools": '[{"name": "f"}]'}
+    expected = Conversation(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], [{"name": "f"}], frozenset())
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record))
+    parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "chat.parquet")
+    for name in ("chat.jsonl", "chat.parquet"):
+        assert [conversation for conversation, _ in read_conversations(tmp_path / name)] == [expected]
