@@ -43,12 +43,14 @@ class Conversation(NamedTuple):
         return json.dumps(values, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | None:
+def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool = False) -> Conversation | None:
     """Return the conversation of a record, or None if it has no messages.
 
     Args:
         record: an object with the messages under `key`, and optional tools and system prompt.
         key: key of the messages.
+        fills_nulls: the record is from a format that gives all objects in a column the same keys, and null to those
+            that an object lacks: drop such keys from tool calls and tools. Otherwise, a null there is a value.
 
     Raises:
         ValueError: a message has neither form, or there are two system prompts. Names the message, counted from 1.
@@ -63,6 +65,8 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
     for index, value in enumerate(values):
         try:
             message = _read_message(value)
+            if fills_nulls:
+                message = {name: _drop_nulls(part) for name, part in message.items()}
             if not _pop_weight(message):
                 uncounted.add(index)
         except ValueError as error:
@@ -75,6 +79,8 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
         messages.insert(0, system)
         uncounted = {index + 1 for index in uncounted}
     tools = record.get(TOOLS_KEY) or None
+    if fills_nulls:
+        tools = _drop_nulls(tools)
     if isinstance(tools, str):  # some Parquet files hold tools as JSON text
         tools = json.loads(tools) or None
     if tools is not None and not isinstance(tools, list):
@@ -98,6 +104,13 @@ def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[st
         raise ValueError(f"its {SYSTEM_KEY!r} differs from its first message, which is of the role {SYSTEM!r} too; "
                          "expected one system prompt: leave one of them out")
     return None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return nested lists and objects without the keys of objects whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_message(value: Any) -> dict[str, Any]:

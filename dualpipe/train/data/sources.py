@@ -172,7 +172,7 @@ def read_conversations(
         return [present[0], *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
 
     def read(record: dict[str, Any]) -> Conversation | None:
-        return read_conversation(record, next(iter(record)))
+        return read_conversation(record, next(iter(record)), fills_nulls=file_kind(path) == ".parquet")
 
     yield from _convert_records(path, choose_keys, read, on_position)
 

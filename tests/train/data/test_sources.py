@@ -274,3 +274,23 @@ def test_the_system_prompt_and_the_tools_beside_the_messages_are_read(tmp_path):
     parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "chat.parquet")
     for name in ("chat.jsonl", "chat.parquet"):
         assert [conversation for conversation, _ in read_conversations(tmp_path / name)] == [expected]
+
+
+def test_keys_that_parquet_fills_with_null_are_dropped(tmp_path):
+    """All objects of a column have the same keys there, also those inside tool calls and tools."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in (
+        ("weather", {"city": "Rome"}), ("add", {"a": 1, "b": 2}))]
+    tools = [{"name": "weather", "parameters": {"city": {"type": "string"}}},
+             {"name": "add", "parameters": {"a": {"type": "integer"}}}]
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "name": "add"}, {"role": "assistant", "content": "b", "weight": 0},
+    ]
+    parquet.write_table(pa.Table.from_pylist([{"messages": messages, "tools": tools}]), tmp_path / "chat.parquet")
+    ((conversation, _),) = read_conversations(tmp_path / "chat.parquet")
+    without_weight = [*messages[:3], {"role": "assistant", "content": "b"}]
+    assert conversation == Conversation(without_weight, tools, frozenset({3}))
+    explicit = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"arguments": {"b": None}}]}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": explicit}))
+    ((conversation, _),) = read_conversations(tmp_path / "chat.jsonl")
+    assert conversation.messages[1]["tool_calls"] == [{"arguments": {"b": None}}], "a null in JSON is a value"
