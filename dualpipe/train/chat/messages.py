@@ -19,6 +19,7 @@ TOOLS_KEY = "tools"
 SYSTEM_KEY = "system"
 ASSISTANT = "assistant"
 SYSTEM = "system"
+ROLES = (SYSTEM, "developer", "user", ASSISTANT, "tool", "function")  # roles of OpenAI's form
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
     "model": ASSISTANT, "system": SYSTEM, "tool": "tool", "observation": "tool",
