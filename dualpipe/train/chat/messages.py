@@ -11,7 +11,7 @@ may be a list of text parts. An assistant message with weight 0 does not count f
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
@@ -20,10 +20,26 @@ SYSTEM_KEY = "system"
 ASSISTANT = "assistant"
 SYSTEM = "system"
 ROLES = (SYSTEM, "developer", "user", ASSISTANT, "tool", "function")  # roles of OpenAI's form
+# Keys of a question and its answer in records that are no conversations.
+QUESTION_KEYS = ("prompt", "instruction", "question")
+ANSWER_KEYS = ("completion", "answer", "response", "output")
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
     "model": ASSISTANT, "system": SYSTEM, "tool": "tool", "observation": "tool",
 }
+
+
+def conversion_hint(keys: Collection[str]) -> str:
+    """Return the remedy for records with a question and an answer instead of messages; "" for other keys.
+
+    keys: those of a record.
+    """
+    question = next((key for key in QUESTION_KEYS if key in keys), None)
+    answer = next((key for key in ANSWER_KEYS if key in keys), None)
+    if question is None or answer is None:
+        return ""
+    return f"convert the records to {FORM}, with {question!r} as the user's content and {answer!r} as the assistant's"
 
 
 class Conversation(NamedTuple):
@@ -60,7 +76,8 @@ def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool 
     if values is None:
         return None
     if not isinstance(values, list):
-        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}")
+        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}; convert the "
+                         f"records to {FORM}")
     messages = []
     uncounted = set()
     for index, value in enumerate(values):

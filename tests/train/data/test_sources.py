@@ -294,3 +294,19 @@ def test_keys_that_parquet_fills_with_null_are_dropped(tmp_path):
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": explicit}))
     ((conversation, _),) = read_conversations(tmp_path / "chat.jsonl")
     assert conversation.messages[1]["tool_calls"] == [{"arguments": {"b": None}}], "a null in JSON is a value"
+
+
+@pytest.mark.parametrize(("record", "text_key", "hint"), [
+    ({"messages": []}, "text", "but 'messages'; pack conversations with --chat or data.chat = true, or name the key"),
+    ({"conversations": [], "id": 1}, "text", "but 'conversations', 'id'; pack conversations with --chat"),
+    ({"messages": [{}]}, "messages", "its 'messages' is not a string but of type list; pack conversations with --chat"),
+    ({"instruction": "a", "input": "", "output": "b"}, "text", "for fine-tuning, convert the records to {\"messages\""),
+    ({"question": "a", "other": "b"}, "text", "but 'question', 'other'; name the key of the text with --text-key or "
+                                              "data.text_key"),
+])
+def test_records_for_fine_tuning_that_are_packed_as_text_get_a_hint(tmp_path, record, text_key, hint):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError) as refused:
+        pack(find_sources([path]), ByteTokenizer(), tmp_path / "out", text_key=text_key)
+    assert hint in str(refused.value)
