@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> int:
     """Train as a rank of the job, or start the ranks of this machine if torchrun or SLURM did not."""
     from dualpipe.runtime.rank_process import LAUNCHER, as_rank
+    from dualpipe.train.config.load import check_data_paths
     from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
     from dualpipe.train.launch.local import start_ranks
 
@@ -69,6 +70,7 @@ def _train(args: argparse.Namespace) -> int:
         raise ValueError(f"--max-restarts {restarts} is for ranks that this command starts itself; give it to "
                          "torchrun instead, or let SLURM requeue the job")
     if info is None or restarts:
+        check_data_paths(config)  # before ranks start, which takes them seconds
         return start_ranks(args.arguments, config, restarts=restarts, watched=True)
     with as_rank(info, config.parallel.sizes) as ending:
         from dualpipe.train.observers import profiler, tracing

@@ -7,17 +7,20 @@ the whole model. It reads only the experts of this rank, because their parameter
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
 from dualpipe.hf.quantized_source import is_quantized, read_dequantized
@@ -30,6 +33,20 @@ from dualpipe.runtime.dtypes import dtype_of
 
 # Older versions of transformers read all experts on every rank.
 READS_SHARDS = hasattr(core_model_loading, "DtensorShardOperation")
+
+
+@contextmanager
+def progress_bars_on_rank_0() -> Iterator[None]:
+    """Turn the progress bars of transformers off on all ranks but the first, which would show one for every stage."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if is_first or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
 
 
 @dataclass(frozen=True)

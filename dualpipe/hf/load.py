@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.configuration_utils import PreTrainedConfig
 
-from dualpipe.hf.build import ModelSource, build_stages
+from dualpipe.hf.build import ModelSource, build_stages, progress_bars_on_rank_0
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.experts_choice import AUTO, choose_experts
 from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split
@@ -95,7 +95,8 @@ def load_stages(
         return stages
 
     ranks = RankSync.of_mesh(mesh)
-    stages = ranks.agree(build)
+    with progress_bars_on_rank_0():
+        stages = ranks.agree(build)
     _agree_on_splits(stages, mine, ranks)
     if layout.device_mesh is not None:
         for stage in stages:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dualpipe.hf.build import progress_bars_on_rank_0
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
@@ -57,7 +58,8 @@ def save_stages(
             stage.causal_lm.save_pretrained(
                 rank_folder / f"{number:05}", state_dict=state_dict, max_shard_size=max_shard_size)
 
-    ranks.agree(write)
+    with progress_bars_on_rank_0():
+        ranks.agree(write)
     ranks.first(lambda: _join(folder, layout.size("pp")))
 
 

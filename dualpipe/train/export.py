@@ -1,22 +1,77 @@
-"""Export of the trained model to Hugging Face's format at the end of a run, as configured in [export]."""
+"""Export of the trained model to Hugging Face's format at the end of a run, as configured in [export].
+
+`export.json` in output.dir has the directory of the last export, the checkpoint that holds the same state, and the
+settings that the files depend on. A complete run that is started again with the same ones does not export again.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from dualpipe.checkpoint import save_hf
+from dualpipe.checkpoint.directory import find
 from dualpipe.checkpoint.hub.save_quantized import check_quantized
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.models import HubConfig, read_config
-from dualpipe.runtime.printing import say
+from dualpipe.runtime.files import replace_file
+from dualpipe.runtime.printing import say, warn
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage.location import Location
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import set_aside
 from dualpipe.train.step.stages import Model
 from dualpipe.train.step.transformers_stages import save_transformers_stages
+
+EXPORT_FILE = "export.json"  # in output.dir
+
+
+def is_exported(config: Config, source: Location | None) -> bool:
+    """Return True if the run is complete, and its export was made from the checkpoint that it resumes from.
+
+    source: the checkpoint, or directory of checkpoints, that the run resumes from. None: a new run.
+    """
+    target = config.export_directory
+    if target is None or source is None or not (target / "config.json").is_file():
+        return False
+    committed = find(source).committed
+    if not committed or committed[0].manifest.step != config.train.steps:
+        return False
+    try:
+        record = json.loads((Path(config.output.dir) / EXPORT_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(record == _describe_export(config, committed[0]))
+
+
+def record_export(config: Config, checkpoint: Location) -> None:
+    """Write the record of an export. A failure is a warning.
+
+    checkpoint: of the exported state.
+    """
+    file = Path(config.output.dir) / EXPORT_FILE
+    try:
+        replace_file(file, json.dumps(_describe_export(config, Checkpoint.read(checkpoint)), indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        warn(f"{file} cannot be written: {error}; the run would export again if it is started again")
+
+
+def _describe_export(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the record of an export, as JSON: its directory, its settings, and a hash of the checkpoint's content."""
+    written = sorted((name, file.checksum) for name, file in checkpoint.manifest.files.items())
+    settings = {"quantized": config.export.quantized, "dtypes": asdict(config.dtypes), "init": asdict(config.init)}
+    record = {
+        "directory": str(cast(Path, config.export_directory).resolve()),
+        "checkpoint": hashlib.sha256(json.dumps([checkpoint.manifest.step, written]).encode()).hexdigest(),
+        "settings": settings,
+    }
+    return cast(dict[str, Any], json.loads(json.dumps(record)))
 
 
 def check_export(config: Config, model: Model) -> None:
@@ -61,6 +116,9 @@ def export(config: Config, model: Model, job: Job) -> None:
     if target is None:
         return
     with Recorder.current().doing("export", str(target)):
+        if job.rank == 0:
+            with suppress(OSError):
+                (Path(config.output.dir) / EXPORT_FILE).unlink()  # it describes the export before
         if settings.to_hf == AUTO:
             job.ranks.first(partial(set_aside, target))
         if isinstance(model.config, HubConfig):

@@ -36,7 +36,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
-from dualpipe.train.export import check_export, export
+from dualpipe.train.export import check_export, export, is_exported, record_export
 from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
@@ -167,7 +167,8 @@ class Trainer:
         self.runner = StepRunner(resolved, job, saver.source_dtypes)
         runner = self.runner
         model = runner.model
-        if config.export_directory is not None:
+        self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
+        if config.export_directory is not None and not self.is_exported:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
         self.expert_gemm = choose_expert_gemm(
             model.stages, config.model.expert_gemm, _expert_work(resolved, job), job.ranks)
@@ -215,7 +216,8 @@ class Trainer:
         progress = self.progress
         with self._located_os_errors():
             self.start_up.begin("checkpoint")
-            progress.done = self.saver.resume(self.state)
+            first = self.saver.resume(self.state)
+            progress.done = first
             self.start_up.begin("step")
             garbage = GarbageCollection(self.config.train.gc_interval)
             with use_attention_kernel(self.attention), self._open_writer() as writer, self.windows, garbage:
@@ -229,11 +231,28 @@ class Trainer:
             self.start_up.end()  # for a run that had no step left
             if progress.status:
                 return progress.status
-            # Export even if the last checkpoint could not be written: that is reported at the end.
-            export(self.config, self.runner.model, self.job)
+            if self.is_exported and first == progress.done:
+                self._say_exported()
+            else:
+                self._export()
         if self.runner.reports:
             self.report.draw(Path(self.config.output.dir), self.runner.schedule)
         return 0
+
+    def _say_exported(self) -> None:
+        """Say on rank 0 that the model was exported before."""
+        if self.job.rank == 0:
+            say(f"the model: {self.config.export_directory}, exported before from the same checkpoint")
+
+    def _export(self) -> None:
+        """Export the model if requested, and record the checkpoint that it was made from. Collective."""
+        if self.config.export_directory is None:
+            return
+        # Export even if the last checkpoint could not be written: that is reported at the end.
+        export(self.config, self.runner.model, self.job)
+        checkpoint = self.saver.path_of(self.progress.done)
+        if checkpoint is not None and self.job.rank == 0:
+            record_export(self.config, checkpoint)
 
     @contextmanager
     def _located_os_errors(self) -> Iterator[None]:

@@ -12,8 +12,9 @@ import torch
 import transformers.modeling_utils
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.utils import logging as transformers_logging
 
-from dualpipe.hf import load_stages
+from dualpipe.hf import load_stages, save_stages
 from dualpipe.hf.build import READS_SHARDS
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.parallel.mesh import build_mesh
@@ -110,3 +111,27 @@ def test_the_experts_implementation_reaches_a_language_model_inside(tmp_path):
     implementations = {
         module.config._experts_implementation for module in stage.modules() if stacked_parameters(module)}
     assert implementations == {"eager"}
+
+
+def _bars(rank, folder):
+    """Return the progress bars shown while this rank loads and saves its stages."""
+
+    def count(factory, args, kwargs):
+        if factory is not transformers_logging.EmptyTqdm:
+            shown.append(kwargs.get("desc"))
+        return factory(*args, **kwargs)
+
+    shown = []
+    transformers_logging.set_tqdm_hook(count)
+    mesh = build_mesh(2, 1, 1, torch.device("cpu"))
+    stages = load_stages(folder, 4, (rank, 3 - rank), mesh=mesh)
+    save_stages(stages, Path(folder, "saved"), mesh=mesh)
+    assert transformers_logging.is_progress_bar_enabled()
+    return shown
+
+
+def test_the_first_rank_alone_shows_progress_bars(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    first, second = run_ranks(_bars, 2, str(tmp_path))
+    assert first
+    assert not second

@@ -244,7 +244,7 @@ def test_parity_on_two_ranks(run_folder, dualpipe):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data.path", "none"], "error: there is no file or directory none"),
+        (["--data.tokenizer", "none"], "error: cannot read the tokenizer none"),
         (["--train.sequence_length", "100000"], "error: the text has "),
     ],
 )

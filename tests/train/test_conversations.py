@@ -160,6 +160,9 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
     good = json.dumps({"messages": turns("a", "b")})
     (folder / "broken.jsonl").write_text(f"{good}\n\n{{'messages'}}\n")
     (folder / "silent.jsonl").write_text(json.dumps({"messages": turns(system="be brief")}) + '\n{"messages": []}\n')
+    typo = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]})
+    (folder / "typo.jsonl").write_text(f"{good}\n{typo}\n")
+    (folder / "pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (folder / "other.jsonl").write_text('{"chat": []}\n')
     (folder / "role.jsonl").write_text(f"{good}\n" + '{"messages": [{"content": "a"}]}\n')
     (folder / "text.txt").write_text("text")
@@ -167,6 +170,13 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
     for options, text in (
         (["broken.jsonl"], "cannot read record 3 of broken.jsonl: it is not valid JSON (Expecting property name"),
         (["role.jsonl"], "cannot read record 2 of role.jsonl: message 1 of its 'messages' has no 'role'"),
+        (["typo.jsonl"], "cannot tokenize record 2 of typo.jsonl: message 2 has the role 'asistant'; expected one of "),
+        (["pairs.jsonl"], "it has no 'messages' or 'conversations', but 'prompt', 'answer'; convert the records to "
+                          '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+                          ", with 'prompt' as the user's content and 'answer' as the assistant's"),
+        (["pairs.jsonl", "--data.text_key", "prompt"], "its 'prompt' is not a list of messages but of type str; conv"),
+        (["chats.jsonl", "--data.chat", "False"], "cannot read record 1 of chats.jsonl: it has no 'text', but 'messages"
+                                                  "'; pack conversations with --chat or data.chat = true, or name the"),
         (["other.jsonl"], "it has no 'messages' or 'conversations', but 'chat'; name the key of the messages with"),
         (["chats.jsonl", "--data.text_key", "talk"], "it has no 'talk', but 'messages'"),
         (["silent.jsonl"], "all are empty, or no token counts for the loss in 1 of the conversations, the first is "

@@ -114,7 +114,7 @@ def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
     (["--data.sources", "text,weight=0"], "give a positive, finite weight; give PATH,weight=W"),
     (["--data.sources", "text,weight=x"], "could not convert string to float: 'x'; give PATH,weight=W"),
     (["--data.sources", ""], "data.sources: path = '': give a packed directory or a folder of text"),
-    (["--data.sources", "text", "nowhere"], "there is no file or directory nowhere"),
+    (["--data.sources", "text", "nowhere"], "data.sources: there is no file or directory nowhere; give a packed"),
 ])
 def test_what_is_refused(folder, capsys, options, text):
     assert cli.main(["train", "run.toml", "--parallel.pp", "1", *options]) == 2

@@ -3,23 +3,43 @@
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 
-A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content may be a
-list of text parts. An assistant message with weight 0 does not count for the loss.
+A record in either form may have its system prompt beside the messages, as a string under `system`: it becomes the first
+message. A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content
+may be a list of text parts. An assistant message with weight 0 does not count for the loss.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
 TOOLS_KEY = "tools"
+SYSTEM_KEY = "system"
 ASSISTANT = "assistant"
+SYSTEM = "system"
+ROLES = (SYSTEM, "developer", "user", ASSISTANT, "tool", "function")  # roles of OpenAI's form
+# Keys of a question and its answer in records that are no conversations.
+QUESTION_KEYS = ("prompt", "instruction", "question")
+ANSWER_KEYS = ("completion", "answer", "response", "output")
+FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
-    "model": ASSISTANT, "system": "system", "tool": "tool", "observation": "tool",
+    "model": ASSISTANT, "system": SYSTEM, "tool": "tool", "observation": "tool",
 }
+
+
+def conversion_hint(keys: Collection[str]) -> str:
+    """Return the remedy for records with a question and an answer instead of messages; "" for other keys.
+
+    keys: those of a record.
+    """
+    question = next((key for key in QUESTION_KEYS if key in keys), None)
+    answer = next((key for key in ANSWER_KEYS if key in keys), None)
+    if question is None or answer is None:
+        return ""
+    return f"convert the records to {FORM}, with {question!r} as the user's content and {answer!r} as the assistant's"
 
 
 class Conversation(NamedTuple):
@@ -40,26 +60,31 @@ class Conversation(NamedTuple):
         return json.dumps(values, sort_keys=True, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
-def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | None:
+def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool = False) -> Conversation | None:
     """Return the conversation of a record, or None if it has no messages.
 
     Args:
-        record: an object with the messages under `key`, and optional tools.
+        record: an object with the messages under `key`, and optional tools and system prompt.
         key: key of the messages.
+        fills_nulls: the record is from a format that gives all objects in a column the same keys, and null to those
+            that an object lacks: drop such keys from tool calls and tools. Otherwise, a null there is a value.
 
     Raises:
-        ValueError: a message has neither form. Names the message, counted from 1.
+        ValueError: a message has neither form, or there are two system prompts. Names the message, counted from 1.
     """
     values = record.get(key)
     if values is None:
         return None
     if not isinstance(values, list):
-        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}")
+        raise ValueError(f"its {key!r} is not a list of messages but of type {type(values).__name__}; convert the "
+                         f"records to {FORM}")
     messages = []
     uncounted = set()
     for index, value in enumerate(values):
         try:
             message = _read_message(value)
+            if fills_nulls:
+                message = {name: _drop_nulls(part) for name, part in message.items()}
             if not _pop_weight(message):
                 uncounted.add(index)
         except ValueError as error:
@@ -67,12 +92,43 @@ def read_conversation(record: Mapping[str, Any], key: str) -> Conversation | Non
         messages.append(message)
     if not messages:
         return None
+    system = _read_system(record, messages[0])
+    if system is not None:
+        messages.insert(0, system)
+        uncounted = {index + 1 for index in uncounted}
     tools = record.get(TOOLS_KEY) or None
+    if fills_nulls:
+        tools = _drop_nulls(tools)
     if isinstance(tools, str):  # some Parquet files hold tools as JSON text
         tools = json.loads(tools) or None
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
     return Conversation(messages, tools, frozenset(uncounted))
+
+
+def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the message of the system prompt beside the messages of a record, or None if there is nothing to add.
+
+    first: the first of the messages.
+    """
+    text = record.get(SYSTEM_KEY) or None
+    if text is None:
+        return None
+    if not isinstance(text, str):
+        raise ValueError(f"its {SYSTEM_KEY!r} is not a string but of type {type(text).__name__}")
+    if first["role"] != SYSTEM:
+        return {"role": SYSTEM, "content": text}
+    if first.get("content") != text:
+        raise ValueError(f"its {SYSTEM_KEY!r} differs from its first message, which is of the role {SYSTEM!r} too; "
+                         "expected one system prompt: leave one of them out")
+    return None
+
+
+def _drop_nulls(value: Any) -> Any:
+    """Return nested lists and objects without the keys of objects whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_message(value: Any) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from dualpipe.train.chat.messages import ASSISTANT, Conversation
+from dualpipe.runtime.errors import nearest
+from dualpipe.train.chat.messages import ASSISTANT, ROLES, SHAREGPT_ROLES, Conversation
 from dualpipe.train.chat.template import ChatTemplate, Rendered
 
 _SHOWN = 40  # characters of texts that differ
@@ -33,8 +34,11 @@ def find_spans(template: ChatTemplate, conversation: Conversation, ends: Collect
             does not count: a model never has to generate it.
 
     Raises:
-        ValueError: the template refuses the conversation, or does not show which text is the assistant's.
+        ValueError: the template refuses the conversation, or does not show which text is the assistant's, or a message
+            has an unknown role.
     """
+    for number, message in enumerate(conversation.messages, start=1):
+        _check_role(template, message["role"], number)
     whole = template.render(conversation.messages, conversation.tools)
     turns = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
     if template.marks_generation:
@@ -49,6 +53,20 @@ def find_spans(template: ChatTemplate, conversation: Conversation, ends: Collect
                          "block of the turn with weight 0 is unknown; leave out the weights")
     counted = [span for turn, span in zip(turns, spans) if turn not in conversation.uncounted]
     return Rendered(whole.text, counted)
+
+
+def _check_role(template: ChatTemplate, role: str, number: int) -> None:
+    """Raise ValueError if neither OpenAI's form nor the template has the role of message `number`, counted from 1.
+
+    Most templates render any role, so that the turns of a misspelled assistant would silently not count. Other names of
+    the assistant, such as "model", are refused even if the template has them.
+    """
+    is_other_name = role != ASSISTANT and SHAREGPT_ROLES.get(role) == ASSISTANT
+    if role in ROLES or (template.names(role) and not is_other_name):
+        return
+    meant = ASSISTANT if is_other_name else nearest(role, ROLES, cutoff=0)[0]
+    raise ValueError(f"message {number} has the role {role!r}; expected one of {', '.join(ROLES)}, or another that "
+                     f"{template.name} names; the nearest is {meant!r}")
 
 
 def _find_turn(template: ChatTemplate, conversation: Conversation, turn: int, whole: str) -> tuple[int, int]:

@@ -68,10 +68,15 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise ValueError(f"{name} is not a valid template: {error}") from error
+        self._source = source
         self._variables = dict(variables)
         self.name = name
         self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
         self.content = json.dumps([source, sorted(self._variables.items())]).encode()
+
+    def names(self, role: str) -> bool:
+        """Return True if the text of the template contains a role as a string."""
+        return f"'{role}'" in self._source or f'"{role}"' in self._source
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompts: bool = False

@@ -196,13 +196,22 @@ class Saver:
             self._saved_path = write()
         return self._saved_path
 
+    def path_of(self, step: int) -> Location | None:
+        """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""
+        if self._loaded is not None and self._saved_step != step and self._loaded.manifest.step == step:
+            return self._loaded.path
+        if self._checkpoints is None or self._saved_step != step:
+            return None
+        self._attempt(self._checkpoints.wait, is_last=True, is_new=True)
+        return self._saved_path
+
     def _attempt(self, work: Callable[[], Location | None], *, is_last: bool, is_new: bool = False) -> None:
         """Call `work`, and keep or raise its CheckpointError as `save` describes.
 
         Args:
             work: begins a save or waits for one; returns a path if it is committed.
             is_last: the run has done its last step.
-            is_new: `work` begins a save.
+            is_new: `work` begins a save, or waits for one that no save follows.
         """
         try:
             path = work()

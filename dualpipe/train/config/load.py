@@ -78,6 +78,18 @@ def _resolve_input_paths(config: Config, folder: Path) -> Config:
     return config
 
 
+def check_data_paths(config: Config) -> None:
+    """Raise ValueError if a path of training or validation data does not exist. Names its setting."""
+    data = config.data
+    paths = [("data.sources", source.path) for source in data.sources] or [("data.path", data.path)]
+    if data.validation_path:
+        paths.append(("data.validation_path", data.validation_path))
+    for name, path in paths:
+        if path != STDLIB and not Path(path).exists():
+            raise ValueError(f"{name}: there is no file or directory {path}; give a packed directory, or a file or "
+                             "folder of text or records (in a TOML file, relative to that file)")
+
+
 def _resolve_tokenizer(config: Config) -> Config:
     """Replace the tokenizer "auto" by the one of the checkpoint if it has one, else by "bytes"."""
     if config.data.tokenizer != AUTO:

@@ -15,6 +15,7 @@ from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.device import new_stream
 from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.train.config.load import check_data_paths
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader, read_ahead
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
@@ -151,6 +152,7 @@ class RunData:
 
 def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
     """Pack and scan the text on rank 0; return the packed directories of training and validation text, by source."""
+    check_data_paths(config)
     data = config.data
     cache = Path(config.output.dir)
     pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,

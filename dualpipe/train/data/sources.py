@@ -19,7 +19,15 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dualpipe.train.chat.messages import MESSAGE_KEYS, TOOLS_KEY, Conversation, read_conversation
+from dualpipe.train.chat.messages import (
+    FORM,
+    MESSAGE_KEYS,
+    SYSTEM_KEY,
+    TOOLS_KEY,
+    Conversation,
+    conversion_hint,
+    read_conversation,
+)
 from dualpipe.train.config.schema import STDLIB
 
 _Converted = TypeVar("_Converted")
@@ -28,6 +36,7 @@ DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
 RECORD_KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # suffixes of files with records; others are text
 PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
+_CHAT_REMEDY = "pack conversations with --chat or data.chat = true"
 ZSTD_PIECE = 1 << 12  # bytes to decompress at a time: about 10 KB of text
 PARQUET_ROWS = 256  # rows to decode at a time
 
@@ -134,17 +143,31 @@ def read_documents(
 
     def choose_keys(keys: Collection[str]) -> list[str]:
         if text_key not in keys:
-            raise ValueError(f"it has no {text_key!r}, but {', '.join(map(repr, keys)) or 'nothing'}; name the key of "
-                             "the text with --text-key or data.text_key")
+            raise ValueError(f"it has no {text_key!r}, but {_list_keys(keys)}; {_remedy_for_no_text(keys)}")
         return [text_key]
 
     def read_text(record: dict[str, Any]) -> bytes | None:
         value = record[text_key]
         if not isinstance(value, str):
-            raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}")
+            hint = f"; {_CHAT_REMEDY}" if isinstance(value, list) else ""
+            raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}{hint}")
         return value.encode() or None
 
     yield from _convert_records(path, choose_keys, read_text, on_position)
+
+
+def _list_keys(keys: Collection[str]) -> str:
+    """Return the keys of a record as text."""
+    return ", ".join(map(repr, keys)) or "nothing"
+
+
+def _remedy_for_no_text(keys: Collection[str]) -> str:
+    """Return the remedy for a record without the key of the text."""
+    naming = "name the key of the text with --text-key or data.text_key"
+    if any(key in keys for key in MESSAGE_KEYS):
+        return f"{_CHAT_REMEDY}, or {naming}"
+    conversion = conversion_hint(keys)
+    return f"{naming}; for fine-tuning, {conversion}, and {_CHAT_REMEDY}" if conversion else naming
 
 
 def read_conversations(
@@ -167,12 +190,13 @@ def read_conversations(
     def choose_keys(keys: Collection[str]) -> list[str]:
         present = [name for name in names if name in keys]
         if not present:
-            raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {', '.join(map(repr, keys)) or 'nothing'}"
-                             "; name the key of the messages with --text-key or data.text_key")
-        return [present[0], TOOLS_KEY] if TOOLS_KEY in keys else present[:1]
+            remedy = conversion_hint(keys) or ("name the key of the messages with --text-key or data.text_key, or "
+                                               f"convert the records to {FORM}")
+            raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {_list_keys(keys)}; {remedy}")
+        return [present[0], *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
 
     def read(record: dict[str, Any]) -> Conversation | None:
-        return read_conversation(record, next(iter(record)))
+        return read_conversation(record, next(iter(record)), fills_nulls=file_kind(path) == ".parquet")
 
     yield from _convert_records(path, choose_keys, read, on_position)
 

@@ -41,10 +41,15 @@ class ChatTokenizer:
     """
 
     def __init__(self, name: str, template: str = "") -> None:
+        from tokenizers.processors import ByteLevel
+
         if name == BYTES:
             raise ValueError("the tokenizer 'bytes' has no chat template; give the directory of a model's tokenizer")
         path = Path(name, TOKENIZER) if Path(name).is_dir() else Path(name)
         self._tokenizer, content = read_tokenizer_file(path)
+        # The file's own post-processor may cut white space off the offsets, and the loss mask needs those characters.
+        # It would change nothing else: special tokens come from the template.
+        self._tokenizer.post_processor = ByteLevel(trim_offsets=False)
         self._template = find_template(path.parent, template)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self._special = tuple(token.content for token in added if token.special)

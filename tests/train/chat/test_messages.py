@@ -28,6 +28,22 @@ def test_content_in_parts_nulls_of_parquet_and_tools():
     assert found.tools == [{"type": "function"}]
 
 
+def test_a_system_prompt_beside_the_messages_is_the_first_message():
+    system = {"role": "system", "content": "Be brief."}
+    beside = {"system": "Be brief.", "messages": [ROUND[0], ROUND[1] | {"weight": 0}]}
+    found = read_conversation(beside, "messages")
+    assert found.messages == [system, *ROUND] and found.uncounted == {2}
+    sharegpt = {"system": "Be brief.", "conversations": [{"from": "human", "value": "Hi"}]}
+    assert read_conversation(sharegpt, "conversations").messages == [system, ROUND[0]]
+    for empty in (None, ""):
+        assert read_conversation({"system": empty, "messages": ROUND}, "messages").messages == ROUND
+    twice = {"system": "Be brief.", "messages": [system, *ROUND]}
+    assert read_conversation(twice, "messages").messages == [system, *ROUND]
+    for other, text in (("Be long.", "its 'system' differs from its first message"), (3, "its 'system' is not a str")):
+        with pytest.raises(ValueError, match=text):
+            read_conversation(twice | {"system": other}, "messages")
+
+
 def test_messages_with_the_weight_0():
     messages = [ROUND[0], ROUND[1] | {"weight": 0}, ROUND[0], ROUND[1] | {"weight": 1}]
     found = read_conversation({"messages": messages}, "messages")

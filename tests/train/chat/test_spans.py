@@ -52,6 +52,24 @@ def test_templates_whose_prefixes_do_not_agree_are_refused():
         says(FIRST_ROLE, Conversation(turns("a", role="assistant")))
 
 
+@pytest.mark.parametrize("role", ["asistant", "model", "gpt"])
+def test_a_misspelled_assistant_is_refused(role):
+    """Its turns would not count, and nothing would say so."""
+    template = CHATML + "{# model #}{{ 'model' if false }}"
+    with pytest.raises(ValueError) as raised:
+        says(template, Conversation([*turns("a", "b", "c"), {"role": role, "content": "d"}]))
+    assert str(raised.value) == (
+        f"message 4 has the role {role!r}; expected one of system, developer, user, assistant, tool, function, or "
+        "another that it names; the nearest is 'assistant'")
+
+
+def test_a_role_that_the_template_names_is_accepted():
+    template = "{% if messages[0].role == 'ipython' %}{% endif %}" + CHATML
+    assert says(template, Conversation([{"role": "ipython", "content": "3"}, *turns("a", "b")])) == ["b<|im_end|>"]
+    with pytest.raises(ValueError, match="has the role 'ipython'; expected one of"):
+        says(CHATML, Conversation([{"role": "ipython", "content": "3"}]))
+
+
 def test_weights_need_a_block_for_each_turn():
     twice = MARKED.replace("{% generation %}", "{% generation %}{% endgeneration %}{% generation %}")
     with pytest.raises(ValueError, match="has 4 generation blocks for 2 assistant turns, so the block of"):

@@ -15,9 +15,10 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
+from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.data import sources
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.sources import find_sources
+from dualpipe.train.data.sources import find_sources, read_conversations
 from dualpipe.train.data.splits import ensure_packed
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.tokenization.tokenizer import ByteTokenizer
@@ -263,3 +264,49 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(ValueError, match=f"^cannot read {text}/closed: Permission denied$"):
         find_sources([text])
+
+
+def test_the_system_prompt_and_the_tools_beside_the_messages_are_read(tmp_path):
+    record = {"id": 1, "system": "s", "messages": [{"role": "user", "content": "a"}], "tools": '[{"name": "f"}]'}
+    expected = Conversation(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], [{"name": "f"}], frozenset())
+    (tmp_path / "chat.jsonl").write_text(json.dumps(record))
+    parquet.write_table(pa.Table.from_pylist([record]), tmp_path / "chat.parquet")
+    for name in ("chat.jsonl", "chat.parquet"):
+        assert [conversation for conversation, _ in read_conversations(tmp_path / name)] == [expected]
+
+
+def test_keys_that_parquet_fills_with_null_are_dropped(tmp_path):
+    """All objects of a column have the same keys there, also those inside tool calls and tools."""
+    calls = [{"type": "function", "function": {"name": name, "arguments": arguments}} for name, arguments in (
+        ("weather", {"city": "Rome"}), ("add", {"a": 1, "b": 2}))]
+    tools = [{"name": "weather", "parameters": {"city": {"type": "string"}}},
+             {"name": "add", "parameters": {"a": {"type": "integer"}}}]
+    messages = [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "3", "name": "add"}, {"role": "assistant", "content": "b", "weight": 0},
+    ]
+    parquet.write_table(pa.Table.from_pylist([{"messages": messages, "tools": tools}]), tmp_path / "chat.parquet")
+    ((conversation, _),) = read_conversations(tmp_path / "chat.parquet")
+    without_weight = [*messages[:3], {"role": "assistant", "content": "b"}]
+    assert conversation == Conversation(without_weight, tools, frozenset({3}))
+    explicit = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"arguments": {"b": None}}]}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": explicit}))
+    ((conversation, _),) = read_conversations(tmp_path / "chat.jsonl")
+    assert conversation.messages[1]["tool_calls"] == [{"arguments": {"b": None}}], "a null in JSON is a value"
+
+
+@pytest.mark.parametrize(("record", "text_key", "hint"), [
+    ({"messages": []}, "text", "but 'messages'; pack conversations with --chat or data.chat = true, or name the key"),
+    ({"conversations": [], "id": 1}, "text", "but 'conversations', 'id'; pack conversations with --chat"),
+    ({"messages": [{}]}, "messages", "its 'messages' is not a string but of type list; pack conversations with --chat"),
+    ({"instruction": "a", "input": "", "output": "b"}, "text", "for fine-tuning, convert the records to {\"messages\""),
+    ({"question": "a", "other": "b"}, "text", "but 'question', 'other'; name the key of the text with --text-key or "
+                                              "data.text_key"),
+])
+def test_records_for_fine_tuning_that_are_packed_as_text_get_a_hint(tmp_path, record, text_key, hint):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record))
+    with pytest.raises(ValueError) as refused:
+        pack(find_sources([path]), ByteTokenizer(), tmp_path / "out", text_key=text_key)
+    assert hint in str(refused.value)

@@ -376,6 +376,21 @@ def test_restarts_by_others_are_theirs(run_toml, monkeypatch, capsys):
         start_ranks(["train"], ranks(2), restarts=-1)
 
 
+@pytest.mark.parametrize(("options", "name"), [
+    (["--data.path", "nowhere"], "data.path"), (["--data.sources", "stdlib", "nowhere"], "data.sources"),
+    (["--data.validation_path", "nowhere"], "data.validation_path"),
+])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_data_that_does_not_exist_is_found_before_ranks_start(run_toml, monkeypatch, capsys, options, name, ranks):
+    """A single rank is this process, which finds it as the ranks of torchrun do."""
+    monkeypatch.setattr(local, "_start", None)
+    run_toml.write_text(run_toml.read_text().replace('path = "text"\n', ""))
+    run = ["train", str(run_toml), "--parallel.pp", str(ranks), "--output.dir", str(run_toml.with_name("out"))]
+    assert cli.main([*run, *options]) == 2
+    error = f"error: {name}: there is no file or directory nowhere; give a packed directory, or a file or folder of"
+    assert capsys.readouterr().err.startswith(error)
+
+
 def test_the_cursor_is_shown_again_when_ranks_were_stopped(monkeypatch, tmp_path, capsys):
     fake_ranks(monkeypatch, tmp_path, "import os, sys\nsys.exit(int(os.environ['RANK']))\n")
     start_ranks(["train"], ranks(2))

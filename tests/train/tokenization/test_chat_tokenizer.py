@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer
 
 from chats import CHATML, MARKED, random_chats, save_chat_tokenizer, turns
@@ -46,3 +48,20 @@ def test_what_is_refused(tmp_path):
         ChatTokenizer(str(tmp_path))
     with pytest.raises(ValueError, match=r"has no chat template: no chat_template.jinja"):
         ChatTokenizer(str(save_chat_tokenizer(tmp_path, None)))
+
+
+def test_white_space_counts_with_a_tokenizer_that_trims_offsets(tmp_path):
+    """A byte-level post-processor gives a token of white space an empty span, unless it keeps all characters."""
+    unmarked_end = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" \
+                   "{% if add_generation_prompt %}assistant:{% endif %}"
+    path = save_chat_tokenizer(tmp_path, unmarked_end) / "tokenizer.json"
+    plain = ChatTokenizer(str(path))
+    saved = Tokenizer.from_file(str(path))
+    saved.post_processor = ByteLevel(trim_offsets=True)
+    saved.save(str(path))
+    trimming = ChatTokenizer(str(path))
+    for answer in (" ", "\n\n", "hello \n the", " hello "):
+        tokens, loss_mask = trimming.encode(Conversation(turns("a", answer)))
+        expected_tokens, expected_mask = plain.encode(Conversation(turns("a", answer)))
+        assert tokens.tolist() == expected_tokens.tolist()
+        assert loss_mask.tolist() == expected_mask.tolist() and loss_mask.any()
