@@ -81,14 +81,22 @@ def check(path: StrLocation) -> Iterator[str]:
 
     Raises:
         ValueError: there is no checkpoint, or, after the last line, some checkpoints are damaged; lists all problems.
+        OSError: the store of a URL cannot be reached. Notes list the damage found before.
     """
     checkpoints = find(path)
     if not (checkpoints.committed or checkpoints.damaged):
         raise_none_complete(path, ())
     problems = [*checkpoints.damaged.values()]
     for checkpoint in checkpoints.committed:
-        damage = verify(checkpoint.path)
-        if damage and not checkpoint.still_exists():
+        try:
+            damage = verify(checkpoint.path)
+            is_deleted = bool(damage) and not checkpoint.still_exists()
+        except OSError as error:
+            outage = OSError(f"{checkpoint.path} is not verified, as the store cannot be reached: {error}; try again")
+            for problem in problems:
+                outage.add_note(problem)
+            raise outage from error
+        if is_deleted:
             yield f"{checkpoint.path}: deleted in the meantime"
             continue
         problems += damage

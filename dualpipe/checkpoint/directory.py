@@ -117,8 +117,12 @@ def read_index(directory: RemotePath) -> dict[str, int]:
     Empty if there is no index, or only a part of one.
     """
     try:
-        content = json.loads(storage_of(directory).read(directory / INDEX))
-    except (FileNotFoundError, ValueError):
+        text = storage_of(directory).read(directory / INDEX)
+    except FileNotFoundError:
+        return {}
+    try:
+        content = json.loads(text)
+    except ValueError:
         return {}
     if not isinstance(content, dict):
         return {}

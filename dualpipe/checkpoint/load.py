@@ -90,6 +90,7 @@ def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None =
     Raises (on all ranks):
         ValueError: before anything is changed: there is no complete checkpoint, or names, shapes or dtypes differ;
             one line per difference.
+        OSError (RuntimeError with several ranks): before anything is changed: the store of a URL cannot be reached.
         RuntimeError: reading failed after that, for example because of a disk failure. The tensors are unusable then.
     """
     ranks = RankSync.of_mesh(mesh)
@@ -105,8 +106,7 @@ def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None =
             loaded = _load(path, checkpoints, state, ranks, layout, allow, allow_at_start, seed)
         except (ValueError, RuntimeError, OSError) as error:  # on all ranks
             has_begun_reading = has_begun_reading or not isinstance(error, ValueError)
-            all_exist = partial(all, map(Checkpoint.still_exists, checkpoints.committed))
-            if attempt < _TRIES - 1 and not ranks.first(all_exist):
+            if attempt < _TRIES - 1 and not ranks.first(partial(_all_exist, checkpoints.committed)):
                 continue
             if has_begun_reading and isinstance(error, ValueError):
                 raise RuntimeError(f"{error}; the tensors are not usable, as reading had begun") from error
@@ -184,6 +184,14 @@ def _choose_intact(
         _require_existing(checkpoint, ranks)
         damaged[checkpoint.path] = "; ".join(problems)
     raise_none_complete(path, [*damaged.values(), *checkpoints.damaged.values()])
+
+
+def _all_exist(checkpoints: Iterable[Checkpoint]) -> bool:
+    """Return True if the job that saves there has deleted no checkpoint, or if the store cannot be reached."""
+    try:
+        return all(checkpoint.still_exists() for checkpoint in checkpoints)
+    except OSError:
+        return True
 
 
 def _require_existing(checkpoint: Checkpoint, ranks: RankSync) -> None:

@@ -144,18 +144,19 @@ class Checkpoint(NamedTuple):
                 return f"{file} is damaged: its checksum differs from the one in {MANIFEST}"
         except FileNotFoundError:
             return f"{file} is missing"
-        except ValueError as error:
-            return str(error)
-        except OSError as error:
+        except (ValueError, OSError) as error:
             if isinstance(file, RemotePath):  # a store that cannot be reached is no damage
                 raise
-            return f"{file} cannot be read: {error}"
+            return str(error) if isinstance(error, ValueError) else f"{file} cannot be read: {error}"
         return ""
 
     def read_tensors(self) -> tuple[dict[str, StoredTensor], list[str]]:
         """Return the tensors by name and no problems, or no tensors and a line for each problem.
 
         Checks the sizes of all files, and that the boxes of every tensor cover it. Reads no tensor.
+
+        Raises:
+            OSError: the store of a URL cannot be reached.
         """
         problems = self.find_damage()
         if problems:
@@ -163,9 +164,15 @@ class Checkpoint(NamedTuple):
         file = self.path / TENSORS
         stored = {}
         try:
-            for name, (dtype, shape, boxes) in json.loads(storage_of(file).read(file).decode("utf-8")).items():
+            content = storage_of(file).read(file)
+        except OSError as error:
+            if isinstance(file, RemotePath) and not isinstance(error, FileNotFoundError):
+                raise
+            return {}, [f"{file} cannot be read: {error}"]
+        try:
+            for name, (dtype, shape, boxes) in json.loads(content.decode("utf-8")).items():
                 stored[name] = _parse_tensor(name, dtype, shape, boxes, self.manifest.files)
-        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
             return {}, [f"{file} cannot be read: {error}"]
         gaps = find_gaps(stored)
         if gaps:
@@ -296,6 +303,9 @@ def verify(path: StrLocation) -> list[str]:
     """Read every byte of the checkpoint at `path` and return a line for each problem.
 
     An empty list means that the checkpoint is intact and can be loaded.
+
+    Raises:
+        OSError: the store of a URL cannot be reached, so it is unknown if the checkpoint is intact.
     """
     try:
         checkpoint = Checkpoint.read(path)

@@ -193,6 +193,73 @@ def test_a_store_that_cannot_be_reached_is_no_damage(url):
             save(url, state_of(3), step=3)
 
 
+def out_of_reach_after(count, name):
+    """Faults of a store that answers `count` requests to read the objects of a name, and no others."""
+    reads = []
+
+    def refuse(kind, key):
+        if kind != "read" or not key.endswith(name):
+            return False
+        reads.append(key)
+        return len(reads) > count
+
+    return set_faults(broken=refuse)
+
+
+def test_an_outage_while_it_is_read_is_no_damage(url):
+    for step in (1, 2):
+        path = save(url, state_of(step), step=step)
+    refused = f"{path.name}/tensors.json"
+    outage = r"tensors\.json could not be read in 5 attempts: OSError: the store refuses to read"
+    state = state_of(0)
+    out_of_reach_after(1, refused)  # once to verify it
+    with pytest.raises(OSError, match=outage):
+        load(url, state)
+    assert is_step(state, 0)
+    out_of_reach_after(1, refused)
+    with pytest.raises(OSError, match=outage):
+        verify(path)
+    for command in (ls, show):
+        out_of_reach_after(0, refused)
+        with pytest.raises(OSError, match=outage):
+            list(command(url))
+    set_faults()
+    assert not verify(path)
+
+
+def test_verify_reports_damage_and_an_outage(url, tmp_path):
+    first, second, third = [save(url, state_of(step), step=step) for step in (1, 2, 3)]
+    (tmp_path / third.name / "tensors.json").unlink()
+    out_of_reach_after(0, f"{second.name}/rank-00000.safetensors")
+    lines = []
+    with pytest.raises(OSError, match=rf"{second} is not verified, as the store cannot be reached: .*; try") as info:
+        lines += check(url)
+    assert lines == [f"{third}: DAMAGED"]
+    assert info.value.__notes__ == [f"{third / 'tensors.json'} is missing"]
+    set_faults()
+    with pytest.raises(ValueError, match=r"tensors\.json is missing"):
+        list(check(url))
+    assert not verify(first)
+
+
+@pytest.mark.parametrize("error", [PermissionError("forbidden"), ConnectionError("refused"), TimeoutError("too slow"),
+                                   RuntimeError("of the store's package")])
+def test_whatever_the_store_raises_is_no_damage(url, error):
+    path = save(url, state_of(1), step=1)
+
+    def refuse(kind, key):
+        if path.name in key:
+            raise error
+        return False
+
+    set_faults(broken=refuse)
+    for command in (load, verify):
+        with pytest.raises((OSError, ValueError), match=type(error).__name__):
+            command(*((url, state_of(0)) if command is load else (path,)))
+    with pytest.raises((OSError, ValueError), match=type(error).__name__):
+        list(check(url))
+
+
 # -- a store that is late, slow, or fails
 
 
@@ -441,7 +508,7 @@ def test_killed_in_a_save(url, tmp_path, how, moment):
     with Checkpoints(url, keep_last=2) as checkpoints:  # the next run is not hindered
         checkpoints.save(of_step(whole_state(), 4), step=4)
     assert steps_in(url) == [newest, 4] and len(saves_on_disk(tmp_path)) == 2
-    assert not [key for key in objects_in(tmp_path) if key.startswith(".lock")]
+    assert len([key for key in objects_in(tmp_path) if key.startswith(".lock")]) == 2  # the lock and a heartbeat
 
 
 KILLED = """

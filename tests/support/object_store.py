@@ -27,6 +27,7 @@ class Faults:
     outage: number of requests from now on that fail.
     every: one request in this number fails; 0: none.
     broken: requests for keys for which this returns True always fail.
+    lost: like `broken`, but the request takes effect before it fails: its answer is lost.
     at_write: called with the key and the bytes so far, when a stream has received some, and when it is closed (-1).
     requests: all so far, as (kind, key, bytes).
     """
@@ -36,6 +37,7 @@ class Faults:
     outage: int = 0
     every: int = 0
     broken: Callable[[str, str], bool] = lambda kind, key: False
+    lost: Callable[[str, str], bool] = lambda kind, key: False
     at_write: Callable[[str, int], None] = lambda key, size: None
     requests: list[tuple[str, str, int]] = field(default_factory=list)
     deleted: dict[str, float] = field(default_factory=dict)
@@ -49,6 +51,11 @@ class Faults:
         self.outage -= 1
         if self.outage >= 0 or (self.every and len(self.requests) % self.every == 0):
             raise TimeoutError("the store took too long")
+
+    def answer(self, kind: str, key: str) -> None:
+        """Answer a request that has taken effect, or lose the answer."""
+        if self.lost(kind, key):
+            raise TimeoutError(f"the store did not answer the request to {kind}")
 
 
 FAULTS = Faults()
@@ -122,6 +129,7 @@ class ObjectStore(LocalFileSystem):
         FAULTS.request("delete", key)
         os.remove(key)
         FAULTS.deleted[key] = time.time()
+        FAULTS.answer("delete", key)
 
     def mv(self, *arguments, **options):
         raise NotImplementedError("this store renames nothing")
@@ -154,6 +162,7 @@ class _Upload:
         os.replace(self._partial, self._key)
         self.closed = True
         FAULTS.at_write(self._key, -1)
+        FAULTS.answer("complete", self._key)
 
     def discard(self):
         self._file.close()

@@ -1,7 +1,10 @@
 """A lease on a URL, so that one job at a time saves there: stores have no locks.
 
-    .lock          names the holder; written once, when a job takes the lease
-    .lock-ID       heartbeat of the holder ID, rewritten every few seconds
+    .lock          names the last holder; written once, when a job takes the lease, and never deleted
+    .lock-ID       heartbeat of the holder ID, rewritten every few seconds; "released" after the end of the job
+
+A holder writes and deletes only its own heartbeat after it has taken the lease. A release that is repeated because its
+answer was lost can therefore not end the lease of the next job.
 
 A job that finds another holder watches its heartbeat, and considers the holder dead if the heartbeat does not change
 for some seconds. A holder on this machine whose process has ended is considered dead at once, so that a restarted run
@@ -24,6 +27,7 @@ from dualpipe.runtime.storage.location import RemotePath
 from dualpipe.runtime.storage.remote import RemoteStorage
 
 LOCK = ".lock"
+_RELEASED = b"released"
 _BEAT_SECONDS = 3.0
 _POLL_SECONDS = 0.5
 
@@ -67,8 +71,11 @@ class Lease:
         self._folder = folder
         self._store = RemoteStorage()
         self._holder = _Holder.here()
-        self._wait_for_others(max(patience, 3 * _BEAT_SECONDS + 1))
+        former = self._wait_for_others(max(patience, 3 * _BEAT_SECONDS + 1))
         self._store.write(folder / LOCK, [json.dumps(self._holder._asdict()).encode()])
+        if former is not None:
+            with suppress(OSError):  # the object has no use any more, and does no harm
+                self._store.delete(self._heartbeat_path(former.id))
         self._released = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="checkpoint lease", daemon=True)
         self._thread.start()
@@ -84,11 +91,13 @@ class Lease:
         """Give up the lease. If the store cannot be reached, the next job has to wait for a few seconds."""
         self._released.set()
         self._thread.join(timeout=10.0)
+        heartbeat = self._heartbeat_path(self._holder.id)
         with suppress(OSError):
-            self.check()
-            self._store.delete(self._folder / LOCK)
-        with suppress(OSError):
-            self._store.delete(self._heartbeat_path(self._holder.id))
+            try:
+                self.check()
+                self._store.write(heartbeat, [_RELEASED])
+            except LeaseLost:
+                self._store.delete(heartbeat)
 
     def _beat(self) -> None:
         """Write the heartbeat as long as this job has the lease."""
@@ -103,19 +112,22 @@ class Lease:
             except OSError:
                 continue  # the store may be back at the next beat
 
-    def _wait_for_others(self, seconds: float) -> None:
-        """Return when no other job saves there; raise ValueError if one still does after `seconds`."""
+    def _wait_for_others(self, seconds: float) -> _Holder | None:
+        """Return the former holder, if any, when no other job saves there.
+
+        Raises ValueError if a job still does after `seconds`.
+        """
         deadline = time.monotonic() + seconds
         watched: _Holder | None = None
         first_heartbeat: bytes | None = None
         is_alive = False
         while True:
             holder = self._read_holder()
-            if holder is None or holder.is_gone:
-                if holder is not None:
-                    self._store.delete(self._heartbeat_path(holder.id))
-                return
+            if holder is None:
+                return None
             heartbeat = self._read_heartbeat(holder.id)
+            if heartbeat == _RELEASED or holder.is_gone:
+                return holder
             if holder != watched:
                 is_alive = watched is not None  # a job that has started meanwhile
                 watched = holder
@@ -126,7 +138,7 @@ class Lease:
             time.sleep(_POLL_SECONDS)
         if is_alive:
             raise ValueError(f"another job saves to {self._folder}; end it, or give every job its own directory")
-        self._store.delete(self._heartbeat_path(holder.id))
+        return holder
 
     def _read_holder(self) -> _Holder | None:
         """Return the holder, or None if there is none."""

@@ -54,6 +54,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
 
     Raises:
         ValueError: fsspec or its package for this protocol is not installed, or the protocol is unknown.
+        _StoreError: the store refuses, for example because there are no keys.
     """
     try:
         from fsspec.core import url_to_fs
@@ -66,6 +67,8 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
     except (ImportError, ValueError) as error:
         raise ValueError(f"{path} cannot be opened: {error}; give a URL that fsspec knows, and install the package for "
                          "it, such as s3fs for s3:// or gcsfs for gs://") from error
+    except Exception as error:
+        raise _StoreError(error) from error
     file_system.invalidate_cache()  # its cache of listings may be out of date
     return file_system, name
 
@@ -155,8 +158,8 @@ class RemoteStorage:
 
     def delete_folder(self, folder: RemotePath) -> None:
         """Delete an empty folder, if the store has folders."""
-        file_system, name = _connect(folder)
         with suppress(Exception):  # stores without folders raise various errors
+            file_system, name = _connect(folder)
             file_system.rmdir(name)
 
 
@@ -258,6 +261,9 @@ def _read_window(path: RemotePath, start: int, end: int) -> bytes:
     def read_once(file_system: Any, name: str) -> bytes:
         with _from_store():
             parts = file_system.cat_ranges([name] * len(starts), starts, ends, on_error="raise")
+            for part in parts:
+                if isinstance(part, Exception):  # fsspec before 2026 returns errors nevertheless
+                    raise part
             received = sum(map(len, parts))
             if [len(part) for part in parts] != [last - first for first, last in zip(starts, ends)]:
                 raise OSError(f"the store gave {received} of the {end - start} bytes from {start} on")

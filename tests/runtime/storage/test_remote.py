@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
+from dualpipe.runtime.files import CHECKSUMS
 from dualpipe.runtime.storage import remote
 from dualpipe.runtime.storage.choose import storage_of
 from dualpipe.runtime.storage.location import as_location
-from object_store import objects_in, set_faults
+from object_store import ObjectStore, objects_in, set_faults
 
 
 @pytest.fixture
@@ -109,6 +110,28 @@ def test_a_window_at_a_time(folder, monkeypatch):
         while start < 95:
             start += read_into(memoryview(buffer)[start - 5 :], start)
     assert buffer == content[5:95]
+
+
+def test_a_range_whose_request_fails_is_read_again(folder, monkeypatch):
+    """fsspec returns the error in place of the bytes in some releases."""
+    store = storage_of(folder)
+    store.write(folder / "a", [b"abc"])
+    answers = [[FileNotFoundError("not there")], [TimeoutError("too slow")], [b"abc"]]
+    monkeypatch.setattr(ObjectStore, "cat_ranges", lambda *arguments, **options: answers.pop())
+    assert store.checksum(folder / "a", "sha256") == CHECKSUMS["sha256"](b"abc").hexdigest()
+    answers.append([TimeoutError("too slow")])
+    answers.append([FileNotFoundError("not there")])
+    with pytest.raises(FileNotFoundError, match="/a does not exist"):
+        store.checksum(folder / "a", "sha256")
+
+
+def test_a_store_that_cannot_be_entered(folder, monkeypatch):
+    def refuse(self, **options):
+        raise RuntimeError("no keys")
+
+    monkeypatch.setattr(ObjectStore, "__init__", refuse)
+    with pytest.raises(OSError, match="/a could not be read in 5 attempts: RuntimeError: no keys"):
+        storage_of(folder).read(folder / "a")
 
 
 def test_without_fsspec(folder, monkeypatch):
