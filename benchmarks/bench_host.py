@@ -5,9 +5,9 @@
 Kernels are launched by `stub_driver.py`: everything up to Triton's call in C is real, and nothing runs. Left out are
 that call and the encoding of a descriptor, some us a launch, and the time that CUDA takes beyond the CPU for PyTorch's
 own operators. "layer" is a layer of Qwen3-MoE, forward and backward over two ranks of "ep" in a step of a pipeline, as
-the difference between three layers and one; the other rank is simulated. Attention is replaced by a function that
-allocates its results, like one fused kernel. Tensors are small. Still, a layer's time includes the CPU's computation in
-PyTorch's other operators, which a GPU would not take from the host.
+the difference between three layers and one; the other rank is simulated. Attention and dense GEMMs only allocate their
+results. Tensors are small. Still, a layer's time includes what PyTorch's other operators compute on the CPU, which a
+GPU would not take from the host.
 
 Calls are timed one by one in processor time, and the rows take turns. A shared machine slows calls down and never
 speeds one up: the least time is the cost, and the median shows the noise. Compare machines by the ratio to `torch.add`
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.nn.functional as F
 from gpu_bench import Row, add_save, save
-from stub_driver import stub_driver, uncomputed_attention, zeroed_results
+from stub_driver import stub_driver, uncomputed_operators
 from torch import Tensor
 
 from dualpipe import Pipeline
@@ -150,8 +150,7 @@ def measure(rounds: int, repeats: int) -> Iterator[Row]:
         add = min(times["add"])
         for name, found in times.items():
             yield {"call": name, "us": min(found), "median us": statistics.median(found), "of add": min(found) / add}
-        # Integers are zeros instead of uninitialized memory, because expert choices and counts must be valid.
-        with zeroed_results(), uncomputed_attention():
+        with uncomputed_operators():
             steps = times_us({"one": step_of(1), "three": step_of(3)}, rounds, max(1, repeats // 10))
         least, median = (
             (choose(steps["three"]) - choose(steps["one"])) / 2 / MICRO_BATCHES for choose in (min, statistics.median)

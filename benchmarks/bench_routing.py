@@ -1,4 +1,4 @@
-"""Benchmark sorting tokens by expert, dispatch and combine, next to PyTorch's operations.
+"""Benchmark finding destinations, sorting tokens by expert, dispatch and combine, next to PyTorch's operations.
 
 For the shapes of three models, with balanced and with skewed choices of experts, in bfloat16. Each result is checked
 before it is timed. `torch` is the time of PyTorch's operations (argsort, index_select, sum) over ours. `copy` is the
@@ -19,7 +19,9 @@ from gpu_bench import Bench, Goal, Machine, Row, check_close, poisoned, run_benc
 from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.kernels.routing import find_destinations, find_destinations_reference
 
+RANKS = 8  # that the experts are sharded over, for the destinations
 TOLERANCE = 5e-3  # one rounding in ours, several in PyTorch's operations
 
 
@@ -56,9 +58,10 @@ def moves(
 
 
 def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator[Row]:
-    """Yield the rows of the sort, and of every move by its result."""
+    """Yield the rows of the destinations, of the sort, and of every move by its result."""
     sizes = SIZES[model]
     expert_idx = choices(tokens, sizes.experts, sizes.top_k, routing == "skewed", machine.device)
+    yield measure_destinations(expert_idx, sizes.experts // RANKS)
     yield measure_sort(expert_idx, sizes.experts)
     x = torch.randn(tokens, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
     y = torch.randn(tokens * sizes.top_k, sizes.hidden, dtype=torch.bfloat16, device=machine.device)
@@ -70,6 +73,17 @@ def measure(machine: Machine, model: str, tokens: int, routing: str) -> Iterator
         rate = 2 * elements / ours_ms / 1e6
         figures = {"us": 1000 * ours_ms, "GB/s": rate, "copy": rate / machine.copy_gb_per_s}
         yield {"what": what, **figures, "torch": torch_ms / ours_ms}
+
+
+def measure_destinations(expert_idx: Tensor, experts_per_rank: int) -> Row:
+    weights = torch.rand(expert_idx.shape, device=expert_idx.device)
+    operands = (expert_idx, weights, RANKS, experts_per_rank)
+    with poisoned():
+        results = find_destinations(*operands)
+    if not all(torch.equal(a, b) for a, b in zip(results, find_destinations_reference(*operands))):
+        raise RuntimeError("find_destinations: not those of the reference; not timed")
+    ours_ms, torch_ms = (time_ms(lambda f=f: f(*operands)) for f in (find_destinations, find_destinations_reference))
+    return {"what": "destinations", "us": 1000 * ours_ms, "GB/s": None, "copy": None, "torch": torch_ms / ours_ms}
 
 
 def measure_sort(expert_idx: Tensor, experts: int) -> Row:

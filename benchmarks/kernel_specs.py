@@ -358,13 +358,21 @@ def _routing_specs() -> Iterator[CompileSpec]:
             constexprs["UNROLL"] = tile.unroll
         aligned = () if odd else ("H", "stride", "row_stride")
         yield _routing_spec(".".join(words), kernel, dtype, constexprs, tile.warps, aligned)
+    for top_k, ranks in product((1, 6, 8), (2, 8, 64, 320)):
+        name = f"routing.destinations.{top_k}.{ranks}"
+        yield _routing_spec(name, ROUTING._destinations_kernel, "bf16", ROUTING.destination_constants(top_k, ranks), 4)
+    for dtype, top_k in product(("bf16", "fp32"), (6, 8)):
+        constexprs = {"K": top_k, "D": top_k, "BLOCK": ROUTING._COLLECT_CHOICES}
+        yield _routing_spec(f"routing.collect.{dtype}.{top_k}", ROUTING._collect_kernel, dtype, constexprs, 4)
 
 
 def _routing_spec(
     name: str, kernel: Any, dtype: str, constexprs: dict[str, Any], warps: int, aligned: tuple[str, ...] = ()
 ) -> CompileSpec:
-    integers = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr", "offs_ptr")
-    types = {"experts_ptr": "*i64"} | dict.fromkeys(integers, "*i32")
+    integers = ("counts_ptr", "ends_ptr", "order_ptr", "inverse_ptr", "gather_ptr", "offs_ptr", "ranks_ptr",
+                "local_ptr", "places_ptr")
+    wide = ("copies_ptr", "d_copies_ptr")
+    types = {"experts_ptr": "*i64"} | dict.fromkeys(integers, "*i32") | dict.fromkeys(wide, "*fp32")
     names = [name for name in kernel.arg_names if name not in constexprs]
     return CompileSpec(
         name,

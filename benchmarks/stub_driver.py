@@ -148,31 +148,61 @@ class _UncomputedAttention(torch.autograd.Function):
 
 
 @contextmanager
-def uncomputed_attention() -> Iterator[None]:
-    """Take the path of a GPU in attention, with a fused kernel that only allocates its results."""
+def uncomputed_operators() -> Iterator[None]:
+    """Take the paths of a GPU in attention and dense GEMMs, with operators that allocate their results and no more.
+
+    Results that the host of a layer reads, or that select rows, are valid: choices of experts, positions and ends of
+    sorted rows, and the numbers of rows for other ranks, which are as if all tokens chose expert 0.
+    """
+    from dualpipe.kernels import routing, top_k
+    from dualpipe.nn import linear
     from dualpipe.nn.attention import causal_attention
+
+    launch_sort = routing._launch_sort
+    launch_destinations = routing._launch_destinations
+    launch_top_k = top_k._launch_forward
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return _UncomputedAttention.apply(q, k, v)
 
+    def dense_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+    def matmul(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty(*x.shape[:-1], weight.shape[-1])
+
+    def weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+        dy_NM = linear.flatten_rows(dy).t()
+        x_MH = linear.flatten_rows(x)
+        dtype = linear.accumulation_dtype(weight, dy.dtype)
+        return dy.new_empty(dy_NM.shape[0], x_MH.shape[1], dtype=dtype) if out is None else out
+
+    def sort(expert_idx: Tensor, num_experts: int) -> tuple[Tensor, ...]:
+        results = launch_sort(expert_idx, num_experts)
+        for result in results:
+            result.zero_()
+        return results
+
+    def find_destinations(*operands: Any) -> tuple[Tensor, ...]:
+        *results, counts = launch_destinations(*operands)
+        tokens, _, num_choices = operands[-1].shape
+        counts.zero_()
+        counts[0, 0] = tokens
+        counts[0, 1] = tokens * num_choices
+        return *results, counts
+
+    def choose(logits: Tensor, weights: Tensor, experts: Tensor, *options: Any) -> None:
+        launch_top_k(logits, weights, experts, *options)
+        experts.zero_()
+
     with (
         mock.patch.object(causal_attention, "_has_kernel", lambda *_: True),
         mock.patch.object(F, "scaled_dot_product_attention", attend),
+        mock.patch.object(F, "linear", dense_linear),
+        mock.patch.object(Tensor, "matmul", matmul),
+        mock.patch.object(linear, "_weight_grad", weight_grad),
+        mock.patch.object(routing, "_launch_sort", sort),
+        mock.patch.object(routing, "_launch_destinations", find_destinations),
+        mock.patch.object(top_k, "_launch_forward", choose),
     ):
         yield
-
-
-@contextmanager
-def zeroed_results() -> Iterator[None]:
-    """Fill new integers with zeros, which are valid offsets and counts: the host of a layer reads some of them."""
-    empty, new_empty, empty_like = torch.empty, Tensor.new_empty, torch.empty_like
-    with (
-        mock.patch.object(torch, "empty", lambda *args, **options: _possible(empty(*args, **options))),
-        mock.patch.object(torch, "empty_like", lambda *args, **options: _possible(empty_like(*args, **options))),
-        mock.patch.object(Tensor, "new_empty", lambda *args, **options: _possible(new_empty(*args, **options))),
-    ):
-        yield
-
-
-def _possible(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_floating_point() else tensor.zero_()

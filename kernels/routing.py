@@ -26,8 +26,13 @@ or without weights: it computes `combine_tokens` and the backward of `dispatch_t
 to its K rows, with or without weights: it computes `dispatch_tokens`, and the backward of `combine_tokens` together
 with the gradient of the weights.
 
+`find_destinations` prepares rows for other ranks: a token goes once to each rank that has an expert of it. One kernel
+takes the place of some twenty operators on small tensors. Example with 2 ranks of 2 experts: the choices [3, 2] of a
+token go to rank 1 alone, which gets one row with the local experts [1, 0]; the choices [0, 3] go to both ranks, with
+local experts [0, -1] and [-1, 1].
+
 Dimension letters: T tokens, K experts per token, E experts, N = T * K choices, M sorted rows (N, or fewer after `cut`),
-H hidden, B blocks of choices.
+H hidden, B blocks of choices or tokens, G ranks, D destinations of a token (K or G, the smaller one).
 """
 
 from __future__ import annotations
@@ -183,8 +188,88 @@ def _spread_kernel(
             tl.store(d_weights_ptr + choice, d_weight_T, mask=here)
 
 
+@triton.jit(do_not_specialize=["T"])
+def _destinations_kernel(
+    experts_ptr,  # (T, K) int32 or int64
+    weights_ptr,  # (T, K)
+    ranks_ptr,  # (T, D) int32
+    local_ptr,  # (T, D, K) int32
+    copies_ptr,  # (T, D, K)
+    places_ptr,  # (T, K) int32
+    counts_ptr,  # (B, G, 2) int32
+    T, G, experts_per_rank,
+    K: tl.constexpr, D: tl.constexpr, BY_RANK: tl.constexpr, TOKENS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr,
+):
+    """Find the destinations of TOKENS tokens per program, BLOCK_T at a time.
+
+    BY_RANK: place d is for rank d (D is G). Otherwise the ranks of a token's choices are sorted, and a rank has the
+    place of its first choice: choices of the ranks [2, -1, 5, 2] give [-1, 2, -1, 5].
+    """
+    block = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, BLOCK_D)
+    g = tl.arange(0, BLOCK_G)
+    num_rows = tl.zeros((BLOCK_G,), tl.int32)
+    num_choices = tl.zeros((BLOCK_G,), tl.int32)
+    for start in range(0, TOKENS, BLOCK_T):
+        tokens = block * TOKENS + start + tl.arange(0, BLOCK_T)
+        choices = tokens.to(tl.int64)[:, None] * K + k[None, :]
+        mask = (tokens < T)[:, None] & (k < K)[None, :]
+        expert = tl.load(experts_ptr + choices, mask=mask, other=-1).to(tl.int32)
+        rank = tl.where(expert >= 0, expert // experts_per_rank, -1)
+        is_choice = rank[:, :, None] == g[None, None, :]
+        choices_of_rank = tl.sum(is_choice.to(tl.int32), 1)
+        is_destination = choices_of_rank > 0
+        if BY_RANK:
+            place_of_rank = tl.zeros((BLOCK_T, BLOCK_G), tl.int32) + g[None, :]
+        else:
+            num_unassigned = K - tl.sum(choices_of_rank, 1)
+            place_of_rank = num_unassigned[:, None] + tl.cumsum(choices_of_rank, 1) - choices_of_rank
+        is_place = is_destination[:, None, :] & (place_of_rank[:, None, :] == d[None, :, None])
+        destination = tl.max(tl.where(is_place, g[None, None, :], -1), 2)
+        rows = tokens.to(tl.int64)[:, None] * D + d[None, :]
+        tl.store(ranks_ptr + rows, destination, mask=(tokens < T)[:, None] & (d < D)[None, :])
+        place = tl.sum(tl.where(is_choice, place_of_rank[:, None, :], 0), 2)
+        place = tl.where((rank >= 0) & (rank < G), place, -1)
+        tl.store(places_ptr + choices, place, mask=mask)
+        weight = tl.load(weights_ptr + choices, mask=mask, other=0.0).to(copies_ptr.dtype.element_ty)
+        is_here = place[:, None, :] == d[None, :, None]
+        local = tl.where(is_here, (expert - rank * experts_per_rank)[:, None, :], -1)
+        copies = tl.where(is_here, weight[:, None, :], 0.0)
+        cells = rows[:, :, None] * K + k[None, None, :]
+        cell_mask = mask[:, None, :] & (d < D)[None, :, None]
+        tl.store(local_ptr + cells, local, mask=cell_mask)
+        tl.store(copies_ptr + cells, copies, mask=cell_mask)
+        num_rows += tl.sum(is_destination.to(tl.int32), 0)
+        num_choices += tl.sum(choices_of_rank, 0)
+    count_ptrs = counts_ptr + (block.to(tl.int64) * G + g) * 2
+    tl.store(count_ptrs, num_rows, mask=g < G)
+    tl.store(count_ptrs + 1, num_choices, mask=g < G)
+
+
+@triton.jit(do_not_specialize=["N"])
+def _collect_kernel(
+    d_copies_ptr,  # (T, D, K) contiguous
+    places_ptr,  # (T, K) int32
+    d_weights_ptr,  # (T, K) contiguous
+    N,
+    K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """d_weights[t, k] = d_copies[t, places[t, k], k]; zero for an unassigned choice."""
+    choices = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = choices < N
+    place = tl.load(places_ptr + choices, mask=mask, other=-1)
+    cells = ((choices // K).to(tl.int64) * D + place) * K + choices % K
+    value = tl.load(d_copies_ptr + cells, mask=mask & (place >= 0), other=0.0)
+    tl.store(d_weights_ptr + choices, value.to(d_weights_ptr.dtype.element_ty), mask=mask)
+
+
 # ---------------------------------------------------------------------------------------------------------- launchers
 
+_DESTINATION_TOKENS = 32  # of one program
+_DESTINATION_CELLS = 4096  # elements of the largest intermediate result of a program
+_COLLECT_CHOICES = 1024  # of one program
 _SORT_ROWS = 256  # rows of one program
 _SORT_CHUNK = 16  # rows of one comparison: 32 pairs per thread
 # By shape class, for every architecture: one access of 16 bytes per thread; "narrow" has 8 bytes, because 16 spill
@@ -287,7 +372,79 @@ def _row_constants(tile: RowTile, dtype: torch.dtype, weights_dtype: torch.dtype
     )
 
 
+def _launch_destinations(
+    experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int, copies: Tensor
+) -> tuple[Tensor, ...]:
+    """Write the copies of the weights; return ranks, local experts, places and counts."""
+    tokens, depth, top_k = copies.shape
+    ranks, local, places, partial_counts = (
+        experts.new_empty(shape, dtype=torch.int32)
+        for shape in ((tokens, depth), copies.shape, experts.shape,
+                      (cdiv(max(tokens, 1), _DESTINATION_TOKENS), num_ranks, 2))
+    )
+    _destinations_launcher(top_k, num_ranks)(
+        (partial_counts.shape[0],),
+        (experts.contiguous(), weights.contiguous(), ranks, local, copies, places, partial_counts),
+        (tokens, num_ranks, experts_per_rank),
+    )
+    return ranks, local, places, partial_counts.sum(0)
+
+
+@lru_cache(maxsize=MAX_LAUNCHERS)
+def _destinations_launcher(top_k: int, num_ranks: int) -> Launcher:
+    """Return the launcher of the kernel that finds destinations."""
+    return Launcher(_destinations_kernel, num_warps=4, **destination_constants(top_k, num_ranks))
+
+
+def destination_constants(top_k: int, num_ranks: int) -> dict[str, Any]:
+    """Return the constants of the kernel that finds destinations."""
+    depth = min(top_k, num_ranks)
+    block_k, block_d, block_g = (1 << (size - 1).bit_length() for size in (top_k, depth, num_ranks))
+    block_t = max(1, min(_DESTINATION_TOKENS, _DESTINATION_CELLS // (block_k * block_g)))
+    return dict(K=top_k, D=depth, BY_RANK=depth == num_ranks, TOKENS=_DESTINATION_TOKENS, BLOCK_T=block_t,
+                BLOCK_K=block_k, BLOCK_D=block_d, BLOCK_G=block_g)
+
+
+@lru_cache(maxsize=MAX_LAUNCHERS)
+def _collect_launcher(top_k: int, depth: int) -> Launcher:
+    """Return the launcher of the kernel that collects the gradients of the weights."""
+    return Launcher(_collect_kernel, K=top_k, D=depth, BLOCK=_COLLECT_CHOICES, num_warps=4)
+
+
 # ------------------------------------------------------------------------------------------------------------- public
+
+
+class Destinations(NamedTuple):
+    """Ranks that tokens are sent to. D is the smaller one of K and the number of ranks G.
+
+    ranks: (T, D) integers, the destinations of a token in ascending order; -1 in unused places.
+    local_experts: (T, D, K) int32, the numbers of the chosen experts on the rank that has them; -1 elsewhere.
+    weights: (T, D, K), the weights of these experts, in at least float32; 0 elsewhere.
+    counts: (G, 2) int64, for each rank the number of tokens that go there, and of their choices there.
+    """
+
+    ranks: Tensor
+    local_experts: Tensor
+    weights: Tensor
+    counts: Tensor
+
+
+def find_destinations(experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int) -> Destinations:
+    """Return the ranks of every token's experts, each rank once. Differentiable once, with respect to `weights`.
+
+    Args:
+        experts: (T, K) int32 or int64; expert e is on rank e // experts_per_rank, and -1 is unassigned.
+        weights: (T, K) floating-point.
+
+    Raises:
+        ValueError: the operands do not match.
+    """
+    if experts.dim() != 2 or weights.shape != experts.shape or not weights.is_floating_point():
+        raise ValueError(f"experts have shape {tuple(experts.shape)} and weights are {weights.dtype} of shape "
+                         f"{tuple(weights.shape)}, expected (T, K) and floating-point (T, K)")
+    run = _FindDestinations.apply if needs_gradient(weights) else _find_destinations
+    ranks, local_experts, copies, counts, _ = run(experts, weights, num_ranks, experts_per_rank)
+    return Destinations(ranks, local_experts, copies, counts)
 
 
 class SortedTokens(NamedTuple):
@@ -489,6 +646,74 @@ def _double_backward_error() -> NotImplementedError:
     return double_backward_error("combine_tokens with weights", "dualpipe.kernels.routing.combine_tokens_reference")
 
 
+def _new_destinations(experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int) -> tuple[Tensor, ...]:
+    """Allocate ranks, local experts, copies of the weights, counts and places."""
+    tokens, top_k = experts.shape
+    depth = min(top_k, num_ranks)
+    return (
+        experts.new_empty(tokens, depth, dtype=torch.int32),
+        experts.new_empty(tokens, depth, top_k, dtype=torch.int32),
+        weights.new_empty(tokens, depth, top_k, dtype=compute_dtype(weights)),
+        experts.new_empty(num_ranks, 2, dtype=torch.int64),
+        experts.new_empty(tokens, top_k, dtype=torch.int32),
+    )
+
+
+@operator(_new_destinations)
+def _find_destinations(
+    experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return (ranks, local experts, copies of the weights, counts, places of the choices)."""
+    if not use_triton(experts):
+        return find_destinations_reference(experts, weights, num_ranks, experts_per_rank)
+    tokens, top_k = experts.shape
+    copies = weights.new_empty(tokens, min(top_k, num_ranks), top_k, dtype=compute_dtype(weights))
+    ranks, local, places, counts = _launch_destinations(experts, weights, num_ranks, experts_per_rank, copies)
+    return ranks, local, copies, counts, places
+
+
+@operator(lambda d_copies, places, dtype: d_copies.new_empty(places.shape, dtype=dtype))
+def _collect_weights(d_copies: Tensor, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the weights (T, K) from that of their copies."""
+    if not use_triton(d_copies):
+        return collect_weights_reference(d_copies, places).to(dtype)
+    d_weights = d_copies.new_empty(places.shape, dtype=dtype)
+    _, depth, top_k = d_copies.shape
+    launch = _collect_launcher(top_k, depth)
+    grid = (cdiv(max(places.numel(), 1), _COLLECT_CHOICES),)
+    launch(grid, (d_copies.contiguous(), places, d_weights), (places.numel(),))
+    return d_weights
+
+
+class _FindDestinations(torch.autograd.Function):
+    """Autograd function of `find_destinations`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int
+    ) -> tuple[Tensor, ...]:
+        """Find the destinations, and save the places of the choices for the backward."""
+        results: tuple[Tensor, ...] = _find_destinations(experts, weights, num_ranks, experts_per_rank)
+        ctx.dtype = weights.dtype
+        ctx.save_for_backward(results[4])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the weights."""
+        (places,) = ctx.saved_tensors
+        d_copies = grads[2]
+        if needs_gradient(d_copies):
+            d_weights = WithoutBackward.apply(_collect_weights, _destinations_error, d_copies, places, ctx.dtype)
+        else:
+            d_weights = _collect_weights(d_copies, places, ctx.dtype)
+        return None, d_weights, None, None
+
+
+def _destinations_error() -> NotImplementedError:
+    return double_backward_error("find_destinations", "dualpipe.kernels.routing.find_destinations_reference")
+
+
 def _dispatch(x: Tensor, inverse: Tensor, offs: Tensor, top_k: int, rows: int) -> Tensor:
     """Compute `dispatch_tokens` with checked operands, recorded by autograd if needed."""
     run = _Dispatch.apply if needs_gradient(x) else _dispatch_tokens
@@ -560,3 +785,34 @@ def _rows_by_token(y: Tensor, weights: Tensor | None, inverse: Tensor, offs: Ten
 def _assigned_weights(weights: Tensor, y: Tensor, inverse: Tensor, offs: Tensor) -> Tensor:
     """Return the weights (T, K) -> (T, K, 1) in the compute dtype. Weights of unassigned rows are zero."""
     return weights.to(compute_dtype(y, weights)).where(inverse.view_as(weights) < offs[-1], 0).unsqueeze(-1)
+
+
+def find_destinations_reference(
+    experts: Tensor, weights: Tensor, num_ranks: int, experts_per_rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Compute `find_destinations` in PyTorch; also return the place of every choice (T, K), -1 if unassigned."""
+    ranks_TK = torch.div(experts, experts_per_rank, rounding_mode="floor")  # -1 stays -1
+    all_ranks_G = torch.arange(num_ranks, device=experts.device)
+    is_choice_TKG = ranks_TK.unsqueeze(-1) == all_ranks_G
+    is_destination_TG = is_choice_TKG.any(1)
+    ranks_TD = _destination_ranks(ranks_TK, is_destination_TG, all_ranks_G).to(torch.int32)
+    is_local_TDK = (ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)) & (experts >= 0).unsqueeze(1)
+    local_TDK = (experts % experts_per_rank).unsqueeze(1).where(is_local_TDK, -1).to(torch.int32)
+    copies_TDK = weights.to(compute_dtype(weights)).unsqueeze(1).where(is_local_TDK, 0)
+    counts_G2 = torch.stack((is_destination_TG.sum(0), is_choice_TKG.sum((0, 1))), 1)
+    places_TK = is_local_TDK.to(torch.uint8).argmax(1).where(experts >= 0, -1).to(torch.int32)
+    return ranks_TD, local_TDK, copies_TDK, counts_G2, places_TK
+
+
+def _destination_ranks(ranks_TK: Tensor, is_destination_TG: Tensor, all_ranks_G: Tensor) -> Tensor:
+    """Return the destinations of each token (T, D), ascending and without duplicates, -1 in unused places."""
+    if ranks_TK.shape[1] >= len(all_ranks_G):
+        return all_ranks_G.where(is_destination_TG, -1)
+    sorted_TK = ranks_TK.sort(-1).values
+    return sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
+
+
+def collect_weights_reference(d_copies: Tensor, places: Tensor) -> Tensor:
+    """Compute the gradient of the weights (T, K) in PyTorch."""
+    found = d_copies.gather(1, places.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+    return found.where(places >= 0, 0)

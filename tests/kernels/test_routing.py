@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dualpipe.kernels.common import INTERPRET
-from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
+from dualpipe.kernels.routing import SortedTokens, combine_tokens, dispatch_tokens, find_destinations, sort_tokens
 from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory, run_with_debug_switch  # noqa: F401
 
 MODULE = importlib.import_module("dualpipe.kernels.routing")
@@ -382,3 +382,88 @@ def test_misfit_in_dispatch_is_a_value_error():
         dispatch_tokens(torch.zeros(4, 5), tokens, 2)
     with pytest.raises(ValueError, match=r"x is .* of shape \(3,\).* expected a floating-point matrix"):
         dispatch_tokens(torch.zeros(3), tokens, 2)
+
+
+# Choices (T, K), ranks, experts of each: fewer ranks than choices and more, one choice, one rank, many ranks, empty
+DESTINATIONS = [(40, 8, 4, 3), (7, 3, 8, 2), (5, 1, 3, 2), (33, 2, 1, 4), (70, 6, 16, 5), (9, 4, 4, 1), (0, 2, 2, 2)]
+
+
+def check_destinations(experts, weights, num_ranks, per_rank):
+    """Compare with a loop over tokens, and with the reference, which must be equal."""
+    tokens, top_k = experts.shape
+    depth = min(top_k, num_ranks)
+    weights = weights.requires_grad_()
+    found = find_destinations(experts, weights, num_ranks, per_rank)
+    assert found.ranks.shape == (tokens, depth) and found.weights.shape == (tokens, depth, top_k)
+    assert found.weights.dtype is torch.promote_types(weights.dtype, torch.float32)
+    rows, choices = [0] * num_ranks, [0] * num_ranks
+    for token in range(tokens):
+        ranks = [expert // per_rank for expert in experts[token].tolist() if expert >= 0]
+        places = found.ranks[token].tolist()
+        assert [rank for rank in places if rank >= 0] == sorted({*ranks})
+        for place, rank in enumerate(places):
+            here = [e >= 0 and rank >= 0 and e // per_rank == rank for e in experts[token].tolist()]
+            local = [e % per_rank if is_here else -1 for e, is_here in zip(experts[token].tolist(), here)]
+            copies = [w if is_here else 0.0 for w, is_here in zip(weights[token].tolist(), here)]
+            assert found.local_experts[token, place].tolist() == local
+            assert found.weights[token, place].tolist() == copies
+        for rank in {*ranks}:
+            rows[rank] += 1
+        for rank in ranks:
+            choices[rank] += 1
+    assert found.counts.tolist() == [list(pair) for pair in zip(rows, choices)] and found.counts.dtype is torch.int64
+    reference = MODULE.find_destinations_reference(experts, weights.detach(), num_ranks, per_rank)
+    assert all(torch.equal(a.detach().cpu(), b.cpu()) for a, b in zip(found, reference))
+    d_copies = random(found.weights.shape, found.weights.dtype, experts.device)
+    (d_weights,) = torch.autograd.grad(found.weights, weights, d_copies)
+    expected = torch.where(found.local_experts >= 0, d_copies, 0).sum(1).to(weights.dtype)
+    assert torch.equal(d_weights, expected)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("case", DESTINATIONS, ids=str)
+def test_destinations_equal_a_loop(case, dtype, index, device):
+    tokens, top_k, num_ranks, per_rank = case
+    generator = torch.Generator().manual_seed(0)
+    experts = torch.rand(tokens, num_ranks * per_rank, generator=generator).argsort(-1)[:, :top_k]
+    experts = experts.masked_fill(torch.rand(tokens, top_k, generator=generator) < 0.2, -1).to(device, index)
+    check_destinations(experts, random((tokens, top_k), dtype, device), num_ranks, per_rank)
+
+
+def test_worked_example_of_destinations(device):
+    experts = torch.tensor([[3, 2], [0, 3]], device=device)
+    found = find_destinations(experts, torch.tensor([[0.25, 0.75], [0.5, 0.5]], device=device), 2, 2)
+    assert found.ranks.tolist() == [[-1, 1], [0, 1]]
+    assert found.local_experts.tolist() == [[[-1, -1], [1, 0]], [[0, -1], [-1, 1]]]
+    assert found.weights.tolist() == [[[0, 0], [0.25, 0.75]], [[0.5, 0], [0, 0.5]]]
+    assert found.counts.tolist() == [[1, 1], [2, 3]]
+
+
+def test_registration_of_destinations(device):
+    experts = torch.tensor([[3, 2, -1], [0, 3, 1]], device=device)
+    weights = random((2, 3), torch.float32, device)
+    torch.library.opcheck(MODULE._find_destinations, (experts, weights, 2, 2))
+    places = MODULE._find_destinations(experts, weights, 2, 2)[4]
+    torch.library.opcheck(MODULE._collect_weights, (random((2, 2, 3), torch.float32, device), places, torch.bfloat16))
+
+    def step(weights):
+        return find_destinations(experts, weights * 2, 2, 2).weights
+
+    weights.requires_grad_()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    grads = [torch.autograd.grad(function(weights).square().sum(), weights)[0] for function in (step, compiled)]
+    assert torch.equal(*grads)
+    (grad,) = torch.autograd.grad(step(weights).square().sum(), weights, create_graph=True)
+    with pytest.raises(NotImplementedError, match="find_destinations can be differentiated once only"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("experts, weights, message", [
+    (torch.zeros(4, dtype=torch.long), torch.zeros(4), r"experts have shape \(4,\)"),
+    (torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 3), r"of shape \(4, 3\), expected \(T, K\)"),
+    (torch.zeros(4, 2, dtype=torch.long), torch.zeros(4, 2, dtype=torch.long), "weights are torch.int64"),
+])
+def test_destinations_of_operands_that_do_not_match(experts, weights, message):
+    with pytest.raises(ValueError, match=message):
+        find_destinations(experts, weights, 2, 2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.kernels.quantize import quantize_rows
+from dualpipe.kernels.routing import find_destinations
 from dualpipe.nn.segments import Pending
 from dualpipe.parallel.all_to_all import CommStream, PendingRows, gradient_rows, row_bytes_of
 from dualpipe.parallel.experts.fp8_rows import PendingFp8Rows, dequantized
@@ -61,44 +62,22 @@ class AllToAllDispatcher(Dispatcher):
         if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= self._num_experts)).any():
             raise ValueError(f"experts must be between 0 and {self._num_experts - 1}, or -1 for none; "
                              f"got {experts_TK.min()} to {experts_TK.max()}")
-        ranks_TK = torch.div(experts_TK, self._local, rounding_mode="floor")  # -1 stays -1
-        all_ranks_G = torch.arange(self._ranks, device=experts_TK.device)
-        is_choice_TKG = ranks_TK.unsqueeze(-1) == all_ranks_G
-        is_destination_TG = is_choice_TKG.any(1)
-        ranks_TD = destinations(ranks_TK, is_destination_TG, all_ranks_G)
-        tokens = sort_tokens(ranks_TD, self._ranks)
-        copies = ranks_TD.shape[1]
-        is_local_TDK = ranks_TD.unsqueeze(2) == ranks_TK.unsqueeze(1)
-        ids_TDK = (experts_TK % self._local).unsqueeze(1).where(is_local_TDK, -1)
-        wide_TK = weights_TK.to(torch.promote_types(weights_TK.dtype, torch.float32))
-        weights_TDK = wide_TK.unsqueeze(1).where(is_local_TDK, 0)
-        counts = torch.stack((is_destination_TG.sum(0), is_choice_TKG.sum((0, 1))), 1)
+        found = find_destinations(experts_TK, weights_TK, self._ranks, self._local)
+        tokens = sort_tokens(found.ranks, self._ranks)
+        copies = found.ranks.shape[1]
         rows = dispatch_tokens(x_TH, tokens, copies)
-        weights = dispatch_tokens(weights_TDK.flatten(0, 1), tokens, 1)
-        ids = ids_TDK.flatten(0, 1).to(torch.int32).index_select(0, tokens.order)
-        plan = Plan(tokens, copies, ids, counts)
-        return rows, weights, self._with_node_rows(plan, wide_TK.detach(), experts_TK, ranks_TD, is_destination_TG)
+        weights = dispatch_tokens(found.weights.flatten(0, 1), tokens, 1)
+        ids = found.local_experts.flatten(0, 1).index_select(0, tokens.order)
+        plan = Plan(tokens, copies, ids, found.counts)
+        return rows, weights, self._with_node_rows(plan, weights_TK.detach(), experts_TK, found.ranks)
 
-    def _with_node_rows(
-        self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor, is_destination_TG: Tensor
-    ) -> Plan:
+    def _with_node_rows(self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor) -> Plan:
         """Return the plan as it is: one hop has no rows for nodes."""
         return plan
 
     def finish(self, rows: Tensor, plan: Plan) -> Tensor:
         """Sum each token's rows (S, H) in rank order, in float32 or wider; returns (T, H)."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
-
-
-def destinations(ranks_TK: Tensor, is_destination_TG: Tensor, all_ranks_G: Tensor) -> Tensor:
-    """Return the destinations of each token (T, D), ascending and without duplicates, -1 in unused places.
-
-    ranks_TK: the rank, or the node, of each choice; -1 is unassigned.
-    """
-    if ranks_TK.shape[1] >= len(all_ranks_G):
-        return all_ranks_G.where(is_destination_TG, -1)
-    sorted_TK = ranks_TK.sort(-1).values
-    return sorted_TK.where(sorted_TK.diff(dim=-1, prepend=sorted_TK[:, :1] - 1) != 0, -1)
 
 
 class DispatchContext(NamedTuple):

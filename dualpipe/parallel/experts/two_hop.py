@@ -33,6 +33,7 @@ from torch import Tensor
 
 from dualpipe.kernels import sort_tokens
 from dualpipe.kernels.quantize import quantize_rows
+from dualpipe.kernels.routing import find_destinations
 from dualpipe.nn.segments import Pending
 from dualpipe.parallel.all_to_all import CommStream, PendingRows, gradient_rows, row_bytes_of
 from dualpipe.parallel.experts.fp8_rows import dequantized
@@ -46,7 +47,6 @@ from dualpipe.parallel.experts.one_hop import (
     NodeRows,
     PendingDispatch,
     Plan,
-    destinations,
 )
 from dualpipe.runtime import device
 
@@ -60,30 +60,24 @@ class TwoHopDispatcher(AllToAllDispatcher):
         self.dispatch = _TwoHopDispatch(stream, self._local, fp8_rows)
         self.combine = _TwoHopCombine(stream)  # type: ignore[assignment]  # `recompute` is never called
 
-    def _with_node_rows(
-        self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor, is_destination_TG: Tensor
-    ) -> Plan:
+    def _with_node_rows(self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor) -> Plan:
         """Return the plan with the rows of the first hop.
 
         Each rank gets two more counts: of the rows for its node, and of those for each rank of its node.
         """
         num_nodes = self._ranks // self._per_node
-        all_nodes_N = torch.arange(num_nodes, device=experts_TK.device)
-        nodes_TK = torch.div(experts_TK, self._local * self._per_node, rounding_mode="floor")  # -1 stays -1
-        is_destination_TN = is_destination_TG.view(-1, num_nodes, self._per_node).any(-1)
-        nodes_TB = destinations(nodes_TK, is_destination_TN, all_nodes_N)
-        tokens = sort_tokens(nodes_TB, num_nodes)
+        nodes = find_destinations(experts_TK, weights_TK, num_nodes, self._local * self._per_node)
+        tokens = sort_tokens(nodes.ranks, num_nodes)
         # The first of a token's rows for ranks of the node.
         node_of_rank_TD = torch.div(ranks_TD, self._per_node, rounding_mode="floor")
-        is_in_node_TBD = nodes_TB.unsqueeze(2) == node_of_rank_TD.unsqueeze(1)
+        is_in_node_TBD = nodes.ranks.unsqueeze(2) == node_of_rank_TD.unsqueeze(1)
         first_TB = is_in_node_TBD.to(torch.uint8).argmax(-1)
         rows_TB = plan.tokens.inverse.view(ranks_TD.shape).gather(1, first_TB)
-        is_local_TBK = nodes_TB.unsqueeze(2) == nodes_TK.unsqueeze(1)
-        ids_TBK = (experts_TK % (self._local * self._per_node)).unsqueeze(1).where(is_local_TBK, -1)
+        wide_TK = weights_TK.to(nodes.weights.dtype)
         node_rows = NodeRows(
-            rows_TB.flatten().index_select(0, tokens.order), weights_TK.index_select(0, tokens.gather),
-            ids_TBK.flatten(0, 1).to(torch.int32).index_select(0, tokens.order))
-        rows_for_node_G = is_destination_TN.sum(0).repeat_interleave(self._per_node, output_size=self._ranks)
+            rows_TB.flatten().index_select(0, tokens.order), wide_TK.index_select(0, tokens.gather),
+            nodes.local_experts.flatten(0, 1).index_select(0, tokens.order))
+        rows_for_node_G = nodes.counts[:, 0].repeat_interleave(self._per_node, output_size=self._ranks)
         rows_for_rank_NP = plan.counts[:, 0].view(num_nodes, 1, self._per_node)
         rows_within_GP = rows_for_rank_NP.expand(-1, self._per_node, -1).reshape(self._ranks, self._per_node)
         counts = torch.cat((plan.counts, rows_for_node_G.unsqueeze(1), rows_within_GP), 1)
