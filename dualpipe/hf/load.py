@@ -29,6 +29,7 @@ from dualpipe.parallel.experts.dispatcher import (
     Dispatch,
     ExpertParallel,
     LocalDispatcher,
+    check_dispatch_over,
     is_interface_experts,
     shard_experts,
     stacked_parameters,
@@ -84,6 +85,8 @@ def load_stages(
     def build() -> list[CausalLMStage]:
         _check_arguments(num_stages, mine, experts, dtype, layout)
         check_method(all_to_all)
+        if expert_mesh is not None:
+            check_dispatch_over(dispatch, expert_mesh, layout.ranks_per_node)
         stages = build_stages(
             ModelSource.of(source, dtype, seed), num_stages, mine, experts=NAME if experts == AUTO else experts,
             layers_per_stage=layers_per_stage, expert_ranks=expert_mesh)

@@ -16,6 +16,7 @@ import torch
 from dualpipe.checkpoint import load
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import read_hub_json
+from dualpipe.nn.attention import use_attention_kernel
 from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
@@ -30,6 +31,7 @@ from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig,
 from dualpipe.train.data.loader import state_has_loss_mask
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
+from dualpipe.train.step.kernel_choice import choose_kernels
 from dualpipe.train.step.step_runner import StepRunner
 
 
@@ -70,6 +72,8 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         saver = resources.enter_context(Saver(config, job))
         runner = StepRunner(resolved, job, saver.source_dtypes)
         runner.has_loss_mask = state_has_loss_mask(manifest.extra["loader"])
+        kernels = choose_kernels(runner)
+        resources.enter_context(use_attention_kernel(kernels.attention))
         recorder.step = manifest.step
         batch = _load_state(runner, config.checkpoint.resume)
         rerun = rerun_step(runner, batch, manifest.step)

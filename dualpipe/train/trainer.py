@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dualpipe.nn.attention import AttentionChoice, choose_attention_kernel, head_size, use_attention_kernel
+from dualpipe.nn.attention import use_attention_kernel
 from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
 from dualpipe.runtime.files import lock
 from dualpipe.runtime.peak_tflops import peak_tflops
@@ -51,7 +51,7 @@ from dualpipe.train.run_description import count_parameters, describe_run
 from dualpipe.train.run_report import RunReport
 from dualpipe.train.runs.run_file import Start, record_start
 from dualpipe.train.start_up import StartUp
-from dualpipe.train.step.expert_gemm_choice import ExpertWork, choose_expert_gemm
+from dualpipe.train.step.kernel_choice import choose_kernels
 from dualpipe.train.step.step_runner import StepRunner
 from dualpipe.train.stop import RankReports, stop_message
 
@@ -87,20 +87,6 @@ def train(
             trainer = Trainer(resolved, job, saver, start_up, traced=traced, profiled=profiled)
             status = trainer.train()
     return status
-
-
-def _expert_work(resolved: Resolved, job: Job) -> ExpertWork:
-    """Return the work of a rank's expert layers in one micro-batch, with the same number of tokens for all experts."""
-    config = resolved.config
-    tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
-    rows = tokens * getattr(resolved.model, "num_experts_per_tok", 0)
-    return ExpertWork(rows, config.parallel.ep, resolved.dtypes.compute, job.device)
-
-
-def _choose_attention(resolved: Resolved, job: Job, stages: Iterable[nn.Module]) -> AttentionChoice:
-    """Choose the kernel of causal attention for the heads of this rank's stages; ValueError if it does not run."""
-    sizes = [size for stage in stages for module in stage.modules() if (size := head_size(module)) is not None]
-    return choose_attention_kernel(resolved.config.model.attention, job.device, sizes, dtype=resolved.dtypes.compute)
 
 
 def _lock_output(folder: Path, resources: ExitStack) -> None:
@@ -170,9 +156,7 @@ class Trainer:
         self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
         if config.export_directory is not None and not self.is_exported:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
-        self.expert_gemm = choose_expert_gemm(
-            model.stages, config.model.expert_gemm, _expert_work(resolved, job), job.ranks)
-        self.attention = job.ranks.agree(partial(_choose_attention, resolved, job, model.stages))
+        self.kernels = choose_kernels(runner)
         self.start_up.begin("data")
         self.data = RunData(
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
@@ -181,7 +165,7 @@ class Trainer:
         runner.has_loss_mask = self.data.has_loss_mask
         self.saver = saver
         self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
-        self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state), saver, self.state)
+        self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state, self.kernels), saver, self.state)
         self.rank_checks = RankChecks(config.guard, runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
         folder = Path(config.output.dir)
@@ -220,7 +204,7 @@ class Trainer:
             progress.done = first
             self.start_up.begin("step")
             garbage = GarbageCollection(self.config.train.gc_interval)
-            with use_attention_kernel(self.attention), self._open_writer() as writer, self.windows, garbage:
+            with use_attention_kernel(self.kernels.attention), self._open_writer() as writer, self.windows, garbage:
                 self.report.writer = writer
                 while progress.done < self.config.train.steps and not progress.status:
                     try:
@@ -295,10 +279,10 @@ class Trainer:
             self.report.unigram = self.data.sources[0].unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):
             writer.say(text)
-        if self.expert_gemm:
-            writer.say(self.expert_gemm)
+        if self.kernels.expert_gemm.text:
+            writer.say(self.kernels.expert_gemm.text)
         if self.job.device.type == "cuda":
-            writer.say(str(self.attention))
+            writer.say(str(self.kernels.attention))
         if train.compile and self.progress.done < train.steps:
             writer.say(f"step {self.progress.done + 1} takes longer: it compiles attention and dense MLPs")
         return writer

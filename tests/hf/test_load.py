@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -223,6 +224,26 @@ def test_wrong_arguments_are_refused_on_all_ranks(options, match, tmp_path):
 def test_a_dtype_that_cannot_be_trained_is_refused(dtype):
     with pytest.raises(ValueError, match=r"dtype=.* cannot be trained; expected one of torch\.f"):
         load_stages(config_of("llama"), 2, (0, 1), dtype=dtype)
+
+
+def _refused_dispatches(rank):
+    """Return the errors of dispatches that do not fit, and the number of times that stages were built."""
+    mesh = build_mesh(1, 1, 2, torch.device("cpu"))
+    errors = []
+    with mock.patch("dualpipe.hf.load.build_stages") as build:
+        for dispatch in ("two_hop", "deep_ep", "post"):
+            with pytest.raises(ValueError) as raised:
+                load_stages(config_of("qwen3_moe"), 2, (0, 1), mesh=mesh, dispatch=dispatch)
+            errors.append(str(raised.value))
+    return errors, build.call_count
+
+
+def test_a_dispatch_that_does_not_fit_is_refused_before_weights_are_read():
+    for errors, num_built in run_ranks(_refused_dispatches, 2):
+        assert "'two_hop' between 2 expert-parallel ranks with [2] on a node" in errors[0]
+        assert "'deep_ep' on cpu ranks, but DeepEP needs CUDA" in errors[1]
+        assert "dispatch must be auto, all_to_all, two_hop, deep_ep; got 'post'" in errors[2]
+        assert num_built == 0
 
 
 def test_an_unknown_all_to_all_is_refused():

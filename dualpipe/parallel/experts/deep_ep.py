@@ -37,22 +37,39 @@ def create_buffer(ranks: AsyncAllToAll, hidden_size: int | None) -> Any:
 
     Raises ValueError without the package, CUDA, a process group, or the number of columns of the rows.
     """
-    if ranks.device.type != "cuda" or ranks.group is None:
-        raise ValueError(f"dispatch = 'deep_ep' on {ranks.device.type} ranks, but DeepEP needs CUDA and a process "
-                         "group; give 'auto'")
     if hidden_size is None:
         raise ValueError("dispatch = 'deep_ep' without hidden_size, by which DeepEP allocates its buffers; give the "
                          "number of columns of the rows")
+    buffer_class = load_buffer_class(ranks.device.type, has_group=ranks.group is not None)
+    row_bytes = hidden_size * torch.bfloat16.itemsize
+    configs = (buffer_class.get_dispatch_config(ranks.size), buffer_class.get_combine_config(ranks.size))
+    nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks.size) for config in configs)
+    network_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, ranks.size) for config in configs)
+    return buffer_class(ranks.group, nvlink_bytes, network_bytes)
+
+
+def load_buffer_class(device: str, *, has_group: bool = True) -> Any:
+    """Return `deep_ep.Buffer`. Raises ValueError without the package, CUDA, or a process group of the ranks."""
+    if device != "cuda" or not has_group:
+        raise ValueError(f"dispatch = 'deep_ep' on {device} ranks, but DeepEP needs CUDA and a process group; give "
+                         "'auto'")
     try:
         from deep_ep import Buffer
     except ModuleNotFoundError as error:
         raise ValueError("dispatch = 'deep_ep', but the package deep_ep is not installed; install it from "
                          "https://github.com/deepseek-ai/DeepEP, or give 'auto'") from error
-    row_bytes = hidden_size * torch.bfloat16.itemsize
-    configs = (Buffer.get_dispatch_config(ranks.size), Buffer.get_combine_config(ranks.size))
-    nvlink_bytes = max(config.get_nvl_buffer_size_hint(row_bytes, ranks.size) for config in configs)
-    network_bytes = max(config.get_rdma_buffer_size_hint(row_bytes, ranks.size) for config in configs)
-    return Buffer(ranks.group, nvlink_bytes, network_bytes)
+    return Buffer
+
+
+def check_rows(num_columns: int, dtype: torch.dtype, fp8_rows: int | None = None) -> None:
+    """Raise ValueError for rows that DeepEP does not send. fp8_rows: see `ExpertParallel`."""
+    if fp8_rows not in (None, _BLOCK):
+        raise ValueError(f"fp8_rows is {fp8_rows} with dispatch = 'deep_ep', which takes rows in FP8 with a scale "
+                         f"for {_BLOCK} elements; give {_BLOCK} or None, or dispatch = 'auto'")
+    if dtype is not torch.bfloat16 or (fp8_rows is not None and num_columns % _BLOCK):
+        of_fp8 = "" if fp8_rows is None else f", with a multiple of {_BLOCK} columns in FP8"
+        raise ValueError(f"dispatch = 'deep_ep' got rows of {num_columns} columns in {dtype}, expected bfloat16{of_fp8}"
+                         "; give dispatch = 'auto'")
 
 
 class DeepEPDispatcher(Dispatcher):
@@ -60,9 +77,7 @@ class DeepEPDispatcher(Dispatcher):
 
     def __init__(self, num_experts: int, buffer: Any, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts)
-        if fp8_rows not in (None, _BLOCK):
-            raise ValueError(f"fp8_rows is {fp8_rows} with dispatch = 'deep_ep', which takes rows in FP8 with a scale "
-                             f"for {_BLOCK} elements; give {_BLOCK} or None, or dispatch = 'auto'")
+        check_rows(_BLOCK, torch.bfloat16, fp8_rows)
         self.dispatch = _Dispatch(buffer, num_experts, fp8_rows is not None)
         self.combine = _Combine(buffer)  # type: ignore[assignment]  # `recompute` is never called
 
@@ -133,10 +148,7 @@ class _Dispatch:
 
     def _rows(self, x_TH: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return the rows to send: the tokens, or in FP8 their elements and scales."""
-        if x_TH.dtype is not torch.bfloat16 or (self._in_fp8 and x_TH.shape[1] % _BLOCK):
-            of_fp8 = f", with a multiple of {_BLOCK} columns in FP8" if self._in_fp8 else ""
-            raise ValueError(f"dispatch = 'deep_ep' got rows {tuple(x_TH.shape)} in {x_TH.dtype}, expected bfloat16"
-                             f"{of_fp8}; give dispatch = 'auto'")
+        check_rows(x_TH.shape[1], x_TH.dtype, _BLOCK if self._in_fp8 else None)
         return tuple(quantize_rows(x_TH, _BLOCK)) if self._in_fp8 else x_TH.contiguous()
 
     def _results(self, rows: Tensor | tuple[Tensor, Tensor], context: _Context) -> tuple[Any, ...]:

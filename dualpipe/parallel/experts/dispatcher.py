@@ -25,9 +25,9 @@ most, S rows that a rank sends, R rows that it receives, M received (row, expert
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll
-from dualpipe.parallel.experts.deep_ep import DeepEPDispatcher, create_buffer
+from dualpipe.parallel.experts.deep_ep import DeepEPDispatcher, create_buffer, load_buffer_class
 from dualpipe.parallel.experts.fp8_rows import SCALES
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
 from dualpipe.parallel.experts.one_hop import AllToAllDispatcher, Plan
@@ -84,11 +84,10 @@ class ExpertParallel:
                              f"{fp8_rows!r}")
         if isinstance(ranks, DeviceMesh):
             ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
-        if dispatch not in get_args(Dispatch):
-            raise ValueError(f"dispatch must be {', '.join(get_args(Dispatch))}; got {dispatch!r}")
+        _check_name(dispatch)
         self.size = 1 if ranks is None else ranks.size
         self.num_experts = num_experts
-        self.local_experts = _experts_per_rank("the model", num_experts, self.size)
+        self.local_experts = experts_per_rank("the model", num_experts, self.size)
         self._fp8_rows = fp8_rows
         self._dispatch = dispatch
         self._stream: CommStream | None = None
@@ -160,7 +159,7 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
             if isinstance(param, DTensor):
                 raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before FSDP2")
             num_experts = param.shape[0] * mesh.size() if are_local else param.shape[0]
-            places.append((layer, name, param, _experts_per_rank(f"the experts of {full}", num_experts, mesh.size())))
+            places.append((layer, name, param, experts_per_rank(f"the experts of {full}", num_experts, mesh.size())))
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for layer, name, param, num_local in places:
         if param not in sharded:
@@ -206,14 +205,42 @@ def is_interface_experts(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "num_experts", "_apply_gate"))
 
 
+def check_dispatch(dispatch: str, ranks: Sequence[int], ranks_per_node: int) -> None:
+    """Raise ValueError for a dispatch that `ExpertParallel` refuses for these ranks. Needs no device.
+
+    ranks: the ranks of the job in one group, ascending. ranks_per_node: successive ranks of the job that share a node.
+    """
+    _check_name(dispatch)
+    if len(ranks) > 1:
+        _resolved_dispatch(cast(Dispatch, dispatch), _group_by_node(ranks, ranks_per_node))
+
+
+def check_dispatch_over(dispatch: str, mesh: DeviceMesh, ranks_per_node: int | None) -> None:
+    """Raise ValueError for a dispatch that `ExpertParallel` refuses over this "ep" mesh, before a model is built."""
+    numbers = dist.get_process_group_ranks(mesh.get_group())
+    check_dispatch(dispatch, numbers, ranks_per_node or launched_ranks_per_node() or max(numbers) + 1)
+    if dispatch == "deep_ep" and mesh.size() > 1:
+        load_buffer_class(mesh.device_type)
+
+
+def _check_name(dispatch: str) -> None:
+    """Raise ValueError for a dispatch that is none of `Dispatch`."""
+    if dispatch not in get_args(Dispatch):
+        raise ValueError(f"dispatch must be {', '.join(get_args(Dispatch))}; got {dispatch!r}")
+
+
 def _ranks_by_node(ranks: AsyncAllToAll, ranks_per_node: int | None) -> list[range]:
     """Return the ranks of a group by node. ranks_per_node: see `ExpertParallel`."""
     numbers = list(range(ranks.size))  # in the job
     if ranks.group is not None:
         numbers = dist.get_process_group_ranks(ranks.group)
         ranks_per_node = ranks_per_node or launched_ranks_per_node()
-    per_node = ranks_per_node or max(numbers) + 1
-    by_node = [list(group) for _, group in groupby(range(ranks.size), lambda rank: numbers[rank] // per_node)]
+    return _group_by_node(numbers, ranks_per_node or max(numbers) + 1)
+
+
+def _group_by_node(numbers: Sequence[int], per_node: int) -> list[range]:
+    """Return the positions in `numbers`, ranks of the job, by node."""
+    by_node = [list(group) for _, group in groupby(range(len(numbers)), lambda rank: numbers[rank] // per_node)]
     return [range(group[0], group[-1] + 1) for group in by_node]
 
 
@@ -229,7 +256,7 @@ def _resolved_dispatch(dispatch: Dispatch, nodes: list[range]) -> Dispatch:
     return dispatch
 
 
-def _experts_per_rank(owner: str, experts: int, ranks: int) -> int:
+def experts_per_rank(owner: str, experts: int, ranks: int) -> int:
     """Return the number of experts of each rank; `owner` names the model or parameter in the error message."""
     if experts < 1 or experts % ranks:
         possible = ", ".join(map(str, divisors(experts)))

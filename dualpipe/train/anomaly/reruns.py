@@ -15,6 +15,7 @@ from dualpipe.train.anomaly.localize import ResultWatch, read_values, rerun_step
 from dualpipe.train.checkpointing.bundle import write_bundle
 from dualpipe.train.checkpointing.training_state import TrainingState
 from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.step.kernel_choice import KernelChoice
 from dualpipe.train.step.step_runner import StepRunner
 
 
@@ -39,10 +40,12 @@ class StepReruns:
     Args:
         runner: runs the steps.
         state: of the run, for bundles.
+        kernels: of the run, for bundles.
     """
 
-    def __init__(self, runner: StepRunner, state: TrainingState) -> None:
+    def __init__(self, runner: StepRunner, state: TrainingState, kernels: KernelChoice) -> None:
         self.runner = runner
+        self._kernels = kernels
         self._state = state
         self._router_tensors = runner.routers.changed_by_steps()
 
@@ -79,7 +82,9 @@ class StepReruns:
                  "optimizer.warmup_steps, or check the data",
                  rerun.describe(origin)]
         try:
-            path = write_bundle(runner, self._state, step, snapshot.batch, values, rerun.to_record())
+            path = write_bundle(
+                runner, self._state, step, snapshot.batch, values, rerun.to_record(),
+                expert_gemm=self._kernels.expert_gemm.library)
             lines.append(f"the step can be run again by: dualpipe replay {path}")
         except OSError as error:  # such as a full disk: the findings are reported all the same
             lines.append(f"the bundle for `dualpipe replay` could not be written: {error}")

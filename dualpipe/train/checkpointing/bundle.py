@@ -14,6 +14,7 @@ from torch import Tensor
 from dualpipe.checkpoint import Checkpoints
 from dualpipe.runtime.files import replace_file
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
+from dualpipe.train.config.schema import replace_field
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.step.step_runner import StepRunner
 
@@ -37,7 +38,7 @@ def batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
 
 def write_bundle(
     runner: StepRunner, state: TrainingState, step: int, batch: TokenBatch, values: Mapping[str, Any],
-    rerun: Mapping[str, Any],
+    rerun: Mapping[str, Any], *, expert_gemm: str,
 ) -> Path:
     """Write all that a rerun of a step needs, and return the path of the bundle. Collective.
 
@@ -48,11 +49,13 @@ def write_bundle(
         batch: of the step.
         values: metrics of the step.
         rerun: record of the rerun, from `Rerun.to_record`.
+        expert_gemm: the library of the experts' GEMMs. The bundle has it as model.expert_gemm, because a replay that
+            timed them for "auto" again could choose another, with other bits.
 
     Raises:
         OSError: on all ranks, if the bundle cannot be written.
     """
-    config = runner.config
+    config = replace_field(runner.config, "model", "expert_gemm", expert_gemm)
     model = runner.model
     job = runner.job
     losses = job.ranks.gather(lambda: values["loss"])

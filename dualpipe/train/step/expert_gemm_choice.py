@@ -45,18 +45,23 @@ class ExpertWork(NamedTuple):
     device: torch.device
 
 
-def choose_expert_gemm(stages: Iterable[nn.Module], library: str, work: ExpertWork, ranks: RankSync) -> str:
+class GemmChoice(NamedTuple):
+    """The library of the expert layers' GEMMs. text: for the log, with times; "" if there was nothing to choose."""
+
+    library: str
+    text: str = ""
+
+
+def choose_expert_gemm(stages: Iterable[nn.Module], library: str, work: ExpertWork, ranks: RankSync) -> GemmChoice:
     """Set `gemm_library` of all expert layers of the stages. Collective over `ranks`.
 
     library: one of `EXPERT_GEMMS`, or "auto" for the one that takes the least time on the first rank with experts, for
     a forward and an input gradient of each layer size. Layers with quantized weights keep dualpipe's own GEMMs.
 
-    Returns the choice as text for the log, with times for "auto"; "" if dualpipe's own GEMMs were requested.
-
     Raises ValueError, on every rank, if the requested library does not run on some rank.
     """
     if library == DUALPIPE:
-        return ""
+        return GemmChoice(DUALPIPE)
     layers = [layer for stage in stages for layer in _expert_layers(stage)]
     shapes = sorted({
         GemmShape(layer.num_groups // work.expert_ranks, layer.out_features, layer.in_features) for layer in layers})
@@ -67,7 +72,7 @@ def choose_expert_gemm(stages: Iterable[nn.Module], library: str, work: ExpertWo
         text = f"GEMMs of the experts by {library!r}, as configured"
     for layer in layers:
         layer.gemm_library = cast(ExpertGemm, library)
-    return text
+    return GemmChoice(library, text)
 
 
 def _expert_layers(stage: nn.Module) -> list[GroupedLinear]:

@@ -19,8 +19,8 @@ def stage():
 
 def test_it_is_set_on_all_expert_layers():
     model = stage()
-    assert choose_expert_gemm([model], "dualpipe", WORK, ALONE) == "" and model[0].gemm_library == "dualpipe"
-    text = choose_expert_gemm([model], "grouped_mm", WORK, ALONE)
+    assert choose_expert_gemm([model], "dualpipe", WORK, ALONE).text == "" and model[0].gemm_library == "dualpipe"
+    text = choose_expert_gemm([model], "grouped_mm", WORK, ALONE).text
     assert text == "GEMMs of the experts by 'grouped_mm', as configured" and model[0].gemm_library == "grouped_mm"
 
 
@@ -45,8 +45,8 @@ def test_the_fastest_is_taken(monkeypatch, seconds, fastest):
 
     monkeypatch.setattr(expert_gemm_choice, "_seconds", measured)
     model = stage()
-    text = choose_expert_gemm([model], "auto", WORK._replace(expert_ranks=2), ALONE)
-    assert model[0].gemm_library == fastest and asked[0] == ("dualpipe", (2, 32, 16), 64)
+    library, text = choose_expert_gemm([model], "auto", WORK._replace(expert_ranks=2), ALONE)
+    assert model[0].gemm_library == library == fastest and asked[0] == ("dualpipe", (2, 32, 16), 64)
     assert text == (f"GEMMs of the experts by {fastest!r}: a forward and an input gradient of 64 rows by 2 x 32 x 16 "
                     f"take {1e3 * seconds['dualpipe']:.3g} ms by 'dualpipe', {1e3 * seconds['grouped_mm']:.3g} ms by "
                     "'grouped_mm'")
@@ -54,15 +54,15 @@ def test_the_fastest_is_taken(monkeypatch, seconds, fastest):
 
 def test_it_is_timed():
     model = stage()
-    text = choose_expert_gemm([model], "auto", WORK, ALONE)
+    text = choose_expert_gemm([model], "auto", WORK, ALONE).text
     assert model[0].gemm_library in expert_gemm.EXPERT_GEMMS and "ms by 'grouped_mm'" in text and "quack" not in text
-    assert choose_expert_gemm([torch.nn.Linear(2, 2)], "auto", WORK, ALONE) == ""
+    assert choose_expert_gemm([torch.nn.Linear(2, 2)], "auto", WORK, ALONE).text == ""
 
 
 def one_has_no_experts(rank):
     ranks = RankSync(torch.distributed.group.WORLD)
     model = stage() if rank == 1 else torch.nn.Linear(2, 2)
-    text = choose_expert_gemm([model], "auto", WORK, ranks)
+    text = choose_expert_gemm([model], "auto", WORK, ranks).text
     try:
         choose_expert_gemm([model], "quack", WORK, ranks)
     except ValueError as error:
