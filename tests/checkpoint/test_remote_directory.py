@@ -367,6 +367,17 @@ def test_a_checkpoint_whose_deletion_failed_is_not_counted_as_kept(url, tmp_path
     assert steps_in(url) == [2, 3, 4] and len(saves_on_disk(tmp_path)) == 3
 
 
+@pytest.mark.parametrize("name", [*OBJECTS, "index.json", "latest"])
+def test_an_object_whose_answer_is_lost_stops_no_save(url, tmp_path, name):
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        faults = set_faults(lost=lambda kind, key: kind == "complete" and key.endswith(name))
+        path = checkpoints.save(state_of(2), step=2)
+    assert [key.endswith(name) for kind, key, _ in faults.requests if kind == "complete"].count(True) <= 2
+    state = state_of(0)
+    assert load(url, state).path == path and is_step(state, 2) and saves_on_disk(tmp_path) == {path.name: OBJECTS}
+
+
 # -- one job at a time
 
 
