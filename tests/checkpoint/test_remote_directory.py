@@ -100,6 +100,23 @@ def test_no_other_process_writes_to_memory():
         Checkpoints("memory://run", kind="process")
 
 
+def use_memory(rank):
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    errors = []
+    for use in (lambda: Checkpoints("memory://run", mesh), lambda: load("memory://run", state_of(0), mesh=mesh)):
+        with pytest.raises(ValueError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_several_processes_share_no_memory():
+    """Each would have a store of its own, without the files of the others."""
+    message = ("memory://run is in the memory of one process, and this job has 2; give a directory or URL that all of "
+               "them reach, or start one process")
+    assert run_ranks(use_memory, 2) == [[message, message]] * 2
+
+
 def test_several_files_of_a_rank(url, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["dualpipe.checkpoint.save"], "MAX_FILE_BYTES", 20)
     with Checkpoints(url, keep_last=1) as checkpoints:
