@@ -51,7 +51,7 @@ from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.storage.choose import storage_of
+from dualpipe.runtime.storage.choose import require_shared, storage_of
 from dualpipe.runtime.storage.location import Location, StrLocation, as_location
 from dualpipe.runtime.storage.protocol import ReadInto
 
@@ -96,6 +96,7 @@ def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None =
     ranks = RankSync.of_mesh(mesh)
     path = as_location(path)
     layout = mesh_layout(mesh)
+    require_shared(path, layout["world"])
     checkpoints = FoundCheckpoints([], {})
     has_begun_reading = False
     for attempt in range(_TRIES):

@@ -62,6 +62,7 @@ class RemoteDirectory(Retention[RemotePath]):
         self.path = path
         self._store = RemoteStorage()
         self._lease: Lease | None = None
+        self._expiring: set[RemotePath] = set()  # no longer counted, but not yet deleted: the next save retries
         with self._closed_on_error(path):
             self._lease = Lease(path, patience)
             super().__init__(path, keep_last, keep_every)
@@ -85,11 +86,14 @@ class RemoteDirectory(Retention[RemotePath]):
             if save in self._committed or read_marker(save) is not None:
                 continue
             try:
-                self._delete_objects(save, self._expected_objects(save), report_progress)
+                names = self._expected_objects(save)
+                self._delete_marker(save)
+                self._delete_objects(save, names, report_progress)
             except OSError as error:
                 warnings.warn(f"{save} cannot be deleted: {error}", stacklevel=2)
                 continue
             self._saves.pop(save.name, None)
+            self._expiring.discard(save)
             leftovers.append(save)
         if leftovers:
             self._write_index()
@@ -150,9 +154,10 @@ class RemoteDirectory(Retention[RemotePath]):
         if folder in self._committed:
             return
         try:
-            self._store.delete(folder / MARKER)
+            self._delete_marker(folder)
             self._delete_objects(folder, (), lambda: None)
         except OSError as error:
+            self._expiring.add(folder)
             warnings.warn(f"{folder} is not complete and cannot be deleted: {error}; the next save tries again",
                           stacklevel=2)
 
@@ -162,8 +167,17 @@ class RemoteDirectory(Retention[RemotePath]):
         try:
             self._check_lease()
         except LeaseLost:
-            self._store.delete(folder / MARKER)
+            self._delete_marker(folder)
             raise
+
+    def _delete_marker(self, save: RemotePath) -> None:
+        """Delete the marker of a save and check that it is gone: a save with a marker counts as complete."""
+        self._store.delete(save / MARKER)
+        try:
+            self._store.size(save / MARKER)
+        except FileNotFoundError:
+            return
+        raise OSError(f"{save / MARKER} is still there after the store has deleted it, so its files stay")
 
     def _tidy(self, newest: RemotePath, report_progress: Callable[[], None]) -> None:
         """Delete old checkpoints after `newest` was committed."""
@@ -174,18 +188,20 @@ class RemoteDirectory(Retention[RemotePath]):
         step = step_of(newest)
         same_step = [self.path / name for name in self._saves
                      if name != newest.name and step_of(self.path / name) == step]
-        for checkpoint in (*self._expired(step), *same_step):
+        for checkpoint in dict.fromkeys([*self._expired(step), *same_step, *sorted(self._expiring)]):
             self._delete(checkpoint, report_progress)
         self._write_index()
 
     def _delete(self, checkpoint: RemotePath, report_progress: Callable[[], None]) -> None:
         """Delete a checkpoint, its marker first; warn if that fails. The next save retries."""
+        self._committed = [other for other in self._committed if other != checkpoint]
+        self._expiring.add(checkpoint)
         try:
             names = self._expected_objects(checkpoint)
-            self._store.delete(checkpoint / MARKER)
-            self._committed = [other for other in self._committed if other != checkpoint]
+            self._delete_marker(checkpoint)
             self._delete_objects(checkpoint, names, report_progress)
             self._saves.pop(checkpoint.name, None)
+            self._expiring.discard(checkpoint)
         except OSError as error:
             warnings.warn(f"the old checkpoint {checkpoint} cannot be deleted: {error}", stacklevel=2)
 
@@ -201,9 +217,9 @@ class RemoteDirectory(Retention[RemotePath]):
     def _expected_objects(self, save: RemotePath) -> list[str]:
         """Return the names of a save's objects without a listing, which may be late."""
         try:
-            return [*Checkpoint.read(save).manifest.files, MANIFEST, MARKER]
+            return [*Checkpoint.read(save).manifest.files, MANIFEST]
         except ValueError:
-            return [*self._written_by_ranks(save), TENSORS, MANIFEST, MARKER]
+            return [*self._written_by_ranks(save), TENSORS, MANIFEST]
 
     def _written_by_ranks(self, save: RemotePath) -> Iterable[str]:
         """Yield the names of the tensor files that exist. Every rank writes its files in order."""

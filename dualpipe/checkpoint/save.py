@@ -38,7 +38,7 @@ from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage.choose import write_files
+from dualpipe.runtime.storage.choose import require_shared, write_files
 from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, absolute, as_location
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
@@ -114,6 +114,7 @@ class Checkpoints:
         self._finite = finite
         self._timeout = timeout.total_seconds()
         self._layout = mesh_layout(mesh)
+        require_shared(self.directory, self._layout["world"])
         # Ranks with the same position along "pp" have the same stages. In a mesh without "pp", each rank counts as one
         # with other stages, so the copies of a tensor on several ranks are checked for equal values.
         has_pp = mesh is None or "pp" in (mesh.mesh_dim_names or ())

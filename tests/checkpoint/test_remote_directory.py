@@ -100,6 +100,23 @@ def test_no_other_process_writes_to_memory():
         Checkpoints("memory://run", kind="process")
 
 
+def use_memory(rank):
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    errors = []
+    for use in (lambda: Checkpoints("memory://run", mesh), lambda: load("memory://run", state_of(0), mesh=mesh)):
+        with pytest.raises(ValueError) as caught:
+            use()
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_several_processes_share_no_memory():
+    """Each would have a store of its own, without the files of the others."""
+    message = ("memory://run is in the memory of one process, and this job has 2; give a directory or URL that all of "
+               "them reach, or start one process")
+    assert run_ranks(use_memory, 2) == [[message, message]] * 2
+
+
 def test_several_files_of_a_rank(url, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.modules["dualpipe.checkpoint.save"], "MAX_FILE_BYTES", 20)
     with Checkpoints(url, keep_last=1) as checkpoints:
@@ -331,6 +348,51 @@ def test_an_old_checkpoint_that_cannot_be_deleted_is_removed_by_the_next_save(ur
         set_faults()
         third = checkpoints.save(state_of(3), step=3)
     assert set(saves_on_disk(tmp_path)) == {third.name}
+
+
+def test_a_marker_that_the_store_does_not_delete_keeps_all_files(url, tmp_path):
+    """The store confirms the deletion, and has the marker nevertheless."""
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        first = checkpoints.save(state_of(1), step=1)
+        content = (tmp_path / first.name / MARKER).read_bytes()
+
+        def restore(kind, key):
+            if kind == "delete" and key.endswith(f"{first.name}/{MARKER}"):
+                (tmp_path / first.name / MARKER).write_bytes(content)
+            return False
+
+        set_faults(lost=restore)
+        with pytest.warns(UserWarning, match=rf"{first.name} cannot be deleted: .*{MARKER} is still there"):
+            checkpoints.save(state_of(2), step=2)
+        assert saves_on_disk(tmp_path)[first.name] == OBJECTS and not verify(first)
+        set_faults()
+        third = checkpoints.save(state_of(3), step=3)
+    assert set(saves_on_disk(tmp_path)) == {third.name}
+
+
+def test_a_checkpoint_whose_deletion_failed_is_not_counted_as_kept(url, tmp_path):
+    """The marker is gone, but the answers to the requests that deleted it were lost."""
+    with Checkpoints(url, keep_last=3) as checkpoints:
+        for step in (1, 2, 3):
+            replaced = checkpoints.save(state_of(step), step=step)
+        set_faults(lost=lambda kind, key: kind == "delete" and key.endswith(MARKER),
+                   broken=lambda kind, key: kind == "look up" and key.endswith(f"{replaced.name}/{MARKER}"))
+        with pytest.warns(UserWarning, match=rf"{replaced.name} cannot be deleted"):
+            checkpoints.save(state_of(3), step=3)
+        set_faults()
+        checkpoints.save(state_of(4), step=4)
+    assert steps_in(url) == [2, 3, 4] and len(saves_on_disk(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", [*OBJECTS, "index.json", "latest"])
+def test_an_object_whose_answer_is_lost_stops_no_save(url, tmp_path, name):
+    with Checkpoints(url, keep_last=1) as checkpoints:
+        checkpoints.save(state_of(1), step=1)
+        faults = set_faults(lost=lambda kind, key: kind == "complete" and key.endswith(name))
+        path = checkpoints.save(state_of(2), step=2)
+    assert [key.endswith(name) for kind, key, _ in faults.requests if kind == "complete"].count(True) <= 2
+    state = state_of(0)
+    assert load(url, state).path == path and is_step(state, 2) and saves_on_disk(tmp_path) == {path.name: OBJECTS}
 
 
 # -- one job at a time

@@ -20,6 +20,13 @@ def storage_of(location: Location) -> Storage:
     return _REMOTE if isinstance(location, RemotePath) else _LOCAL
 
 
+def require_shared(location: Location, num_processes: int) -> None:
+    """Raise ValueError if the processes of a job would each have a storage of their own at a location."""
+    if isinstance(location, RemotePath) and location.protocol == "memory" and num_processes > 1:
+        raise ValueError(f"{location} is in the memory of one process, and this job has {num_processes}; give a "
+                         "directory or URL that all of them reach, or start one process")
+
+
 def write_files(
     folder: Location, contents: Mapping[str, Iterable[bytes | memoryview]], checksum: str = ""
 ) -> dict[str, Written]:

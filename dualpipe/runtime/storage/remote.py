@@ -4,7 +4,8 @@ Needs no rename, no append and no up-to-date listing. Others see an object once 
 see what was written before, as it does in S3, GCS and Azure.
 
 An error that may pass, such as a timeout, is retried: `_ATTEMPTS` attempts in 8 s. The final OSError names the action,
-the number of attempts and the last reason.
+the number of attempts and the last reason. The answer to a write may be lost although the store has completed the
+object: an object with the right size and checksum counts as written.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ _CHUNK = 2**22  # bytes that are hashed and handed on at a time
 _BLOCK = 2**26  # bytes that fsspec holds before it uploads them: S3 takes 10,000 blocks of an object, so 640 GB
 _REQUEST = 2**23  # bytes of one request; a window is read by several at once
 _WINDOW = 2**26  # bytes of a file that are read at a time and held in memory
+_ANY_CHECKSUM = "xxh3_128"  # to recognize an object, where the caller names no algorithm
 _GAP = 2**20  # bytes between two ranges that cost less to read than another request
 
 T = TypeVar("T")
@@ -166,30 +168,95 @@ class RemoteStorage:
 def _write_once(
     file_system: Any, name: str, pieces: Iterable[bytes | memoryview], checksum: str
 ) -> Written:
+    """Write an object. An error is no failure if the store has the object, and only its answer was lost."""
+    content = _Content(pieces, checksum or _ANY_CHECKSUM)
+    try:
+        _stream(file_system, name, content)
+        stored = _size_once(file_system, name)
+        if stored != content.size:
+            raise _StoreError(OSError(f"the store has {stored} bytes of {content.size}"))
+    except _StoreError as raised:
+        may_be_stored = content.is_complete or isinstance(raised.error, FileExistsError)
+        if not may_be_stored or not _is_stored(file_system, name, content):
+            raise _retryable(raised) from raised
+    return Written(content.size, content.checksum if checksum else "")
+
+
+def _stream(file_system: Any, name: str, content: _Content) -> None:
     """Write an object in one stream. After an error the stream is never closed, which would complete the object."""
-    hasher = CHECKSUMS[checksum]() if checksum else None
-    size = 0
     with _from_store():
         out = file_system.open(name, "wb", block_size=_BLOCK)
     try:
-        for piece in pieces:
-            view = memoryview(piece)
-            for start in range(0, len(view), _CHUNK):
-                part = view[start : start + _CHUNK]
-                if hasher is not None:
-                    hasher.update(part)
-                size += len(part)
-                with _from_store():
-                    out.write(part)
+        for part in content.parts():
+            with _from_store():
+                out.write(part)
         with _from_store():
             out.close()
     except BaseException:
         _abandon(out)
         raise
-    stored = _size_once(file_system, name)
-    if stored != size:
-        raise _StoreError(OSError(f"the store has {stored} bytes of {size}"))
-    return Written(size, "" if hasher is None else hasher.hexdigest())
+
+
+class _Content:
+    """The content of an object that is written, and its size and checksum once `parts` is exhausted.
+
+    Args:
+        pieces: may be iterated several times.
+        algorithm: name of the checksum.
+    """
+
+    def __init__(self, pieces: Iterable[bytes | memoryview], algorithm: str) -> None:
+        self.algorithm = algorithm
+        self.size = 0
+        self.checksum = ""
+        self._pieces = pieces
+
+    @property
+    def is_complete(self) -> bool:
+        """True if size and checksum are those of all pieces."""
+        return bool(self.checksum)
+
+    def parts(self) -> Iterator[memoryview]:
+        """Yield the content in parts of at most `_CHUNK` bytes."""
+        hasher = CHECKSUMS[self.algorithm]()
+        self.size = 0
+        for piece in self._pieces:
+            view = memoryview(piece)
+            for start in range(0, len(view), _CHUNK):
+                part = view[start : start + _CHUNK]
+                hasher.update(part)
+                self.size += len(part)
+                yield part
+        self.checksum = hasher.hexdigest()
+
+
+def _is_stored(file_system: Any, name: str, content: _Content) -> bool:
+    """Return True if the object in the store has the size and checksum of `content`."""
+    if not content.is_complete:
+        for _ in content.parts():
+            pass
+    try:
+        if _size_once(file_system, name) != content.size:
+            return False
+        hasher = CHECKSUMS[content.algorithm]()
+        for start in range(0, content.size, _WINDOW):
+            end = min(start + _WINDOW, content.size)
+            hasher.update(_read_window_once(file_system, name, start, end))
+    except _StoreError as raised:
+        if isinstance(raised.error, FileNotFoundError):
+            return False
+        raise
+    return bool(hasher.hexdigest() == content.checksum)
+
+
+def _retryable(raised: _StoreError) -> _StoreError:
+    """Return the error of a write such that it is retried.
+
+    An upload that is not found, or an object that is not there after it was written, is written again.
+    """
+    error = raised.error
+    is_missing = isinstance(error, FileNotFoundError)
+    return _StoreError(OSError(f"{type(error).__name__}: {error}")) if is_missing else raised
 
 
 def _abandon(out: Any) -> None:
@@ -255,18 +322,18 @@ class _RangeReader:
 
 def _read_window(path: RemotePath, start: int, end: int) -> bytes:
     """Return the bytes from `start` to `end`, by several requests at once where fsspec can."""
+    return _retry(path, "read", lambda file_system, name: _read_window_once(file_system, name, start, end))
+
+
+def _read_window_once(file_system: Any, name: str, start: int, end: int) -> bytes:
     starts = list(range(start, end, _REQUEST))
     ends = [min(first + _REQUEST, end) for first in starts]
-
-    def read_once(file_system: Any, name: str) -> bytes:
-        with _from_store():
-            parts = file_system.cat_ranges([name] * len(starts), starts, ends, on_error="raise")
-            for part in parts:
-                if isinstance(part, Exception):  # fsspec before 2026 returns errors nevertheless
-                    raise part
-            received = sum(map(len, parts))
-            if [len(part) for part in parts] != [last - first for first, last in zip(starts, ends)]:
-                raise OSError(f"the store gave {received} of the {end - start} bytes from {start} on")
-        return b"".join(parts)
-
-    return _retry(path, "read", read_once)
+    with _from_store():
+        parts = file_system.cat_ranges([name] * len(starts), starts, ends, on_error="raise")
+        for part in parts:
+            if isinstance(part, Exception):  # fsspec before 2026 returns errors nevertheless
+                raise part
+        received = sum(map(len, parts))
+        if [len(part) for part in parts] != [last - first for first, last in zip(starts, ends)]:
+            raise OSError(f"the store gave {received} of the {end - start} bytes from {start} on")
+    return b"".join(parts)

@@ -1,5 +1,6 @@
 """Objects of a store: retries, streams that are given up, and requests for ranges."""
 
+import os
 import sys
 
 import pytest
@@ -80,6 +81,57 @@ def test_an_object_that_comes_out_short_is_written_again(folder, tmp_path):
     set_faults(at_write=truncate)
     assert storage_of(folder).write(folder / "a", [b"abc"]).size == 3
     assert cut and (tmp_path / "a").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("answer", [TimeoutError("no answer"), FileNotFoundError("NoSuchUpload"),
+                                    FileExistsError("there is such an object")])
+@pytest.mark.parametrize("checksum", ["", "sha256"])
+def test_an_upload_whose_answer_is_lost_is_done(folder, tmp_path, answer, checksum):
+    store = storage_of(folder)
+    store.write(folder / "a", [b"xyz"])  # as large as the object that replaces it
+
+    def lose(kind, key):
+        if kind == "complete":
+            raise answer
+        return False
+
+    faults = set_faults(lost=lose)
+    written = store.write(folder / "a", [b"12", b"3"], checksum)
+    assert written == (3, CHECKSUMS["sha256"](b"123").hexdigest() if checksum else "")
+    assert (tmp_path / "a").read_bytes() == b"123"
+    assert [kind for kind, _, _ in faults.requests].count("complete") == 1
+
+
+def test_exclusive_creation_after_a_lost_answer(folder, tmp_path):
+    """The store refuses to overwrite, so the second attempt finds the object of the first."""
+
+    def refuse(kind, key):
+        if kind in ("open", "complete") and os.path.exists(key):
+            raise FileExistsError("objects are not overwritten")
+        return kind == "read" and len([kind for kind, _, _ in faults.requests if kind == "read"]) == 1
+
+    faults = set_faults(broken=refuse, lost=lambda kind, key: kind == "complete")
+    assert storage_of(folder).write(folder / "a", [b"123"]).size == 3
+    assert [kind for kind, _, _ in faults.requests].count("open") == 2
+    (tmp_path / "b").write_bytes(b"abc")
+    with pytest.raises(OSError, match="/b could not be written: FileExistsError: objects are not overwritten"):
+        storage_of(folder).write(folder / "b", [b"123"])
+    assert (tmp_path / "b").read_bytes() == b"abc"
+
+
+def test_an_upload_that_the_store_has_forgotten_is_repeated(folder, tmp_path):
+    """S3 answers that there is no such upload, and there is no object either."""
+    refusals = []
+
+    def forget(kind, key):
+        if kind == "complete" and len(refusals) < 2:
+            refusals.append(key)
+            raise FileNotFoundError("NoSuchUpload")
+        return False
+
+    set_faults(broken=forget)
+    assert storage_of(folder).write(folder / "a", [b"123"]).size == 3
+    assert (tmp_path / "a").read_bytes() == b"123" and len(refusals) == 2
 
 
 def test_near_ranges_are_one_request_and_far_ones_are_not_read_between(folder, monkeypatch):
