@@ -108,7 +108,7 @@ class Prediction:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Memory of each pipeline rank, as `dualpipe memory` estimates it."""
-        return estimate(self.config, self.model)
+        return estimate(self.config, self.model, ranks_per_node=self.machine.node)
 
     @cached_property
     def peak(self) -> int:
