@@ -73,7 +73,10 @@ CHANNEL = 12 * 2**20
 
 
 class RankMemory(NamedTuple):
-    """Bytes on a rank, by kind: see the table at the top of this file."""
+    """Bytes on a rank, by kind: see the table at the top of this file.
+
+    moment_buffers: part of `optimizer`: the buffers on the device through which moments in host memory pass.
+    """
 
     parameters: int
     optimizer: int
@@ -83,11 +86,12 @@ class RankMemory(NamedTuple):
     pending: int
     nccl: int
     host: int = 0
+    moment_buffers: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all kinds on the device together."""
-        return sum(self) - self.host
+        return sum(self) - self.host - self.moment_buffers
 
 
 def estimate(
@@ -213,15 +217,15 @@ def _rank_moments(
     """Yield the memory of a rank while each step runs: the peak of its beginning, its end, and reductions after it."""
     parameters = sum(sizes.parameters for sizes, _ in stages.values())
     host = sum(sizes.host for sizes, _ in stages.values())
-    optimizer = sum(sizes.optimizer for sizes, _ in stages.values())
-    optimizer += buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
+    buffers = buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
+    optimizer = sum(sizes.optimizer for sizes, _ in stages.values()) + buffers
     gathered = sum(sizes.gathered for sizes, _ in stages.values())
     last_step = {action.stage: number for number, step in enumerate(steps) for action in step}
     live = _LiveMemory(stages, messages)
     for number, step in enumerate(steps):
         moments = live.run_step(step)
         moments += [live.end_stage(stage) for stage in {action.stage for action in step} if last_step[stage] == number]
-        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host)
+        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host, buffers)
         gathered -= sum(stages[stage][0].gathered for stage in stages if last_step[stage] == number)
 
 
@@ -344,7 +348,7 @@ def table(ranks: Sequence[RankMemory], capacity: float = 0.0, units: Sequence[Un
     """
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     for values in columns:
-        del values["host"]
+        del values["host"], values["moment_buffers"]
     host = max(memory.host for memory in ranks)
     peak = max(memory.total for memory in ranks)
     unit = unit_for(peak, units)
