@@ -55,7 +55,8 @@ PLAN: Arguments = {
     "--gpus": dict(type=int, metavar="N", default=8, help="number of GPUs on all nodes (default: 8)"),
     "--gpu": dict(metavar="NAME", default="h100", help="a100, h100, h800, h200, b200, or a FILE.toml with the fields "
                   "of dualpipe/plan/machines.toml (default: h100)"),
-    "--nodes-of": dict(type=int, metavar="N", default=8, help="GPUs per node (default: 8)"),
+    "--nodes-of": dict(type=int, metavar="N", help="GPUs per node (default: the file's parallel.ranks_per_node, or 8 "
+                       "without it)"),
     "--costs": dict(action="append", metavar="FILE", default=[], help="JSON with measured efficiencies, by the names "
                     "in machines.toml, or as bench_grouped_gemm.py --save writes it; may be given several times"),
     "--sequence-length": dict(type=int, metavar="N", default=0, help="tokens (default: the file's)"),

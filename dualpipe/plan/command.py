@@ -15,7 +15,7 @@ from typing import Any
 
 from dualpipe.plan.draw import to_svg
 from dualpipe.plan.explain import explain
-from dualpipe.plan.machines import read_machine
+from dualpipe.plan.machines import GPUS_PER_NODE, read_machine
 from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
@@ -45,9 +45,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     config = replace(config, train=replace(config.train, sequence_length=sequence_length))
     for name in ("gpus", "nodes_of", "rows"):
         value = getattr(args, name)
-        if value < 1:
+        if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}; give 1 or more")
-    machine = read_machine(args.gpu, node=args.nodes_of, measured=tuple(args.costs))
+    if args.nodes_of and config.parallel.ranks_per_node:
+        config = replace(config, parallel=replace(config.parallel, ranks_per_node=args.nodes_of))
+    per_node = args.nodes_of or config.parallel.ranks_per_node or GPUS_PER_NODE
+    machine = read_machine(args.gpu, node=per_node, measured=tuple(args.costs))
     model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
         config, model, machine, args.gpus, _sequences(config, args.global_batch),

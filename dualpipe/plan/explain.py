@@ -132,11 +132,20 @@ def _shard_rows(run: Prediction) -> Iterator[Row]:
     formula = "the simulated schedule with reductions of float32 gradients, minus that without"
     yield "reduce", formula, _ms(run.parts["reduce"])
     formula = f"2 x (stored + gradients) / ({m.hbm:g} x {m.bandwidth:g} GB/s)"
-    if run.config.optimizer.offload:
-        formula += f", or if longer moments / {m.host_link:g} GB/s to and from the host at once"
+    if run.host_moments:
+        formula = (f"2 x (stored + gradients) + 4 x moments in host memory / ({m.hbm:g} x {m.bandwidth:g} GB/s), or if "
+                   "longer the link to the host")
     if run.muon_flops:
         formula += f", + {run.muon_flops:.3g} of Muon / ({m.tflops:g} x {m.gemm:g} TFLOP/s)"
     yield "optimizer", formula, _ms(run.parts["optimizer"])
+    if run.host_moments:
+        unit = unit_for(run.host_moments, DECIMAL)
+        yield (
+            "  of the link to the host",
+            f"{run.host_moments / unit.bytes:,.1f} {unit.name} of moments, once to and once from the host, both at "
+            f"once, / {m.host_link:g} GB/s",
+            _ms(run.host_link_seconds),
+        )
 
 
 def _step_rows(run: Prediction) -> Iterator[Row]:

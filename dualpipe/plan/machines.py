@@ -19,6 +19,7 @@ from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.runtime.peak_tflops import peak_tflops
 
 TABLE = Path(__file__).with_name("machines.toml")
+GPUS_PER_NODE = 8  # unless a command or a configuration says otherwise
 # Fields used as divisors. All others may be 0, which leaves out the cost that they stand for.
 POSITIVE = frozenset({"tflops", "hbm", "memory", "multiprocessors", "nvlink", "network", "gemm", "grouped",
                       "attention", "attention_backward", "bandwidth", "links", "networks", "host_link"})
@@ -52,10 +53,10 @@ class Machine:
     launch_grouped: float = 0.0
     launch_kernel: float = 0.0
     host_link: float = 20.0
-    node: int = 8
+    node: int = GPUS_PER_NODE
 
 
-def read_machine(name: str, *, node: int = 8, measured: tuple[str, ...] = ()) -> Machine:
+def read_machine(name: str, *, node: int = GPUS_PER_NODE, measured: tuple[str, ...] = ()) -> Machine:
     """Read a machine by its name in machines.toml, or from a TOML file with the same fields.
 
     Args:

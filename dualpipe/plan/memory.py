@@ -37,6 +37,7 @@ from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers
+from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
@@ -69,11 +70,13 @@ DECIMAL = Unit("GB", GB), Unit("MB", 10**6), Unit("kB", 10**3)
 # it takes 10 MiB to receive, for the buffers of three protocols (0.5, 4.69 and 4 MiB), and 2 MiB to send. An A100 reads
 # from its peer and takes 6 MiB for each direction.
 CHANNEL = 12 * 2**20
-_NODE = 8  # GPUs per node, assumed
 
 
 class RankMemory(NamedTuple):
-    """Bytes on a rank, by kind: see the table at the top of this file."""
+    """Bytes on a rank, by kind: see the table at the top of this file.
+
+    moment_buffers: part of `optimizer`: the buffers on the device through which moments in host memory pass.
+    """
 
     parameters: int
     optimizer: int
@@ -83,30 +86,34 @@ class RankMemory(NamedTuple):
     pending: int
     nccl: int
     host: int = 0
+    moment_buffers: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of all kinds on the device together."""
-        return sum(self) - self.host
+        return sum(self) - self.host - self.moment_buffers
 
 
-def estimate(config: Config, model: TrainedModel, *, activations: bool = True) -> list[RankMemory]:
+def estimate(
+    config: Config, model: TrainedModel, *, activations: bool = True, ranks_per_node: int = 0
+) -> list[RankMemory]:
     """Return the peak memory of each pipeline rank: of its replicas, that of the one with the most. Not a collective.
 
     Args:
         config: configuration of the run.
         model: its model.
         activations: False to take activations as 0: they take the longest to count.
+        ranks_per_node: number of successive ranks that share a node; 0: parallel.ranks_per_node, or 8 without it.
 
     Raises:
         ValueError: the model cannot be cut into these stages, or its experts cannot be divided over parallel.ep ranks.
     """
-    _, ranks = step_memory(config, model, activations=activations)
+    _, ranks = step_memory(config, model, activations=activations, ranks_per_node=ranks_per_node)
     return [max(rank, key=lambda memory: memory.total) for rank in ranks]
 
 
 def step_memory(
-    config: Config, model: TrainedModel, *, activations: bool = True
+    config: Config, model: TrainedModel, *, activations: bool = True, ranks_per_node: int = 0
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """Return the schedule, and the memory of each of its ranks while each of its steps runs.
 
@@ -117,6 +124,7 @@ def step_memory(
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
     train = config.train
+    per_node = ranks_per_node or p.ranks_per_node or GPUS_PER_NODE
     if model.num_experts % p.ep:
         raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts; set it to a "
                          "divisor")
@@ -135,7 +143,8 @@ def step_memory(
         # To and from each neighbouring stage, one message is in transit: receives are posted ahead.
         num_neighbours = sum(a != b and rank in (a, b) for a, b in pairwise(schedule.placement))
         messages = 2 * num_neighbours * message if activations else 0
-        ranks.append([*_rank_moments(steps, rank_stages, messages, _nccl_buffers(p, schedule.placement, rank))])
+        nccl = _nccl_buffers(p, schedule.placement, rank, per_node)
+        ranks.append([*_rank_moments(steps, rank_stages, messages, nccl)])
     return schedule, ranks
 
 
@@ -208,15 +217,15 @@ def _rank_moments(
     """Yield the memory of a rank while each step runs: the peak of its beginning, its end, and reductions after it."""
     parameters = sum(sizes.parameters for sizes, _ in stages.values())
     host = sum(sizes.host for sizes, _ in stages.values())
-    optimizer = sum(sizes.optimizer for sizes, _ in stages.values())
-    optimizer += buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
+    buffers = buffer_bytes(host, max((sizes.largest_moments for sizes, _ in stages.values()), default=0))
+    optimizer = sum(sizes.optimizer for sizes, _ in stages.values()) + buffers
     gathered = sum(sizes.gathered for sizes, _ in stages.values())
     last_step = {action.stage: number for number, step in enumerate(steps) for action in step}
     live = _LiveMemory(stages, messages)
     for number, step in enumerate(steps):
         moments = live.run_step(step)
         moments += [live.end_stage(stage) for stage in {action.stage for action in step} if last_step[stage] == number]
-        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host)
+        yield RankMemory(parameters, optimizer, gathered, *max(moments, key=sum), nccl, host, buffers)
         gathered -= sum(stages[stage][0].gathered for stage in stages if last_step[stage] == number)
 
 
@@ -291,12 +300,13 @@ def layers_of(stage: nn.Module) -> range:
     return range(numbers[0], numbers[-1] + 1) if numbers else range(0)
 
 
-def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int:
+def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_node: int) -> int:
     """Return the bytes of a rank's NCCL buffers.
 
     Each communicator has a ring, whose channels take CHANNEL bytes each. An all-to-all has channels to each peer in the
-    node besides. A link between stages sends in one direction only: its channels take half as much. The memory that
-    peers write into for an all-to-all by copies counts as well.
+    node besides: neighbours share the experts, and ranks that share a sequence are as far apart as there are ranks of
+    experts. A link between stages sends in one direction only: its channels take half as much. The memory that peers
+    write into for an all-to-all by copies counts as well.
     """
     if p.device == "cpu":
         return 0
@@ -317,8 +327,8 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int) -> int
     if p.cp > 1:
         rings += [(p.cp, CONTEXT), (expert_replicas, SHARDS)]
     channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
-    channels += (min(p.ep, _NODE) - 1) * EXPERTS.ctas
-    channels += (min(p.cp, _NODE) - 1) * CONTEXT.ctas
+    channels += (min(p.ep, per_node) - 1) * EXPERTS.ctas
+    channels += (min(p.cp, max(1, per_node // p.ep)) - 1) * CONTEXT.ctas
     peer_memory = BUFFER_BYTES["cuda"] if p.all_to_all == "copy_engine" and p.ep > 1 else 0
     return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas + peer_memory
 
@@ -338,7 +348,7 @@ def table(ranks: Sequence[RankMemory], capacity: float = 0.0, units: Sequence[Un
     """
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     for values in columns:
-        del values["host"]
+        del values["host"], values["moment_buffers"]
     host = max(memory.host for memory in ranks)
     peak = max(memory.total for memory in ranks)
     unit = unit_for(peak, units)

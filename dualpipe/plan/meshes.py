@@ -110,7 +110,8 @@ def _best(request: PlanRequest, runs: list[Prediction]) -> Prediction | None:
         schedule = run.config.parallel.schedule
         if schedule in too_large:
             continue
-        without_activations = estimate(run.config, run.model, activations=False)
+        without_activations = estimate(
+            run.config, run.model, activations=False, ranks_per_node=request.machine.node)
         if max(rank.total for rank in without_activations) > request.capacity:
             too_large.add(schedule)
         elif run.peak <= request.capacity and request.score(run) < best_score:

@@ -108,7 +108,7 @@ class Prediction:
     @cached_property
     def memory(self) -> list[RankMemory]:
         """Memory of each pipeline rank, as `dualpipe memory` estimates it."""
-        return estimate(self.config, self.model)
+        return estimate(self.config, self.model, ranks_per_node=self.machine.node)
 
     @cached_property
     def peak(self) -> int:
@@ -169,11 +169,23 @@ class Prediction:
         at once.
         """
         # Of moments in host memory, the device writes each byte to a buffer, reads and writes it in the update, and
-        # reads it to copy it back: 4 times.
-        moved = max(2 * (rank.parameters + rank.optimizer + rank.gradients) + 4 * rank.host for rank in self.memory)
+        # reads it to copy it back: 4 times. This is all traffic of the buffers.
+        moved = max(
+            2 * (rank.parameters + rank.optimizer - rank.moment_buffers + rank.gradients) + 4 * rank.host
+            for rank in self.memory)
         memory_seconds = moved / (self.machine.hbm * self.machine.bandwidth * 1e9)
-        host_seconds = max(rank.host for rank in self.memory) / (self.machine.host_link * 1e9)
-        return max(memory_seconds, host_seconds) + self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
+        muon_seconds = self.muon_flops / (self.machine.tflops * self.machine.gemm * 1e12)
+        return max(memory_seconds, self.host_link_seconds) + muon_seconds
+
+    @property
+    def host_moments(self) -> int:
+        """Bytes of the moments in host memory, of the rank with the most; 0 without optimizer.offload."""
+        return max(rank.host for rank in self.memory)
+
+    @property
+    def host_link_seconds(self) -> float:
+        """Seconds of the moments on the link to the host: each crosses it once in each direction, both at once."""
+        return self.host_moments / (self.machine.host_link * 1e9)
 
     @cached_property
     def muon_flops(self) -> float:

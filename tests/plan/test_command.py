@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.cli import main
+from dualpipe.plan import command, meshes
 from dualpipe.plan.predict import PARTS
 from dualpipe.train.config.load import load_config
 from plans import EXAMPLES, TINY, plan
@@ -78,6 +79,20 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
     assert main(["memory", "row.toml"]) == 0
 
 
+@pytest.mark.parametrize("options, node", [
+    ((), 8), (("--nodes-of", "2"), 2), (("--parallel.ranks_per_node", "4"), 4),
+    (("--parallel.ranks_per_node", "4", "--nodes-of", "2"), 2),
+], ids=str)
+def test_nodes_are_those_of_the_option_or_of_the_file(capsys, monkeypatch, tmp_path, options, node):
+    requests = []
+    monkeypatch.setattr(command, "plan", lambda request, rows: requests.append(request) or meshes.plan(request, rows))
+    toml = tmp_path / "row.toml"
+    plan(capsys, "--rows", "1", "--write", "1", str(toml), *options)
+    (request,) = requests
+    assert request.machine.node == node
+    assert load_config(toml).parallel.ranks_per_node in (0, node), "the plan is of the nodes that a run has"
+
+
 def test_lists_of_tables_are_written(capsys, tmp_path):
     toml, tables = tmp_path / "row.toml", [
         "--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,save=bf16", "--dtypes.fp8_dispatch", "True",
@@ -94,6 +109,7 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
     (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
     (["--explain", "7", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),
+    (["--nodes-of", "0"], "--nodes-of is 0; give 1 or more"),
     (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step"),
     (["--trian.steps", "3"], "unknown option '--trian.steps'; the nearest valid name is '--train.steps'"),
 ])

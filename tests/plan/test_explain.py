@@ -41,8 +41,18 @@ def test_terms_are_there_where_there_is_something_to_say():
         (), ("--parallel.dp", "4", "--parallel.dp_replicate", "2", "--parallel.ep", "2", "--optimizer.name", "muon")))
     assert "of reduce" in together and "of reduce" not in alone
     assert "all-to-all" in together and "all-to-all" not in alone
-    (formula,) = [line for line in explain(prediction("--optimizer.offload", "True")) if line.startswith("optimizer")]
-    assert "or if longer moments / 20 GB/s to and from the host at once" in formula
+
+
+def test_the_link_to_the_host_is_explained_with_its_bytes_and_its_bandwidth():
+    run = prediction("--optimizer.offload", "True")
+    lines = [line.strip() for line in explain(run)]
+    (optimizer,) = [line for line in lines if line.startswith("optimizer")]
+    (link,) = [line for line in lines if line.startswith("of the link to the host")]
+    assert "4 x moments in host memory" in optimizer and "or if longer the link to the host" in optimizer
+    size, seconds = re.search(r"([\d.]+) MB of moments, .* / 20 GB/s +([\d.]+) ms$", link).groups()
+    assert float(size) == pytest.approx(run.host_moments / 1e6, abs=0.05)
+    assert float(seconds) == pytest.approx(float(size) / 20, rel=0.05)
+    assert not any("host memory" in line for line in explain(prediction()))
 
 
 @pytest.mark.parametrize("dispatch, per_node, shown", [("auto", 2, True), ("all_to_all", 2, False), ("auto", 4, False)])

@@ -299,7 +299,8 @@ def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
     masters = before.optimizer - after.host
     assert masters == (2 * before.parameters if config.train.dtype == "bf16" else 0)
     assert buffers <= (after.optimizer - masters) * 1.01 <= max(2 * bucket_bytes, buffers) * 1.02
-    assert after.total == sum(after) - after.host == before.total - after.host + after.optimizer - masters
+    assert after.moment_buffers == after.optimizer - masters and before.moment_buffers == 0
+    assert after.total == sum(after[:7]) == before.total - after.host + after.moment_buffers
     assert main(["memory", path, *options, "--optimizer.offload", "True"]) == 0
     assert re.search(r"^at most \d+\.\d MiB of pinned host memory for each rank \(optimizer\.offload\)$",
                      capsys.readouterr().out, re.MULTILINE)
@@ -326,6 +327,31 @@ def test_buffers_of_nccl():
     assert buffers(1, 1, 8, by_copies)[0] - buffers(1, 1, 8)[0] == pytest.approx(256 / 12)
     assert buffers(1, 2, 1, by_copies) == buffers(1, 2, 1)
     assert buffers(2, 1, 16) == [2 + 1 + 4 + 16 + 16 + 7 * 16] * 2
+
+
+def nccl_channels(*options: str, ranks_per_node: int = 0) -> float:
+    """Return the channels of NCCL's buffers on the first pipeline rank of the tiny model on GPUs."""
+    config = load_config(EXAMPLES / "tiny-cpu.toml", ["--parallel.pp", "1", "--parallel.device", "auto", *options])
+    memory = estimate(config, read_config(config.model.config), activations=False, ranks_per_node=ranks_per_node)
+    return memory[0].nccl / (12 * 2**20)
+
+
+@pytest.mark.parametrize(("options", "ranks_per_node", "peers"), [
+    ((), 0, 7), (("--parallel.ranks_per_node", "4"), 0, 3), (("--parallel.ranks_per_node", "4"), 2, 1), ((), 72, 7),
+], ids=["8 by default", "configured", "given", "one domain"])
+def test_buffers_of_nccl_are_for_the_peers_in_a_node(options, ranks_per_node, peers):
+    def channels(ep: int) -> float:
+        return nccl_channels("--parallel.ep", f"{ep}", *options, ranks_per_node=ranks_per_node)
+
+    assert channels(8) == 4 + 16 + 16 + 16 * peers, "totals, experts, shards of dense parameters, pairs of ranks"
+
+
+def test_ranks_that_share_a_sequence_are_peers_if_their_node_has_several_of_them():
+    """Of nodes of 8, ranks of a sequence that are 4 apart share one in pairs; those 8 apart share none."""
+    alone, pairs, four = (nccl_channels("--parallel.cp", "4", "--parallel.ep", f"{ep}") for ep in (8, 4, 1))
+    experts = 16 + 16 * 3
+    assert pairs - alone == 8 - 16 * 4, "one peer for a sequence, four fewer for experts"
+    assert pairs - four == experts + 8 - 8 * 3
 
 
 def test_parts_of_dp_take_the_memory_of_their_shards():

@@ -98,8 +98,17 @@ def test_moments_in_host_memory_take_the_time_of_their_link():
     assert all(rank.host == 0 for rank in on_device.memory) and on_device.optimizer > 0
     assert on_host.optimizer == pytest.approx(host / 20e9) and on_host.optimizer > on_device.optimizer
     fast = replace(on_host.machine, host_link=1e6)
-    traffic = max(2 * (rank.parameters + rank.optimizer + rank.gradients) + 4 * rank.host for rank in on_host.memory)
+    # The optimizer has nothing else on the device than the buffers, whose traffic is that of the moments.
+    assert all(rank.optimizer == rank.moment_buffers > 0 for rank in on_host.memory)
+    traffic = max(2 * (rank.parameters + rank.gradients) + 4 * rank.host for rank in on_host.memory)
     assert replace(on_host, machine=fast).optimizer == pytest.approx(traffic / (3350e9 * 0.75))
+
+
+def test_memory_is_for_the_nodes_of_the_machine():
+    """Of 4 ranks of experts, each has 3 peers in a node of 8, and 1 in a node of 2."""
+    run = prediction("--parallel.ep", "4", "--parallel.device", "auto")
+    pairs = replace(run, machine=replace(run.machine, node=2))
+    assert run.memory[0].nccl - pairs.memory[0].nccl == 2 * 16 * 12 * 2**20
 
 
 def test_parts_of_dp_gather_within_a_node_and_sum_over_nodes():
