@@ -27,8 +27,8 @@ from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
 # Number of kernels that an operator launches, if more than one. tests/models/test_launches.py checks it and _PLANNING.
-_LAUNCHES = {"dualpipe::sort_tokens": 4, "aten::topk": 2, "attention backward": 4}
-_PLANNING = 36  # kernels that build and pack a dispatch plan, which the stand-in for the dispatch does not launch
+_LAUNCHES = {"dualpipe::sort_tokens": 4, "dualpipe::find_destinations": 2, "aten::topk": 2, "attention backward": 4}
+_PLANNING = 22  # kernels that build and pack a dispatch plan, which the stand-in for the dispatch does not launch
 FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
 _ACCUMULATE = torch.ops.aten.addmm.dtype_out  # adds a weight gradient to its accumulator
 _NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}

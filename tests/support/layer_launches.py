@@ -22,7 +22,10 @@ MICRO_BATCHES = 2
 # By what they consist of there: count, running sum, place, copy; choose, sort; attention's backward is three kernels,
 # and a sum for keys and one for values where heads share them. Memory that is not written, and a look at pinned memory,
 # are none.
-SEVERAL = {"dualpipe::sort_tokens": 4, "topk": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
+SEVERAL = {
+    "dualpipe::sort_tokens": 4, "dualpipe::find_destinations": 2, "topk": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
 NONE = {*UNWRITTEN, "tolist"}
 
 
