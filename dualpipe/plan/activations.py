@@ -69,7 +69,8 @@ _WITH_ATTENTION = frozenset({"saved", "forward", "backward", "input_backward"})
 
 def activation_bytes(
     model: TrainedModel, layers: range, *, batch: int, sequence_length: int, dtype: torch.dtype = torch.bfloat16,
-    recompute: Iterable[str] = (), ep: int = 1, last: bool = False, cpu: bool = False, has_documents: bool = False,
+    recompute: Iterable[str] = (), ep: int = 1, nodes: int = 1, last: bool = False, cpu: bool = False,
+    has_documents: bool = False,
 ) -> ActivationBytes:
     """Return the bytes that layers take for a micro-batch of (batch, sequence_length) tokens.
 
@@ -83,6 +84,7 @@ def activation_bytes(
         dtype: compute dtype.
         recompute: rules of `Recompute`.
         ep: number of expert-parallel ranks, over which tokens are taken to be spread evenly.
+        nodes: number of nodes that these are on, if rows are dispatched in two hops; 1: in one hop.
         last: True for the last stage, which also has the head and the loss. Each layer for multi-token prediction in
             `layers` adds a head, a loss and the tokens that it embeds.
         cpu: count for a CPU, not for GPUs.
@@ -90,7 +92,7 @@ def activation_bytes(
             native models need no masks.
     """
     counted = counted_model(model)
-    probe = counted.probe(Workload(batch * sequence_length, (sequence_length,), dtype, ep, cpu, has_documents))
+    probe = counted.probe(Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents))
     runs = [list(run) for _, run in groupby(counted.kinds(layers, recompute))]
     short_runs = [run[:2] if len(run) > 3 else run for run in runs]
 

@@ -11,7 +11,7 @@ from dualpipe.parallel.context import method_for
 from dualpipe.parallel.context.ring import row_width
 from dualpipe.parallel.context.ulysses import heads_width
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.on_meta.meta_run import expected_places
+from dualpipe.plan.on_meta.even_dispatcher import ExpertChoice
 
 
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
@@ -45,26 +45,27 @@ def two_hop_seconds(machine: Machine, sent: float, ranks: int, share: float) -> 
     return first + _latency(machine, between_nodes=True) + second + _latency(machine, between_nodes=False)
 
 
-def takes_two_hops(machine: Machine, ranks: int, dispatch: str) -> bool:
+def takes_two_hops(per_node: int, ranks: int, dispatch: str) -> bool:
     """Return True if a dispatch over `ranks` consecutive ranks takes two hops.
 
-    dispatch: value of parallel.dispatch. Two hops that these nodes do not allow count as one hop. "deep_ep" counts as
-    "two_hop", although it sums outputs within a node and has both hops at the same time.
+    per_node: ranks that share a node. dispatch: value of parallel.dispatch. Two hops that these nodes do not allow
+    count as one hop. "deep_ep" counts as "two_hop", although it sums outputs within a node and has both hops at the
+    same time.
     """
-    spans_nodes = ranks > machine.node and ranks % machine.node == 0
-    return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and machine.node > 1))
+    spans_nodes = ranks > per_node and ranks % per_node == 0
+    return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and per_node > 1))
 
 
 def row_share(machine: Machine, ranks: int, gate: Router) -> float:
     """Return how many nodes hold experts of a token, divided by how many ranks do, for experts chosen at random.
 
-    A dispatch sends a row to each of them: to nodes in the first of two hops, to ranks in one hop.
+    A dispatch sends a row to each of them: to nodes in the first of two hops, to ranks in one hop. Both are bounded by
+    the router's groups.
 
-    gate: router of the experts. If it is limited to groups, it chooses from the nodes that hold `topk_group` groups.
+    gate: router of the experts.
     """
-    nodes = ranks / machine.node
-    allowed = min(nodes, gate.topk_group * max(1.0, nodes / gate.n_group))
-    return expected_places(allowed, gate.top_k) / expected_places(ranks, gate.top_k)
+    choice = ExpertChoice.of(gate)
+    return choice.expected_places(ranks // machine.node) / choice.expected_places(ranks)
 
 
 def ring_seconds(machine: Machine, size: float, ranks: int, stride: int = 1) -> float:

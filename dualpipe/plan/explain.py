@@ -82,7 +82,7 @@ def _transfer_rows(run: Prediction) -> Iterator[Row]:
     if p.ep > m.node:
         links += f", {p.ep - m.node}/{p.ep} at {m.network:g} x {m.networks:g} GB/s"
     yield "  all-to-all, before overlap", f"bytes x {m.imbalance:g}, {links}, + latency, whole model", _ms(sent)
-    if takes_two_hops(m, p.ep, p.dispatch):
+    if takes_two_hops(m.node, p.ep, p.dispatch):
         yield from _two_hop_rows(run)
     if p.cp > 1:
         seconds = sum(sum(context_seconds(setting, layer)) for layer in run.model.all_layers)

@@ -8,10 +8,10 @@
     gradients    float32 accumulators, from a stage's first weight gradient on. After the stage's last action, its
                  gradients are reduced over the ranks that share its parameters. That adds this rank's shard of the
                  result and, during the reduction, a copy of the largest unit that is reduced at once
-    activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit: counted
-                 by `dualpipe.plan.activations`. With context parallelism, for the tokens of one rank, with the
-                 communication buffers of one layer. Layers of transformers that cannot run on meta are left out:
-                 `dualpipe.plan.on_meta.counted_models.uncounted_layers` names them
+    activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit, also the rows
+                 between the two hops of a dispatch: counted by `dualpipe.plan.activations`. With context parallelism,
+                 for the tokens of one rank, with the communication buffers of one layer. Layers of transformers that
+                 cannot run on meta are left out: `dualpipe.plan.on_meta.counted_models.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
     nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
                  parallel.all_to_all = "copy_engine" also the memory that peers write into
@@ -36,7 +36,7 @@ from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
-from dualpipe.plan.communication import context_numbers
+from dualpipe.plan.communication import context_numbers, takes_two_hops
 from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
@@ -135,7 +135,8 @@ def step_memory(
     sizes = [stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
     stage_activations = [ActivationBytes(0, 0, 0, 0, 0)] * len(stages)
     if activations:
-        stage_activations = [_activations(config, model, stage, is_last=stage is stages[-1]) for stage in stages]
+        stage_activations = [
+            _activations(config, model, stage, per_node, is_last=stage is stages[-1]) for stage in stages]
     message = train.micro_batch_size * tokens_of_rank(config) * sent_bytes(model, dtype_of(train.dtype))
     ranks = []
     for rank, steps in enumerate(schedule.ranks):
@@ -230,17 +231,22 @@ def _rank_moments(
 
 
 def _activations(
-    config: Config, model: TrainedModel, stage: nn.Module, *, is_last: bool = False
+    config: Config, model: TrainedModel, stage: nn.Module, per_node: int, *, is_last: bool = False
 ) -> ActivationBytes:
-    """Return the bytes of a micro-batch in a stage, with the buffers of context-parallel communication."""
+    """Return the bytes of a micro-batch in a stage, with the buffers of context-parallel communication.
+
+    per_node: ranks that share a node.
+    """
     p = config.parallel
     train = config.train
     length = tokens_of_rank(config)
     layers = layers_of(stage)
     dtype = dtype_of(train.dtype)
+    # DeepEP has rows between its hops in buffers of its own, which are not counted.
+    has_two_hops = p.dispatch != "deep_ep" and takes_two_hops(per_node, p.ep, p.dispatch)
     sizes = activation_bytes(
-        model, layers, ep=p.ep, recompute=config.memory.recompute, dtype=dtype, batch=train.micro_batch_size,
-        sequence_length=length, last=is_last, cpu=p.device == "cpu",
+        model, layers, ep=p.ep, nodes=p.ep // per_node if has_two_hops else 1, recompute=config.memory.recompute,
+        dtype=dtype, batch=train.micro_batch_size, sequence_length=length, last=is_last, cpu=p.device == "cpu",
         has_documents=config.data.separate_documents,
     )
     if p.cp == 1 or not isinstance(model, HubConfig):

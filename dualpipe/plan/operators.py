@@ -22,6 +22,7 @@ from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.pipeline.overlap import Task
+from dualpipe.plan.on_meta.even_dispatcher import EvenDispatcher, Transfer
 from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
@@ -54,7 +55,7 @@ class ActionPart(NamedTuple):
 
     sent: bytes that the communication sends per token to all ranks of "ep"; 0 without one. deferred: operators of the
     weight gradients that can overlap it. by_node: True if it sends equal rows to all ranks with experts of a token, so
-    that the first of two hops needs only one for each node: a dispatch, and the backward of a combine.
+    that the first of two hops needs only one for each node.
     """
 
     operators: tuple[Operator, ...]
@@ -137,7 +138,9 @@ def _run_layer(
                 for name, param in stage.named_parameters()}
     fp8_weights = {storages[name] for name in fp8.weights & storages.keys()}
     fp8_backward = {storages[name] for name in fp8.backward & storages.keys()}
-    recorder = _OperatorRecorder(fp8_weights, fp8_backward, fp8.dispatch)
+    recorder = _OperatorRecorder(fp8_weights, fp8_backward)
+    dispatchers = [getattr(module, "dispatcher", None) for module in stage.modules()]
+    transfers = next((each.transfers for each in dispatchers if isinstance(each, EvenDispatcher)), [])
     inputs: tuple[str, ...] = ("x",)
     result = "x"
     if kind.first in config.mtp_layers:
@@ -147,9 +150,9 @@ def _run_layer(
     with recorder, run.store.activate():
         carry = {name: meta_hidden(config.hidden_size, 1, length, dtype) for name in inputs}
         run.begin({"x": carry[inputs[0]], "positions": None} | carry, inputs)
-        forward = list(_record_parts(run.forward(), run.store, recorder, is_backward=False))
+        forward = list(_record_parts(run.forward(), run.store, recorder, transfers, fp8.dispatch))
         run.begin_backward()
-        backward = list(_record_parts(run.backward("I"), run.store, recorder, is_backward=True))
+        backward = list(_record_parts(run.backward("I"), run.store, recorder, transfers, fp8.dispatch))
     return forward, backward
 
 
@@ -164,18 +167,20 @@ def _accumulating_store(module: nn.Module) -> WeightGradStore:
 
 
 def _record_parts(
-    task: Task, store: WeightGradStore, recorder: _OperatorRecorder, *, is_backward: bool
+    task: Task, store: WeightGradStore, recorder: _OperatorRecorder, transfers: list[Transfer], fp8_rows: bool
 ) -> Iterator[ActionPart]:
-    """Drive a task as `walk` does, and yield its parts: one per communication, and the rest."""
+    """Drive a task as `walk` does, and yield its parts: one per communication, and the rest.
+
+    transfers: list to which a communication appends itself when it starts. fp8_rows: True if rows are sent to experts
+    in FP8.
+    """
     for in_flight in task:
         operators = recorder.take()
-        if in_flight is not None:
-            in_flight.start()
-        sent = recorder.take_sent_bytes()
-        # The number of tensors tells which communication it is. A dispatch sends three: rows, weights and choices. Its
-        # backward sends the gradients of rows and weights. A combine sends rows alone, and so does its backward.
-        by_node = len(sent) == 3 or (len(sent) == 1 and is_backward)
-        yield ActionPart(operators, sum(sent), _record_deferred(store, recorder), by_node)
+        assert in_flight is not None, "the forward and the backward of a layer yield communications alone"
+        in_flight.start()
+        transfer = transfers.pop()
+        rows = transfer.rows * (FP8_BYTES / 2 if fp8_rows and transfer.is_dispatch else 1)
+        yield ActionPart(operators, rows + transfer.beside, _record_deferred(store, recorder), transfer.by_node)
     yield ActionPart(recorder.take(), 0.0, _record_deferred(store, recorder))
 
 
@@ -234,16 +239,12 @@ class _OperatorRecorder(TorchDispatchMode):
     Args:
         fp8: storages of the weights with forward GEMMs in FP8.
         fp8_backward: storages of the weights with input gradients in FP8.
-        fp8_rows: True if rows are sent to experts in FP8.
     """
 
-    def __init__(
-        self, fp8: Collection[int] = (), fp8_backward: Collection[int] = (), fp8_rows: bool = False
-    ) -> None:
+    def __init__(self, fp8: Collection[int] = (), fp8_backward: Collection[int] = ()) -> None:
         super().__init__()
         self._fp8_forward = fp8
         self._fp8_backward = fp8_backward
-        self._fp8_rows = fp8_rows
         self._operators: list[Operator] = []
         self._has_begun = False
 
@@ -252,16 +253,6 @@ class _OperatorRecorder(TorchDispatchMode):
         operators = tuple(self._operators)
         self._operators = []
         return operators
-
-    def take_sent_bytes(self) -> list[float]:
-        """Return the bytes of each tensor of the communication that was just started.
-
-        Its stand-in has cloned the sent tensors. A clone is recorded with the bytes that it reads and writes.
-        """
-        sizes = [copy.bytes / 2 for copy in self.take()]
-        if self._fp8_rows and len(sizes) == 3:  # a dispatch: rows, weights, choices
-            sizes[0] *= FP8_BYTES / 2
-        return sizes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call `func`, and record it unless it moves no data."""

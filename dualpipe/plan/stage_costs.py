@@ -136,7 +136,7 @@ def layer_costs(
     is_sparse = isinstance(mlp, SparseMLP)
     parts = layer_parts(setting.model, kind, setting.ep if is_sparse else 1, setting.dtype, setting.fp8)
     share = 1.0
-    if is_sparse and takes_two_hops(setting.machine, setting.ep, setting.dispatch):
+    if is_sparse and takes_two_hops(setting.machine.node, setting.ep, setting.dispatch):
         share = row_share(setting.machine, setting.ep, mlp.gate)
     return _time_parts(setting, parts, attention, cp_seconds, share)
 
@@ -211,7 +211,7 @@ class _PartTimer:
         setting = self._setting
         operators = part.operators
         sent_bytes = part.sent * setting.tokens
-        if part.by_node and takes_two_hops(setting.machine, setting.ep, setting.dispatch):
+        if part.by_node and takes_two_hops(setting.machine.node, setting.ep, setting.dispatch):
             sent = two_hop_seconds(setting.machine, sent_bytes, setting.ep, self._share)
         else:
             sent = all_to_all_seconds(setting.machine, sent_bytes, setting.ep)

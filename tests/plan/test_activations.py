@@ -18,6 +18,7 @@ from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.plan.activations import activation_bytes
+from dualpipe.plan.on_meta.even_dispatcher import ExpertChoice
 from ranks import run_ranks
 
 CONFIG = Qwen3MoeConfig(
@@ -87,6 +88,23 @@ def test_expert_parallel_ranks_keep_about_what_is_counted(recompute):
     again = Recompute(recompute)
     by_formula = sum(4 * 4 - 2 * (16 + 16) * 4 for layer in LAYERS if not again("attention", layer)) * BATCH * LENGTH
     assert counted - by_formula == pytest.approx(real, rel=0.02)
+
+
+@pytest.mark.parametrize("recompute", [(), ("layer", "dispatch")], ids=str)
+def test_rows_between_two_hops_are_there_at_once_and_their_indices_are_kept(recompute):
+    """The rows of the first hop, and those of the second once more, are held until these are in order.
+
+    With one hop, the peak is at another place, so that the difference is less than that.
+    """
+    config = replace(CONFIG, hidden_size=512, moe_intermediate_size=8)
+    one, two = (activation_bytes(config, LAYERS, batch=BATCH, sequence_length=LENGTH, recompute=recompute, ep=8,
+                                 nodes=nodes) for nodes in (1, 2))
+    tokens = BATCH * LENGTH
+    first, rows = (ExpertChoice(16, 4).expected_places(places) * tokens for places in (2, 8))
+    in_transit = (first + rows) * 512 * 2
+    indices = 4 * (2 * tokens + 4 * first) + 8 * rows  # int32 for both hops, int64 for the order of the rows
+    assert two.saved - one.saved == pytest.approx(2 * indices, rel=0.01), "two layers have experts"
+    assert 0.25 * in_transit < two.forward - one.forward < in_transit + 2 * indices
 
 
 def most(run, references: bool) -> tuple[int, int]:

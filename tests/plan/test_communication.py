@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import comb
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dualpipe.plan.communication import (
 )
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.on_meta.meta_run import kinds_of
+from dualpipe.plan.operators import layer_parts
 from dualpipe.plan.stage_costs import Setting, context_seconds, layer_costs, stage_costs
 from plans import EXAMPLES
 
@@ -46,7 +48,7 @@ def test_two_hops_go_over_the_network_once_for_each_node_and_then_over_nvlink():
     (16, "auto", 8, True), (16, "two_hop", 8, True), (16, "all_to_all", 8, False), (8, "auto", 8, False),
     (8, "two_hop", 8, False), (12, "two_hop", 8, False), (4, "auto", 1, False), (4, "two_hop", 1, True)])
 def test_rows_take_two_hops_where_a_run_would(ranks, dispatch, node, expected):
-    assert takes_two_hops(replace(read_machine("h100"), node=node), ranks, dispatch) is expected
+    assert takes_two_hops(node, ranks, dispatch) is expected
 
 
 @pytest.mark.parametrize("groups, chosen, places", [(1, 1, 8), (8, 4, 4), (8, 8, 8), (4, 2, 4), (16, 4, 4)])
@@ -54,8 +56,20 @@ def test_a_router_that_is_limited_to_groups_sends_a_token_to_their_nodes(groups,
     """On 8 nodes: 4 groups are 2 nodes each, and of 16 groups 2 may be in one node, which the bound does not count."""
     gate = Router(8, 256, 8, groups=ExpertGroups(groups, chosen), device="meta")
     share = row_share(read_machine("h100"), 64, gate)
-    nodes = places * (1 - (1 - 1 / places) ** 8)
-    assert share == pytest.approx(nodes / (64 * (1 - (63 / 64) ** 8)))
+    experts = 256 * chosen // groups
+    num_ranks = max(1, 64 // groups) * chosen
+    nodes, ranks = (number * (1 - comb(experts - experts // number, 8) / comb(experts, 8))
+                    for number in (places, num_ranks))
+    assert share == pytest.approx(nodes / ranks)
+
+
+@pytest.mark.parametrize("ep, ranks", [(8, 3.63), (16, 5.34), (64, 7.36)])
+def test_a_limited_router_bounds_the_bytes_of_one_hop(ep, ranks):
+    """The experts of a token of DeepSeek-V3 are in 4 of 8 groups: on at most 4 of 8 ranks, each of which is a group."""
+    model = read_config(EXAMPLES / "models" / "deepseek-v3" / "config.json")
+    parts = layer_parts(model, kinds_of(model, [4], ())[0], ep, torch.bfloat16)
+    combine = [part.sent for part in parts.forward][-2]
+    assert combine == pytest.approx(ranks * 7168 * 2, rel=0.005)
 
 
 def test_two_hops_shorten_the_dispatch_and_the_backward_of_the_combine():

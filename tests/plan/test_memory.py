@@ -354,6 +354,17 @@ def test_ranks_that_share_a_sequence_are_peers_if_their_node_has_several_of_them
     assert pairs - four == experts + 8 - 8 * 3
 
 
+@pytest.mark.parametrize(("dispatch", "ranks_per_node", "two_hops"), [
+    ("auto", 2, True), ("two_hop", 2, True), ("all_to_all", 2, False), ("auto", 0, False), ("deep_ep", 2, False)])
+def test_rows_in_transit_are_those_of_the_dispatch_of_a_run(dispatch, ranks_per_node, two_hops):
+    def activations(*options: str) -> int:
+        config = load_config(EXAMPLES / "tiny-cpu.toml", ["--parallel.ep", "4", "--parallel.pp", "1", *options])
+        return estimate(config, read_config(config.model.config))[0].activations
+
+    options = ["--parallel.dispatch", dispatch, "--parallel.ranks_per_node", f"{ranks_per_node}"]
+    assert (activations(*options) > activations("--parallel.dispatch", "all_to_all")) is two_hops
+
+
 def test_parts_of_dp_take_the_memory_of_their_shards():
     """4 ranks in 2 parts hold halves, as 2 ranks do; gathered parameters take as much."""
     config = load_config(EXAMPLES / "tiny-cpu.toml", ["--parallel.pp", "1", "--parallel.device", "cuda"])
@@ -439,7 +450,7 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method)
                                         "--train.dtype", "bf16"])
         model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
         held = context_numbers(model, 1, length, cp, method).held if cp > 1 else 0
-        return _activations(config, model, meta_stages(model, 4)[1]), held
+        return _activations(config, model, meta_stages(model, 4)[1], 8), held
 
     (shared, held), (alone, _) = taken(1024, 4), taken(256, 1)
     assert shared[:2] == alone[:2] and held > 0

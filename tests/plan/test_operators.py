@@ -11,7 +11,7 @@ from dualpipe.models import read_config
 from dualpipe.models.flops import head_flops, layer_flops
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.on_meta.meta_run import kinds_of
-from dualpipe.plan.operators import LayerParts, head_parts, layer_parts
+from dualpipe.plan.operators import FP8_BYTES, FP8Usage, LayerParts, head_parts, layer_parts
 from dualpipe.plan.stage_costs import Setting, stage_costs
 from plans import EXAMPLES
 
@@ -44,6 +44,22 @@ def test_launches_are_about_those_that_are_counted_on_a_pretend_device(ep, count
     parts = layer_parts(config, kinds_of(config, [0])[0], ep, torch.bfloat16)
     assert sum(each.launches for each in operators(parts)) == pytest.approx(counted, rel=0.1)
     assert [part.sent > 0 for part in parts.forward] == ([True, True, False] if ep > 1 else [False])
+
+
+@pytest.mark.parametrize("fp8_dispatch", [False, True])
+def test_a_recomputed_dispatch_sends_rows_alone(fp8_dispatch):
+    """Weights and choices, 64 bytes of a row, are sent once; in FP8 dispatch, so are the rows of a recompute."""
+    config = read_config(EXAMPLES / "models/qwen3-30b-a3b")
+    kind = kinds_of(config, [0], ("layer", "dispatch"))[0]
+    parts = layer_parts(config, kind, 8, torch.bfloat16, FP8Usage(dispatch=fp8_dispatch))
+    forward, backward = ([part for part in side if part.sent] for side in parts)
+    per_rank = 5.34 * 2048 * 2
+    quantized = FP8_BYTES / 2 if fp8_dispatch else 1
+    extra = [5.34 * 8 * 8, 0, 0, 0, 5.34 * 8 * 4]  # float32 weights and int32 choices, and gradients of weights
+    rows = [quantized * per_rank, per_rank, per_rank, quantized * per_rank, per_rank]
+    sent = [part.sent for part in (*forward, *backward)]
+    assert sent == pytest.approx([each + more for each, more in zip(rows, extra)], rel=0.005)
+    assert [part.by_node for part in (*forward, *backward)] == [True, False, True, True, False]
 
 
 def test_experts_on_more_ranks_read_fewer_weights():

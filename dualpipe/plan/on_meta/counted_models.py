@@ -20,8 +20,9 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Segment
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
 from dualpipe.pipeline.overlap import walk
+from dualpipe.plan.on_meta.even_dispatcher import EvenDispatcher
 from dualpipe.plan.on_meta.meta_attention import DeviceAttention
-from dualpipe.plan.on_meta.meta_run import EvenDispatcher, LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
+from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, kinds_of, meta_hidden, stage_of_kinds
 from dualpipe.runtime.errors import first_line
 
 if TYPE_CHECKING:
@@ -43,14 +44,16 @@ class Workload(NamedTuple):
     """Micro-batch of a rank whose memory is counted.
 
     tokens: tokens per micro-batch. lengths: sequence length, or two of them, from which a longer one is extrapolated.
-    dtype: compute dtype. ep: number of expert-parallel ranks. cpu: True if the rank is a CPU, not a GPU. has_documents:
-    True if a sequence holds several documents, which attention does not cross.
+    dtype: compute dtype. ep: number of expert-parallel ranks. nodes: number of nodes that these are on, if rows are
+    dispatched in two hops; 1: in one hop. cpu: True if the rank is a CPU, not a GPU. has_documents: True if a sequence
+    holds several documents, which attention does not cross.
     """
 
     tokens: int
     lengths: tuple[int, ...]
     dtype: torch.dtype
     ep: int = 1
+    nodes: int = 1
     cpu: bool = False
     has_documents: bool = False
 
@@ -151,7 +154,7 @@ class NativeModel:
 
     def stage(self, kinds: Sequence[LayerKind], probe: Workload, is_last: bool) -> NativeStage:
         """Return a stage with one layer per kind."""
-        stage = stage_of_kinds(self.config, kinds, probe.ep, probe.dtype, is_last)
+        stage = stage_of_kinds(self.config, kinds, probe.ep, probe.dtype, is_last, probe.nodes)
         if probe.cpu:
             return NativeStage(stage, fused=None)
         fused = 0
@@ -233,7 +236,7 @@ class TransformersCountedModel:
                 layers.add_module(str(number), SkippedLayer(layers.get_submodule(str(number))))
         hidden_size = self.model.hidden_size
         if probe.ep > 1:
-            _keep_rank_experts(module, probe.ep)
+            _keep_rank_experts(module, probe)
             split_on_meta(module, meta_hidden(hidden_size, *_TRIAL_SHAPE, probe.dtype))
         for parameter in module.parameters():  # accumulators, which are counted elsewhere
             parameter.grad = torch.empty_like(parameter)
@@ -285,11 +288,15 @@ def _equal_layers(model: TransformersModel) -> list[list[int]]:
     return [numbers[form] for form in forms]
 
 
-def _keep_rank_experts(module: nn.Module, ep: int) -> None:
+def _keep_rank_experts(module: MetaStage, probe: Workload) -> None:
     """Keep the stacked experts of one of `ep` ranks: 1/ep of them. Every rank gets the same number of tokens."""
+    ep = probe.ep
+    n_group = getattr(module.base.config, "n_group", None) or 1
+    topk_group = getattr(module.base.config, "topk_group", None) or n_group
     experts: list[Any] = [inner for inner in module.modules() if is_interface_experts(inner)]
     for inner in experts:
-        inner.dispatcher = EvenDispatcher(inner.num_experts, ep)
+        inner.dispatcher = EvenDispatcher(
+            inner.num_experts, ep, nodes=probe.nodes, n_group=n_group, topk_group=topk_group)
         for name, parameter in stacked_parameters(inner).items():
             setattr(inner, name, nn.Parameter(parameter.detach()[: len(parameter) // ep].clone()))
 
