@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from dualpipe.runtime.files import CHECKSUMS, Written
-from dualpipe.runtime.storage.location import RemotePath
+from dualpipe.runtime.storage.location import LOCAL_FILES, RemotePath
 from dualpipe.runtime.storage.protocol import Ranges, ReadInto
 
 _ATTEMPTS = 5
@@ -63,7 +63,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
     except ImportError:
         raise ValueError(f"{path} is a URL, which needs fsspec, but fsspec is not installed; run pip install "
                          "'dualpipe[remote]', or give a local directory") from None
-    options = {"auto_mkdir": True} if path.protocol in ("file", "local") else {}
+    options = {"auto_mkdir": True} if path.protocol in LOCAL_FILES else {}
     try:
         file_system, name = url_to_fs(str(path), **options)
     except (ImportError, ValueError) as error:
