@@ -5,7 +5,7 @@
         COMMITTED                the marker: written last, deleted first
     index.json                   all saves, with the number of ranks of each; written before a save begins
     latest                       the name of the newest, for people and scripts
-    .lock, .lock-ID              the lease of the one job that may save here
+    .lock, .lock-ID              the lease of the one job that may save here, or the last that did
 
 A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
 read by key. The objects of a save are deleted only while it has no marker. They are those with known keys, and any
@@ -107,7 +107,7 @@ class RemoteDirectory(Retention[RemotePath]):
         with self._closed_on_error(path):
             self._lease = Lease(path, patience)
             super().__init__(path, keep_last, keep_every)
-            states = states_of_saves(path)
+            states = states_of_saves(path, self._committed)
             index = read_index(path)
             self._saves = {save.name: index.get(save.name, 0) for save, state in states.items()
                            if state in (SaveState.COMMITTED, SaveState.UNFINISHED)}  # ranks by name

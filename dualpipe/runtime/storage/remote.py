@@ -178,7 +178,9 @@ def _write_once(
     except _StoreError as raised:
         may_be_stored = content.is_complete or isinstance(raised.error, FileExistsError)
         if not may_be_stored or not _is_stored(file_system, name, content):
-            raise _retryable(raised) from raised
+            if isinstance(raised.error, FileNotFoundError):  # the store has forgotten the upload: it is repeated
+                raise _StoreError(OSError(f"FileNotFoundError: {raised.error}")) from raised
+            raise
     return Written(content.size, content.checksum if checksum else "")
 
 
@@ -247,16 +249,6 @@ def _is_stored(file_system: Any, name: str, content: _Content) -> bool:
             return False
         raise
     return bool(hasher.hexdigest() == content.checksum)
-
-
-def _retryable(raised: _StoreError) -> _StoreError:
-    """Return the error of a write such that it is retried.
-
-    An upload that is not found, or an object that is not there after it was written, is written again.
-    """
-    error = raised.error
-    is_missing = isinstance(error, FileNotFoundError)
-    return _StoreError(OSError(f"{type(error).__name__}: {error}")) if is_missing else raised
 
 
 def _abandon(out: Any) -> None:
