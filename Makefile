@@ -37,6 +37,8 @@ $(READY)-test $(READY)-lint $(READY)-docs: $(READY)-%: $(READY)
 	$(call SETUP,$*)
 	touch $@
 
+$(READY)-test: tests/s3-requirements.txt
+
 train: $(READY)
 	$(BIN)/dualpipe train examples/tiny-cpu.toml
 

@@ -43,3 +43,8 @@ if [ "$EXTRA" = train ]; then
     esac
 fi
 "$VENV/bin/pip" install -e ".[$EXTRA]" -c "$constraints" "${from[@]}"
+# Without --no-deps, botocore would take python-dateutil back to 2. Without these packages, the tests of S3 are skipped.
+if [ "$EXTRA" = test ] && [ -z "${WHEELS:-}" ]; then
+    "$VENV/bin/pip" install --no-deps --no-compile -r tests/s3-requirements.txt ||
+        echo "setup.sh: s3fs and moto cannot be installed; the tests of S3 will be skipped" >&2
+fi

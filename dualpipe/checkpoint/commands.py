@@ -10,11 +10,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from math import prod
+from shlex import quote
 from typing import Any
 
-from dualpipe.checkpoint.directory import find, is_checkpoint, raise_none_complete, remote_saves
-from dualpipe.checkpoint.manifest import Checkpoint, Manifest, StoredTensor, read_marker, verify
-from dualpipe.checkpoint.remote_directory import open_directory
+from dualpipe.checkpoint.directory import find, is_checkpoint, raise_none_complete
+from dualpipe.checkpoint.manifest import MARKER, WRITE_MARKER, Checkpoint, Manifest, StoredTensor, verify
+from dualpipe.checkpoint.remote_directory import SaveState, open_directory, states_of_saves
 from dualpipe.checkpoint.tensors import bytes_in_file
 from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
@@ -25,7 +26,7 @@ from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation,
 def ls(path: StrLocation) -> Iterator[str]:
     """Yield a table with a line for each checkpoint, newest first, then damaged and unfinished ones.
 
-    Checks the sizes of files. Reads no tensors.
+    Checks the sizes of files. Reads no tensors. The paths can be pasted into a shell.
 
     Raises:
         ValueError: there is nothing to list at `path`.
@@ -34,7 +35,9 @@ def ls(path: StrLocation) -> Iterator[str]:
     checkpoints = find(path)
     if not (checkpoints.committed or checkpoints.damaged or unfinished):
         raise_none_complete(path, ())
-    yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  state"
+    paths = [checkpoint.path for checkpoint in checkpoints.committed]
+    width = max(len(quote(str(location))) for location in (*paths, *checkpoints.damaged, *unfinished))
+    yield f"{'step':>10}  {'saved at':25}  {'size':>9}  {'layout':22}  {'dtypes':15}  {'path':{width}}  state"
     for checkpoint in checkpoints.committed:
         stored, problems = checkpoint.read_tensors()
         if problems and not checkpoint.still_exists():
@@ -43,18 +46,24 @@ def ls(path: StrLocation) -> Iterator[str]:
         dtypes = ", ".join(sorted({short_name(tensor.dtype) for tensor in stored.values()}))
         size = format_bytes(manifest.size)
         state = f"DAMAGED: {problems[0]}" if problems else "complete"
-        yield f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  {state}"
-    for problem in checkpoints.damaged.values():
-        yield f"{'-':>10}  DAMAGED: {problem}"
-    for folder in unfinished:
-        yield f"{'-':>10}  not complete: {folder} is being written, or was left by a job that died"
+        shown = quote(str(checkpoint.path))
+        yield (f"{manifest.step:>10}  {manifest.saved_at:25}  {size:>9}  {_layout(manifest):22}  {dtypes:15}  "
+               f"{shown:{width}}  {state}")
+    for location, problem in checkpoints.damaged.items():
+        yield f"{'-':>10}  {quote(str(location))}  DAMAGED: {problem}"
+    for location, reason in unfinished.items():
+        yield f"{'-':>10}  {quote(str(location))}  not complete: {reason}"
 
 
-def _unfinished(path: Location) -> list[Location]:
-    """Return the saves in a directory that are not committed."""
-    if isinstance(path, RemotePath):
-        return [*sorted(save for save in remote_saves(path) if read_marker(save) is None)]
-    return [*sorted(path.glob(".tmp-step-*"))]
+def _unfinished(path: Location) -> dict[Location, str]:
+    """Return the saves in a directory that are not committed, each with the reason."""
+    being_written = "it is being written, or was left by a job that died"
+    if not isinstance(path, RemotePath):
+        return dict.fromkeys(sorted(path.glob(".tmp-step-*")), being_written)
+    copy = (f"it has no {MARKER}, and no job wrote it here: a copy of a local checkpoint, which stays; to use it, make "
+            f"the object by {WRITE_MARKER}")
+    reasons = {SaveState.UNFINISHED: being_written, SaveState.COPY: copy}
+    return {save: reasons[state] for save, state in states_of_saves(path).items() if state in reasons}
 
 
 def clean(path: StrLocation) -> Iterator[str]:

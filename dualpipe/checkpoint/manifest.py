@@ -37,6 +37,7 @@ FORMAT = 2  # version of the file format of a checkpoint, all its files together
 MANIFEST = "manifest.json"
 TENSORS = "tensors.json"
 MARKER = "COMMITTED"  # of a remote checkpoint
+WRITE_MARKER = f"sha256sum < {MANIFEST} | cut -c-64 > {MARKER}"  # for a checkpoint that was copied to a store
 _MARKER_SIZE = 65  # a SHA-256 in hexadecimal and the end of the line
 RANDOM = "random"  # metadata key in the first file of a rank: its random state, as JSON
 
@@ -197,7 +198,8 @@ def _read_remote_manifest(path: RemotePath) -> str:
     """Return the text of manifest.json; raise ValueError if the checkpoint is not committed or it is damaged."""
     marker = read_marker(path)
     if marker is None:
-        raise ValueError(f"{path} has no {MARKER}, so it is no complete checkpoint")
+        raise ValueError(f"{path} has no {MARKER}, so it is no complete checkpoint; for a copy of a complete one, make "
+                         f"the object by {WRITE_MARKER}")
     try:
         content = storage_of(path).read(path / MANIFEST)
     except FileNotFoundError:

@@ -5,7 +5,7 @@
         COMMITTED                the marker: written last, deleted first
     index.json                   all saves, with the number of ranks of each; written before a save begins
     latest                       the name of the newest, for people and scripts
-    .lock, .lock-ID              the lease of the one job that may save here
+    .lock, .lock-ID              the lease of the one job that may save here, or the last that did
 
 A listing may be late, so nothing depends on one. Saves are found by the index. A save is committed if its marker can be
 read by key. The objects of a save are deleted only while it has no marker. They are those with known keys, and any
@@ -20,10 +20,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
+from enum import Enum, auto
 from itertools import count
 
 from dualpipe.checkpoint.directory import INDEX, Directory, Retention, read_index, remote_saves, step_of
@@ -31,6 +33,7 @@ from dualpipe.checkpoint.manifest import (
     MANIFEST,
     MARKER,
     TENSORS,
+    WRITE_MARKER,
     Checkpoint,
     Manifest,
     StoredTensor,
@@ -39,9 +42,47 @@ from dualpipe.checkpoint.manifest import (
     tensor_file_name,
     write_description,
 )
+from dualpipe.runtime.storage.choose import storage_of
 from dualpipe.runtime.storage.lease import Lease, LeaseLost
 from dualpipe.runtime.storage.location import Location, RemotePath
 from dualpipe.runtime.storage.remote import RemoteStorage
+
+_SAVE_NAME = re.compile(r"step-\d{8,}\.\d{9}")  # those of local checkpoints have no such number
+
+
+class SaveState(Enum):
+    """The state of an entry of the index or the listing of a URL."""
+
+    COMMITTED = auto()  # has a marker
+    UNFINISHED = auto()  # a save of a job, which still runs or has died
+    COPY = auto()  # has a manifest, but no marker, and no job began it here: copied by hand from a local directory
+    UNKNOWN = auto()  # neither: it is being copied, or a late listing shows it after it was deleted
+
+
+def states_of_saves(directory: RemotePath, committed: Collection[RemotePath] = ()) -> dict[RemotePath, SaveState]:
+    """Return the state of each save below a URL. committed: saves that are known to have a marker."""
+    index = read_index(directory)
+    states = {}
+    for save in sorted(remote_saves(directory)):
+        if save in committed or read_marker(save) is not None:
+            states[save] = SaveState.COMMITTED
+        elif index.get(save.name):  # the number of ranks; 0 in an index that was made from a listing
+            states[save] = SaveState.UNFINISHED
+        elif _exists(save / MANIFEST):
+            states[save] = SaveState.COPY
+        elif _SAVE_NAME.fullmatch(save.name):
+            states[save] = SaveState.UNFINISHED
+        else:
+            states[save] = SaveState.UNKNOWN
+    return states
+
+
+def _exists(path: RemotePath) -> bool:
+    try:
+        storage_of(path).size(path)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 class RemoteDirectory(Retention[RemotePath]):
@@ -66,8 +107,13 @@ class RemoteDirectory(Retention[RemotePath]):
         with self._closed_on_error(path):
             self._lease = Lease(path, patience)
             super().__init__(path, keep_last, keep_every)
+            states = states_of_saves(path, self._committed)
             index = read_index(path)
-            self._saves = {save.name: index.get(save.name, 0) for save in remote_saves(path)}  # ranks by name
+            self._saves = {save.name: index.get(save.name, 0) for save, state in states.items()
+                           if state in (SaveState.COMMITTED, SaveState.UNFINISHED)}  # ranks by name
+            for save in (save for save, state in states.items() if state is SaveState.COPY):
+                warnings.warn(f"{save} has no {MARKER}, so it is not used, and not removed: it looks like a copy of a "
+                              f"local checkpoint; if it is complete, make the object by {WRITE_MARKER}", stacklevel=3)
 
     def close(self) -> None:
         """Release the lease, so that other jobs can save here."""
@@ -82,8 +128,8 @@ class RemoteDirectory(Retention[RemotePath]):
         """
         self._check_lease()
         leftovers: list[Location] = []
-        for save in remote_saves(self.path):
-            if save in self._committed or read_marker(save) is not None:
+        for save, state in states_of_saves(self.path, self._committed).items():
+            if state is not SaveState.UNFINISHED:
                 continue
             try:
                 names = self._expected_objects(save)
@@ -173,11 +219,8 @@ class RemoteDirectory(Retention[RemotePath]):
     def _delete_marker(self, save: RemotePath) -> None:
         """Delete the marker of a save and check that it is gone: a save with a marker counts as complete."""
         self._store.delete(save / MARKER)
-        try:
-            self._store.size(save / MARKER)
-        except FileNotFoundError:
-            return
-        raise OSError(f"{save / MARKER} is still there after the store has deleted it, so its files stay")
+        if _exists(save / MARKER):
+            raise OSError(f"{save / MARKER} is still there after the store has deleted it, so its files stay")
 
     def _tidy(self, newest: RemotePath, report_progress: Callable[[], None]) -> None:
         """Delete old checkpoints after `newest` was committed."""

@@ -1,5 +1,7 @@
 """`dualpipe checkpoint ls | verify | show`: the lines of text."""
 
+import shlex
+
 import pytest
 import torch
 
@@ -20,9 +22,10 @@ def two(tmp_path):
 
 def test_a_sound_directory(two):
     head, *rows = ls(two)
-    assert head.split() == ["step", "saved", "at", "size", "layout", "dtypes", "state"]
+    assert head.split() == ["step", "saved", "at", "size", "layout", "dtypes", "path", "state"]
     assert [row.split()[0] for row in rows] == ["2", "1"]
     assert all("pp 1, dp 1, ep 1" in row and " fp32 " in row and row.endswith("complete") for row in rows)
+    assert [row.split()[-2] for row in rows] == [f"{two}/step-00000002", f"{two}/step-00000001"]
     assert len(list(ls(two / "step-00000001"))) == 2
     assert [line.split(", ")[0] for line in check(two)] == [f"{two}/step-0000000{n}: complete" for n in (2, 1)]
     lines = list(show(two))
@@ -55,3 +58,13 @@ def test_damage_and_what_is_unfinished(two):
 def test_nothing_there(tmp_path, command):
     with pytest.raises(ValueError, match="has no checkpoints; give the directory"):
         list(command(tmp_path))
+
+
+def test_paths_can_be_pasted_into_a_shell(two):
+    spaced = two / "of mine"
+    spaced.mkdir()
+    (two / "step-00000002").rename(spaced / "step-00000002")
+    (spaced / ".tmp-step-00000003-ab").mkdir()
+    _, row, unfinished = ls(spaced)
+    assert shlex.split(row)[-2] == f"{spaced}/step-00000002"
+    assert shlex.split(unfinished)[1] == f"{spaced}/.tmp-step-00000003-ab"

@@ -1,6 +1,7 @@
 """Checkpoints in a store that cannot rename: whole or not there, whatever fails, however late it lists."""
 
 import os
+import shutil
 import subprocess
 import sys
 from datetime import timedelta
@@ -139,7 +140,8 @@ def test_commands(url, tmp_path):
     assert next(show(url)).startswith(f"{path}: step 2, saved at 20")
     (tmp_path / path.name / MARKER).unlink()
     rows = list(ls(url))
-    assert rows[1].split()[0] == "1" and f"not complete: {path} is being written" in rows[2]
+    assert rows[1].split()[0] == "1" and rows[1].split()[-2] == str(scan(url).committed[0].path)
+    assert f"{path}  not complete: it is being written" in rows[2]
     assert list(clean(url)) == [f"{path}: removed", f"{url}: 1 removed"]
     assert list(clean(url)) == [f"{url}: nothing removed"]
     assert path.name not in saves_on_disk(tmp_path) and steps_in(url) == [1]
@@ -148,6 +150,38 @@ def test_commands(url, tmp_path):
     for command in (ls, check, show, clean):
         with pytest.raises(ValueError, match=r"none has no checkpoints; give the URL that a run saves to"):
             list(command(f"{url}/none"))
+
+
+@pytest.mark.parametrize("is_index_lost", [False, True])
+def test_a_copy_of_a_local_checkpoint_is_kept_until_it_has_a_marker(url, tmp_path, is_index_lost):
+    run = f"{url}/run"
+    first = save(run, state_of(1), step=1)
+    local = save(tmp_path / "local", state_of(5), step=5)
+    copy = as_location(run) / local.name
+    copied = tmp_path / "run" / local.name
+    copied.mkdir()
+    (copied / "tensors.json").write_bytes((local / "tensors.json").read_bytes())
+    with Checkpoints(run) as checkpoints:  # while it is being copied
+        checkpoints.save(state_of(5), step=5)
+    shutil.copytree(local, copied, dirs_exist_ok=True)
+    if is_index_lost:
+        (tmp_path / "run" / "index.json").unlink()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=rf"{copy} has no {MARKER}, so it is not used, and not removed.*sha256sum"):
+            list(clean(run))
+    with pytest.warns(UserWarning, match=rf"{copy} has no {MARKER}"), Checkpoints(run) as checkpoints:
+        for step in (2, 5):
+            checkpoints.save(state_of(step), step=step)
+    assert len(list(copied.iterdir())) == 3 and local.name not in read_index(as_location(run))
+    assert f"{copy}  not complete: it has no {MARKER}, and no job wrote it here: a copy of a local" in list(ls(run))[-1]
+    with pytest.raises(ValueError, match=rf"{local.name} has no {MARKER}.*; for a copy of a complete one") as caught:
+        load(copy, state_of(0))
+    subprocess.run(str(caught.value).partition("make the object by ")[2], shell=True, check=True, cwd=copied)
+    state = state_of(0)
+    assert load(copy, state).path == copy and is_step(state, 5)
+    assert {checkpoint.path for checkpoint in scan(run).committed} > {copy, first}
+    save(run, state_of(5), step=5)  # the same step again replaces it
+    assert not copied.exists() or not list(copied.iterdir())
 
 
 def test_clean_of_a_local_directory(tmp_path):

@@ -3,8 +3,8 @@
     .lock          names the last holder; written once, when a job takes the lease, and never deleted
     .lock-ID       heartbeat of the holder ID, rewritten every few seconds; "released" after the end of the job
 
-A holder writes and deletes only its own heartbeat after it has taken the lease. A release that is repeated because its
-answer was lost can therefore not end the lease of the next job.
+Once it has the lease, a holder writes nothing but its own heartbeat, also to release the lease. A release that is
+repeated because its answer was lost can therefore not end the lease of the next job.
 
 A job that finds another holder watches its heartbeat, and considers the holder dead if the heartbeat does not change
 for some seconds. A holder on this machine whose process has ended is considered dead at once, so that a restarted run

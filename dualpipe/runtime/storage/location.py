@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+LOCAL_FILES = ("file", "local")  # fsspec's protocols for the file system of this machine
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")  # `Path` drops one of the two slashes
 
 
@@ -51,14 +52,19 @@ def as_location(path: StrLocation) -> Location:
     """Return a string or path as a location. A string with "://" is a URL.
 
     Raises:
-        ValueError: a URL in a `Path`, which changes it, or a chain of stores such as simplecache::s3://bucket.
+        ValueError: a URL in a `Path`, which changes it; a chain of stores such as simplecache::s3://bucket; or the
+            URL of files on another host, such as file://host/path.
     """
     if isinstance(path, RemotePath):
         return path
     text = fspath(path)
     match = _URL.fullmatch(text) if isinstance(path, str) else None
     if match:
-        return RemotePath(match[1], match[2].rstrip("/"))
+        protocol, key = match.groups()
+        if protocol in LOCAL_FILES and key and not key.startswith("/"):
+            raise ValueError(f"{text} names {key.partition('/')[0]!r} as the host of the files, but only those of this "
+                             f"machine can be reached; give {protocol}:///path, with three slashes")
+        return RemotePath(protocol, key.rstrip("/"))
     if _URL_AS_PATH.match(text):
         raise ValueError(f"{text} looks like a URL that was made a Path, which drops a slash; give it as a string")
     if "::" in text and "://" in text:

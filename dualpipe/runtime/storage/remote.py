@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from dualpipe.runtime.files import CHECKSUMS, Written
-from dualpipe.runtime.storage.location import RemotePath
+from dualpipe.runtime.storage.location import LOCAL_FILES, RemotePath
 from dualpipe.runtime.storage.protocol import Ranges, ReadInto
 
 _ATTEMPTS = 5
@@ -63,7 +63,7 @@ def _connect(path: RemotePath) -> tuple[Any, str]:
     except ImportError:
         raise ValueError(f"{path} is a URL, which needs fsspec, but fsspec is not installed; run pip install "
                          "'dualpipe[remote]', or give a local directory") from None
-    options = {"auto_mkdir": True} if path.protocol in ("file", "local") else {}
+    options = {"auto_mkdir": True} if path.protocol in LOCAL_FILES else {}
     try:
         file_system, name = url_to_fs(str(path), **options)
     except (ImportError, ValueError) as error:
@@ -178,7 +178,9 @@ def _write_once(
     except _StoreError as raised:
         may_be_stored = content.is_complete or isinstance(raised.error, FileExistsError)
         if not may_be_stored or not _is_stored(file_system, name, content):
-            raise _retryable(raised) from raised
+            if isinstance(raised.error, FileNotFoundError):  # the store has forgotten the upload: it is repeated
+                raise _StoreError(OSError(f"FileNotFoundError: {raised.error}")) from raised
+            raise
     return Written(content.size, content.checksum if checksum else "")
 
 
@@ -247,16 +249,6 @@ def _is_stored(file_system: Any, name: str, content: _Content) -> bool:
             return False
         raise
     return bool(hasher.hexdigest() == content.checksum)
-
-
-def _retryable(raised: _StoreError) -> _StoreError:
-    """Return the error of a write such that it is retried.
-
-    An upload that is not found, or an object that is not there after it was written, is written again.
-    """
-    error = raised.error
-    is_missing = isinstance(error, FileNotFoundError)
-    return _StoreError(OSError(f"{type(error).__name__}: {error}")) if is_missing else raised
 
 
 def _abandon(out: Any) -> None:

@@ -39,6 +39,12 @@ def test_refused():
         as_location("simplecache::s3://bucket/run")
 
 
+@pytest.mark.parametrize("url", ["file://shared/run", "file://localhost/shared/run", "local://run"])
+def test_files_of_another_host(url):
+    with pytest.raises(ValueError, match=rf"{url} names '\w+' as the host .*; give {url.partition(':')[0]}:///path"):
+        as_location(url)
+
+
 def test_contains(tmp_path):
     run = as_location("s3://bucket/run")
     assert contains(run, run) and contains(run, run / "step-00000001")
