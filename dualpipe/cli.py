@@ -222,7 +222,7 @@ def _memory(args: argparse.Namespace) -> None:
     """Print an estimate of the memory of every rank, and draw it over time if asked to."""
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
-    from dualpipe.plan.memory import estimate, table
+    from dualpipe.plan.memory import check_run, estimate, table
     from dualpipe.plan.on_meta.counted_models import uncounted_layers
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
@@ -230,6 +230,7 @@ def _memory(args: argparse.Namespace) -> None:
     args, overrides = _parse_after_config(args)
     config = load_config(args.config, overrides)
     model = read_model_config(config)
+    check_run(config, model)
     for line in (*table(estimate(config, model), config.memory.capacity), *uncounted_layers(model)):
         print(line)
     if args.timeline:

@@ -217,7 +217,6 @@ ELSEWHERE = {
     "dualpipe/runtime/storage/choose.py": "tests/runtime/storage/test_local.py, for every kind of storage",
     "dualpipe/runtime/storage/protocol.py": "tests/runtime/storage/test_local.py, for every kind of storage",
     "dualpipe/runtime/printing.py": "tests/test_cli.py and tests/train/test_metrics.py, which read what is printed",
-    "dualpipe/train/export.py": "tests/train/test_hf.py",
     "dualpipe/train/parity_errors.py": "tests/train/test_parity.py and tests/train/model_parity/bf16/test_rounding.py",
     "dualpipe/train/parity_models.py": "tests/train/test_parity.py",
     "dualpipe/train/replay.py": "tests/train/anomaly/test_guard.py",

@@ -34,6 +34,7 @@ from torch import nn
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES
+from dualpipe.parallel.experts.dispatcher import experts_per_rank
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers, takes_two_hops
@@ -46,6 +47,7 @@ from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.optim.offload import buffer_bytes
+from dualpipe.train.step.layout_check import check_layout
 from dualpipe.train.step.pipeline_schedule import build_schedule
 
 __all__ = [
@@ -125,9 +127,7 @@ def step_memory(
     p = config.parallel
     train = config.train
     per_node = ranks_per_node or p.ranks_per_node or GPUS_PER_NODE
-    if model.num_experts % p.ep:
-        raise ValueError(f"parallel.ep = {p.ep} does not divide the model's {model.num_experts} experts; set it to a "
-                         "divisor")
+    experts_per_rank("the model", model.num_experts or p.ep, p.ep)
     # More micro-batches do not increase the number alive at once: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
     stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage)
@@ -147,6 +147,20 @@ def step_memory(
         nccl = _nccl_buffers(p, schedule.placement, rank, per_node)
         ranks.append([*_rank_moments(steps, rank_stages, messages, nccl)])
     return schedule, ranks
+
+
+def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> None:
+    """Raise the ValueError with which a run would refuse its layout, dispatch or formats.
+
+    ranks_per_node: if parallel.ranks_per_node is 0; 0: 8 GPUs per node, or all ranks of the CPU.
+    """
+    config = fit_world(config, config.parallel.world_size)
+    p = config.parallel
+    per_node = ranks_per_node or (p.world_size if p.device == "cpu" else _NODE)
+    plan = None
+    if isinstance(model, HubConfig):
+        plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
+    check_layout(config, model, plan, per_node)
 
 
 class _LiveMemory:

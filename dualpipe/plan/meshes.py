@@ -15,7 +15,7 @@ from dualpipe.models import HubConfig
 from dualpipe.models.flops import meta_layer
 from dualpipe.parallel.context.context_parallel import method_for
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.memory import GB, cached_schedule, estimate
+from dualpipe.plan.memory import GB, cached_schedule, check_run, estimate
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.by_name.build import BUILDERS
 from dualpipe.train.config.schema import Config
@@ -64,7 +64,10 @@ def plan(request: PlanRequest, rows: int) -> list[Prediction]:
         ValueError: the sequences cannot be divided over any mesh of the GPUs, or no run fits in memory. Then the
             message names the run that comes nearest.
     """
-    meshes = [sorted(runs, key=request.floor) for runs in _meshes(request)]
+    refused: list[str] = []  # errors with which a run would refuse meshes
+    meshes = [sorted(runs, key=request.floor) for runs in _meshes(request, refused)]
+    if not meshes and refused:
+        raise ValueError(refused[0])
     if not meshes:
         raise ValueError(f"no mesh of {request.gpus} GPUs takes {request.sequences} sequences a step; give another "
                          "number of --gpus, or a --global-batch of tokens that they can share")
@@ -125,8 +128,8 @@ def _is_small(run: Prediction) -> bool:
     return run.config.train.micro_batch_size == 1 and bool(run.config.memory.recompute)
 
 
-def _meshes(request: PlanRequest) -> Iterator[list[Prediction]]:
-    """Yield the runs of each mesh that has any."""
+def _meshes(request: PlanRequest, refused: list[str]) -> Iterator[list[Prediction]]:
+    """Yield the runs of each mesh that has any. Appends the errors of meshes that a run would refuse to `refused`."""
     config = request.config
     divisors = [n for n in range(1, request.gpus + 1) if request.gpus % n == 0]
     max_pp = request.model.num_hidden_layers + 2  # the first and the last stage need no layer
@@ -137,8 +140,14 @@ def _meshes(request: PlanRequest) -> Iterator[list[Prediction]]:
         if rest or not dp or dp % config.parallel.dp_replicate or pp > max_pp or request.model.num_experts % ep:
             continue
         runs = list(_runs(request, pp, dp, cp, ep))
-        if runs:
-            yield runs
+        if not runs:
+            continue
+        try:
+            check_run(runs[0].config, request.model, request.machine.node)
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        yield runs
 
 
 def _supports_context(request: PlanRequest, cp: int) -> bool:

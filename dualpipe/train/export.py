@@ -118,7 +118,7 @@ def export(config: Config, model: Model, job: Job) -> None:
     with Recorder.current().doing("export", str(target)):
         if job.rank == 0:
             with suppress(OSError):
-                (Path(config.output.dir) / EXPORT_FILE).unlink()  # it describes the export before
+                (Path(config.output.dir) / EXPORT_FILE).unlink()  # of an earlier export
         if settings.to_hf == AUTO:
             job.ranks.first(partial(set_aside, target))
         if isinstance(model.config, HubConfig):

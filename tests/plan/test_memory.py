@@ -389,7 +389,7 @@ def test_the_command_says_what_a_device_has_left(capsys):
 
 def test_a_layout_that_the_experts_do_not_fit_is_refused(capsys):
     assert main(["memory", str(EXAMPLES / "qwen3-30b-a3b.toml"), "--parallel.ep", "3"]) == 2
-    assert "parallel.ep = 3 does not divide the model's 128 experts" in capsys.readouterr().err
+    assert "128 experts cannot be divided evenly among 3 expert-parallel ranks; possible" in capsys.readouterr().err
 
 
 def test_recomputation_and_more_ranks_take_less():

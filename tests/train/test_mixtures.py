@@ -104,6 +104,17 @@ def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
     assert cli.main([*run, "--data.sources", "packed", "chats"]) == 0
     rows = rows_of(folder)
     assert all(0 < row["counted_tokens"] < 8 * 64 for row in rows) and rows[-1]["eval_loss"] > 0
+    own = {}
+    for name in ("packed", "chats"):
+        evaluated = [*run, "--data.validation_path", name, "--output.dir", f"on-{name}", "--optimizer.lr", "1e-12"]
+        assert cli.main([*evaluated, "--data.sources", "packed", "chats"]) == 0, capsys.readouterr().err
+        own[name] = rows_of(folder, f"on-{name}")[-1]["eval_loss"]
+        assert cli.main([*evaluated, "--data.sources", name, "--output.dir", f"of-{name}"]) == 0
+        assert own[name] == pytest.approx(rows_of(folder, f"of-{name}")[-1]["eval_loss"], rel=1e-6)
+    assert own["packed"] != own["chats"]
+    texts = ["--data.sources", "packed", "packed", "--data.validation_path", "chats", "--output.dir", "texts"]
+    assert cli.main([*run, *texts]) == 2
+    assert "data.validation_path: chats holds conversations, but all of data.sources hold" in capsys.readouterr().err
     assert cli.main([*run, "--data.sources", "packed", "more", "--output.dir", "other"]) == 2
     assert "packed was packed with the tokenizer 'sha256:" in (said := capsys.readouterr().err)
     assert "with 'bytes'; pack all with the same" in said

@@ -1,4 +1,4 @@
 """Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text.
 
-Imports nothing.
+Imports `runtime`.
 """

@@ -64,9 +64,10 @@ def _check_role(template: ChatTemplate, role: str, number: int) -> None:
     is_other_name = role != ASSISTANT and SHAREGPT_ROLES.get(role) == ASSISTANT
     if role in ROLES or (template.names(role) and not is_other_name):
         return
-    meant = ASSISTANT if is_other_name else nearest(role, ROLES, cutoff=0)[0]
+    meant = SHAREGPT_ROLES.get(role) or next(iter(nearest(role, ROLES)), None)
+    hint = f"; give {meant!r}" if meant else ""
     raise ValueError(f"message {number} has the role {role!r}; expected one of {', '.join(ROLES)}, or another that "
-                     f"{template.name} names; the nearest is {meant!r}")
+                     f"{template.name} names{hint}")
 
 
 def _find_turn(template: ChatTemplate, conversation: Conversation, turn: int, whole: str) -> tuple[int, int]:

@@ -61,11 +61,15 @@ class RunData:
         paths = ranks.first(partial(_prepare, config))
         self.sources = [
             open_splits(train_path, validation_path, config.data.validation_fraction, at_least=min_validation_tokens,
-                        cache=cache)
+                        cache=cache, is_mixed=len(paths) > 1)
             for train_path, validation_path in paths
         ]
         self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
         _check_tokenizers(self.sources)
+        if not self.has_loss_mask and self.evaluated[0].validation.has_loss_mask:
+            path = self.evaluated[0].validation.packed.path
+            raise ValueError(f"data.validation_path: {path} holds conversations, but all of data.sources hold text, "
+                             "whose loss has no mask; give text, or a source with conversations")
         for stream in chain.from_iterable(self.sources):
             stream.packed.check_vocabulary(vocab_size)
         if self.has_loss_mask and mtp_depth:
@@ -161,7 +165,7 @@ def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
     train_paths = [pack_text(path) for path in paths]
     validation_path = pack_text(data.validation_path) if data.validation_path else None
     for train_path in train_paths:
-        scan_splits(train_path, validation_path, data.validation_fraction, cache=cache)
+        scan_splits(train_path, validation_path, data.validation_fraction, cache=cache, is_mixed=len(train_paths) > 1)
     return [(train_path, validation_path) for train_path in train_paths]
 
 
@@ -169,6 +173,6 @@ def _check_tokenizers(sources: Sequence[Splits]) -> None:
     """Raise ValueError unless all sources have the same tokenizer. Chat templates and ends of documents may differ."""
     first, *others = [splits.train.packed for splits in sources]
     for packed in others:
-        if packed.tokenizer.split(":")[:2] != first.tokenizer.split(":")[:2]:
+        if not packed.has_vocabulary_of(first):
             raise ValueError(f"data.sources: {first.path} was packed with the tokenizer {first.tokenizer!r}, "
                              f"{packed.path} with {packed.tokenizer!r}; pack all with the same")

@@ -157,7 +157,9 @@ def ensure_packed(
     return target
 
 
-def scan_splits(train: Path, validation: Path | None, fraction: float, *, cache: Path) -> None:
+def scan_splits(
+    train: Path, validation: Path | None, fraction: float, *, cache: Path, is_mixed: bool = False
+) -> None:
     """Scan very many documents once for all ranks, whose `open_splits` then reads the scan from `cache`.
 
     Args:
@@ -165,6 +167,7 @@ def scan_splits(train: Path, validation: Path | None, fraction: float, *, cache:
         validation: packed directory. None: `fraction` of `train`.
         fraction: as in `split_documents`.
         cache: as in `TokenStream`.
+        is_mixed: as in `open_splits`.
     """
     paths = [train] if validation is None else [train, validation]
     try:
@@ -173,11 +176,12 @@ def scan_splits(train: Path, validation: Path | None, fraction: float, *, cache:
     except (OSError, ValueError, KeyError, TypeError):
         return  # `open_splits` reports what is wrong with the index
     if is_large:
-        open_splits(train, validation, fraction, cache=cache)
+        open_splits(train, validation, fraction, cache=cache, is_mixed=is_mixed)
 
 
 def open_splits(
-    train: Path, validation: Path | None, fraction: float, *, at_least: int = 0, cache: Path | None = None
+    train: Path, validation: Path | None, fraction: float, *, at_least: int = 0, cache: Path | None = None,
+    is_mixed: bool = False,
 ) -> Splits:
     """Open packed data.
 
@@ -187,6 +191,8 @@ def open_splits(
         fraction: as in `split_documents`.
         at_least: as in `split_documents`.
         cache: as in `TokenStream`.
+        is_mixed: `train` is a source of a mixture. Chat templates and ends of documents may differ from those of
+            `validation`, as they do between the sources.
 
     Raises:
         ValueError: a directory is not complete, the two were packed with different tokenizers, or as `split_documents`
@@ -196,7 +202,9 @@ def open_splits(
     if validation is None:
         return split_documents(packed, fraction, at_least=at_least, cache=cache)
     packed_validation = PackedTokens(validation)
-    if packed_validation.tokenizer != packed.tokenizer:
+    is_same = packed_validation.has_vocabulary_of(packed) if is_mixed else (
+        packed_validation.tokenizer == packed.tokenizer)
+    if not is_same:
         raise ValueError(
             f"{train} was packed with the tokenizer {packed.tokenizer!r}, {validation} with "
             f"{packed_validation.tokenizer!r}; pack both with the same"

@@ -93,6 +93,10 @@ class PackedTokens:
                 raise ValueError(f"the checksum of {file.name} is wrong")
         return files
 
+    def has_vocabulary_of(self, other: PackedTokens) -> bool:
+        """Return True if both have the same tokenizer, whatever their chat templates and ends of documents."""
+        return self.tokenizer.split(":")[:2] == other.tokenizer.split(":")[:2]
+
     def is_of_tokenizer(self, content: bytes) -> bool:
         """Return True if the text was packed with the tokenizer.json with this content."""
         return self.tokenizer.startswith(f"sha256:{hashlib.sha256(content).hexdigest()}:")

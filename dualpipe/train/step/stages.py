@@ -21,6 +21,7 @@ from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.parallel import DTypePlan, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.copy_engine.exchange import expert_ranks
+from dualpipe.parallel.experts.deep_ep import check_rows
 from dualpipe.parallel.experts.dispatcher import Dispatch, ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
@@ -115,7 +116,7 @@ def build_model(
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute,
             dispatch=options.dispatch, all_to_all=options.all_to_all)
         return Model(config, built, plan, has_first, has_last, {})
-    fp8_block = _fp8_dispatch_block(plan, options.gemm_precision) if options.fp8_dispatch else None
+    fp8_block = fp8_dispatch_block(plan, options.gemm_precision) if options.fp8_dispatch else None
 
     def build_numbers() -> list[Stage]:
         return build_stages(config, schedule.num_stages, numbers, options.layers_per_stage)
@@ -156,7 +157,10 @@ def _shard_over(
 
     def expert_parallels() -> list[ExpertParallel]:
         if options.dispatch == "deep_ep":  # its buffers are large: one for all stages
-            return [expert_parallel(stages[0])] * len(stages)
+            shared = expert_parallel(stages[0])
+            if shared.size > 1:
+                check_rows(stages[0].config.hidden_size, plan.policy.param_dtype, fp8_block)
+            return [shared] * len(stages)
         return [expert_parallel(stage) for stage in stages]
 
     # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
@@ -219,7 +223,7 @@ def _load_with_masters(
     return masters
 
 
-def _fp8_dispatch_block(plan: DTypePlan, precision: GemmPrecision) -> int:
+def fp8_dispatch_block(plan: DTypePlan, precision: GemmPrecision) -> int:
     """Return the number of elements per scale in the rows that expert GEMMs read in FP8.
 
     Raises ValueError if the expert GEMMs are not in FP8.

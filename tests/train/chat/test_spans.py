@@ -52,15 +52,16 @@ def test_templates_whose_prefixes_do_not_agree_are_refused():
         says(FIRST_ROLE, Conversation(turns("a", role="assistant")))
 
 
-@pytest.mark.parametrize("role", ["asistant", "model", "gpt"])
-def test_a_misspelled_assistant_is_refused(role):
-    """Its turns would not count, and nothing would say so."""
+@pytest.mark.parametrize(("role", "hint"), [
+    ("asistant", "; give 'assistant'"), ("model", "; give 'assistant'"), ("human", "; give 'user'"), ("bot", "")])
+def test_an_unknown_role_is_refused(role, hint):
+    """The turns of a misspelled assistant would not count, and nothing would say so."""
     template = CHATML + "{# model #}{{ 'model' if false }}"
     with pytest.raises(ValueError) as raised:
         says(template, Conversation([*turns("a", "b", "c"), {"role": role, "content": "d"}]))
     assert str(raised.value) == (
         f"message 4 has the role {role!r}; expected one of system, developer, user, assistant, tool, function, or "
-        "another that it names; the nearest is 'assistant'")
+        f"another that it names{hint}")
 
 
 def test_a_role_that_the_template_names_is_accepted():

@@ -1,0 +1,59 @@
+"""`dualpipe memory` and `dualpipe plan` refuse what a run refuses, with its message."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dualpipe import cli
+
+TOML = str(Path(cli.__file__).parents[1] / "examples" / "tiny-cpu.toml")
+BF16 = ["--train.dtype", "bf16"]
+ON_GPUS = ["--parallel.device", "cuda"]
+FP8_BLOCK = ["--dtypes.rules", "*.experts,storage=fp8_block"]
+REFUSED = {
+    "two hops in one node": (
+        ["--parallel.dispatch", "two_hop"],
+        r"dispatch = 'two_hop' between 2 expert-parallel ranks with \[2\] on a node, but it needs several nodes"),
+    "DeepEP in float32": (
+        [*ON_GPUS, "--parallel.dispatch", "deep_ep"],
+        r"dispatch = 'deep_ep' got rows of 128 columns in torch\.float32, expected bfloat16; give"),
+    "DeepEP with other blocks": (
+        [*ON_GPUS, *BF16, "--parallel.dispatch", "deep_ep", "--dtypes.fp8_dispatch", "True",
+         "--dtypes.rules", "*.experts,storage=mxfp8"],
+        r"fp8_rows is 32 with dispatch = 'deep_ep', which takes rows in FP8 with a scale for 128 elements"),
+    "FP8 rows without FP8 experts": (
+        ["--dtypes.fp8_dispatch", "True"],
+        r"dtypes\.fp8_dispatch: got experts with None in fp32 and products 'auto', but it needs expert GEMMs"),
+    "cut blocks": (
+        [*BF16, "--dtypes.rules", "*.o_proj,storage=fp8_block"],
+        r"o_proj\.weight is \(128, 128\); over 2 ranks each would have 64 rows, which cuts through the blocks of 128"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_memory_of_a_layout_that_a_run_refuses_is_not_estimated(name, capsys):
+    options, message = REFUSED[name]
+    assert cli.main(["memory", TOML, "--parallel.ep", "2", *options]) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("options", [
+    ["--parallel.dispatch", "two_hop", "--parallel.ranks_per_node", "1"],
+    [*ON_GPUS, *BF16, "--parallel.dispatch", "deep_ep"],
+    [*ON_GPUS, *BF16, *FP8_BLOCK, "--parallel.dispatch", "deep_ep", "--dtypes.fp8_dispatch", "True"],
+])
+def test_a_layout_that_a_run_may_accept_is_estimated(options, capsys):
+    assert cli.main(["memory", TOML, "--parallel.ep", "2", *options]) == 0
+    assert "at most" in capsys.readouterr().out
+
+
+def test_a_plan_leaves_out_what_a_run_refuses(capsys):
+    """Experts on ranks of one node cannot be reached in two hops; without another mesh the run's error is shown."""
+    run = ["plan", TOML, "--gpus", "2", "--parallel.dispatch", "two_hop"]
+    assert cli.main(run) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    column = rows[0].index("ep")
+    assert {row[column] for row in rows[1:] if row[0].isdecimal()} == {"1"}
+    assert cli.main([*run, "--dtypes.fp8_dispatch", "True"]) == 2
+    assert "dtypes.fp8_dispatch: got experts with None in fp32" in capsys.readouterr().err
