@@ -292,7 +292,7 @@ def _keep_rank_experts(module: MetaStage, probe: Workload) -> None:
     """Keep the stacked experts of one of `ep` ranks: 1/ep of them. Every rank gets the same number of tokens."""
     ep = probe.ep
     n_group = getattr(module.base.config, "n_group", None) or 1
-    topk_group = getattr(module.base.config, "topk_group", None) or n_group
+    topk_group = min(getattr(module.base.config, "topk_group", None) or n_group, n_group)
     experts: list[Any] = [inner for inner in module.modules() if is_interface_experts(inner)]
     for inner in experts:
         inner.dispatcher = EvenDispatcher(

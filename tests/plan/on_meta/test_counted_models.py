@@ -61,6 +61,17 @@ def test_recomputed_layers_keep_their_inputs_alone():
     assert again.deferred == kept.deferred
 
 
+@pytest.mark.parametrize("groups, bounded", [((8, 2), True), ((8, 8), False)], ids=str)
+def test_the_groups_of_a_router_bound_the_rows_that_are_sent(groups, bounded):
+    n_group, topk_group = groups
+    plain, limited = (
+        activation_bytes(
+            model_of("deepseek_v3", n_routed_experts=16, num_experts_per_tok=4, n_group=number, topk_group=best),
+            LAYERS, batch=4, sequence_length=16, ep=8).forward
+        for number, best in ((1, 1), (n_group, topk_group)))
+    assert (limited < plain) is bounded
+
+
 def test_a_layer_that_looks_at_values_is_named_and_left_out(monkeypatch):
     model = model_of("olmoe", vocab_size=67)
     forward = OlmoeDecoderLayer.forward
