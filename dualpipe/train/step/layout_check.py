@@ -30,7 +30,7 @@ def check_layout(config: Config, model: TrainedModel, plan: DTypePlan | None, ra
         check_dispatch(p.dispatch, range(first, first + p.ep), p.ranks_per_node or ranks_per_node)
     if plan is None or not isinstance(model, HubConfig):
         return
-    fp8_rows = fp8_dispatch_block(plan, config.dtypes.products) if config.dtypes.fp8_dispatch else None
+    fp8_rows = fp8_dispatch_block(plan, config.dtypes.gemm_precision) if config.dtypes.fp8_dispatch else None
     if p.dispatch == "deep_ep" and p.ep > 1:
         check_rows(model.hidden_size, plan.policy.param_dtype, fp8_rows)
     if any(dtypes.format for dtypes in plan.tensors.values()):
