@@ -156,7 +156,7 @@ def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> N
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
-    per_node = ranks_per_node or (p.world_size if p.device == "cpu" else _NODE)
+    per_node = ranks_per_node or (p.world_size if p.device == "cpu" else GPUS_PER_NODE)
     plan = None
     if isinstance(model, HubConfig):
         plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
