@@ -146,9 +146,10 @@ def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path)
     goals = (bench.Goal("possible", "us", 0.0), bench.Goal("impossible", "torch", 1e9))
     assert bench.run_bench(bench.Bench("doc", "it", settings, {}, module.measure, goals)) == 1
     out = capsys.readouterr().out
-    assert "goal: possible: met on all 5 rows" in out and "goal: impossible: MISSED on 5 of 5 rows" in out
+    assert "goal: possible: met on all 6 rows" in out and "goal: impossible: MISSED on 6 of 6 rows" in out
     rows = json.loads((tmp_path / "it.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["sort", "dispatch", "combine", "combine backward", "dispatch backward"]
+    assert [row["what"] for row in rows] == [
+        "destinations", "sort", "dispatch", "combine", "combine backward", "dispatch backward"]
 
 
 def test_results_are_saved(bench, tmp_path):

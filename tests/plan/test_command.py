@@ -95,7 +95,7 @@ def test_nodes_are_those_of_the_option_or_of_the_file(capsys, monkeypatch, tmp_p
 
 def test_lists_of_tables_are_written(capsys, tmp_path):
     toml, tables = tmp_path / "row.toml", [
-        "--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,save=bf16", "--dtypes.fp8_dispatch", "True",
+        "--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,save=bf16", "--dtypes.fp8_weight_grad", "True",
         "--optimizer.groups", "*.q_proj,lr=0.001", "*.gate,weight_decay=0.0,algorithm=adamw", "--optimizer.lr", "0.01",
     ]
     plan(capsys, "--write", "1", str(toml), "--rows", "1", *tables)

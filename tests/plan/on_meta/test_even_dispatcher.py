@@ -69,12 +69,16 @@ def moved(dispatcher: Any, x: Tensor, experts: Tensor) -> list[int]:
 
 
 def real(rank: int, ranks_per_node: int) -> list[int]:
-    """Return the result of `moved` for tokens whose experts are chosen at random."""
+    """Return the result of `moved` for tokens whose experts are chosen at random.
+
+    The least of some repeats: gloo's thread may hold the tensors of a communication that is over for a moment longer.
+    """
     mesh = build_mesh(1, 1, 4, torch.device("cpu"))
     dispatcher = ExpertParallel(EXPERTS, mesh["ep"], ranks_per_node=ranks_per_node).dispatcher()
     generator = torch.Generator().manual_seed(rank)
     experts = torch.rand(TOKENS, EXPERTS, generator=generator).topk(TOP_K).indices
-    return moved(dispatcher, torch.zeros(TOKENS, WIDTH), experts)
+    repeats = [moved(dispatcher, torch.zeros(TOKENS, WIDTH), experts) for _ in range(5)]
+    return [*map(min, zip(*repeats))]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

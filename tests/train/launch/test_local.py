@@ -277,7 +277,9 @@ def starts(monkeypatch, tmp_path):
 
     def run(code, restarts):
         metrics = f"def step(n):\n    os.makedirs('{tmp_path}/out', exist_ok=True)\n" \
-                  f"    open('{tmp_path}/out/metrics.jsonl', 'w').write('{{\"step\": %d}}\\n' % n)\n"
+                  f"    new = '{tmp_path}/out/new%d' % rank\n" \
+                  f"    open(new, 'w').write('{{\"step\": %d}}\\n' % n)\n" \
+                  f"    os.replace(new, '{tmp_path}/out/metrics.jsonl')  # all ranks write it, and one may be ended\n"
         number = f"N = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\nrank or open('{tmp_path}/N', 'a').write(str(N))\n"
         fake_ranks(monkeypatch, tmp_path, f"{SAY}\n{metrics}\n{number}\nall_ready(2)\n{code}\n")
         status = start_ranks(["train"], ranks(2, output=tmp_path / "out"), restarts=restarts)

@@ -24,7 +24,7 @@ REFUSED = {
         r"fp8_rows is 32 with dispatch = 'deep_ep', which takes rows in FP8 with a scale for 128 elements"),
     "FP8 rows without FP8 experts": (
         ["--dtypes.fp8_dispatch", "True"],
-        r"dtypes\.fp8_dispatch: got experts with None in fp32 and products 'auto', but it needs expert GEMMs"),
+        r"dtypes\.fp8_dispatch: got experts with None in fp32 and gemm_precision 'auto', but it needs expert GEMMs"),
     "cut blocks": (
         [*BF16, "--dtypes.rules", "*.o_proj,storage=fp8_block"],
         r"o_proj\.weight is \(128, 128\); over 2 ranks each would have 64 rows, which cuts through the blocks of 128"),
