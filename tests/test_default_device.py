@@ -122,6 +122,7 @@ def trainer(rank: int, device: str, folder: str) -> list[tuple]:
     return [(line["loss"], line["grad_norm"], line["eval_loss"]) for line in map(json.loads, lines)]
 
 
+@pytest.mark.slow
 def test_the_trainer(tmp_path):
     write_files(tmp_path, CONFIG | {"vocab_size": 257})
     (expected,), (found,) = (run_ranks(trainer, 1, device, str(tmp_path), fresh=True) for device in ("cpu", "meta"))

@@ -151,6 +151,7 @@ def test_training_with_checkpoints(tmp_path):
         assert run_ranks(training, 1, str(tmp_path), steps, waits, fresh=True) == [[]]
 
 
+@pytest.mark.slow
 def test_training_with_multi_token_prediction_waits_in_its_evaluation_alone(tmp_path):
     write_files(tmp_path, FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 257})
     waits = {READ: 3, EVALUATE: 2, EVALUATE.replace("_local_scalar_dense", "tolist"): 1, FINITE: 1, SAVE: 1}

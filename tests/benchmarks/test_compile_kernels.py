@@ -42,6 +42,7 @@ def compile_table(*arguments):
     return rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", FAST)
 def test_main_configurations_compile(part):
     for row in compile_table("--arch", "90", "--match", part):

@@ -88,6 +88,7 @@ def test_saved_in_the_background(saved, how):
     check(saved, [(2, 1, 2)], (1, 2, 2), how)
 
 
+@pytest.mark.slow
 def test_moments_in_bf16(saved):
     check(saved, [(2, 1, 2)], (1, 2, 2), "narrow")
 

@@ -118,6 +118,7 @@ def test_the_files_hold_block_rows_once(tmp_path):
         assert verify(path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
 def test_background_saves_are_those_of_the_moment(tmp_path, how):
     run_ranks(write, 2, str(tmp_path), (1, 2, 1), SOME)
@@ -264,6 +265,7 @@ def step(trainee, number):
     trainee.optimizer.zero_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["stored", pytest.param("gathered", marks=pytest.mark.slow)])
 def test_going_on(tmp_path, way):
     """Bytes, masters and moments equal those of the uninterrupted run."""

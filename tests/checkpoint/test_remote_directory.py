@@ -495,6 +495,7 @@ def load_in_layout(rank, url, shape):
     return loaded.manifest.step, trainee.wrong(2), read
 
 
+@pytest.mark.slow
 def test_any_layout_and_each_rank_its_own_part(url, tmp_path):
     run_ranks(save_in_layout, 2, url, (2, 1, 1))
     (newest,) = [checkpoint for checkpoint in scan(url).committed if checkpoint.manifest.step == 2]
@@ -582,10 +583,11 @@ MOMENTS = [  # the rank that is killed, the object that it writes, when, and the
     (0, "tensors.json", "closed", 2), (0, "manifest.json", "half", 2), (0, "manifest.json", "closed", 2),
     (0, MARKER, "half", 2), (0, MARKER, "closed", 3), (0, "latest", "half", 3),
 ]
+FAST_MOMENTS = (MOMENTS[1], MOMENTS[7], MOMENTS[8], MOMENTS[9])  # around the marker, which commits
 
 
 @pytest.mark.parametrize("how, moment", [
-    *(("async", moment) for moment in MOMENTS),
+    *(pytest.param("async", moment, marks=[] if moment in FAST_MOMENTS else pytest.mark.slow) for moment in MOMENTS),
     *(pytest.param("sync", moment, marks=pytest.mark.slow) for moment in MOMENTS),
 ])
 def test_killed_in_a_save(url, tmp_path, how, moment):

@@ -252,6 +252,7 @@ def four(rank, folder):
     return said
 
 
+@pytest.mark.slow
 def test_on_four_ranks(tmp_path):
     results = run_ranks(four, 4, str(tmp_path), fresh=True)
     for said in results:

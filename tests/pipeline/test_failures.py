@@ -243,7 +243,7 @@ def few(layout: Layout) -> int:
     """
     if layout.num_ranks > 2:
         return 3
-    return 8 if layout.recompute or layout.all_to_all != "nccl" else 24
+    return 8 if layout.recompute or layout.all_to_all != "nccl" else 12
 
 
 @pytest.mark.parametrize("layout", [

@@ -191,7 +191,7 @@ def matrix(rank, world, kinds):
 
 
 @pytest.mark.parametrize("world, kinds", [
-    (1, [MIXED]), (2, [MIXED]),
+    (2, [MIXED]), pytest.param(1, [MIXED], marks=pytest.mark.slow),
     *(pytest.param(world, [MIXED, "Everything", "Positioned Nothing"], marks=pytest.mark.slow)
       for world in (1, 2, 3, 4)),
 ])

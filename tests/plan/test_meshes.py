@@ -8,6 +8,7 @@ from dualpipe.plan import meshes
 from plans import plan
 
 
+@pytest.mark.slow
 def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):
     monkeypatch.setattr(meshes, "LONG", 8)
     lines = plan(capsys, "--parallel.cp_method", "all_to_all", "--rows", "100")

@@ -83,6 +83,7 @@ def alone(right):
     return lambda self, *arguments: right(self, *arguments[:5])
 
 
+@pytest.mark.slow
 def test_a_balance_loss_on_a_part_of_a_sequence_is_seen(run_toml):
     assert min(map(max, run_ranks(one_rank_alone, 2, str(run_toml), fresh=True))) > 1e-6
 

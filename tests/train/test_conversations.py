@@ -136,6 +136,7 @@ def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
     assert float(fine.stdout.split("NOT reproduced: loss ")[1].split(",")[0]) == pytest.approx(loss, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [["--parallel.cp", "2"], ["--parallel.dp", "2"]], ids=["cp2", "dp2"])
 def test_a_rank_without_any_token_that_counts(folder, dualpipe, layout):
     """With cp, one rank has the only answer, of one token; with dp, one sequence has it and another a long answer."""

@@ -39,7 +39,10 @@ def test_a_complete_run_does_not_export_again(train):
     assert exported() == before
 
 
-@pytest.mark.parametrize("change", ["missing", "other settings", "no record", "other checkpoint"])
+@pytest.mark.parametrize("change", [
+    "missing", "other settings", pytest.param("no record", marks=pytest.mark.slow),
+    pytest.param("other checkpoint", marks=pytest.mark.slow),
+])
 def test_an_export_that_is_missing_or_differs_is_made_again(train, change):
     save = [*SAVE, "--export.to_hf", "auto"]
     train(*save)

@@ -46,6 +46,7 @@ def test_settings(folder):
     assert load_config(str(folder / "run.toml")).data.sources[1].path == str(folder / "more")
 
 
+@pytest.mark.slow
 def test_shares_that_were_drawn_and_the_same_bits_after_a_restart(folder, dualpipe):
     options = ["--optimizer.schedule", "constant", "--train.eval_interval", "0"]
     for out, steps in (("straight", "6"), ("halves", "3"), ("halves", "6")):
@@ -91,6 +92,7 @@ def test_weights_that_change(folder, capsys):
     assert "the loader's state is of another run: data [" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
     save_chat_tokenizer(folder / "tokenizer")
     write_chats(folder / "chats.jsonl", random_chats(40))

@@ -230,6 +230,7 @@ def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp
     assert again.returncode == 0 and again.stdout.endswith("reproduced\n"), again.stdout + again.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before, after, told", [
     ("0.3", "0", r"it has the layers for multi-token prediction, which this run does not train: set mtp\.weight above "
                  r"0, or name them in checkpoint\.allow \(\*layers\.2\.\*\) to resume without them$"),
@@ -349,6 +350,7 @@ def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
     assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
 
 
+@pytest.mark.slow
 def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
     (stage,) = trained.runner.model.stages
     found = evaluate(trained.runner, trained.data, trained.progress.done)

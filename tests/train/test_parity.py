@@ -106,6 +106,7 @@ def test_a_wrong_criterion_fails(run_toml, monkeypatch):
 TERMS = ("--router.balance", "0.5", "--router.z_loss", "0.1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["microbatch", "sequence", "global"])
 def test_router_losses_are_compared(run_toml, capsys, level):
     assert run(run_toml, *TERMS, "--router.balance_level", level) == 0
@@ -148,6 +149,7 @@ def test_even_routes_do_not_depend_on_how_ranks_share_sequences():
         assert torch.equal(part, chosen_BSK[:, own].flatten(0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [
     ("--dp", "2"), pytest.param(("--ep", "2"), marks=pytest.mark.slow),
 ], ids=" ".join)
@@ -227,6 +229,7 @@ def test_bf16_passes_and_prints_both_errors(run_toml, capsys):
         run(run_toml, dtype="bf16", tolerance=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "bf16"])
 @pytest.mark.parametrize(("schedule", "count"), [("dualpipev", 48), ("1f1b", 47)])
 def test_tied_embeddings_are_compared_once_in_each_stage(run_toml, capsys, dtype, schedule, count):

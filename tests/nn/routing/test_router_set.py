@@ -55,6 +55,7 @@ def two_steps_on_four_ranks(rank, level):
     return metrics, {name: r.e_score_correction_bias.tolist() for made in stages for name, r in made.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [pytest.param("sequence", marks=pytest.mark.slow), "global"])
 def test_four_ranks_as_one(level):
     stages = [stage(0, 1, 2, 3)]

@@ -138,6 +138,7 @@ def layers(rank, cases, fp8_rows):
             if not all(torch.equal(a, b) for a, b in zip(one, other, strict=True))]
 
 
+@pytest.mark.slow
 def test_results_and_gradients_through_experts_equal_those_over_the_group():
     assert run_ranks(layers, 4, list(CASES), None) == [[]] * 4
 

@@ -78,6 +78,7 @@ def steps_by_copies() -> Iterator[None]:
 HOST_WAITS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
 
 
+@pytest.mark.slow
 def test_steps_of_a_pipeline_wait_for_the_counts_alone():
     """Each rank waits once for each layer, micro-batch and step, as with the other all-to-all."""
     waits = 2 * LAYERS_WITH_EXPERTS * MICRO_BATCHES * STEPS

@@ -341,6 +341,7 @@ def memory(rank, world, filled_by):
     return peak_of(lambda: fill(wide, "cpu", **how))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filled_by", ["seed", "source", "nothing"])
 def test_given_shards_then_materialising_takes_them_and_at_most_one_unsharded_layer(filled_by):
     layer, world = 2**20, 4

@@ -299,6 +299,7 @@ def both_ways(rank: int, shape: tuple[int, int], format: str, dtype: torch.dtype
     return {way: trained(shape, [rule(pattern_of(format), format)], dtype) for way, rule in WAYS.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "format", "dtype"), [
     ((2, 1), "nvfp4", FP32), slow((2, 1), "fp8_block", BF16), slow((2, 2), "mxfp8", BF16), slow((2, 2), "nvfp4", FP32),
 ])

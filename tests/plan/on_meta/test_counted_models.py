@@ -61,6 +61,7 @@ def test_recomputed_layers_keep_their_inputs_alone():
     assert again.deferred == kept.deferred
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups, bounded", [((8, 2), True), ((8, 8), False)], ids=str)
 def test_the_groups_of_a_router_bound_the_rows_that_are_sent(groups, bounded):
     n_group, topk_group = groups

@@ -102,6 +102,7 @@ def test_gains_on_all_random_costs():
 # -- the same for the same inputs
 
 
+@pytest.mark.slow
 def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     options = {"costs": overlapped(), "effort": QUICK // 5}
     monkeypatch.setattr(driver, "MIN_WORKER_SIZE", 0)

@@ -119,6 +119,7 @@ AllToAllDispatcher.plan = with_room
 """
 
 
+@pytest.mark.slow
 def test_unsent_rows_of_a_dispatch_buffer_are_ignored(run_folder, dualpipe):
     before = UNWRITTEN + planted("segment 0 of F(stage 1, micro-batch 1)", 1, 2)
     options = (*ALONE, "--parallel.ep", "2", "--train.num_chunks", "2", "--output.dir", "rows")

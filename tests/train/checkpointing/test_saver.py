@@ -79,6 +79,7 @@ def test_save_now_saves_at_once_and_only_once(run_folder, monkeypatch, mode):
     assert saved == {1: None, 2: None}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_before_an_anomaly_is_kept_also_after_a_resume(run_folder, monkeypatch):
     advice = {}
 

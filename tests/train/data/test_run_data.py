@@ -20,6 +20,7 @@ from dualpipe.train.trainer import train
 from ranks import run_ranks
 
 
+@pytest.mark.slow
 def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys, monkeypatch):
     """A single file trains as in nanoGPT. A run resumes only with the same validation tokens.
 

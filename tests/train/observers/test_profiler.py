@@ -60,6 +60,7 @@ def test_what_cannot_be_profiled(text, message, run_toml, capsys):
     assert err.startswith(f"error: {message}") and err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     options = ["--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1"]

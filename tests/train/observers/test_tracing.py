@@ -31,6 +31,7 @@ def trace_file(run_folder, dualpipe):
     return run_folder / "out/trace-2-3.json"
 
 
+@pytest.mark.slow
 def test_all_that_a_step_is_made_of(trace_file):
     check_format(json.loads(trace_file.read_text()))
     trace = read(trace_file)

@@ -141,6 +141,7 @@ def _updated(rank, path, dp, ep):
     return {name: _whole(p.detach()).numpy() for name, p in stage.named_parameters()}, sum(sent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dp", "ep"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.slow),
                                         pytest.param(3, 1, marks=pytest.mark.slow)])
 def test_shards_give_the_same_update_and_send_the_documented_amount(tmp_path, dp, ep):

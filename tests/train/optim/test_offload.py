@@ -203,6 +203,7 @@ def trained_with_shards(rank, shape):
     return device.report(waits), [wait for wait in waits if "optim" in wait]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 2, 1), pytest.param((1, 1, 2), marks=pytest.mark.slow)], ids=str)
 def test_shards_on_devices(shape):
     assert run_ranks(trained_with_shards, 2, shape) == [([], [])] * 2

@@ -14,6 +14,7 @@ from dualpipe.train.step import expert_gemm_choice, loss
 RUN = ["train", "run.toml", "--parallel.pp", "1", "--train.steps", "1", "--train.eval_batches", "0"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("in_run", "in_replay"), [("grouped_mm", "dualpipe"), ("dualpipe", "grouped_mm")])
 def test_a_replay_uses_the_library_that_the_run_has_measured_to_be_fastest(run_toml, monkeypatch, in_run, in_replay):
     """Timed again, another library could be the fastest, and its sums have other bits."""
