@@ -695,14 +695,17 @@ class _FindDestinations(torch.autograd.Function):
         """Find the destinations, and save the places of the choices for the backward."""
         results: tuple[Tensor, ...] = _find_destinations(experts, weights, num_ranks, experts_per_rank)
         ctx.dtype = weights.dtype
+        ctx.set_materialize_grads(False)  # no zeros for the integers
         ctx.save_for_backward(results[4])
         return results
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Return the gradient of the weights."""
         (places,) = ctx.saved_tensors
         d_copies = grads[2]
+        if d_copies is None:
+            return None, None, None, None
         if needs_gradient(d_copies):
             d_weights = WithoutBackward.apply(_collect_weights, _destinations_error, d_copies, places, ctx.dtype)
         else:
@@ -814,5 +817,5 @@ def _destination_ranks(ranks_TK: Tensor, is_destination_TG: Tensor, all_ranks_G:
 
 def collect_weights_reference(d_copies: Tensor, places: Tensor) -> Tensor:
     """Compute the gradient of the weights (T, K) in PyTorch."""
-    found = d_copies.gather(1, places.clamp(min=0).long().unsqueeze(1)).squeeze(1)
-    return found.where(places >= 0, 0)
+    d_weights = d_copies.gather(1, places.clamp(min=0).long().unsqueeze(1)).squeeze(1)
+    return d_weights.where(places >= 0, 0)

@@ -88,9 +88,10 @@ def load(path: StrLocation, state: CheckpointState, *, mesh: DeviceMesh | None =
         seed: used to derive the random state if the checkpoint was saved in another layout.
 
     Raises (on all ranks):
-        ValueError: before anything is changed: there is no complete checkpoint, or names, shapes or dtypes differ;
-            one line per difference.
-        OSError (RuntimeError with several ranks): before anything is changed: the store of a URL cannot be reached.
+        ValueError: before anything is changed: there is no complete checkpoint, the directory or store cannot be
+            listed, or names, shapes or dtypes differ; one line per difference.
+        OSError (RuntimeError with several ranks): before anything is changed: a store could be listed, but then not be
+            reached.
         RuntimeError: reading failed after that, for example because of a disk failure. The tensors are unusable then.
     """
     ranks = RankSync.of_mesh(mesh)

@@ -251,8 +251,11 @@ class RemoteDirectory(Retention[RemotePath]):
     def _delete_objects(
         self, save: RemotePath, expected: Iterable[str], report_progress: Callable[[], None]
     ) -> None:
-        """Delete the objects of a save that has no marker: all that are listed, and those named in `expected`."""
-        for name in dict.fromkeys([*expected, *self._store.names(save)]):
+        """Delete the objects of a save that has no marker: all that are listed, and those named in `expected`.
+
+        The manifest goes first. If the job is killed here, the rest is then not taken for a copy of a checkpoint.
+        """
+        for name in dict.fromkeys([MANIFEST, *expected, *self._store.names(save)]):
             self._store.delete(save / name)
             report_progress()
         self._store.delete_folder(save)

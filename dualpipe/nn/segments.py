@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -79,12 +79,18 @@ class Communication(Protocol):
 
 
 def recompute_method(communication: Communication) -> Callable[[Any, tuple[Any, ...]], Pending] | None:
-    """Return the method `recompute` of a communication, also under its former name `again`; None if it has neither."""
-    method = getattr(communication, "recompute", None)
-    is_of_protocol = getattr(method, "__func__", None) is Communication.recompute
-    if method is None or is_of_protocol:
-        return getattr(communication, "again", None)
-    return method
+    """Return the method `recompute` of a communication, also under its former name `again`; None if it has neither.
+
+    A subclass may override either of them.
+    """
+    classes = type(communication).__mro__
+    for cls in classes:
+        for name in ("recompute", "again"):
+            if cls is not Communication and name in vars(cls):
+                return cast(Callable[[Any, tuple[Any, ...]], Pending], getattr(communication, name))
+    if Communication in classes:
+        return None
+    return getattr(communication, "recompute", None) or getattr(communication, "again", None)
 
 
 class _ReadsAndWrites:

@@ -62,14 +62,14 @@ class AllToAllDispatcher(Dispatcher):
         if experts_TK.device.type == "cpu" and ((experts_TK < -1) | (experts_TK >= self._num_experts)).any():
             raise ValueError(f"experts must be between 0 and {self._num_experts - 1}, or -1 for none; "
                              f"got {experts_TK.min()} to {experts_TK.max()}")
-        found = find_destinations(experts_TK, weights_TK, self._ranks, self._local)
-        tokens = sort_tokens(found.ranks, self._ranks)
-        copies = found.ranks.shape[1]
+        destinations = find_destinations(experts_TK, weights_TK, self._ranks, self._local)
+        tokens = sort_tokens(destinations.ranks, self._ranks)
+        copies = destinations.ranks.shape[1]
         rows = dispatch_tokens(x_TH, tokens, copies)
-        weights = dispatch_tokens(found.weights.flatten(0, 1), tokens, 1)
-        ids = found.local_experts.flatten(0, 1).index_select(0, tokens.order)
-        plan = Plan(tokens, copies, ids, found.counts)
-        return rows, weights, self._with_node_rows(plan, weights_TK.detach(), experts_TK, found.ranks)
+        weights = dispatch_tokens(destinations.weights.flatten(0, 1), tokens, 1)
+        ids = destinations.local_experts.flatten(0, 1).index_select(0, tokens.order)
+        plan = Plan(tokens, copies, ids, destinations.counts)
+        return rows, weights, self._with_node_rows(plan, weights_TK.detach(), experts_TK, destinations.ranks)
 
     def _with_node_rows(self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor) -> Plan:
         """Return the plan as it is: one hop has no rows for nodes."""

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.nn.routing.losses import count_load
 from dualpipe.nn.routing.router import Router
-from dualpipe.nn.segments import Communication, Pending
+from dualpipe.nn.segments import Communication, Pending, recompute_method
 from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
 from dualpipe.parallel.experts.interface import Dispatcher
 
@@ -89,7 +89,9 @@ class _SharingDispatch:
 
     def recompute(self, context: tuple[Any, Tensor], inputs: tuple[Tensor, Tensor, _SharedPlan]) -> Pending:
         rows, weights, plan = inputs
-        return self._inner.recompute(context[0], (rows, weights, plan.inner))
+        method = recompute_method(self._inner)
+        assert method is not None, "segments that are recomputed have communications that can be repeated"
+        return method(context[0], (rows, weights, plan.inner))
 
     def backward(self, context: tuple[Any, Tensor], gradients: tuple[Tensor | None, ...]) -> Pending:
         inner_context, load_NE = context

@@ -105,6 +105,8 @@ class EvenDispatcher:
         """
         num_tokens, top_k = experts_TK.shape
         choice = ExpertChoice(self._num_experts, top_k, *self._groups)
+        if top_k * choice.n_group > choice.num_experts * choice.topk_group:  # the router does not use its groups
+            choice = ExpertChoice(self._num_experts, top_k)
         num_rows = round(num_tokens * choice.expected_places(self._ranks))
         hops = None
         if self._nodes > 1:

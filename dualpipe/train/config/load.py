@@ -21,10 +21,10 @@ from dualpipe.train.config.schema import (
     BYTES,
     REMOVED_CHOICES,
     REMOVED_FIELDS,
-    RENAMED_FIELDS,
     STDLIB,
     TOKENIZER,
     Config,
+    rename_fields,
     replace_field,
 )
 
@@ -51,7 +51,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     tables = read_toml(path, "the config ")
-    _rename_fields(tables)
+    _rename_all_fields(tables)
     config = _convert(Config, tables, f"{path}")
     config = _resolve_input_paths(config, path.parent)
     if overrides:
@@ -109,7 +109,7 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
         ValueError: `tables` is not a configuration of this version.
     """
     recorded = _drop_none(tables)
-    _rename_fields(recorded)
+    _rename_all_fields(recorded)
     # Drop removed fields that were off, as in every run that did not set them; `_convert` refuses those that were on.
     for removed in REMOVED_FIELDS:
         table, name = removed.split(".")
@@ -118,14 +118,11 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
     return cast(Config, _convert(Config, recorded, "the recorded configuration"))
 
 
-def _rename_fields(tables: dict[str, Any]) -> None:
-    """Replace former names of fields. A field that is also there under its name stays, and is an unknown key later."""
-    for former, path in RENAMED_FIELDS.items():
-        table, former_name = former.split(".")
-        name = path.partition(".")[2]
-        values = tables.get(table)
-        if isinstance(values, dict) and former_name in values and name not in values:
-            values[name] = values.pop(former_name)
+def _rename_all_fields(tables: dict[str, Any]) -> None:
+    """Rename the fields of all tables, as `rename_fields` does."""
+    for table, settings in tables.items():
+        if isinstance(settings, dict):
+            tables[table] = rename_fields(table, settings)
 
 
 def _drop_none(value: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -289,6 +289,22 @@ REMOVED_FIELDS = {  # fields of earlier versions, with the remedy
     for name in ("balanced", "balanced_stride")
 }
 RENAMED_FIELDS = {"dtypes.products": "dtypes.gemm_precision"}  # former name of a field: its name
+
+
+def rename_fields(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a table by the current names of their fields.
+
+    If `settings` has both names of a field, the former one stays, and is refused later as an unknown key.
+    """
+    renamed = dict(settings)
+    for former, name in RENAMED_FIELDS.items():
+        former_table, _, former_field = former.partition(".")
+        current_field = name.partition(".")[2]
+        if former_table == table and former_field in renamed and current_field not in renamed:
+            renamed[current_field] = renamed.pop(former_field)
+    return renamed
+
+
 REMOVED_CHOICES = {  # values of earlier versions, with the remedy
     "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
 }
@@ -364,6 +380,11 @@ class DTypesConfig:
     fp8_dispatch: bool = False
     """dispatch tokens to the experts of other ranks in FP8, half of the bytes; results and gradients are not
     quantized"""
+
+    @property
+    def products(self) -> str:
+        """Alias of `gemm_precision`, its former name."""
+        return self.gemm_precision
 
 
 @dataclass(frozen=True)

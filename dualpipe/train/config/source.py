@@ -11,7 +11,7 @@ from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_com
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.storage.location import Location, as_location, contains, resolve
-from dualpipe.train.config.schema import Config
+from dualpipe.train.config.schema import Config, rename_fields
 
 
 class ResumeSource(NamedTuple):
@@ -28,11 +28,14 @@ class ResumeSource(NamedTuple):
 
 
 def saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
-    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it."""
+    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it.
+
+    Fields that have been renamed since have their current names.
+    """
     settings = manifest_config
     for name in ("run", table):
         settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return settings if isinstance(settings, Mapping) else {}
+    return rename_fields(table, settings) if isinstance(settings, Mapping) else {}
 
 
 def find_source(config: Config) -> ResumeSource:

@@ -38,6 +38,14 @@ def test_a_router_that_is_limited_to_groups_reaches_the_places_of_these(places):
     assert expected < half
 
 
+def test_groups_that_hold_too_few_experts_are_not_those_of_the_router():
+    x = torch.empty(64, WIDTH, device="meta")
+    experts = torch.empty(64, 4, dtype=torch.int64, device="meta")
+    plans = [EvenDispatcher(8, 8, **groups).plan(x, x.new_ones(64, 4), experts)[2]
+             for groups in ({}, {"n_group": 8, "topk_group": 2})]
+    assert plans[0].received.ids.shape == plans[1].received.ids.shape
+
+
 def moved(dispatcher: Any, x: Tensor, experts: Tensor) -> list[int]:
     """Dispatch, combine and recompute with the backwards between; return the most bytes that each took at once."""
     live = _LiveBytes([x, experts], False, False)

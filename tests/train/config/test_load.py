@@ -15,6 +15,7 @@ from dualpipe.train.config.command_line import FIELDS_BY_FOREIGN_NAME
 from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
+from dualpipe.train.config.source import saved_settings
 from dualpipe.train.metrics import StepMetrics
 from dualpipe.train.step.routers import build_routers
 
@@ -289,6 +290,8 @@ def test_a_field_may_have_its_former_name(toml):
     recorded = json.loads(json.dumps(asdict(load_config(toml()))))
     recorded["dtypes"]["products"] = recorded["dtypes"].pop("gemm_precision")
     assert recorded_config(recorded) == load_config(toml())
+    assert saved_settings({"run": recorded}, "dtypes")["gemm_precision"] == "auto"
+    assert load_config(toml()).dtypes.products == "auto"
     for options in (["--dtypes.products", "weight-only"], ["--dtypes.products=weight-only"]):
         assert load_config(toml(), options).dtypes.gemm_precision == "weight-only"
     former = '\n[dtypes]\nproducts = "weight-only"\n'
