@@ -16,9 +16,10 @@ TARGET    ?= 3.12
 PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64 manylinux_2_17_x86_64
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
-# tool that comes with an interpreter's own packages has no script in $(BIN). Two workers more than there are cores, as
-# tests wait a lot. Bytecode is kept: without, each worker compiles all tests, and each rank those that it runs.
-WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 2)")
+# tool that comes with an interpreter's own packages has no script in $(BIN). One worker more than there are cores, as
+# tests wait a lot; no more, as each one collects all tests and starts a server of ranks, which takes 10 s of its time.
+# Bytecode is kept: without, each worker compiles all tests, and each rank those that it runs.
+WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest --numprocesses $(WORKERS) \
                --maxprocesses 8 --dist worksteal
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 PRELOAD = [
+    "pytest",  # test modules import it, also where a rank runs one of their functions
     "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.trainer", "dualpipe.train.parity", "dualpipe.cli",
     "dualpipe.schedule.by_name.command", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "transformers",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin", "PIL.GifImagePlugin",
@@ -53,9 +54,9 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     of other ranks so far. `group_timeout` (s) is the timeout of the process group.
 
     fresh: start new processes and end them afterwards, for an `fn` that leaves its process or the default group in
-    another state. Otherwise the world serves later calls too, until something fails in it: torch's initialization takes
-    a second of CPU in each process. The group stays, because torch keeps meshes that are equal to later ones, with the
-    names of their groups.
+    another state. Otherwise the world serves later calls too, until something fails in it: to start one takes longer
+    than many tests. The group stays, because torch keeps meshes that are equal to later ones, with the names of their
+    groups.
     """
     kind = (world_size, group_timeout)
     world = None if fresh else _worlds.pop(kind, None)
