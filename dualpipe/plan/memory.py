@@ -46,6 +46,7 @@ from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
+from dualpipe.train.optim.from_config import check_optimizer
 from dualpipe.train.optim.offload import buffer_bytes
 from dualpipe.train.step.layout_check import check_layout
 from dualpipe.train.step.pipeline_schedule import build_schedule
@@ -105,7 +106,8 @@ def estimate(
         config: configuration of the run.
         model: its model.
         activations: False to take activations as 0: they take the longest to count.
-        ranks_per_node: number of successive ranks that share a node; 0: parallel.ranks_per_node, or 8 without it.
+        ranks_per_node: number of successive ranks that share a node; 0: parallel.ranks_per_node, or if that is 0 too,
+            8 GPUs or all ranks of the CPU.
 
     Raises:
         ValueError: the model cannot be cut into these stages, or its experts cannot be divided over parallel.ep ranks.
@@ -126,7 +128,7 @@ def step_memory(
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
     train = config.train
-    per_node = ranks_per_node or p.ranks_per_node or GPUS_PER_NODE
+    per_node = ranks_per_node or _configured_ranks_per_node(p)
     experts_per_rank("the model", model.num_experts or p.ep, p.ep)
     # More micro-batches do not increase the number alive at once: the middle of a step repeats itself.
     schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
@@ -150,17 +152,24 @@ def step_memory(
 
 
 def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> None:
-    """Raise the ValueError with which a run would refuse its layout, dispatch or formats.
+    """Raise the ValueError with which a run would refuse its layout, dispatch, formats or optimizer.
 
-    ranks_per_node: if parallel.ranks_per_node is 0; 0: 8 GPUs per node, or all ranks of the CPU.
+    ranks_per_node: as in `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
-    per_node = ranks_per_node or (p.world_size if p.device == "cpu" else GPUS_PER_NODE)
     plan = None
     if isinstance(model, HubConfig):
         plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
-    check_layout(config, model, plan, per_node)
+    check_layout(config, model, plan, ranks_per_node or _configured_ranks_per_node(p))
+    check_optimizer(config.optimizer, model)
+
+
+def _configured_ranks_per_node(p: ParallelConfig) -> int:
+    """Return the number of successive ranks that share a node: as configured, or 8 GPUs, or all ranks of the CPU."""
+    if p.ranks_per_node:
+        return p.ranks_per_node
+    return p.world_size if p.device == "cpu" else GPUS_PER_NODE
 
 
 class _LiveMemory:

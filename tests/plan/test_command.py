@@ -111,6 +111,7 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),
     (["--nodes-of", "0"], "--nodes-of is 0; give 1 or more"),
     (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step"),
+    (["--optimizer.groups", "nope,lr=1"], "no trained parameter matches 'nope'; nearest: "),
     (["--trian.steps", "3"], "unknown option '--trian.steps'; the nearest valid name is '--train.steps'"),
 ])
 def test_plans_that_cannot_be_made(capsys, options, message):

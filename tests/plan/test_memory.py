@@ -27,8 +27,10 @@ from dualpipe.models.stages import build_stages, meta_stages
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.plan import memory as plan_memory
+from dualpipe.plan.activations import ActivationBytes
 from dualpipe.plan.communication import context_numbers
-from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, estimate, table, unit_for
+from dualpipe.plan.memory import DECIMAL, RankMemory, _activations, _schedule, check_run, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.load import load_config
@@ -390,6 +392,38 @@ def test_the_command_says_what_a_device_has_left(capsys):
 def test_a_layout_that_the_experts_do_not_fit_is_refused(capsys):
     assert main(["memory", str(EXAMPLES / "qwen3-30b-a3b.toml"), "--parallel.ep", "3"]) == 2
     assert "128 experts cannot be divided evenly among 3 expert-parallel ranks; possible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("group", "message"), [
+    ("nope,lr=1", "no trained parameter matches 'nope'; nearest: "),
+    ("norm,algorithm=muon", "is neither a matrix nor a stack of matrices, which Muon requires"),
+])
+def test_groups_that_a_run_refuses_are_refused(capsys, group, message):
+    assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--optimizer.groups", group]) == 2
+    assert message in capsys.readouterr().err
+    assert main(["memory", str(EXAMPLES / "tiny-cpu.toml"), "--optimizer.groups", "*.gate,lr=1"]) == 0
+
+
+@pytest.mark.parametrize(("options", "ranks_per_node"), [
+    ((), 8), (("--parallel.device", "cpu"), 16), (("--parallel.ranks_per_node", "4"), 4),
+])
+def test_memory_and_the_checks_of_a_run_take_the_same_nodes(monkeypatch, options, ranks_per_node):
+    nodes: dict[str, set[int]] = {"checks": set(), "memory": set()}
+
+    def note_check(config: Config, model: object, plan: object, per_node: int) -> None:
+        nodes["checks"].add(per_node)
+
+    def note_memory(config: Config, model: object, stage: object, per_node: int, *, is_last: bool) -> ActivationBytes:
+        nodes["memory"].add(per_node)
+        return ActivationBytes(0, 0, 0, 0, 0)
+
+    monkeypatch.setattr(plan_memory, "check_layout", note_check)
+    monkeypatch.setattr(plan_memory, "_activations", note_memory)
+    config = load_config(EXAMPLES / "tiny-cpu.toml", ("--parallel.dp", "8", "--parallel.device", "cuda", *options))
+    model = read_config(config.model.config)
+    check_run(config, model)
+    estimate(config, model)
+    assert nodes == {"checks": {ranks_per_node}, "memory": {ranks_per_node}}
 
 
 def test_recomputation_and_more_ranks_take_less():

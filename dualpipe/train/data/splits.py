@@ -17,7 +17,7 @@ import numpy as np
 from dualpipe.runtime.files import checksum_of
 from dualpipe.train.config.schema import BYTES, TEXT_KEY, TOKENIZER
 from dualpipe.train.data.document_index import TextPart, is_cached
-from dualpipe.train.data.pack import FORMAT, INDEX, pack
+from dualpipe.train.data.pack import FORMAT, INDEX, MASKED_FORMAT, pack
 from dualpipe.train.data.sources import DOCUMENTS, find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
@@ -147,7 +147,8 @@ def ensure_packed(
         loaded = ChatTokenizer(tokenizer, chat_template)
     else:
         loaded = load_tokenizer(tokenizer)
-    digest = hashlib.sha256(f"{FORMAT}\n{loaded.identity}\n{text_key}\n".encode())
+    format = MASKED_FORMAT if chat else FORMAT
+    digest = hashlib.sha256(f"{format}\n{loaded.identity}\n{text_key}\n".encode())
     for source in sources:  # files of the same name, size and time are taken for unchanged, without reading them
         stat = source.path.stat()
         digest.update(f"{source.path.resolve()}\0{source.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())

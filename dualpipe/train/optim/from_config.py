@@ -14,6 +14,7 @@ from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig
 from dualpipe.train.optim.groups import (
     ParameterGroup,
     check_groups,
+    choose_update,
     find_trainable_parameters,
     layer_decay_groups,
 )
@@ -35,18 +36,16 @@ def build_optimizer(
         masters: as in `Optimizer`.
 
     Raises:
-        ValueError: a group matches no parameter of the whole model, or as `Optimizer` does.
+        ValueError: as `check_optimizer` and `Optimizer` do.
     """
-    if settings.groups:
-        whole_model = find_trainable_parameters(stages_on_meta(model))
-        check_groups(settings.groups, [name for name, _ in whole_model.values()])
+    check_optimizer(settings, model)
     if settings.name in ALGORITHMS:  # a group may select Muon with either
         options = {
             "momentum": settings.momentum, "nesterov": settings.nesterov, "coefficients": settings.coefficients,
         }
     else:
         options = json.loads(settings.options) if settings.options else {}
-    groups = [ParameterGroup(group.pattern, group.lr, group.weight_decay, group.algorithm) for group in settings.groups]
+    groups = _parameter_groups(settings)
     if settings.layer_decay < 1:
         prefix = "" if isinstance(model, HubConfig) else model.name_prefix
         groups = [*layer_decay_groups(settings.lr, settings.layer_decay, model.num_hidden_layers, prefix), *groups]
@@ -55,3 +54,23 @@ def build_optimizer(
         moments=MomentStorage(moments, on_host=settings.offload), name=settings.name, options=options, masters=masters,
         groups=groups,
     )
+
+
+def check_optimizer(settings: OptimizerConfig, model: TrainedModel) -> None:
+    """Check the groups of the table [optimizer] on the whole model, whatever stages a rank has.
+
+    Raises:
+        ValueError: a group matches no parameter, or selects Muon for one that is not a matrix.
+    """
+    if not settings.groups:
+        return
+    whole_model = find_trainable_parameters(stages_on_meta(model))
+    check_groups(settings.groups, [name for name, _ in whole_model.values()])
+    groups = _parameter_groups(settings)
+    for parameter, (name, owner) in whole_model.items():
+        choose_update(name, owner, parameter, optimizer=settings.name, lr=settings.lr,
+                      weight_decay=settings.weight_decay, groups=groups)
+
+
+def _parameter_groups(settings: OptimizerConfig) -> list[ParameterGroup]:
+    return [ParameterGroup(group.pattern, group.lr, group.weight_decay, group.algorithm) for group in settings.groups]

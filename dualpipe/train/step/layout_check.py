@@ -22,12 +22,12 @@ def check_layout(config: Config, model: TrainedModel, plan: DTypePlan | None, ra
         config: parallel.dp is known.
         model: its model.
         plan: its dtypes; None for a model of transformers.
-        ranks_per_node: successive ranks that share a node, if parallel.ranks_per_node is 0.
+        ranks_per_node: successive ranks that share a node.
     """
     p = config.parallel
     experts_per_rank("the model", model.num_experts or p.ep, p.ep)
     for first in range(0, p.world_size if p.ep > 1 else 0, p.ep):
-        check_dispatch(p.dispatch, range(first, first + p.ep), p.ranks_per_node or ranks_per_node)
+        check_dispatch(p.dispatch, range(first, first + p.ep), ranks_per_node)
     if plan is None or not isinstance(model, HubConfig):
         return
     fp8_rows = fp8_dispatch_block(plan, config.dtypes.gemm_precision) if config.dtypes.fp8_dispatch else None

@@ -5,7 +5,9 @@ import shutil
 import numpy as np
 import pytest
 
+from chats import save_chat_tokenizer
 from dualpipe.train.config.schema import DataConfig
+from dualpipe.train.data import splits
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import (
@@ -179,6 +181,19 @@ def test_text_is_packed_on_first_use_and_again_when_it_changes(texts, tmp_path):
     texts.mkdir()
     with pytest.raises(ValueError, match="holds no text"):
         ensure_packed(str(texts), tokenizer="bytes", cache=tmp_path / "cache")
+
+
+def test_conversations_are_packed_again_when_the_format_of_their_masks_changes(tmp_path, monkeypatch):
+    def packed():
+        return ensure_packed(str(path), tokenizer=str(tokenizer), cache=tmp_path / "cache", chat=True)
+
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    first = packed()
+    assert packed() == first
+    monkeypatch.setattr(splits, "MASKED_FORMAT", "a later format")
+    assert packed() != first
 
 
 def test_unigram_loss_of_a_known_text(tmp_path):
