@@ -165,6 +165,8 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
     (folder / "typo.jsonl").write_text(f"{good}\n{typo}\n")
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (folder / "other.jsonl").write_text('{"chat": []}\n')
+    (folder / "answer.jsonl").write_text('{"text": "a"}\n')
+    (folder / "half.jsonl").write_text(json.dumps({"messages": turns("\ud83d", "b")}) + "\n")
     (folder / "role.jsonl").write_text(f"{good}\n" + '{"messages": [{"content": "a"}]}\n')
     (folder / "text.txt").write_text("text")
     save_chat_tokenizer(folder / "mute", None)
@@ -179,6 +181,9 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
         (["chats.jsonl", "--data.chat", "False"], "cannot read record 1 of chats.jsonl: it has no 'text', but 'messages"
                                                   "'; pack conversations with --chat or data.chat = true, or name the"),
         (["other.jsonl"], "it has no 'messages' or 'conversations', but 'chat'; name the key of the messages with"),
+        (["answer.jsonl"], "it has no 'messages' or 'conversations', and its 'text' is not a list of messages but of "
+                           "type str; name the key of the messages with"),
+        (["half.jsonl"], "cannot tokenize record 1 of half.jsonl: it has '\\ud83d', one half of a character"),
         (["chats.jsonl", "--data.text_key", "talk"], "it has no 'talk', but 'messages'"),
         (["silent.jsonl"], "all are empty, or no token counts for the loss in 1 of the conversations, the first is "
                            "record 1 of silent.jsonl: the assistant says nothing"),

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one that a record has is read
+MESSAGE_KEYS = ("messages", "conversations")  # keys of the messages; the first one with messages is read
 TOOLS_KEY = "tools"
 SYSTEM_KEY = "system"
 ASSISTANT = "assistant"
@@ -100,7 +100,10 @@ def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool 
     if fills_nulls:
         tools = _drop_nulls(tools)
     if isinstance(tools, str):  # some Parquet files hold tools as JSON text
-        tools = json.loads(tools) or None
+        try:
+            tools = json.loads(tools) or None
+        except ValueError as error:
+            raise ValueError(f"its {TOOLS_KEY!r} is a string that is not JSON ({error})") from error
     if tools is not None and not isinstance(tools, list):
         raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
     return Conversation(messages, tools, frozenset(uncounted))
@@ -146,7 +149,8 @@ def _read_message(value: Any) -> dict[str, Any]:
         message["content"] = _read_content(message["content"])
     elif "content" in value:
         message["content"] = None  # OpenAI's form has null content beside tool calls
-    if message.get("content") is None and len(message.keys() - {"content", "name", "weight"}) == 1:
+    others = message.keys() - {"role", "content", "name", "weight"}
+    if message.get("content") is None and not any(message[key] for key in others):
         raise ValueError(f"of the role {role!r} has no 'content'")
     return message
 
@@ -155,7 +159,7 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a message from ShareGPT's form to OpenAI's."""
     sender = message["from"]
     text = message.get("value")
-    if sender not in SHAREGPT_ROLES:
+    if not isinstance(sender, str) or sender not in SHAREGPT_ROLES:
         raise ValueError(f"is from {sender!r}; give one of {', '.join(SHAREGPT_ROLES)}")
     if not isinstance(text, str):
         raise ValueError(f"from {sender!r} has no 'value' that is a string")

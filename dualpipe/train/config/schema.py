@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.storage.location import Location, as_location
 
 STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
@@ -106,11 +107,16 @@ class DataSource:
     @classmethod
     def parse(cls, text: str) -> DataSource:
         """Parse the source "PATH,weight=W" of a command line. Raises ValueError for any other text."""
-        path, comma, weight = text.rpartition(",weight=")
+        path, comma, assignment = text.rpartition(",")
+        name, equals, value = assignment.partition("=")
+        if not comma or not equals or not nearest(name, ["weight"]):
+            return cls(text)  # a path may have commas
+        _require(name == "weight", "data.sources", text, f"{name!r} is no field; the nearest is 'weight'")
         try:
-            return cls(path, float(weight)) if comma else cls(text)
+            weight = float(value)
         except ValueError as error:
             raise ValueError(f"data.sources = {text!r}: {error}; give PATH,weight=W") from None
+        return cls(path, weight)
 
 
 @dataclass(frozen=True)

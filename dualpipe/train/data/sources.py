@@ -28,7 +28,7 @@ from dualpipe.train.chat.messages import (
     conversion_hint,
     read_conversation,
 )
-from dualpipe.train.config.schema import STDLIB
+from dualpipe.train.config.schema import STDLIB, TEXT_KEY
 
 _Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
@@ -80,10 +80,12 @@ def find_sources(paths: Iterable[str | Path]) -> list[Source]:
         paths: files, directories, or "stdlib" for the sources of Python's standard library, which every machine has.
 
     Raises:
-        ValueError: a path does not exist, or a directory cannot be read.
+        ValueError: a path is empty or does not exist, or a directory cannot be read.
     """
     sources: list[Source] = []
     for path in paths:
+        if not str(path):
+            raise ValueError("a path is empty; give files or directories of text, or . for the current directory")
         if path == STDLIB:
             sources += _walk(Path(sysconfig.get_path("stdlib")), SKIPPED_STDLIB, ".py")
         elif Path(path).is_file():
@@ -179,24 +181,33 @@ def read_conversations(
 
     Args:
         path: the file.
-        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` that the record has.
+        key: key of the messages in a record. "": the first of `MESSAGE_KEYS` with messages, or `TEXT_KEY` if the record
+            has none of these keys.
         on_position: as in `read_documents`.
 
     Raises:
         ValueError: as `read_documents` does.
     """
     names = (key,) if key else MESSAGE_KEYS
+    remedy = f"name the key of the messages with --text-key or data.text_key, or convert the records to {FORM}"
+    no_messages = f"it has no {' or '.join(map(repr, names))}"
 
     def choose_keys(keys: Collection[str]) -> list[str]:
         present = [name for name in names if name in keys]
+        if not present and not key and TEXT_KEY in keys and not conversion_hint(keys):
+            present = [TEXT_KEY]
         if not present:
-            remedy = conversion_hint(keys) or ("name the key of the messages with --text-key or data.text_key, or "
-                                               f"convert the records to {FORM}")
-            raise ValueError(f"it has no {' or '.join(map(repr, names))}, but {_list_keys(keys)}; {remedy}")
-        return [present[0], *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
+            raise ValueError(f"{no_messages}, but {_list_keys(keys)}; {conversion_hint(keys) or remedy}")
+        return [*present, *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
 
     def read(record: dict[str, Any]) -> Conversation | None:
-        return read_conversation(record, next(iter(record)), fills_nulls=file_kind(path) == ".parquet")
+        present = [name for name in (*names, TEXT_KEY) if name in record]
+        filled = [name for name in present if record[name]]  # all rows of a Parquet file have all of its columns
+        chosen = (filled or present)[0]
+        if chosen not in names and not isinstance(record[chosen], list):
+            raise ValueError(f"{no_messages}, and its {chosen!r} is not a list of messages but of type "
+                             f"{type(record[chosen]).__name__}; {remedy}")
+        return read_conversation(record, chosen, fills_nulls=file_kind(path) == ".parquet")
 
     yield from _convert_records(path, choose_keys, read, on_position)
 

@@ -58,9 +58,17 @@ class ChatTokenizer:
         self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:chat-{template_hash}"
 
     def prepare(self, document: Document) -> PreparedText:
-        """Return a conversation as text, with the assistant's turns. Raises ValueError as `find_spans` does."""
+        """Return a conversation as text, with the assistant's turns.
+
+        Raises ValueError as `find_spans` does, or if the text is not Unicode.
+        """
         assert isinstance(document, Conversation), "text needs another tokenizer than a chat tokenizer"
         text, spans = find_spans(self._template, document, self._special)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"it has {text[error.start]!r}, one half of a character that JSON writes as a pair of "
+                             "escapes; repair the record or leave it out") from error
         return PreparedText(text, spans)
 
     def encode_texts(self, texts: Sequence[PreparedText]) -> list[Encoding]:

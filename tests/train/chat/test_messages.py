@@ -56,9 +56,11 @@ def test_messages_with_the_weight_0():
     ([ROUND[0], {"content": "Hi"}], "message 2 of its 'messages' has no 'role' or 'from' that is a string, but 'con"),
     ([{"role": "user"}], "message 1 of its 'messages' of the role 'user' has no 'content'"),
     ([{"role": "user", "content": None}], "of the role 'user' has no 'content'"),
+    ([{"role": "assistant", "content": None, "tool_calls": []}], "of the role 'assistant' has no 'content'"),
     ([{"role": "user", "content": 3}], "neither a string nor a list, but of type int"),
     ([{"role": "user", "content": [{"type": "image"}]}], "has a part of type 'image' in its 'content'; only text"),
     ([{"from": "alien", "value": "Hi"}], "is from 'alien'; give one of human, user, gpt"),
+    ([{"from": ["gpt"], "value": "Hi"}], "is from ['gpt']; give one of human, user, gpt"),
     ([{"from": "gpt"}], "from 'gpt' has no 'value' that is a string"),
     ([ROUND[1] | {"weight": 0.5}], "has the weight 0.5; give 0 or 1"),
 ])
@@ -71,3 +73,5 @@ def test_what_is_no_conversation_is_refused(messages, text):
 def test_tools_that_are_no_list_are_refused():
     with pytest.raises(ValueError, match="its 'tools' is not a list but of type dict"):
         read_conversation({"messages": ROUND, "tools": {"a": 1}}, "messages")
+    with pytest.raises(ValueError, match="its 'tools' is a string that is not JSON"):
+        read_conversation({"messages": ROUND, "tools": "search"}, "messages")

@@ -97,6 +97,36 @@ def test_another_key(tmp_path, capsys):
     assert packed_texts([tmp_path / "b.parquet"], tmp_path / "out", text_key="content") == ["b"]
 
 
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+OPENAI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_records_with_both_keys_are_read_by_the_one_with_messages(tmp_path, suffix):
+    """Data sets that are joined in Parquet have the columns of both."""
+    rows = [{"messages": OPENAI, "conversations": None}, {"messages": None, "conversations": SHAREGPT},
+            {"messages": [], "conversations": SHAREGPT}, {"messages": None, "conversations": []}]
+    path = tmp_path / f"chats.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.warns(UserWarning, match="empty records are skipped: 1, the first is record 4"):
+        found = [conversation.messages for conversation, _ in read_conversations(path)]
+    assert found == [OPENAI] * 3
+
+
+def test_messages_under_the_default_key_of_text_are_read(tmp_path):
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"text": OPENAI}) + "\n")
+    assert [conversation.messages for conversation, _ in read_conversations(path)] == [OPENAI]
+
+
+def test_an_empty_path_is_refused():
+    with pytest.raises(ValueError, match="a path is empty; give files or directories of text"):
+        find_sources([""])
+
+
 def test_packed_directories_are_reused_for_the_same_content_and_key(tmp_path):
     def packed(**options):
         return ensure_packed(str(path), tokenizer="bytes", cache=tmp_path / "cache", **options)

@@ -50,6 +50,12 @@ def test_what_is_refused(tmp_path):
         ChatTokenizer(str(save_chat_tokenizer(tmp_path, None)))
 
 
+def test_half_of_a_surrogate_pair_is_refused(tmp_path):
+    tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path)))
+    with pytest.raises(ValueError, match=r"it has '\\ud83d', one half of a character that JSON writes as a pair"):
+        tokenizer.encode(Conversation(turns("a \ud83d", "b")))
+
+
 def test_white_space_counts_with_a_tokenizer_that_trims_offsets(tmp_path):
     """A byte-level post-processor gives a token of white space an empty span, unless it keeps all characters."""
     unmarked_end = "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}" \
