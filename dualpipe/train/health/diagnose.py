@@ -20,8 +20,9 @@ from dualpipe.runtime.recorder import rank_name, rank_ranges
 
 FOLDER = "why"  # in output.dir, with the states
 _ENDED = "has ended without writing a state"
+_DISK_SLEEP = "is in disk sleep"
 HALTED = {  # texts for the state letters in /proc/PID/stat of a process that does not run
-    "T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": "is in disk sleep",
+    "T": "is stopped (SIGSTOP)", "t": "is stopped by a debugger", "D": _DISK_SLEEP,
     "Z": _ENDED, "X": _ENDED, "": _ENDED,
 }
 _MARGIN = 0.1  # seconds before the first rank gave up: the clocks of hosts differ
@@ -92,7 +93,7 @@ class _WaitGraph:
         seen_by_ranks = [(int(rank), text) for state in self.states.values()
                          for rank, text in state.get("halted", {}).items()]
         for rank, text in (*seen_by_ranks, *processes.items()):
-            if text != _ENDED or rank not in self.states:  # a rank that wrote a state before its end is not the cause
+            if not is_consequence(text, self.states.get(rank)):
                 self.silent[rank] = text
         self.sizes = next(iter(self.states.values()), {}).get("sizes", {})
         give_ups = [(_end(state["lost_in"], state), rank) for rank, state in self.states.items()
@@ -388,6 +389,19 @@ def process_state(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     return ""
+
+
+def is_consequence(text: str, state: _State | None) -> bool:
+    """Return True if a rank's process halted after it had told of the failure, so that it is not the cause.
+
+    Args:
+        text: one of `HALTED`.
+        state: state of the rank; None if it wrote none.
+    """
+    if state is None:
+        return False
+    # A rank that gave up on another one writes files, and may wait for its disk meanwhile.
+    return text == _ENDED or (text == _DISK_SLEEP and bool(state.get("lost_in")))
 
 
 def halted(pids: Mapping[int, int]) -> dict[int, str]:

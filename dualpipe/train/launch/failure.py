@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpipe.runtime.recorder import rank_name
-from dualpipe.train.health.diagnose import HALTED, diagnose, read_stuck
+from dualpipe.train.health.diagnose import HALTED, diagnose, is_consequence, read_stuck
 from dualpipe.train.health.signals import STOPPING
 
 # Statuses of a rank that has not failed: still running, finished, or stopped on request.
@@ -132,7 +132,7 @@ def _error_about_rank(evidence: Evidence) -> Cause | None:
 def _in_disk_sleep(evidence: Evidence) -> Cause | None:
     """Look for a rank that waits for a disk."""
     for rank, letter in evidence.letters.items():
-        if letter == "D":
+        if letter == "D" and not is_consequence(HALTED[letter], evidence.states.get(rank)):
             return Cause(1, [evidence.describe(rank, HALTED[letter])])
     return None
 

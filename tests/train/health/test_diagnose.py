@@ -126,6 +126,16 @@ def test_ranks_are_compared_at_the_moment_when_the_first_gave_up():
                               "10.9 s")
 
 
+def test_a_rank_that_has_given_up_is_not_at_fault_for_its_disk():
+    first = make_recorder(0)
+    lost(0, first, "reduce", "the gradients of stage 0", (1,), ago=0.5, seconds=2.0)
+    states = {0: first.state(), 1: state(1, ("W", "W(stage 0, micro-batch 3)"), seconds=2.9)}
+    found = diagnose(states, {0: "is in disk sleep"})
+    assert found.rank == 1 and found.lines[0].startswith("everything waits for rank 1 (pp 0, dp 1): it has been in W(")
+    states[0] = state(0, ("write", "a checkpoint"))
+    assert diagnose(states, {0: "is in disk sleep"}).rank == 0
+
+
 def test_of_those_that_lose_each_other_in_turn_the_first_one_knows():
     """Rank 0 is gone; rank 1 lost it and closed its connections, by which rank 2 lost rank 1."""
     one, two = make_recorder(1), make_recorder(2)
