@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -18,10 +18,14 @@ from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer_
 COUNTED = "bold green"
 UNCOUNTED = "dim"
 _BORDER = "|"  # between tokens
+_REPLACEMENT = "\ufffd"  # stands in decoded text for a part of a character
+_MAX_BYTES = 4  # of a character in UTF-8, and so of the tokens that it takes
 
 
 def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int = 1) -> None:
     """Print documents with a border between tokens. Tokens that count for the loss are in colour, or in brackets.
+
+    Tokens that make up one character are printed as that character.
 
     Args:
         path: the packed directory.
@@ -45,12 +49,12 @@ def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int
         tokens = packed.shards[shard][offset : offset + length]
         mask = packed.masks[shard][offset : offset + length] if packed.masks else np.ones(length, dtype=np.uint8)
         console.print(Text(f"document {number}: {length} tokens, {int(mask.sum())} count for the loss", style="bold"))
-        pieces = zip(mask.astype(bool).tolist(), map(decode, tokens.tolist()))
+        pieces = list(_pieces(tokens.tolist(), mask.astype(bool).tolist(), decode))
         console.print(_colour(pieces) if console.is_terminal else Text(_bracket(pieces)))
 
 
-def _decoder(packed: PackedTokens, name: str) -> Callable[[int], str]:
-    """Return a function that decodes a token. Raises ValueError if the directory has another tokenizer."""
+def _decoder(packed: PackedTokens, name: str) -> Callable[[Sequence[int]], str]:
+    """Return a function that decodes tokens. Raises ValueError if the directory has another tokenizer."""
     path = Path(name, TOKENIZER) if Path(name).is_dir() else Path(name)
     if name == BYTES:
         is_same = packed.tokenizer == BYTES
@@ -61,8 +65,26 @@ def _decoder(packed: PackedTokens, name: str) -> Callable[[int], str]:
         raise ValueError(f"--tokenizer {name}: {packed.path} was packed with the tokenizer {packed.tokenizer!r}; give "
                          "that one")
     if name == BYTES:
-        return lambda token: "<end>" if token == ByteTokenizer.end_of_document else chr(token)
-    return lambda token: hub_tokenizer.decode([token], skip_special_tokens=False)
+        return lambda tokens: "".join("<end>" if token == ByteTokenizer.end_of_document else chr(token)
+                                      for token in tokens)
+    return lambda tokens: hub_tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _pieces(
+    tokens: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[bool, str]]:
+    """Yield the text of each token, or of the tokens that make up one character, with its loss mask."""
+    begin = 0
+    while begin < len(tokens):
+        end = begin + 1
+        for longer in range(begin + 1, min(begin + _MAX_BYTES, len(tokens)) + 1):
+            if mask[longer - 1] != mask[begin]:
+                break
+            if _REPLACEMENT not in decode(tokens[begin:longer]):
+                end = longer
+                break
+        yield mask[begin], decode(tokens[begin:end])
+        begin = end
 
 
 def _runs(pieces: Iterable[tuple[bool, str]]) -> Iterator[tuple[bool, str]]:

@@ -31,6 +31,22 @@ def test_tokens_that_count_are_in_brackets(tmp_path, capsys):
     assert "--tokenizer bytes: " in capsys.readouterr().err
 
 
+def test_tokens_of_one_character_are_shown_as_it(tmp_path, capsys):
+    tokenizer, packed = str(save_chat_tokenizer(tmp_path / "tokenizer", MARKED)), str(tmp_path / "packed")
+    chats = write_chats(tmp_path / "chats.jsonl", [turns("\u00e4", "\u4e09\U0001f600z")])
+    assert cli.main(["data", "pack", str(chats), "--chat", "--tokenizer", tokenizer, "--out", packed]) == 0
+    assert cli.main(["data", "show", packed, "--tokenizer", tokenizer]) == 0
+    shown = capsys.readouterr().out
+    assert "|\n|\u00e4|<|im_end|>|" in shown and "[[\u4e09|\U0001f600|z|<|im_end|>]]" in shown
+    part, whole = "\ufffd", "\u4e09"
+
+    def decode(tokens):
+        return whole if tokens == [1, 2, 3] else part * len(tokens)
+
+    assert list(show_module._pieces([1, 2, 3], [False, False, True], decode)) == [(False, part)] * 2 + [(True, part)]
+    assert list(show_module._pieces([1, 2, 3, 1], [True] * 4, decode)) == [(True, whole), (True, part)]
+
+
 def test_in_colour_on_a_terminal(tmp_path, capsys, monkeypatch):
     (tmp_path / "text").write_text("ab")
     assert cli.main(["data", "pack", str(tmp_path / "text"), "--out", str(tmp_path / "packed")]) == 0
