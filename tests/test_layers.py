@@ -249,7 +249,6 @@ ELSEWHERE = {
     "dualpipe/train/config/source.py": "tests/train/config/test_load.py",
     "dualpipe/train/health/peer_store.py": "tests/train/health/test_watchdog.py, whose watchdogs meet there",
     "dualpipe/train/health/signals.py": "tests/train/health/test_watchdog.py and tests/train/launch/test_local.py",
-    "dualpipe/train/launch/failure.py": "tests/train/launch/test_local.py",
     "dualpipe/train/launch/rank_processes.py": "tests/train/launch/test_local.py",
     "dualpipe/train/launch/settings_check.py": "tests/train/launch/test_distributed.py",
     "dualpipe/train/observers/step_window.py": "tests/train/observers/test_tracing.py and test_profiler.py",

@@ -1,4 +1,4 @@
-"""The cause of a failure, from what the launcher knows of its ranks."""
+"""The cause of a failure, from what the launcher knows of its ranks. test_local.py has the failures of real ranks."""
 
 import pytest
 
