@@ -97,7 +97,8 @@ def _describe_sources(config: Config, data: RunData) -> str:
 def _describe_conversations(data: RunData) -> str:
     """Return the number of sequences of conversations as text."""
     loader = data.loader
-    text = f"conversations: packed whole into {loader.num_windows:,} sequences, except those that are longer than one"
+    text = (f"conversations: packed whole into {loader.num_conversation_windows:,} sequences, except those that are "
+            "longer than one")
     if loader.num_left_out:
         text += f"; {loader.num_left_out:,} more sequences are left out because no token in them counts for the loss"
     return text

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
@@ -120,11 +121,14 @@ def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
     rows = rows_of(folder)
     assert all(0 < row["counted_tokens"] < 8 * 64 for row in rows) and rows[-1]["eval_loss"] > 0
     own = {}
+    capsys.readouterr()
     for name in ("packed", "chats"):
         evaluated = [*run, "--data.validation_path", name, "--output.dir", f"on-{name}", "--optimizer.lr", "1e-12"]
         assert cli.main([*evaluated, "--data.sources", "packed", "chats"]) == 0, capsys.readouterr().err
         own[name] = rows_of(folder, f"on-{name}")[-1]["eval_loss"]
         assert cli.main([*evaluated, "--data.sources", name, "--output.dir", f"of-{name}"]) == 0
+        of_both, *of_one = re.findall(r"conversations: packed whole into ([\d,]+) sequences", capsys.readouterr().out)
+        assert of_one == ([of_both] if name == "chats" else []), "text has none"
         assert own[name] == pytest.approx(rows_of(folder, f"of-{name}")[-1]["eval_loss"], rel=1e-6)
     assert own["packed"] != own["chats"]
     texts = ["--data.sources", "packed", "packed", "--data.validation_path", "chats", "--output.dir", "texts"]

@@ -16,7 +16,7 @@ from dualpipe.runtime.device import Event, Stream, record, record_stream, use_st
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
-from dualpipe.train.data.windows import Windows, find_windows
+from dualpipe.train.data.windows import ConversationWindows, Windows, find_windows
 
 # Value of "windows" in the state of a loader of conversations. The state of a loader of text has no "windows".
 CONVERSATIONS = "whole conversations 1"
@@ -33,6 +33,7 @@ class Loader:
         skipped_batches: number of batches that the following steps skip, beyond their own number.
         mixture: chooses the sources of sequences. None: there is one stream.
         num_windows: windows in all streams.
+        num_conversation_windows: windows in the streams of conversations.
         num_left_out: windows that are not read, because no target in them counts for the loss.
 
     Args:
@@ -65,6 +66,8 @@ class Loader:
         self._read = partial(read_spans, self._streams, window=self._window, columns=columns, depth=depth,
                              separate_documents=separate_documents)
         self.num_windows = sum(windows.num_windows for windows in self._windows)
+        self.num_conversation_windows = sum(
+            windows.num_windows for windows in self._windows if isinstance(windows, ConversationWindows))
         self.num_left_out = sum(windows.num_left_out for windows in self._windows)
         self.step = 0
         self.skipped_batches = 0

@@ -24,12 +24,33 @@ _MISSING = "-"
 class Run:
     """A run from its output directory.
 
-    rows: lines of `metrics.jsonl`, by step. start: the last start; None for a run without `run.json`.
+    rows: lines of `metrics.jsonl`, by step. starts: in order; none for a run without `run.json`.
     """
 
     folder: Path
     rows: dict[int, Row]
-    start: Start | None
+    starts: list[Start]
+
+    @property
+    def start(self) -> Start | None:
+        """The last start that trained a step, or else the last one; None for a run without `run.json`."""
+        trained = self.trained()
+        if trained:
+            return trained[-1][0]
+        return self.starts[-1] if self.starts else None
+
+    def trained(self) -> list[tuple[Start, int, int]]:
+        """Return the starts whose steps remain, each with the first and the last of these steps.
+
+        A start that went on from an earlier step has replaced the later steps of those before it.
+        """
+        trained = []
+        last = max(self.rows)
+        for start in reversed(self.starts):
+            if start.step < last:
+                trained.append((start, start.step + 1, last))
+                last = start.step
+        return trained[::-1]
 
     @classmethod
     def read(cls, path: Path) -> Run:
@@ -41,8 +62,7 @@ class Run:
         rows = {row["step"]: row for row in read_metrics(metrics)}
         if not rows:
             raise ValueError(f"{metrics} has no step; give a run that has trained")
-        starts = read_starts(folder)
-        return cls(folder, rows, starts[-1] if starts else None)
+        return cls(folder, rows, read_starts(folder))
 
 
 def compare(first: Path, second: Path, picture: Path | None = None) -> Iterator[str]:
@@ -57,7 +77,8 @@ def compare(first: Path, second: Path, picture: Path | None = None) -> Iterator[
     if not shared:
         yield "the runs have no step in common: losses at the same step cannot be compared"
     elif max(len(run.rows) for run in runs) > len(shared):
-        yield f"losses are compared at steps {shared[0]} to {shared[-1]}, which both have"
+        yield (f"losses, gradient norm and expert load are compared at steps {shared[0]} to {shared[-1]}, which both "
+               "have")
     yield from _differences(runs, names)
     if picture is not None:
         _draw(runs, names, picture)
@@ -71,21 +92,25 @@ def _table(runs: Sequence[Run]) -> Iterator[tuple[str, ...]]:
     """Yield rows of text: a name, the values of both runs, and the change from the first to the second."""
     shared = _shared_steps(runs)
     last_part = shared[-max(1, len(shared) // LAST_PART):]
+
+    def compared(run: Run) -> dict[int, Row]:
+        return {step: run.rows[step] for step in shared} or run.rows
+
     yield _line("steps", runs, lambda run: float(max(run.rows)), "{:.0f}", relative=False)
     if shared:
         yield _line(f"loss at step {shared[-1]}", runs, lambda run: _number(run.rows[shared[-1]], "loss"), "{:.4f}")
         yield _line(f"mean loss of the last {len(last_part)}", runs,
                     lambda run: _mean(_number(run.rows[step], "loss") for step in last_part), "{:.4f}")
-    yield _line("lowest validation loss", runs, lambda run: min(_numbers(run.rows, "eval_loss"), default=None),
-                "{:.4f}")
+    yield _line("lowest validation loss", runs,
+                lambda run: min(_numbers(compared(run), "eval_loss"), default=None), "{:.4f}")
     yield _line("tokens/s (median)", runs, lambda run: _median(_steady(run), "tokens_per_second"), "{:,.0f}")
     yield _line("TFLOPS per rank (median)", runs, lambda run: _median(_steady(run), "tflops_per_rank"), "{:.3g}")
     yield _line("MFU (median)", runs, lambda run: _median(_steady(run), "mfu"), "{:.1%}")
     yield _line("memory (most)", runs, lambda run: max(_numbers(run.rows, "memory_bytes"), default=None), "{:.4g}",
                 scale=2**-30, unit=" GiB")
-    yield _line("gradient norm (median)", runs, lambda run: _median(run.rows, "grad_norm"), "{:.3g}")
+    yield _line("gradient norm (median)", runs, lambda run: _median(compared(run), "grad_norm"), "{:.3g}")
     yield _line("largest expert load over the mean", runs,
-                lambda run: _median(_steady(run), "load_max_over_mean"), "{:.3g}")
+                lambda run: _median(compared(run), "load_max_over_mean"), "{:.3g}")
 
 
 def _line(
@@ -108,7 +133,7 @@ def _shared_steps(runs: Sequence[Run]) -> list[int]:
 
 
 def _steady(run: Run) -> dict[int, Row]:
-    """Return the rows after the warm-up of the last start; all rows of a shorter run."""
+    """Return the rows after the warm-up of `Run.start`; all rows of a shorter run."""
     begin = run.start.step if run.start is not None else min(run.rows) - 1
     steady = {step: row for step, row in run.rows.items() if step > begin + WARM_UP}
     return steady or run.rows
@@ -150,14 +175,35 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
     if unknown:
         yield f"the settings of {' and '.join(unknown)} are not known: there is no run.json"
         return
+    earlier = [line for run, name in zip(runs, names) for line in _earlier_settings(run, name)]
     first, second = ({} if run.start is None else _flat(run.start) for run in runs)
-    different = [name for name in sorted(first.keys() | second.keys()) if first.get(name) != second.get(name)]
-    if not different:
+    different = _different(first, second)
+    if different:
+        yield "settings that differ:"
+        rows = [(f"  {name}", _text(first, name), _text(second, name)) for name in different]
+        yield aligned([("", *names), *rows]).rstrip()
+    elif earlier:
+        yield "the last starts of the runs have the same settings and versions"
+    else:
         yield "the runs have the same settings and versions"
-        return
-    yield "settings that differ:"
-    rows = [(f"  {name}", _text(first, name), _text(second, name)) for name in different]
-    yield aligned([("", *names), *rows]).rstrip()
+    yield from earlier
+
+
+def _earlier_settings(run: Run, name: str) -> Iterator[str]:
+    """Yield a line for the steps of each start whose settings differ from those of the run's last one."""
+    *earlier, (last_start, _, _) = run.trained() or [(run.starts[-1], 0, 0)]
+    last = _flat(last_start)
+    for start, first_step, last_step in earlier:
+        settings = _flat(start)
+        texts = [f"{setting} = {_text(settings, setting)}" for setting in _different(settings, last)]
+        if texts:
+            steps = f"step {last_step}" if first_step == last_step else f"steps {first_step} to {last_step}"
+            yield f"{name} trained {steps} with {', '.join(texts)}"
+
+
+def _different(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the names of the settings that differ, in order."""
+    return [name for name in sorted(first.keys() | second.keys()) if first.get(name) != second.get(name)]
 
 
 def _flat(start: Start) -> dict[str, Any]:

@@ -121,8 +121,10 @@ def test_resuming_and_other_weights(streams):
 def test_text_and_conversations(streams, tmp_path):
     tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path / "tokenizer")))
     pack(find_sources([write_chats(tmp_path / "c.jsonl", random_chats(20))]), tokenizer, tmp_path / "chats")
-    loader = make_loader([streams[0], TokenStream(PackedTokens(tmp_path / "chats"))], (1.0, 1.0), sequence_length=100,
-                         batch_size=64)
+    chats = TokenStream(PackedTokens(tmp_path / "chats"))
+    loader = make_loader([streams[0], chats], (1.0, 1.0), sequence_length=100, batch_size=64)
+    alone = make_loader([chats], (1.0,), sequence_length=100, batch_size=64)
+    assert loader.num_conversation_windows == alone.num_windows == alone.num_conversation_windows < loader.num_windows
     batch = loader.batch(0)
     counts = (batch.targets != NO_TARGET).sum(1)
     is_text = (batch.tokens == ord("a")).all(1)

@@ -47,7 +47,7 @@ def test_the_table(tmp_path):
     assert rows["tokens/s (median)"] == ["100", "150", "+50.0%"]
     assert rows["memory (most)"] == ["1 GiB", "1.5 GiB", "+50.0%"]
     assert rows["MFU (median)"] == ["-", "-"]
-    assert lines[1] == "losses are compared at steps 1 to 20, which both have"
+    assert lines[1] == "losses, gradient norm and expert load are compared at steps 1 to 20, which both have"
     assert lines[2] == "settings that differ:"
     assert [line.split() for line in lines[3].splitlines()] == [
         ["first", "second"], ["train.dtype", "'fp32'", "'bf16'"]]
@@ -58,6 +58,37 @@ def test_the_speed_of_a_resumed_run_is_that_after_its_last_start(tmp_path):
     first = write_run(tmp_path / "first", rows, {}, step=4)
     second = write_run(tmp_path / "second", rows[:1], {})  # shorter than the warm-up: all there is
     assert table(list(compare(first, second)))["tokens/s (median)"] == ["50", "10", "-80.0%"]
+
+
+def test_training_is_compared_over_the_steps_that_both_have(tmp_path):
+    def row(step, eval_loss):
+        return step, values(1.0, 1.0, grad_norm=float(step), load_max_over_mean=10.0 - step, eval_loss=eval_loss)
+
+    long = write_run(tmp_path / "long", [row(step, 5.0 - step) for step in range(1, 5)], {}, step=3)
+    rows = table(list(compare(long, write_run(tmp_path / "short", [row(1, 4.0), row(2, 3.5)], {}))))
+    assert rows["gradient norm (median)"] == ["1.5", "1.5", "+0.0%"]
+    assert rows["largest expert load over the mean"] == ["8.5", "8.5", "+0.0%"]
+    assert rows["lowest validation loss"] == ["3.0000", "3.5000", "+16.7%"]
+
+
+def test_steps_that_were_trained_with_other_settings_are_named(tmp_path):
+    def start(step, steps, lr):
+        return Start(step, "", {"torch": "2.13.0"}, {"run": {"train": {"steps": steps}, "optimizer": {"lr": lr}}})
+
+    rows = [(step, values(1.0, 1.0)) for step in range(1, 7)]
+    straight = write_run(tmp_path / "straight", rows)
+    record_start(straight, start(0, 6, 0.1))
+    halves = write_run(tmp_path / "halves", rows)
+    # The start at step 5 was replaced from step 4 on, and the last one had nothing left to train.
+    for entry in (start(0, 3, 0.1), start(3, 3, 0.2), start(5, 9, 0.9), start(4, 6, 0.1), start(6, 8, 0.3)):
+        record_start(halves, entry)
+    expected = ["the last starts of the runs have the same settings and versions",
+                "halves trained steps 1 to 3 with train.steps = 3",
+                "halves trained step 4 with optimizer.lr = 0.2, train.steps = 3"]
+    assert list(compare(straight, halves))[1:] == expected
+    record_start(straight, start(0, 6, 0.4))
+    assert list(compare(straight, halves))[1] == "settings that differ:"
+    assert list(compare(straight, halves))[3:] == expected[1:]
 
 
 def test_runs_without_a_step_in_common_without_settings_and_with_a_loss_that_is_not_finite(tmp_path):
