@@ -195,6 +195,7 @@ def timeouts(rank):
     groups = [link.group for link in pipe._p2p._links.values()]
     assert len({id(group) for group in (*groups, dist.group.WORLD)}) == 5, "two links in each direction"
     groups += [new_gloo_group(dist.group.WORLD)]
+    dist.barrier()  # a rank that ended now would end the connections of one that is still making them
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
 
