@@ -17,7 +17,7 @@ PLATFORMS ?= manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64 ma
 
 # -P keeps the repository's root off sys.path, where kernels/ would shadow the Hugging Face package. Modules, because a
 # tool that comes with an interpreter's own packages has no script in $(BIN). One worker more than there are cores, as
-# tests wait a lot; no more, as each one collects all tests and starts a server of ranks, which takes 10 s of its time.
+# tests wait a lot. More are slower: each worker collects all tests and starts a server of ranks, in 10 s of CPU time.
 # Bytecode is kept: without, each worker compiles all tests, and each rank those that it runs.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest --numprocesses $(WORKERS) \

@@ -226,11 +226,13 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.plan.on_meta.counted_models import uncounted_layers
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
+    from dualpipe.train.optim.from_config import check_optimizer
 
     args, overrides = _parse_after_config(args)
     config = load_config(args.config, overrides)
     model = read_model_config(config)
     check_run(config, model)
+    check_optimizer(config.optimizer, model)
     for line in (*table(estimate(config, model), config.memory.capacity), *uncounted_layers(model)):
         print(line)
     if args.timeline:

@@ -46,7 +46,6 @@ from dualpipe.schedule import Schedule, Step, build
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
-from dualpipe.train.optim.from_config import check_optimizer
 from dualpipe.train.optim.offload import buffer_bytes
 from dualpipe.train.step.layout_check import check_layout
 from dualpipe.train.step.pipeline_schedule import build_schedule
@@ -152,7 +151,7 @@ def step_memory(
 
 
 def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> None:
-    """Raise the ValueError with which a run would refuse its layout, dispatch, formats or optimizer.
+    """Raise the ValueError with which a run would refuse its layout, dispatch or formats.
 
     ranks_per_node: as in `estimate`.
     """
@@ -162,7 +161,6 @@ def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> N
     if isinstance(model, HubConfig):
         plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
     check_layout(config, model, plan, ranks_per_node or _configured_ranks_per_node(p))
-    check_optimizer(config.optimizer, model)
 
 
 def _configured_ranks_per_node(p: ParallelConfig) -> int:

@@ -19,6 +19,7 @@ from dualpipe.plan.memory import GB, cached_schedule, check_run, estimate
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.by_name.build import BUILDERS
 from dualpipe.train.config.schema import Config
+from dualpipe.train.optim.from_config import check_optimizer
 
 # Candidates. The schedule "auto" is left out: its search takes long for a single mesh, so choose the mesh first.
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")
@@ -61,9 +62,10 @@ def plan(request: PlanRequest, rows: int) -> list[Prediction]:
     If a run without a pipeline fits, the best of them is included, in place of the last row if need be.
 
     Raises:
-        ValueError: the sequences cannot be divided over any mesh of the GPUs, or no run fits in memory. Then the
-            message names the run that comes nearest.
+        ValueError: a run would refuse the groups of the optimizer, or the sequences cannot be divided over any mesh of
+            the GPUs, or no run fits in memory. Then the message names the run that comes nearest.
     """
+    check_optimizer(request.config.optimizer, request.model)
     refused: list[str] = []  # errors with which a run would refuse meshes
     meshes = [sorted(runs, key=request.floor) for runs in _meshes(request, refused)]
     if not meshes and refused:

@@ -19,7 +19,7 @@ COUNTED = "bold green"
 UNCOUNTED = "dim"
 _BORDER = "|"  # between tokens
 _REPLACEMENT = "\ufffd"  # stands in decoded text for a part of a character
-_MAX_BYTES = 4  # of a character in UTF-8, and so of the tokens that it takes
+_MAX_TOKENS = 4  # for one character, which has up to 4 bytes in UTF-8
 
 
 def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int = 1) -> None:
@@ -76,15 +76,26 @@ def _pieces(
     """Yield the text of each token, or of the tokens that make up one character, with its loss mask."""
     begin = 0
     while begin < len(tokens):
-        end = begin + 1
-        for longer in range(begin + 1, min(begin + _MAX_BYTES, len(tokens)) + 1):
-            if mask[longer - 1] != mask[begin]:
-                break
-            if _REPLACEMENT not in decode(tokens[begin:longer]):
-                end = longer
-                break
-        yield mask[begin], decode(tokens[begin:end])
-        begin = end
+        end = min(begin + _MAX_TOKENS, len(tokens))
+        count, text = _first_piece(tokens[begin:end], mask[begin:end], decode)
+        yield mask[begin], text
+        begin += count
+
+
+def _first_piece(
+    tokens: Sequence[int], mask: Sequence[bool], decode: Callable[[Sequence[int]], str]
+) -> tuple[int, str]:
+    """Return how many of the first tokens make up whole characters, and their text; or else one token and its text.
+
+    All tokens of a piece have the same loss mask.
+    """
+    for count in range(1, len(tokens) + 1):
+        if mask[count - 1] != mask[0]:
+            break
+        text = decode(tokens[:count])
+        if _REPLACEMENT not in text:
+            return count, text
+    return 1, decode(tokens[:1])
 
 
 def _runs(pieces: Iterable[tuple[bool, str]]) -> Iterator[tuple[bool, str]]:

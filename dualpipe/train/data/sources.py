@@ -194,16 +194,17 @@ def read_conversations(
 
     def choose_keys(keys: Collection[str]) -> list[str]:
         present = [name for name in names if name in keys]
-        if not present and not key and TEXT_KEY in keys and not conversion_hint(keys):
+        hint = conversion_hint(keys)
+        if not present and not key and TEXT_KEY in keys and not hint:
             present = [TEXT_KEY]
         if not present:
-            raise ValueError(f"{no_messages}, but {_list_keys(keys)}; {conversion_hint(keys) or remedy}")
+            raise ValueError(f"{no_messages}, but {_list_keys(keys)}; {hint or remedy}")
         return [*present, *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
 
     def read(record: dict[str, Any]) -> Conversation | None:
         present = [name for name in (*names, TEXT_KEY) if name in record]
-        filled = [name for name in present if record[name]]  # all rows of a Parquet file have all of its columns
-        chosen = (filled or present)[0]
+        # All rows of a Parquet file have all of its columns, so that the first one may be empty.
+        chosen = next((name for name in present if record[name]), present[0])
         if chosen not in names and not isinstance(record[chosen], list):
             raise ValueError(f"{no_messages}, and its {chosen!r} is not a list of messages but of type "
                              f"{type(record[chosen]).__name__}; {remedy}")

@@ -392,7 +392,7 @@ def process_state(pid: int) -> str:
 
 
 def is_consequence(text: str, state: _State | None) -> bool:
-    """Return True if a rank's process halted after it had told of the failure, so that it is not the cause.
+    """Return True if a rank's process halted after the rank reported the failure, so that it is not the cause.
 
     Args:
         text: one of `HALTED`.
@@ -400,7 +400,7 @@ def is_consequence(text: str, state: _State | None) -> bool:
     """
     if state is None:
         return False
-    # A rank that gave up on another one writes files, and may wait for its disk meanwhile.
+    # A rank that has given up on another one writes files, for which it may wait in disk sleep.
     return text == _ENDED or (text == _DISK_SLEEP and bool(state.get("lost_in")))
 
 

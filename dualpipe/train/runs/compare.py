@@ -190,10 +190,11 @@ def _differences(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
 
 
 def _earlier_settings(run: Run, name: str) -> Iterator[str]:
-    """Yield a line for the steps of each start whose settings differ from those of the run's last one."""
-    *earlier, (last_start, _, _) = run.trained() or [(run.starts[-1], 0, 0)]
-    last = _flat(last_start)
-    for start, first_step, last_step in earlier:
+    """Yield a line for the steps of each start whose settings differ from those of `Run.start`."""
+    if run.start is None:
+        return
+    last = _flat(run.start)
+    for start, first_step, last_step in run.trained():
         settings = _flat(start)
         texts = [f"{setting} = {_text(settings, setting)}" for setting in _different(settings, last)]
         if texts:
