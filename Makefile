@@ -23,14 +23,14 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest --numprocesses $(WORKERS) \
                --maxprocesses 8 --dist worksteal
 
-# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them but the interpreted
-# matrix of the kernels, which takes hours and runs in test-all alone.
+# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them. Tests marked `long`,
+# of about a minute or more, run in test-all alone, as does the interpreted matrix of the kernels, which takes hours.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
 .PHONY: train test test-slow test-all test-idle test-gpu lint docs reference bench wheels gpu gpu-node clean
 
 $(READY): pyproject.toml setup.py setup.sh constraints.txt
-	$(call SETUP,train)
+	$(call SETUP,viz)
 	touch $@
 
 # What the tests, the linters and the documents need besides, in the same environment.
@@ -48,7 +48,7 @@ test: $(READY)-test
 
 test-slow: $(READY)-test
 	@echo "part $(MATRIX_PART) of the matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
-	$(PYTEST) -m "slow and not idle and not gpu" --matrix-part $(MATRIX_PART) $(ARGS)
+	$(PYTEST) -m "slow and not long and not idle and not gpu" --durations 15 --matrix-part $(MATRIX_PART) $(ARGS)
 
 test-all: $(READY)-test
 	$(PYTEST) -m "not idle and not gpu" $(ARGS)
@@ -62,20 +62,21 @@ test-idle: $(READY)-test
 test-gpu: $(READY)-test
 	$(PYTEST) --numprocesses 0 -m gpu -rs $(ARGS)
 
-# What is written from the code: docs/config.md, docs/cli.md, docs/api.md and docs/pictures.
+# What is written from the code: docs/config.md, docs/cli.md, and the pictures of schedules.
 reference: $(READY)-test
 	$(BIN)/python docs/generate/reference.py
-	$(BIN)/python docs/generate/draw_pictures.py
 
+# lint-imports reads the sources by import name: there, kernels/ and models/ are in dualpipe/.
 lint: $(READY)-lint
 	$(BIN)/python -P -m ruff check .
 	$(BIN)/python -P -m mypy
-	$(BIN)/python -P tests/support/style_rules.py
+	rm -rf out/imports && mkdir -p out/imports && cp -r dualpipe out/imports && cp -r kernels models out/imports/dualpipe
+	cd out/imports && $(abspath $(BIN))/python -P -c "from importlinter.cli import lint_imports_command; \
+	    lint_imports_command()" --no-cache --no-logo $(CURDIR)/pyproject.toml
 
 # The documents as a site, in out/site. A page that is not current, or a link that leads nowhere, is an error.
 docs: $(READY)-docs
 	$(BIN)/python docs/generate/reference.py --check
-	$(BIN)/python docs/generate/draw_pictures.py --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -P -m mkdocs build --strict
 
 # Those that need a GPU say so where there is none. A missed goal does not keep the others from running.

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Install what one extra of pyproject.toml needs into the virtual environment $VENV. Called by make.
-#   EXTRA   train, which makes the environment anew, or test or lint, which add to it
+#   EXTRA   viz, which makes the environment anew, or test or lint, which add to it
 #   PYTHON  interpreter to use (3.11 or newer)
 #   TORCH   a torch release to install instead of the pinned one
 #   WHEELS  a folder that `make wheels` has filled: everything but torch and Triton comes from there, without an index
@@ -20,7 +20,7 @@ if [ -n "${WHEELS:-}" ]; then
     from=(--no-index --find-links "$WHEELS")
 fi
 
-if [ "$EXTRA" = train ]; then
+if [ "$EXTRA" = viz ]; then
     rm -rf "$VENV"
     "$PYTHON" -m venv "$VENV"
     if [ -n "$TORCH" ]; then

@@ -8,7 +8,7 @@ or an eighth of them on one rank. Measured are:
     weight gradient    written, and added into float32; for the first GEMM also with gathered rows, and of four
                        micro-batches in one launch, which `x separate` compares with four launches
 
-quack-kernels is a rival where it is installed. Each result is checked before it is timed. `of dense` compares with a
+Each result is checked before it is timed. `of dense` compares with a
 `torch.mm` of as many operations, `of bound` with the time that the dense rate and the copy bandwidth of the same run
 allow together. `x` is a rival's time over ours.
 
@@ -21,10 +21,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
-import quack_rival
 import torch
 import torch.nn.functional as F
 from bench_swiglu import eager
@@ -58,7 +57,6 @@ class Case:
     bytes: int
     dense: tuple[int, int, int]  # m, n, k of a dense GEMM with as many operations
     reset: Callable[[], Any] = lambda: None  # before a check of a result that is written in place
-    by_quack: Callable[[], Any] | None = None  # a rival that may be missing, or fail
 
     @property
     def flops(self) -> int:
@@ -118,7 +116,6 @@ def forward(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor | None
         rivals={"grouped_mm": grouped_mm, "cublas": cublas},
         bytes=2 * (x.numel() + w.numel() + y.numel()),
         dense=(*y.shape, x.shape[1]),
-        by_quack=quack_rival.forward(x, w, layer, gather),
     )
 
 
@@ -135,7 +132,6 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
         expected=then_activated(plain.expected),
         rivals={rival: then_activated(product) for rival, product in plain.rivals.items()},
         bytes=plain.bytes + gather.shape[0] * w.shape[1],
-        by_quack=None,
     )
 
 
@@ -195,7 +191,6 @@ def weight_gradient(
         bytes=2 * (dy.numel() + x.numel()) + 4 * out.numel() * (2 if accumulate else 1),
         dense=(dy.shape[1], x.shape[1], dy.shape[0]),
         reset=lambda: out.fill_(0.0 if accumulate else math.nan),
-        by_quack=quack_rival.weight_gradient(dy, partial(taken_rows, x, gather), layer, out, accumulate),
     )
 
 
@@ -232,7 +227,6 @@ def merged_weight_gradient(model: Model, layer: Layer, device: torch.device) -> 
         bytes=MICRO_BATCHES * 2 * (dy.numel() + x.numel()) + 4 * out.numel() * 2,
         dense=(m, n, MICRO_BATCHES * k),
         reset=lambda: out.fill_(0.0),
-        by_quack=None,
     )
 
 
@@ -294,9 +288,6 @@ def measure_case(case: Case, machine: Machine) -> Row:
         "of bound": bound_ms / ms,
     }
     row |= {f"x {name}": time_ms(run) / ms for name, run in case.rivals.items()}
-    if quack_rival.is_installed():
-        quack_ms = quack_rival.time_or_none(case.by_quack)
-        row["x quack"] = None if quack_ms is None else quack_ms / ms
     return row
 
 

@@ -53,7 +53,7 @@ from dualpipe import Pipeline
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.models.decoder import Experts
 from dualpipe.models.stages import Stage
-from dualpipe.parallel.all_to_all import AsyncAllToAll, GroupAllToAll
+from dualpipe.parallel.all_to_all import AllToAll
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import Action, Schedule
@@ -89,7 +89,7 @@ class Done:
 
 
 class Mirror:
-    """An `AsyncAllToAll` whose other ranks each send back the rows they receive, at `seconds_per_byte`."""
+    """Stand-in for an `AllToAll` whose other ranks each send back the rows they receive, at `seconds_per_byte`."""
 
     rank, group = 0, None
 
@@ -98,7 +98,7 @@ class Mirror:
         self.seconds_per_byte, self._free_at = 0.0, 0.0
 
     def start(self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]) -> Done:
-        """Start an all-to-all; see `AsyncAllToAll`."""
+        """Start an all-to-all; see `AllToAll`."""
         received.copy_(sent)
         seconds = self.seconds_per_byte * sent.nbytes * (1 - sent_rows[0] / max(1, sum(sent_rows)))
         if not seconds:
@@ -213,7 +213,7 @@ class Options:
     layers: int
     repeats: int
     costs: Path | None
-    group: AsyncAllToAll | None
+    group: AllToAll | None
     process_group: dist.ProcessGroup | None
     blocks: Sequence[int] = ()
 
@@ -341,7 +341,7 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def joined(args: argparse.Namespace, device: torch.device) -> tuple[AsyncAllToAll | None, dist.ProcessGroup | None]:
+def joined(args: argparse.Namespace, device: torch.device) -> tuple[AllToAll | None, dist.ProcessGroup | None]:
     """Return the all-to-all of torchrun's ranks, and the process group of this rank's pipeline of one rank."""
     if not args.group:
         return None, None
@@ -351,7 +351,7 @@ def joined(args: argparse.Namespace, device: torch.device) -> tuple[AsyncAllToAl
     if dist.get_rank() > 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
     mesh = build_mesh(1, 1, dist.get_world_size(), device)
-    return GroupAllToAll(mesh["ep"]), mesh["pp"].get_group()
+    return AllToAll(mesh["ep"]), mesh["pp"].get_group()
 
 
 def settings(args: argparse.Namespace) -> list[Row]:

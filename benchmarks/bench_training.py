@@ -166,7 +166,7 @@ def row_of(found: Sequence[Row], options: Options) -> Row:
         return row | {"error": next((text for text in errors if not_fitting(text)), errors[0])}
     seconds = max(each["seconds"] for each in found)
     speed, peak = options.tokens / seconds / options.ranks, peak_tflops(found[0]["gpu"])
-    tflops = speed * flops_per_token(read_config(options.model), options.sequence_length).both / 1e12
+    tflops = speed * flops_per_token(read_config(options.model), options.sequence_length).total / 1e12
     bubbles, losses = ([each[what] for each in found if each[what] is not None] for what in ("bubble", "loss"))
     return row | {
         "step ms": 1000 * seconds, "tokens/s": speed, "TFLOP/s": tflops,

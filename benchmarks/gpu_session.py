@@ -30,7 +30,7 @@ CARD = (
     Part("startup", "does it start, and what do allocator and loading of kernels cost?", "gpu.startup:measure", 10),
     Part("kernel-tests", "do the kernels compute what their references do?", "gpu.kernel_tests:measure", 20),
     Part("rates", "how fast are copies and dense products here?", "gpu.kernels:rates", 5),
-    Part("grouped-gemm", "how fast are grouped products beside torch's and quack's?", "gpu.kernels:grouped_gemm", 14),
+    Part("grouped-gemm", "how fast are grouped products beside torch's?", "gpu.kernels:grouped_gemm", 14),
     Part("memory-bound", "how near to a copy are the other kernels?", "gpu.kernels:memory_bound", 10),
     Part("attention", "which attention is the fastest?", "gpu.kernels:attention", 8),
     Part("overlap", "what is hidden, and what do NCCL's blocks take?", "gpu.kernels:overlap", 10),
@@ -41,8 +41,7 @@ CARD = (
 )
 NODE = (
     Part("parity", "is a pipeline of 2 x 4 ranks the model itself?", "gpu.node:parity", 20),
-    Part("all-to-all", "how fast are all-to-alls by NCCL and by copies, alone and beside products?",
-         "gpu.node:all_to_all", 15),
+    Part("all-to-all", "how fast are all-to-alls, alone and beside products?", "gpu.node:all_to_all", 15),
     Part("training", "how fast are whole steps over meshes?", "gpu.node:training", 70),
 )
 

@@ -7,8 +7,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dualpipe import _moved
-
 if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and editors
     from dualpipe.pipeline import (
         Communicate,
@@ -35,8 +33,6 @@ __all__ = [
     "Action", "Communicate", "Compute", "DeferralReport", "DualPipeV", "Pipeline", "PipelineError", "Schedule",
     "ScheduleError", "WeightGradStore", "__version__",
 ]
-
-_moved.install()
 
 
 def __getattr__(name: str) -> object:

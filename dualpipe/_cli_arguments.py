@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 Arguments = dict[str, dict[str, Any]]
@@ -17,7 +16,7 @@ CONFIG_OR_MODEL: Arguments = {**CONFIG, "config": {**CONFIG["config"], "nargs": 
 PARITY: Arguments = {
     "--model": dict(metavar="MODULE:FUNCTION|DIR", help="instead of CONFIG: a function that returns a "
                     "dualpipe.train.model_parity.CutModel, or a directory of a transformers model; see "
-                    "docs/your-loop.md"),
+                    "docs/your-loop.md#parity"),
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),
     "--dp-replicate": dict(type=int, metavar="N", help="replicas of all parameters in dp (default: the file's)"),
@@ -64,21 +63,18 @@ PLAN: Arguments = {
                            "file's)"),
     "--objective": dict(choices=("time", "memory"), default="time", help="quantity to minimize (default: time)"),
     "--rows": dict(type=int, metavar="N", default=10, help="number of meshes to list (default: 10)"),
-    "--explain": dict(metavar="ROW", help="show the origin of every number of a row"),
     "--write": dict(nargs=2, metavar=("ROW", "FILE"), help="write the configuration of a row to a file"),
-    "--svg": dict(type=Path, metavar="FILE", help="draw the parts of the step times as an SVG"),
-    "--html": dict(type=Path, metavar="FILE", help="write a page for a browser, with the schedules of the first rows"),
 }
 MEMORY: Arguments = {
     "--timeline": dict(metavar="FILE", help="draw the memory of every rank in every step of its schedule, by kind, as "
-                       "an SVG, and print every rank's worst step"),
+                       ".png, .svg or .pdf (extra viz), and print every rank's worst step"),
 }
 OPTIONS_AFTER_CONFIG = {"train": TRAIN, "parity": PARITY, "plan": PLAN, "memory": MEMORY}  # by command
 PACK: Arguments = {
-    "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, .jsonl[.gz|.zst] or .parquet, or "
+    "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, JSON or .parquet, or "
                   '"stdlib" (Python\'s own source)'),
-    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR", help="default: bytes"),
-    "--end-of-document": dict(metavar="TOKEN", help="token that ends a document"),
+    "--tokenizer": dict(default="bytes", metavar="bytes|DIR|FILE.json", help="default: bytes"),
+    "--end-of-document": dict(metavar="TOKEN", help="token that ends a document; default: the tokenizer's eos_token"),
     "--text-key": dict(default="text", metavar="KEY", help="key of the text in a record; default: text, and with "
                        "--chat, messages or conversations"),
     "--chat": dict(action="store_true", help="pack conversations, in OpenAI's or ShareGPT's form, through the "
@@ -89,7 +85,7 @@ PACK: Arguments = {
 }
 SHOW: Arguments = {
     "path": dict(metavar="DIR", help="a packed directory"),
-    "--tokenizer": dict(default="bytes", metavar="bytes|FILE.json|DIR",
+    "--tokenizer": dict(default="bytes", metavar="bytes|DIR|FILE.json",
                         help="tokenizer that the directory was packed with; default: bytes"),
     "--document": dict(type=int, default=0, metavar="N", help="first document to print, from 0 (default: 0)"),
     "--count": dict(type=int, default=1, metavar="N", help="number of documents to print (default: 1)"),
@@ -117,11 +113,6 @@ EXPORT: Arguments = {
     "--source": dict(metavar="CHECKPOINT", help="the Hugging Face checkpoint that a run has started from: its "
                      "config.json, tokenizer and layers for multi-token prediction are copied"),
     "--max-shard-size": dict(default="5GB", metavar="SIZE", help="maximum size of a file's tensors (default: 5GB)"),
-}
-COMPARE: Arguments = {
-    "first": dict(metavar="RUN_A", help="output.dir of a run"),
-    "second": dict(metavar="RUN_B", help="output.dir of another run"),
-    "--picture": dict(type=Path, metavar="FILE", help="draw losses and speed over the steps, as .png, .svg or .pdf"),
 }
 WHY: Arguments = {
     "path": dict(metavar="DIR", help="output.dir of a run, or the folder `why` in it"),

@@ -7,13 +7,14 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualpipe import __version__
 from dualpipe import _cli_arguments as tables
-from dualpipe.runtime.errors import ONE_LINE_ERRORS, error_line, exit_status
-from dualpipe.schedule.by_name import command as schedule  # pure Python
+from dualpipe.runtime.errors import ONE_LINE_ERRORS, error_line, exit_status, nearest
+from dualpipe.schedule import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
@@ -26,7 +27,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: success; 1: failure; 2: an error that the user can put right, printed as one line to stderr.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    args = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
     default_format = warnings.formatwarning
     library = os.path.dirname(__file__) + os.sep
 
@@ -38,6 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     warnings.formatwarning = format_warning  # type: ignore[assignment]
     try:
+        _check_command(arguments)
+        args = _parser().parse_args(arguments, argparse.Namespace(arguments=arguments))
         status = args.run(args)
         sys.stdout.flush()
         return status or 0
@@ -152,17 +154,15 @@ def _config_for_model(args: argparse.Namespace, overrides: Sequence[str]) -> Con
 def _replay(args: argparse.Namespace) -> int:
     """Replay a step as a rank of the job, or start all ranks if nothing has started them."""
     from dualpipe.runtime.rank_process import RankInfo, as_rank
-    from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
+    from dualpipe.train.launch.environment import read_everywhere
     from dualpipe.train.launch.local import start_ranks
     from dualpipe.train.replay import read_bundle, replay
 
-    config, manifest = read_bundle(args.bundle)
-    info = rank_from_environment(os.environ)
-    if info is None and config.parallel.world_size > 1:
+    (config, manifest), info = read_everywhere(lambda: read_bundle(args.bundle))
+    if info is None and config.parallel.world_size == 1:
+        info = RankInfo(0, 1, 0, 1)
+    if info is None:
         return start_ranks(args.arguments, config)
-    if info is not None and "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
-    info = info or RankInfo(0, 1, 0, 1)
     with as_rank(info, config.parallel.sizes) as ending:
         ending.status = replay(config, manifest, info)
     return ending.status
@@ -178,10 +178,12 @@ def _pack(args: argparse.Namespace) -> None:
     if args.chat_template and not args.chat:
         raise ValueError(f"--chat-template {args.chat_template}: plain text has no template; add --chat to pack "
                          "conversations, or leave it out")
-    tokenizer = _chat_tokenizer(args) if args.chat else load_tokenizer(args.tokenizer, args.end_of_document)
+    tokenizer = _chat_tokenizer(args) if args.chat else load_tokenizer(args.tokenizer, args.end_of_document or "")
     index = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
-    counted = f", {index['counted']:,} of them count for the loss" if args.chat else ""
-    print(f"{Path(args.out)}: {index['tokens']:,} tokens in {index['documents']:,} documents{counted}")
+    note = f", each ended by {index['end_token']!r}" if index.get("end_token") else ""
+    if args.chat:
+        note = f", {index['counted']:,} of them count for the loss"
+    print(f"{Path(args.out)}: {index['tokens']:,} tokens in {index['documents']:,} documents{note}")
 
 
 def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
@@ -222,22 +224,31 @@ def _memory(args: argparse.Namespace) -> None:
     """Print an estimate of the memory of every rank, and draw it over time if asked to."""
     from dualpipe.models import HubConfig
     from dualpipe.plan import memory_timeline
+    from dualpipe.plan.counted_stages import uncounted_layers
     from dualpipe.plan.memory import check_run, estimate, table
-    from dualpipe.plan.on_meta.counted_models import uncounted_layers
+    from dualpipe.runtime import device as cuda
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model_config
+    from dualpipe.train.config.schema import replace_field
     from dualpipe.train.optim.from_config import check_optimizer
 
     args, overrides = _parse_after_config(args)
+    if args.timeline:
+        memory_timeline.check_picture(Path(args.timeline))
     config = load_config(args.config, overrides)
+    is_on_cpu = config.parallel.device == "auto" and not cuda.count()
+    if is_on_cpu:
+        config = replace_field(config, "parallel", "device", "cpu")
     model = read_model_config(config)
     check_run(config, model)
     check_optimizer(config.optimizer, model)
+    if is_on_cpu:
+        print("for the CPU, as torch finds no CUDA device here; --parallel.device cuda estimates GPUs", file=sys.stderr)
     for line in (*table(estimate(config, model), config.memory.capacity), *uncounted_layers(model)):
         print(line)
     if args.timeline:
         ranks = memory_timeline.timeline(config, model)
-        Path(args.timeline).write_text(memory_timeline.to_svg(ranks), encoding="utf-8")
+        memory_timeline.draw(ranks, Path(args.timeline))
         for line in (*memory_timeline.table(ranks), f"wrote {args.timeline}"):
             print(line)
     num_layers = len(model.carried_layers) if isinstance(model, HubConfig) else 0
@@ -297,14 +308,14 @@ def _hf_import(args: argparse.Namespace) -> None:
 
 def _hf_export(args: argparse.Namespace) -> None:
     """Export a checkpoint in Hugging Face's format."""
-    from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_of_a_run
-    from dualpipe.runtime.byte_sizes import parse_bytes
+    from dualpipe.checkpoint.hub.commands import export, export_checkpoint, is_native_checkpoint
     from dualpipe.runtime.dtypes import dtype_of
+    from dualpipe.runtime.printing import parse_bytes
 
     dtype = dtype_of(args.dtype)
     max_shard_bytes = parse_bytes(args.max_shard_size)
     note = ""
-    if is_of_a_run(args.path):
+    if is_native_checkpoint(args.path):
         export_checkpoint(args.path, args.target, dtype, max_shard_bytes, args.source)
         if args.source is None:
             note = ", without a tokenizer: --source CHECKPOINT copies that of the model that the run began with"
@@ -316,14 +327,6 @@ def _hf_export(args: argparse.Namespace) -> None:
     else:
         export(args.path, args.target, dtype, max_shard_bytes)
     print(f"{args.target}: written{note}")
-
-
-def _compare(args: argparse.Namespace) -> None:
-    """Print a comparison of two runs."""
-    from dualpipe.train.runs.compare import compare
-
-    for line in compare(Path(args.first), Path(args.second), args.picture):
-        print(line)
 
 
 def _why(args: argparse.Namespace) -> None:
@@ -410,8 +413,6 @@ _COMMANDS = {
     "hf export": _Command(
         _hf_export, "write a run's checkpoint, or one of Hugging Face's, in Hugging Face's format, dequantized",
         tables.EXPORT),
-    "compare": _Command(
-        _compare, "compare two runs: losses, speed, memory, and the settings that differ", tables.COMPARE),
     "why": _Command(
         _why, "name the rank on which a run waits or waited, from the states that its ranks have written", tables.WHY),
     "trace summary": _Command(
@@ -425,19 +426,33 @@ _COMMANDS = {
 }
 
 
+def _check_command(arguments: Sequence[str]) -> None:
+    """Raise ValueError, which names the nearest command, if the arguments begin with one that does not exist."""
+    words = list(takewhile(lambda word: not word.startswith("-"), arguments))
+    typed = " ".join(words[:2] if words[:1] and words[0] in _GROUPS else words[:1])
+    full_names = ["schedule", *_GROUPS, *_COMMANDS]
+    if not typed or typed in full_names:
+        return
+    candidates = {name.rpartition(" ")[2]: name for name in full_names} | {name: name for name in full_names}
+    near = [f"did you mean `dualpipe {candidates[name]}`?" for name in nearest(typed, candidates)]
+    raise ValueError(f"there is no command {typed!r}; {near[0] if near else '`dualpipe` alone lists all'}")
+
+
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command, which loads no torch."""
     description = "mixture-of-experts training on a V-shaped bidirectional pipeline"
     parser = argparse.ArgumentParser(prog="dualpipe", description=description, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"dualpipe {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    parser.set_defaults(run=lambda args: parser.print_help())
+    commands = parser.add_subparsers(metavar="COMMAND")
     schedule.add_parser(commands)
     groups = {"": commands}
     for full_name, command in _COMMANDS.items():
         group, _, name = full_name.rpartition(" ")
         if group not in groups:
             group_parser = commands.add_parser(group, help=_GROUPS[group])
-            groups[group] = group_parser.add_subparsers(required=True, metavar="COMMAND")
+            group_parser.set_defaults(run=lambda args, group_parser=group_parser: group_parser.print_help())
+            groups[group] = group_parser.add_subparsers(metavar="COMMAND")
         subparser = groups[group].add_parser(
             name, help=command.help, description=command.help, allow_abbrev=False)
         subparser.set_defaults(run=command.run, command=name, parser=subparser)

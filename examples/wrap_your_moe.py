@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from dualpipe import Communicate, Compute, DualPipeV
 from dualpipe.kernels import SortedTokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, defer_weight_grads, run_segments
-from dualpipe.parallel import DTypePolicy, ExpertParallel, resolve_dtypes, run_experts, shard, shard_experts
+from dualpipe.parallel import DTypePolicy, ExpertParallel, resolve_dtypes, run_experts, shard_experts, shard_stages
 from dualpipe.parallel.mesh import Mesh, build_mesh
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 16, 24, 8, 2
@@ -90,7 +90,7 @@ class MoELayer(nn.Module):
 
 
 class Stage(nn.Module):
-    """A stage of some layers. `shard` makes FSDP2 units of the elements of a `ModuleList`."""
+    """A stage of some layers. `shard_stages` makes FSDP2 units of the elements of a `ModuleList`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,8 +161,8 @@ def run(device: torch.device) -> float:
         defer_weight_grads(stage)
         for layer in stage.layers:
             layer.dispatcher = experts.dispatcher()  # one for each layer
-        shard_experts(stage, mesh["ep"])  # before `shard`, which tells experts from the rest by it
-        shard(stage, place.dense, plan, expert_mesh=place.experts)
+        shard_experts(stage, mesh["ep"])  # before `shard_stages`, which tells experts from the rest by it
+    shard_stages(mine, place.dense, plan, expert_mesh=place.experts)
     pipe = DualPipeV(mine, process_group=place.group("pp"))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, foreach=False)  # experts are on a mesh of their own
 

@@ -1,7 +1,4 @@
-"""Triton kernels of layers, and their PyTorch references. They are independent of pipelines.
-
-Imports nothing.
-"""
+"""Triton kernels of layers, and their PyTorch references. They are independent of pipelines."""
 
 from dualpipe.kernels.cross_entropy import cross_entropy
 from dualpipe.kernels.grouped_gemm import (

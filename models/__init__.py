@@ -1,22 +1,25 @@
-"""Model families as pipeline stages, in plain PyTorch over `dualpipe.nn`.
-
-Imports `parallel`, `nn` and `kernels`.
-"""
+"""Model families as pipeline stages, in plain PyTorch over `dualpipe.nn`."""
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from reprlib import repr as brief
 from typing import Any, NamedTuple
 
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from dualpipe.models.deepseek import DeepseekV2Config, DeepseekV3Config, KimiK2Config
 from dualpipe.models.gpt_oss import GptOssConfig
 from dualpipe.models.hub import HubConfig, UnsupportedModel
 from dualpipe.models.qwen3_moe import Qwen3MoeConfig
 from dualpipe.models.stages import Stage, build_stages, split_layers
+from dualpipe.runtime.ranks.process_groups import is_first_rank
 
 __all__ = [
     "DeepseekV2Config", "DeepseekV3Config", "GptOssConfig", "HubConfig", "KimiK2Config", "Qwen3MoeConfig", "Stage",
@@ -28,6 +31,9 @@ FAMILIES = {
     family.model_type: family
     for family in (Qwen3MoeConfig, DeepseekV2Config, DeepseekV3Config, KimiK2Config, GptOssConfig)
 }
+
+
+_ROWS = 4096  # of a matrix that are compared at once
 
 
 class HubFile(NamedTuple):
@@ -66,6 +72,9 @@ def read_hub_file(path: str | PathLike[str]) -> HubFile:
 def read_hub_json(path: str | PathLike[str]) -> tuple[Path, Mapping[str, Any]]:
     """Return the path of a `config.json` and its content; `path` is the file or its directory.
 
+    If the checkpoint beside it has a head that differs from the embedding, `tie_word_embeddings` is false in the
+    result whatever the file says, as transformers loads such a checkpoint.
+
     Raises `ValueError` if there is none, or it is no JSON object.
     """
     path = Path(path)
@@ -84,7 +93,32 @@ def read_hub_json(path: str | PathLike[str]) -> tuple[Path, Mapping[str, Any]]:
         raise ValueError(f"{path}: {error}") from error
     if not isinstance(hub, Mapping):
         raise ValueError(f"{path}: got JSON of type {type(hub).__name__}, expected an object; give a config.json")
+    if hub.get("tie_word_embeddings") and _has_distinct_head(path.parent):
+        if is_first_rank():
+            warnings.warn(f"{path} says tie_word_embeddings = true, but the lm_head.weight beside it differs from the "
+                          "embedding: the two are not tied, as in transformers", stacklevel=2)
+        hub = {**hub, "tie_word_embeddings": False}
     return path, hub
+
+
+def _has_distinct_head(folder: Path) -> bool:
+    """Return True if a checkpoint has a head and an embedding with other values. Damaged files are reported later."""
+    single = folder / "model.safetensors"
+    weights: list[Tensor] = []
+    try:
+        files = {} if single.is_file() else json.loads((folder / f"{single.name}.index.json").read_text())["weight_map"]
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            with safe_open(folder / Path(files.get(name, single.name)).name, framework="pt") as file:
+                weights.append(file.get_tensor(name))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError):
+        return False
+    return not same_values(*weights)
+
+
+def same_values(left: Tensor, right: Tensor) -> bool:
+    """Return True if two matrices have equal values, in whatever dtypes."""
+    rows = zip(left.split(_ROWS), right.split(_ROWS))
+    return left.shape == right.shape and all(torch.equal(a.double(), b.double()) for a, b in rows)
 
 
 def config_from_dict(hub: Mapping[str, Any]) -> HubConfig:

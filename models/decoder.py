@@ -31,11 +31,6 @@ ShouldRecompute = Callable[[str], bool]
 """Return True if a part of a layer is recomputed before its backward; see `dualpipe.models.stages.Recompute`."""
 
 
-_FORMER_NAMES = {  # former names of methods of `Attention`
-    "products": "qkv_proj", "turned": "apply_rope", "expand": "expand_kv", "scaled": "logit_row_scales",
-}
-
-
 def _no_recompute(part: str) -> bool:
     """Recompute nothing: the choice of a plain forward."""
     return False
@@ -44,8 +39,7 @@ def _no_recompute(part: str) -> bool:
 class Attention(nn.Module):
     """Base class of causal attention, called as `attention(x_BSH, context)`.
 
-    The attributes describe its sizes; cost estimates and context parallelism read them. Subclasses may define methods
-    under their former names too: `products`, `turned`, `expand` and `scaled`.
+    The attributes describe its sizes; cost estimates and context parallelism read them.
     """
 
     num_heads: int
@@ -59,24 +53,6 @@ class Attention(nn.Module):
     o_proj: Linear
     context_parallel: ContextParallel | None = None  # supplies the keys and values of other ranks' tokens
     max_logits_A: Tensor | None = None  # largest score of each head since the last reset; None: not recorded
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Alias the methods that a subclass defines: former names to current ones, and the reverse."""
-        super().__init_subclass__(**kwargs)
-        for former, name in _FORMER_NAMES.items():
-            if former in vars(cls):
-                setattr(cls, name, vars(cls)[former])
-            elif name in vars(cls):
-                setattr(cls, former, vars(cls)[name])
-
-    @property
-    def peaks_A(self) -> Tensor | None:
-        """Alias of `max_logits_A`, its former name."""
-        return self.max_logits_A
-
-    @peaks_A.setter
-    def peaks_A(self, value: Tensor | None) -> None:
-        self.max_logits_A = value
 
     def project(self, x_BSH: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return rotated queries (B, A, S, D), followed by the tensors that `expand_kv` takes."""
@@ -106,10 +82,6 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
-    def scaled(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
-        """Alias of `logit_row_scales`, its former name."""
-        return self.logit_row_scales(share_A)
-
     def output(self, y_BASV: Tensor) -> Tensor:
         """Project the concatenated heads; returns (B, S, H)."""
         return self.o_proj(rearrange(y_BASV, "B A S V -> B S (A V)"))
@@ -122,7 +94,7 @@ class Attention(nn.Module):
         k_BGSD, v_BGSV = self.expand_kv(*shared)
         return self.output(attend(
             q_BASD, k_BGSD, v_BGSV, context, scale=self.scale, window=self.window, sinks_A=self.sinks,
-            peaks_A=self.max_logits_A,
+            max_logits_A=self.max_logits_A,
         ))
 
     def segments(self, should_recompute: ShouldRecompute) -> list[Segment]:

@@ -36,7 +36,6 @@ class DeepseekConfig(HubConfig):
     })
     _fixed: ClassVar[dict[str, Any]] = {
         "hidden_act": "silu", "attention_dropout": 0.0, "mlp_bias": False, "moe_layer_freq": 1,
-        "output_router_logits": False,
     }
     _nullable: ClassVar[frozenset[str]] = frozenset({"q_lora_rank", "n_shared_experts", "n_group", "topk_group"})
     _has_correction_bias: ClassVar[bool] = False

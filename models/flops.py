@@ -35,11 +35,6 @@ class Flops(NamedTuple):
         """Operations of the forward and the backward together."""
         return self.forward + self.backward
 
-    @property
-    def both(self) -> float:
-        """Alias of `total`, its former name."""
-        return self.total
-
 
 def parameter_counts(config: HubConfig) -> ParameterCounts:
     """Count the parameters of a whole model, on the meta device.

@@ -19,12 +19,9 @@ from dualpipe.nn import Router, Scoring
 _SLIDING = "sliding_attention"
 _FULL = "full_attention"
 _LAYER_TYPES = (_SLIDING, _FULL)
-# Rotary embedding of a config.json without these keys.
-_DEFAULT_ROPE = {
-    "rope_theta": 150_000.0,
-    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-                     "original_max_position_embeddings": 4096},
-}
+# Rotary embedding of a config.json that describes none.
+_DEFAULT_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                 "original_max_position_embeddings": 4096}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +32,7 @@ class GptOssConfig(GroupedQueryConfig):
     architecture: ClassVar[str] = "GptOssForCausalLM"
     # The tensors of a checkpoint show its quantization, so its "quantization_config" is not read.
     _ignored: ClassVar[frozenset[str]] = frozenset({"initial_context_length", "quantization_config"})
-    _fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0, "output_router_logits": False}
+    _fixed: ClassVar[dict[str, Any]] = {"hidden_act": "silu", "attention_dropout": 0.0}
     quantized_as: ClassVar[str] = "mxfp4"  # the experts alone
 
     intermediate_size: int  # of each expert
@@ -58,7 +55,10 @@ class GptOssConfig(GroupedQueryConfig):
     @classmethod
     def from_dict(cls, hub: Mapping[str, Any]) -> Self:
         """Read a `config.json`. Rope parameters default to those of the published models. See `HubConfig`."""
-        return super().from_dict(_DEFAULT_ROPE | {key: value for key, value in hub.items() if value is not None})
+        values = {"rope_theta": 150_000.0} | {key: value for key, value in hub.items() if value is not None}
+        if not values.get("rope_scaling"):
+            values.setdefault("rope_parameters", _DEFAULT_YARN)
+        return super().from_dict(values)
 
     @classmethod
     def _translated(cls, values: dict[str, Any]) -> dict[str, Any]:

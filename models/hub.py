@@ -15,13 +15,34 @@ from torch import nn
 
 from dualpipe.nn.attention import Rotary, Yarn
 
-# Keys of config.json without an effect on the mathematics of a model.
-_IGNORED = {
-    "_attn_implementation", "_experts_implementation", "_name_or_path", "architectures", "attn_implementation",
-    "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id", "experts_implementation",
-    "id2label", "is_encoder_decoder", "label2id", "max_position_embeddings", "model_type", "name_or_path",
-    "output_attentions", "output_hidden_states", "pad_token_id", "problem_type", "quantization_config", "return_dict",
-    "rope_parameters", "rope_scaling", "router_aux_loss_coef", "torch_dtype", "transformers_version", "use_cache",
+# Sampling settings, which older versions of transformers keep in config.json instead of generation_config.json.
+_SAMPLING = {
+    "assistant_confidence_threshold", "assistant_early_exit", "assistant_lookbehind", "bad_words_ids",
+    "begin_suppress_tokens", "cache_implementation", "constraints", "decoder_start_token_id", "diversity_penalty",
+    "do_sample", "dola_layers", "early_stopping", "encoder_no_repeat_ngram_size", "encoder_repetition_penalty",
+    "epsilon_cutoff", "eta_cutoff", "exponential_decay_length_penalty", "force_words_ids", "forced_bos_token_id",
+    "forced_decoder_ids", "forced_eos_token_id", "guidance_scale", "length_penalty", "low_memory", "max_length",
+    "max_new_tokens", "max_time", "min_length", "min_new_tokens", "min_p", "no_repeat_ngram_size",
+    "num_assistant_tokens", "num_assistant_tokens_schedule", "num_beam_groups", "num_beams", "num_return_sequences",
+    "output_logits", "output_scores", "penalty_alpha", "prompt_lookup_num_tokens", "remove_invalid_values",
+    "renormalize_logits", "repetition_penalty", "return_dict_in_generate", "sequence_bias", "stop_strings",
+    "suppress_tokens", "target_lookbehind", "temperature", "token_healing", "top_h", "top_k", "top_p", "typical_p",
+    "use_mtp", "watermarking_config",
+}
+# Keys of config.json without an effect on the mathematics of a model, written by transformers and by training tools.
+_IGNORED = _SAMPLING | {
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_experts_implementation",
+    "_flash_attn_2_enabled", "_name_or_path", "_pre_quantization_dtype", "add_cross_attention", "architectures",
+    "attn_implementation", "auto_map", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "custom_pipelines", "dtype", "eos_token_id", "experts_implementation", "finetuning_task",
+    "gradient_checkpointing", "id2label", "is_decoder", "is_encoder_decoder", "keys_to_ignore_at_inference",
+    "label2id", "mask_token_id", "max_position_embeddings", "max_seq_length", "model_max_length", "model_name",
+    "model_type", "name_or_path", "num_labels", "output_attentions", "output_hidden_states", "output_router_logits",
+    "pad_token_id", "prefix", "problem_type", "pruned_heads", "quantization_config", "return_dict",
+    "rope_parameters", "rope_scaling", "router_aux_loss_coef", "sep_token_id", "task_specific_params",
+    "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
+    "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
 }
 # Keys of config.json for the number of layers for multi-token prediction (MTP), which follow the other layers.
 MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
@@ -34,7 +55,7 @@ _MAX_SIZES = {
 _MAX_SIZE = 2**20  # of sizes without an entry in _MAX_SIZES
 # Exclusive lower bounds of the parameters of the rotary embedding.
 _ROPE_BOUNDS = {
-    "rope_theta": 0, "factor": 0, "original_max_position_embeddings": 0, "beta_fast": 0, "beta_slow": 0,
+    "rope_theta": 1, "factor": 0, "original_max_position_embeddings": 0, "beta_fast": 0, "beta_slow": 0,
     "attention_factor": 0, "mscale": -1, "mscale_all_dim": -1,
 }
 _MAX_NUMBER = 1e30  # of all numbers that are not sizes
@@ -58,9 +79,6 @@ class HubTensorPart:
     shape: tuple[int, ...]
     where: tuple[slice, ...]
     transposed: bool = False
-
-
-Part = HubTensorPart  # alias: the former name, removed in the next release
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +134,9 @@ class HubConfig:
         unknown = values.keys() - hub_fields.keys() - _IGNORED - cls._ignored - cls._fixed.keys()
         unsupported += [f"{key}={brief(values[key])} (unknown)" for key in sorted(unknown)]
         if unsupported:
-            raise UnsupportedModel(f"options that {cls.model_type} does not support here: {', '.join(unsupported)}")
+            remedy = "; remove unknown ones that do not change the model" if unknown else ""
+            raise UnsupportedModel(f"options that {cls.model_type} does not support here: {', '.join(unsupported)}"
+                                   f"{remedy}")
         missing = [name for name, field in hub_fields.items() if field.default is MISSING and name not in values]
         if missing:
             raise ValueError(f"the configuration lacks {', '.join(missing)}")
@@ -173,12 +193,15 @@ class HubConfig:
     def hub_parts(self, name: str, shape: Sequence[int]) -> list[list[HubTensorPart]]:
         """Return the locations of a parameter or buffer on the hub: a list of tensors for each way of storing it.
 
-        `save_hf` uses the first way. A tied head is stored as the embedding. Experts are separate tensors, or stacked.
+        `save_hf` uses the first way. A tied head is stored as the embedding, or in files of some tools the embedding as
+        the head. Experts are separate tensors, or stacked.
         Example: the first half of expert 7's matrix in `layers.0.mlp.experts.gate_up_proj.weight` (E, 2I, H) is
         `model.layers.0.mlp.experts.7.gate_proj.weight` (I, H).
         """
+        if self.tie_word_embeddings and name in ("embed_tokens.weight", "lm_head.weight"):
+            return [[whole(hub_name, shape)] for hub_name in ("model.embed_tokens.weight", "lm_head.weight")]
         if name == "lm_head.weight":
-            return [[whole("model.embed_tokens.weight" if self.tie_word_embeddings else name, shape)]]
+            return [[whole(name, shape)]]
         prefix, experts_infix, projection = f"model.{name.removesuffix('.weight')}".partition(".mlp.experts.")
         if not experts_infix:
             return [[whole(f"model.{name}", shape)]]
@@ -228,7 +251,7 @@ class HubConfig:
         """Parameter names by the hub names of their copies.
 
         On the hub, each layer for multi-token prediction has a copy of the embedding and of the head. `save_hf` writes
-        the copies for trained layers, `load_hf` skips them.
+        the copies for trained layers, `load_hf` skips them if they have the same values.
         """
         head = "embed_tokens.weight" if self.tie_word_embeddings else "lm_head.weight"
         copies = (("embed_tokens.weight", "embed_tokens.weight"), ("shared_head.head.weight", head))
@@ -299,21 +322,32 @@ def whole(name: str, shape: Sequence[int]) -> HubTensorPart:
 def rope_fields(hub: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields `rope_theta` and, if the embedding is stretched, `yarn`, from either form of config.json.
 
+    `rope_scaling` replaces `rope_parameters`, as in transformers.
+
     Raises `UnsupportedModel` for a type other than "default" and "yarn" and for unknown parameters, `ValueError` for
-    missing parameters and for numbers out of range.
+    missing parameters, for numbers out of range, and if it is unclear which `rope_theta` is meant.
     """
-    scaling = hub.get("rope_parameters") or hub.get("rope_scaling") or {}
-    if not isinstance(scaling, Mapping):
-        raise ValueError(f"rope_parameters or rope_scaling must be a JSON object; got {brief(scaling)}")
-    scaling = {key: value for key, value in scaling.items() if value is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(hub.get(key) or {}, Mapping):
+            raise ValueError(f"{key} must be a JSON object; got {brief(hub[key])}")
+    parameters = hub.get("rope_parameters") or {}
+    stated = hub.get("rope_scaling") or parameters
+    scaling = {key: value for key, value in stated.items() if value is not None}
     rope_type = scaling.pop("rope_type", scaling.pop("type", "default"))
-    scaling.setdefault("rope_theta", hub.get("rope_theta", 10_000.0))
+    theta = scaling.setdefault("rope_theta", hub.get("rope_theta", 10_000.0))
+    replaced_theta = parameters.get("rope_theta")
+    if replaced_theta not in (None, theta) and "rope_theta" not in stated:
+        raise ValueError(f"rope_scaling replaces rope_parameters, so rope_theta would be {brief(theta)} instead of "
+                         f"{brief(replaced_theta)}; put the model's rope_theta into rope_scaling")
     if rope_type == "yarn" and "max_position_embeddings" in hub:
         scaling.setdefault("original_max_position_embeddings", hub["max_position_embeddings"])
+    if "truncate" in stated:
+        scaling["truncate"] = bool(stated["truncate"])  # null counts as false in transformers
     out_of_range = [f"{key}={brief(value)}" for key, value in scaling.items() if key in _ROPE_BOUNDS
                     and not (type(value) in (int, float) and _ROPE_BOUNDS[key] < value < _MAX_NUMBER)]
     if out_of_range:
-        raise ValueError(f"rope parameters that must be positive numbers: {', '.join(out_of_range)}")
+        raise ValueError(f"rope parameters out of range: {', '.join(out_of_range)}; expected positive numbers, and a "
+                         "rope_theta above 1")
     theta = float(scaling.pop("rope_theta"))
     yarn_names = [field.name for field in fields(Yarn)]
     unknown = sorted(scaling.keys() - (yarn_names if rope_type == "yarn" else []))

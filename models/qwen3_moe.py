@@ -18,7 +18,7 @@ class Qwen3MoeConfig(GroupedQueryConfig):
     architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
     _ignored: ClassVar[frozenset[str]] = frozenset({"max_window_layers", "sliding_window"})  # unused: see _fixed
     _fixed: ClassVar[dict[str, Any]] = {
-        "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0, "output_router_logits": False,
+        "hidden_act": "silu", "use_sliding_window": False, "attention_dropout": 0.0,
     }
 
     moe_intermediate_size: int

@@ -178,7 +178,7 @@ class Stage(nn.Module):
 
     def segments_key(self) -> Hashable:
         """Return the state that the segments depend on and that may change between steps: see `docs/overlap.md`."""
-        return self._num_group_changes, self.recompute
+        return self._num_group_changes, self.recompute, tuple(self.children()), tuple(self.layers.values())
 
     def forward(
         self, x: Tensor, positions: Tensor | None = None, ahead: Tensor | None = None
@@ -307,7 +307,9 @@ def split_layers(
     """
     costs = [1.0] * layers if isinstance(layers, int) else list(layers)
     if num_stages < 1 or len(costs) < max(0, num_stages - 2):
-        raise ValueError(f"cannot cut {len(costs)} layers into {num_stages} stages; use 1 to {len(costs) + 2}")
+        most = len(costs) + 2
+        raise ValueError(f"cannot cut {len(costs)} layers into {num_stages} stages; use 1 to {most}: pp at most "
+                         f"{most // 2} with two stages on a rank, as in dualpipev, or {most} with one, as in 1f1b")
     counts = list(layers_per_stage) if layers_per_stage else _equal_cost_counts(costs, num_stages, head)
     if len(counts) != num_stages or sum(counts) != len(costs) or min(counts) < 0 or 0 in counts[1:-1]:
         raise ValueError(f"layers_per_stage must be {num_stages} numbers that add up to {len(costs)}, only the first "

@@ -1,6 +1,7 @@
 """The command itself: usage, mistakes in a line, and what it loads."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -46,7 +47,29 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"dualpipe {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["train"], ["data", "pack", "x"]])
+@pytest.mark.parametrize(("arguments", "commands"), [
+    ([], ["train", "parity", "checkpoint", "doctor"]), (["data"], ["pack", "show"]), (["hf"], ["check", "import"]),
+])
+def test_the_command_alone_prints_its_commands(arguments, commands, capsys):
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr().out
+    assert all(re.search(rf"^    {command}\s", out, re.M) for command in commands)
+
+
+@pytest.mark.parametrize(("arguments", "hint"), [
+    (["trian", "run.toml"], "'trian'; did you mean `dualpipe train`?"),
+    (["chekpoint", "ls"], "'chekpoint'; did you mean `dualpipe checkpoint`?"),
+    (["checkpoint", "verfy", "x"], "'checkpoint verfy'; did you mean `dualpipe checkpoint verify`?"),
+    (["verify", "x"], "'verify'; did you mean `dualpipe checkpoint verify`?"),
+    (["shedule", "--ranks", "2"], "'shedule'; did you mean `dualpipe schedule`?"),
+    (["nonsense"], "'nonsense'; `dualpipe` alone lists all"),
+])
+def test_the_nearest_command_is_proposed(arguments, hint, capsys):
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr().err == f"error: there is no command {hint}\n"
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["data", "pack", "x"]])
 def test_usage_errors(arguments, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)

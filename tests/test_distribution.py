@@ -86,13 +86,12 @@ def test_the_metadata_is_complete(built):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
                            if line.endswith(f'extra == "{name}"'))
-              for name in ("viz", "train", "hf", "remote", "test", "lint", "docs")}
+              for name in ("viz", "hf", "remote", "test", "lint", "docs")}
     assert extras["viz"] == ["matplotlib", "tensorboard"]
-    assert extras["train"] == ['dualpipe[viz]; extra == "train"'], "what `make train` installs: no tests, no linters"
-    assert extras["hf"] == ["transformers"] and extras["remote"] == ["fsspec"]
+    assert extras["hf"] == ["jinja2", "transformers"] and extras["remote"] == ["fsspec"]
     assert 'dualpipe[data,hf,remote,viz,wandb]; extra == "test"' in extras["test"]
-    assert extras["lint"] == ["mypy", "pyright[nodejs]", "ruff"]
-    assert extras["docs"] == ['dualpipe[hf]; extra == "docs"', "mkdocs", "mkdocs-material"]
+    assert extras["lint"] == ["import-linter", "mypy", "pyright[nodejs]", "ruff"]
+    assert extras["docs"] == ['dualpipe[hf]; extra == "docs"', "mkdocs", "mkdocs-material", "mkdocstrings[python]"]
     assert not set(extras["test"]) & set(extras["lint"])
 
 
@@ -105,8 +104,8 @@ def made_by(target):
 
 
 @pytest.mark.parametrize("target, extras", [
-    ("train", ["train"]), ("bench", ["train"]), ("test", ["train", "test"]), ("lint", ["train", "lint"]),
-    ("docs", ["train", "docs"]), ("gpu", ["train", "test"]), ("gpu-node", ["train", "test"]),
+    ("train", ["viz"]), ("bench", ["viz"]), ("test", ["viz", "test"]), ("lint", ["viz", "lint"]),
+    ("docs", ["viz", "docs"]), ("gpu", ["viz", "test"]), ("gpu-node", ["viz", "test"]),
 ])
 def test_make_installs_what_a_target_needs_and_no_more(target, extras):
     assert re.findall(r"\bEXTRA=(\w+) bash setup\.sh", made_by(target)) == extras
@@ -155,7 +154,7 @@ case "$*" in
 esac
 """.replace("TRITON", triton))
     python.chmod(0o755)
-    environment = {**os.environ, "PYTHON": str(python), "TORCH": "", "EXTRA": "train", "WHEELS": "some",
+    environment = {**os.environ, "PYTHON": str(python), "TORCH": "", "EXTRA": "viz", "WHEELS": "some",
                    "VENV": str(tmp_path / "venv")}
     done = subprocess.run(["bash", "setup.sh"], cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     assert "--no-index --find-links some" in done.stdout
@@ -188,7 +187,7 @@ case "$*" in *s3-requirements*) exit 1 ;; esac
 
 def test_each_mark_of_slow_tests_is_run_by_a_target():
     assert '-m "not slow and not gpu"' in made_by("test")
-    assert '-m "slow and not idle and not gpu"' in made_by("test-slow")
+    assert '-m "slow and not long and not idle and not gpu"' in made_by("test-slow")
     assert '-m "not idle and not gpu"' in made_by("test-all") and "-m idle" in made_by("test-idle")
     assert "--numprocesses 0 -m gpu" in made_by("test-gpu"), "they share one card"
     marked = [path for path in (ROOT / "tests").rglob("test_*.py") if "@pytest.mark.idle\n" in path.read_text()]
@@ -197,6 +196,7 @@ def test_each_mark_of_slow_tests_is_run_by_a_target():
         assert f" {path.relative_to(ROOT)} " in made_by("test-idle")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_an_installed_wheel_trains_and_passes_the_tests_of_the_sdist(built, tmp_path):
     tree, wheel = built

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from dualpipe import Pipeline
 from dualpipe.cli import main
 from dualpipe.nn.deferral import local
+from dualpipe.parallel import ExpertParallel, run_experts
 from dualpipe.schedule import Costs, build, simulate
 from hf_families import save_tiny
 from ranks import run_ranks
@@ -69,6 +70,28 @@ def run_finetuning(rank, folder):
     return seen["losses"], batches
 
 
+def test_experts_of_a_list_become_stacked_weights():
+    seen = {"__name__": "__main__"}
+    exec(compile(programs(YOUR_MODEL)[3], str(YOUR_MODEL), "exec"), seen)
+    torch.manual_seed(0)
+    experts = torch.nn.ModuleList(seen["Expert"](8, 12) for _ in range(4)).double()
+    stacked = seen["StackedExperts"](experts)
+    x, dy = torch.randn(2, 6, 8, dtype=torch.float64)
+    weights, choices = torch.rand(6, 4, dtype=torch.float64).topk(2)
+    dispatcher = ExpertParallel(4).dispatcher()
+    rows, row_weights, plan = dispatcher.plan(x, weights, choices)
+    y = dispatcher.finish(run_experts(stacked, rows, row_weights, plan), plan)
+    y.backward(dy)
+    outputs = torch.stack([expert(x) for expert in experts], 1)  # (6, 4, 8)
+    expected = (outputs.gather(1, choices.unsqueeze(-1).expand(-1, -1, 8)) * weights.unsqueeze(-1)).sum(1)
+    expected.backward(dy)
+    torch.testing.assert_close(y, expected)
+    for number, expert in enumerate(experts):
+        gate_up = torch.cat([expert.gate.weight.grad, expert.up.weight.grad])
+        torch.testing.assert_close(stacked.gate_up.weight.grad[number], gate_up)
+        torch.testing.assert_close(stacked.down.weight.grad[number], expert.down.weight.grad)
+
+
 @pytest.mark.slow
 def test_your_model(tmp_path):
     """Weights saved by four ranks equal those that transformers and torch's AdamW reach in one process."""
@@ -99,7 +122,7 @@ def test_your_model(tmp_path):
 
 def run_own_model(rank):
     """Run the program for custom modules; return the losses on this rank."""
-    text = programs(YOUR_MODEL)[-1]
+    text = programs(YOUR_MODEL)[2]
     dist.init_process_group = dist.destroy_process_group = lambda *arguments: None  # there is one already
     seen = {"__name__": "__main__"}
     exec(compile(text, str(YOUR_MODEL), "exec"), seen)
@@ -110,7 +133,7 @@ def test_your_own_modules():
     """The losses equal those of the whole model, trained in one process."""
     losses, others = run_ranks(run_own_model, 2, fresh=True)
     seen = {"__name__": "document"}
-    exec(programs(YOUR_MODEL)[-1].partition("dist.init_process_group")[0], seen)
+    exec(programs(YOUR_MODEL)[2].partition("dist.init_process_group")[0], seen)
     model = torch.nn.Sequential(*(seen["build_stage"](number) for number in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.randn(seen["ROWS"], seen["WIDTH"], generator=torch.Generator().manual_seed(0))

@@ -4,7 +4,6 @@ Commands are shrunken: fewer steps, shorter sequences, one rank, a small checkpo
 checked as far as it can be.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import subprocess
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -31,11 +29,11 @@ from scripts import fork_script
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md",
              ROOT / "CONTRIBUTING.md")
-PROGRAMS = ("dualpipe", "export", "make", "pip", "python", "sbatch", "source", "torchrun")
+PROGRAMS = ("dualpipe", "export", "make", "mpirun", "pip", "python", "sbatch", "source", "srun", "torchrun")
 NO_COMMANDS = (  # first words of other blocks: output, a sketch, settings, a list of folders
     "error: ", "WARNING: ", "watchdog: ", "first step ", "stopped by SIGTERM", "tensor ", "ms a step ", "row  pp",
     "parity FAILED: ", "B  finish", "B combine", "[", "dualpipe/runtime/ ", "weight gradients of rank",
-    "olmoe (transformers' ", "resuming from ", "schedule  ",
+    "olmoe (transformers' ", "resuming from ", "schedule  ", "options:",
 )
 
 # Arguments that are added to a command, and replaced in it, to make it small.
@@ -72,9 +70,12 @@ IN_PROCESS = {  # replaced text: its replacement
     "dualpipe hf check CHECKPOINT --pp 2 --ep 4": {"--ep 4": "--ep 2"},
     "dualpipe memory examples/qwen3-30b-a3b.toml": {},
     "dualpipe memory examples/qwen3-30b-a3b-8x80gb.toml": {},
+    "dualpipe memory examples/qwen3-30b-a3b-2x8x80gb.toml": {},
+    "dualpipe plan examples/qwen3-30b-a3b-2x8x80gb.toml --gpus 16":
+        {"qwen3-30b-a3b-2x8x80gb": "tiny-cpu", "--gpus 16": "--gpus 1"},
     "dualpipe schedule --ranks 4 --microbatches 10 --name dualpipev --costs F=1,B=2,W=1,FB=2.6 --compare "
     "dualpipev_full,zbv,interleaved_1f1b,v_half,1f1b --svg dualpipev.svg": {},
-    "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8 --svg plan.svg":
+    "dualpipe plan examples/qwen3-30b-a3b.toml --gpus 64 --gpu h100 --global-batch 4194304 --rows 8":
         {"qwen3-30b-a3b": "tiny-cpu", "--gpus 64": "--gpus 1", "4194304": "1024"},
     "dualpipe data pack PATH... --tokenizer bytes --out DIR": {"PATH...": "text"},
     "dualpipe data pack PATH... --tokenizer CHECKPOINT/tokenizer.json --out data":
@@ -89,7 +90,8 @@ IN_PROCESS = {  # replaced text: its replacement
     "dualpipe hf export out/mine/checkpoints out/mine/exported":
         {"out/mine/checkpoints out/mine/exported": "out/checkpoints exported-mine"},
     "dualpipe hf export CHECKPOINT OUT --dtype bf16": {"OUT": "dequantized"},
-    "dualpipe data pack PATH... --tokenizer tokenizer.json --text-key text --out data": {"PATH...": "records.jsonl"},
+    "dualpipe data pack PATH... --tokenizer CHECKPOINT --text-key text --out data": {"PATH...": "records.jsonl",
+                                                                                          "CHECKPOINT": "CHAT"},
     "dualpipe data pack PATH... --chat --tokenizer CHECKPOINT --out chats": {"PATH...": "chats.jsonl",
                                                                              "CHECKPOINT": "CHAT"},
     "dualpipe data show chats --tokenizer CHECKPOINT --document 3": {"CHECKPOINT": "CHAT"},
@@ -100,7 +102,7 @@ IN_PROCESS = {  # replaced text: its replacement
     "dualpipe schedule --ranks 2 --microbatches 4 --costs costs.json --compare zbv": {},
     "dualpipe schedule --ranks 4 --microbatches 10 --costs F=1,B=2,W=1,FB=2.6,p2p=0.1 --compare zbv --html "
     "schedules.html": {},
-    "dualpipe memory examples/tiny-cpu.toml --timeline memory.svg": {},
+    "dualpipe memory examples/tiny-cpu.toml --timeline memory.png": {},
     "dualpipe schedule --name auto --ranks 4 --microbatches 8 --compare dualpipev,zbv --costs F=1,B=1.3,W=0.65,I=1,"
     "FB=1.95,FF=1.3,FI=1.3,FW=1.3,II=1.3,IW=1.3,BI=1.95": {"--ranks 4": "--ranks 2", "--microbatches 8":
                                                            "--microbatches 2"},
@@ -131,9 +133,24 @@ def batch_script_is_taken(command):
     """tests/train/launch/test_environment.py runs it."""
     words = shlex.split(command)
     script = words.index("examples/slurm.sbatch")
-    assert words[1:script] == ["--nodes", "4"]
+    assert words[1] == "--nodes" and words[2] in ("2", "4")
     assert subprocess.run(["bash", "-n", words[script]]).returncode == 0
     takes(["train", *words[script + 1:]])
+
+
+def launched_command_is_taken(command):
+    """tests/train/launch/test_environment.py has what srun sets; mpirun starts torchrun."""
+    words = shlex.split(command)
+    if "torchrun" in words:
+        torchrun_takes_it(shlex.join(words[words.index("torchrun"):]))
+    else:
+        takes(words[words.index("dualpipe") + 1:])
+
+
+def extras_exist(command):
+    """CI installs from the checkout, and tests/test_distribution.py from wheels."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(shlex.split(command)[-1].removeprefix(".[").removesuffix("]").split(",")) <= extras.keys()
 
 
 def environment_has_it(command):
@@ -175,25 +192,37 @@ def script_says_it_needs_a_gpu(command):
     assert done.returncode == 0 and "needs a CUDA device" in done.stdout, done.stderr
 
 
-def two_runs_are_compared(command):
-    """tests/train/runs/test_compare.py compares runs of the trainer."""
-    with TemporaryDirectory() as folder, contextlib.chdir(folder):
-        for name, loss in (("fp32", 2.0), ("bf16", 2.1)):
-            Path("out", name).mkdir(parents=True)
-            Path("out", name, "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": loss}) + "\n")
-        assert cli.main(shlex.split(command)[1:]) == 0
-        assert Path("compare.svg").exists()
-
-
 def shell_takes_it(command):
     assert subprocess.run(["bash", "-euc", command]).returncode == 0
 
 
+def shell_parses_it(command):
+    assert subprocess.run(["bash", "-nc", command]).returncode == 0
+
+
 CHECKED = {  # checks of a command that replace running it
     "dualpipe replay out/bundles/step-00000007": replay_is_taken,
-    "dualpipe compare out/fp32 out/bf16 --picture compare.svg": two_runs_are_compared,
     "source .venv/bin/activate": environment_has_it,
     "pip install transformers": environment_has_it,
+    "python -m venv --system-site-packages /shared/dualpipe": shell_parses_it,
+    "source /shared/dualpipe/bin/activate": shell_parses_it,
+    'pip install ".[viz,hf]"': extras_exist,
+    'pip install --no-index --find-links wheels ".[viz,hf]"': extras_exist,
+    'export CONTAINER="apptainer exec --nv --bind /shared dualpipe.sif"': shell_takes_it,
+    "sbatch --nodes 2 examples/slurm.sbatch examples/qwen3-30b-a3b-2x8x80gb.toml": batch_script_is_taken,
+    "sbatch --nodes 2 --time 0:15:00 examples/slurm.sbatch examples/qwen3-30b-a3b-2x8x80gb.toml --init.from_hf "
+    "CHECKPOINT --train.steps 10 --checkpoint.interval 5 --output.dir /shared/check-16": batch_script_is_taken,
+    "sbatch --nodes 2 examples/slurm.sbatch examples/qwen3-30b-a3b-2x8x80gb.toml --init.from_hf CHECKPOINT "
+    "--export.to_hf auto --output.dir /shared/run": batch_script_is_taken,
+    "srun -N 2 -n 2 --ntasks-per-node 1 dualpipe doctor": launched_command_is_taken,
+    "srun -N 2 -n 2 --ntasks-per-node 1 dualpipe train examples/tiny-cpu.toml --train.steps 20 --checkpoint.interval "
+    "10 --output.dir /shared/check": launched_command_is_taken,
+    "srun -N 2 -n 2 --ntasks-per-node 1 dualpipe train examples/tiny-cpu.toml --train.steps 30 --checkpoint.interval "
+    "10 --output.dir /shared/check": launched_command_is_taken,
+    "srun -N 2 -n 16 --ntasks-per-node 8 dualpipe parity examples/tiny-cpu.toml --pp 2 --ep 8 --parallel.device cuda":
+        launched_command_is_taken,
+    "mpirun -np 2 --map-by ppr:1:node torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint "
+    "FIRST_HOST:29500 -m dualpipe train CONFIG": launched_command_is_taken,
     "sbatch --nodes 4 examples/slurm.sbatch examples/qwen3-30b-a3b.toml --init.from_hf CHECKPOINT "
     "--checkpoint.interval 500 --export.to_hf auto": batch_script_is_taken,
     "dualpipe parity --model path/to/transformers/directory --pp 2 --ep 2": parity_of_a_model_is_taken,
@@ -347,8 +376,15 @@ def test_checkpoints_are_listed_and_exported(here, capsys):
         run_in_process(command, capsys)
 
 
+def test_conversations_are_packed_and_shown(here, capsys):
+    pack, show = (command for command in IN_PROCESS if " chats" in command)
+    assert "data pack" in pack
+    for command in (pack, show):
+        run_in_process(command, capsys)
+
+
 @pytest.mark.parametrize("command", [command for command in IN_PROCESS if not re.search(
-    f"trace-9-11|costs.json|{OF_CHECKPOINTS}", command)])
+    f"trace-9-11|costs.json| chats|{OF_CHECKPOINTS}", command)])
 def test_prints(command, here, capsys):
     run_in_process(command, capsys)
 

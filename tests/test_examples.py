@@ -75,6 +75,7 @@ def test_fine_tunes_a_model_and_exports_it(tmp_path, capsys):
     assert learned(capsys.readouterr().out)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_fine_tunes_by_itself(tmp_path):
     done = subprocess.run([sys.executable, FINE_TUNE, "here"], cwd=tmp_path, capture_output=True, text=True)

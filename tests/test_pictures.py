@@ -1,77 +1,57 @@
-"""The pictures in docs/pictures are what docs/generate/draw_pictures.py draws, with a dark mode, and are shown."""
+"""The pictures in docs/pictures have a dark mode, are shown, and agree with the tree and with the commands."""
 
-import ast
 import re
-import sys
+import tomllib
+from itertools import groupby
 from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
 
 from dualpipe.cli import main
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/pictures"
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs").rglob("*.md"))
+SVG = "{http://www.w3.org/2000/svg}"
 
 
-@pytest.fixture(scope="module")
-def drawing():
-    sys.path.append(str(ROOT / "docs/generate"))
-    try:
-        import draw_pictures
-        yield draw_pictures
-    finally:
-        sys.path.remove(str(ROOT / "docs/generate"))
-
-
-def test_pictures_are_current(drawing):
-    for name, picture in drawing.pictures():
-        assert (FOLDER / name).read_text(encoding="utf-8") == picture, f"{name}: run `make reference`"
-
-
-def test_every_picture_is_drawn_and_shown(drawing):
-    drawn = {name for name, _ in drawing.pictures()} | {"schedule-page.png"}  # a browser's picture of schedules.html
+def test_every_picture_is_shown():
     shown = {Path(link).name for document in DOCUMENTS for link in re.findall(
         r"\]\(([^)]*pictures/[^)]+)\)", document.read_text(encoding="utf-8"))}
-    assert drawn == {path.name for path in FOLDER.iterdir()} == shown
+    assert {path.name for path in FOLDER.iterdir()} == shown
 
 
-def test_drawings_have_a_dark_mode_and_are_xml(drawing):
+def test_drawings_have_a_dark_mode_and_are_xml():
     for path in FOLDER.glob("*.svg"):
         text = path.read_text(encoding="utf-8")
-        assert drawing.DARK in text and drawing.with_dark_mode(text) == text
+        assert "@media(prefers-color-scheme:dark)" in text, path
         assert re.search(r'<rect (x="0" y="0" )?width="[^"]+" height="[^"]+" fill="#fff"/>', text), "its background"
         ElementTree.fromstring(text)
 
 
-def test_the_picture_of_dualpipev_is_that_of_its_command(drawing, tmp_path, capsys):
+def test_the_picture_of_dualpipev_is_that_of_its_command(tmp_path, capsys):
     text = (ROOT / "docs/schedules.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (command,) = re.findall(r"dualpipe (schedule .*) --svg dualpipev\.svg", text)
     assert main([*command.split(), "--svg", str(tmp_path / "drawn.svg")]) == 0
-    drawn = drawing.with_dark_mode((tmp_path / "drawn.svg").read_text())
-    assert drawn == (FOLDER / "dualpipev.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "drawn.svg").read_text() == (FOLDER / "dualpipev.svg").read_text(encoding="utf-8")
 
 
-def test_the_rooms_are_drawn_in_their_order(drawing):
-    tree = ast.parse((ROOT / "tests/test_layers.py").read_text(encoding="utf-8"))
-    (order,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and node.targets[0].id == "ORDER"]
-    levels = [names - {"_moved", "_cli_arguments", "utils", "__main__"} for names in ast.literal_eval(order)]
-    drawn = [{title for title, _, _ in row} for row in drawing.LAYERS]
-    assert drawn == [names for names in reversed(levels) if names]
+def test_the_rooms_are_drawn_and_listed_in_their_order():
+    """In the picture, and from the ground floor up in docs/architecture.md, as in the contract of pyproject.toml."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [set(line.split(" | ")) - {"_cli_arguments", "utils", "__main__"} for line in contracts[0]["layers"]]
+    layers = [names for names in layers if names]
+    root = ElementTree.fromstring((FOLDER / "layers.svg").read_text(encoding="utf-8"))
+    titles = [text for text in root.iter(f"{SVG}text") if text.get("class") == "j t"]
+    rows = groupby(sorted(titles, key=lambda text: int(text.get("y"))), key=lambda text: text.get("y"))
+    assert [{text.text for text in row} for _, row in rows] == layers
+    document = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^    (?:dualpipe/)?(\w+)/  ", document, re.M)
+    levels = [level for name in reversed(listed) for level, names in enumerate(layers) if name in names]
+    assert levels == sorted(levels) and set(listed) == set.union(*layers) - {"cli"}
 
 
-def test_files_in_the_picture_of_a_step_exist(drawing):
-    named = re.findall(r"([\w/]+/(?:\w+\.py|(?=[,:])))", " ".join(note for _, note, _ in drawing.FLOW))
+def test_files_in_the_picture_of_a_step_exist():
+    root = ElementTree.fromstring((FOLDER / "step.svg").read_text(encoding="utf-8"))
+    notes = " ".join(text.text for text in root.iter(f"{SVG}text") if text.get("class") == "j")
+    named = re.findall(r"([\w/]+/(?:\w+\.py|(?=[,:])))", notes)
     assert named and [path for path in named if not (ROOT / "dualpipe" / path).exists()] == []
-
-
-def test_the_script_tells_a_stale_picture(drawing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(drawing, "FOLDER", tmp_path)
-    monkeypatch.setattr(drawing, "STORED", ())
-    monkeypatch.setattr(drawing, "PICTURES", {"layers.svg": drawing.layers})
-    monkeypatch.setattr(sys, "argv", ["draw_pictures.py", "--check"])
-    assert drawing.main() == 1 and not list(tmp_path.iterdir())
-    monkeypatch.setattr(sys, "argv", ["draw_pictures.py"])
-    assert drawing.main() == 0 and (tmp_path / "layers.svg").read_text() == drawing.layers()
-    assert drawing.main() == 0 and capsys.readouterr().out.count("layers.svg") == 2

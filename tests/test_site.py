@@ -1,14 +1,17 @@
-"""The documents as a site: links that hold there, and every page in its navigation."""
+"""The documents as a site: its links, its navigation, and every public name in docs/api.md."""
 
 import re
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import find_spec
+from inspect import isclass, isfunction
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+DESCRIBED = re.findall(r"^::: (\S+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +47,39 @@ def test_every_page_is_in_the_navigation(hooks):
     assert set(re.findall(r"[\w/-]+\.md", navigation)) == pages | set(hooks.PAGES.values())
 
 
+def packages_with_names():
+    """Return the public names of each package that has some."""
+    names = {}
+    for folder, package in (("dualpipe", "dualpipe"), ("kernels", "dualpipe.kernels"), ("models", "dualpipe.models")):
+        for path in (ROOT / folder).rglob("__init__.py"):
+            if "__all__" in path.read_text(encoding="utf-8"):
+                module = import_module(".".join((package, *path.relative_to(ROOT / folder).parent.parts)))
+                names[module.__name__] = [name for name in module.__all__ if not name.startswith("__")]
+    return names
+
+
+def test_every_package_with_public_names_is_on_their_page():
+    """The names of these packages are described under another one."""
+    elsewhere = {"dualpipe.pipeline", "dualpipe.parallel.context"}
+    assert set(packages_with_names()) - elsewhere <= set(DESCRIBED)
+
+
+def test_public_names_have_docstrings():
+    for package, names in packages_with_names().items():
+        for name in names:
+            value = getattr(import_module(package), name)
+            if callable(value) and getattr(value, "__module__", "").startswith("dualpipe"):
+                assert value.__doc__ and not value.__doc__.startswith(f"{name}("), f"{package}.{name}"
+
+
 @pytest.mark.slow
-def test_it_builds_without_warnings(tmp_path):
-    if find_spec("mkdocs") is None:
-        pytest.skip("mkdocs is not installed")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs the extra docs")
+def test_it_builds_without_warnings_and_describes_every_public_name(tmp_path):
     command = [sys.executable, "-P", "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and (tmp_path / "schedules.html").exists(), done.stderr
+    assert done.returncode == 0 and (tmp_path / "pictures/schedules.html").exists(), done.stderr
+    page = (tmp_path / "api.html").read_text(encoding="utf-8")
+    shown = {name.rpartition(".")[2] for name in re.findall(r'id="(dualpipe\.[\w.]+)"', page)}
+    for package, names in packages_with_names().items():
+        values = [getattr(import_module(package), name) for name in names]
+        assert {value.__name__ for value in values if isclass(value) or isfunction(value)} <= shown, package

@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from gpu_bench import Outcome, report_goal
 from rank_processes import RankProcesses, join_gloo
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
-from dualpipe.parallel.all_to_all import CommStream, GroupAllToAll
-from dualpipe.parallel.copy_engine.exchange import METHODS, expert_ranks
+from dualpipe.parallel.all_to_all import AllToAll, CommStream
 from dualpipe.runtime.device import record
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.store import connect
@@ -39,33 +38,31 @@ def parity(output: Output) -> None:
 
 
 def all_to_all(output: Output) -> None:
-    """Measure the rate at which each rank sends to the others, by message size: by NCCL, and by copies.
+    """Measure the rate at which each rank sends to the others, by message size.
 
     GEMMs run beside it on the same GPUs: `gemm_ms` alone, `both_ms` with the exchange. NCCL's blocks take
-    multiprocessors from the GEMMs; copies should not.
+    multiprocessors from the GEMMs.
     """
     processes = RankProcesses(exchange_rows, alone=number_of_ranks(output), seconds=max(30.0, output.left))
     for rows in (16,) if output.dry else (256, 2048, 16384, 65536, 262144):
-        for method in METHODS:
-            setting = {"rows": rows, "method": method, "device": "cpu" if output.dry else "cuda"}
-            found = processes.run(setting)
-            errors = [each["error"] for each in found if "error" in each]
-            if errors:
-                output.failure(**setting, error=errors[0])
-                continue
-            slowest = {name: max(each[name] for each in found) for name in ("seconds", "gemm_seconds", "both_seconds")}
-            to_others = 2 * WIDTH * rows * (processes.size - 1) / processes.size
-            output.row(**setting, ranks=processes.size, ms=1000 * slowest["seconds"],
-                       gemm_ms=1000 * slowest["gemm_seconds"], both_ms=1000 * slowest["both_seconds"],
-                       rate=to_others / slowest["seconds"] / 1e9, unit="GB/s")
+        setting = {"rows": rows, "device": "cpu" if output.dry else "cuda"}
+        found = processes.run(setting)
+        errors = [each["error"] for each in found if "error" in each]
+        if errors:
+            output.failure(**setting, error=errors[0])
+            continue
+        slowest = {name: max(each[name] for each in found) for name in ("seconds", "gemm_seconds", "both_seconds")}
+        to_others = 2 * WIDTH * rows * (processes.size - 1) / processes.size
+        output.row(**setting, ranks=processes.size, ms=1000 * slowest["seconds"],
+                   gemm_ms=1000 * slowest["gemm_seconds"], both_ms=1000 * slowest["both_seconds"],
+                   rate=to_others / slowest["seconds"] / 1e9, unit="GB/s")
 
 
 def exchange_rows(setting: dict[str, object], info: RankInfo, prefix: str) -> dict[str, object]:
     """Check one exchange, then time several. Raises ValueError if the received rows differ from the sent rows."""
     device = join(str(setting["device"]), info, prefix)
     mesh = init_device_mesh(device.type, (info.world_size,), mesh_dim_names=("ep",))
-    ranks = expert_ranks(mesh, str(setting["method"]))
-    stream = CommStream(GroupAllToAll(ranks) if isinstance(ranks, DeviceMesh) else ranks)
+    stream = CommStream(AllToAll(mesh))
     counts = [int(str(setting["rows"])) // info.world_size] * info.world_size
     sent = torch.full((sum(counts), WIDTH), float(info.rank), dtype=torch.bfloat16, device=device)
     received = torch.full_like(sent, torch.nan)

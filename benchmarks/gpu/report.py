@@ -13,7 +13,7 @@ from typing import Any
 
 Row = dict[str, Any]
 
-PACKAGES = ("dualpipe", "torch", "triton", "numpy", "transformers", "quack-kernels", "flash-attn-4")
+PACKAGES = ("dualpipe", "torch", "triton", "numpy", "transformers", "flash-attn-4")
 STATES = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "clocks.max.mem", "power.draw",
           "power.limit", "temperature.gpu", "memory.used", "memory.total")
 RUNNING = "running"

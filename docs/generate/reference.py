@@ -1,9 +1,9 @@
-"""Write docs/config.md, docs/cli.md and docs/api.md from the code.
+"""Write docs/config.md, docs/cli.md and the pictures of schedules in docs/pictures from the code.
 
-    python docs/generate/reference.py            write the pages
-    python docs/generate/reference.py --check    write nothing; exit status 1 if a page is not current
+    python docs/generate/reference.py            write the files
+    python docs/generate/reference.py --check    write nothing; exit status 1 if a file is not current
 
-A test compares the pages with what this script makes.
+A test compares the files with what this script makes. The other pictures in docs/pictures are drawn by hand.
 """
 
 from __future__ import annotations
@@ -11,50 +11,35 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import docstrings
+from dualpipe.schedule import Costs, build, simulate, to_svg
 
 DOCS = Path(__file__).parents[1]
 NOTE = "<!-- Written by docs/generate/reference.py from the code: change the code, then run `make reference`. -->\n"
 
-# Modules with public names, in the order of the page. A tuple names the public ones where a module has no `__all__`.
-MODULES: dict[str, tuple[str, ...] | None] = {
-    "dualpipe": None,
-    "dualpipe.pipeline": None,
-    "dualpipe.schedule": None,
-    "dualpipe.nn": None,
-    "dualpipe.nn.attention": None,
-    "dualpipe.parallel": None,
-    "dualpipe.parallel.mesh": ("Mesh", "build_mesh"),
-    "dualpipe.parallel.context": None,
-    "dualpipe.parallel.fsdp.forward_hooks": ("with_forward_hooks",),
-    "dualpipe.checkpoint": None,
-    "dualpipe.runtime.storage.location": ("RemotePath",),
-    "dualpipe.models": None,
-    "dualpipe.hf": None,
-    "dualpipe.quantized": None,
-    "dualpipe.kernels": None,
-    "dualpipe.train.model_parity": None,
-}
+
+def escape(text: str) -> str:
+    """Escape what Markdown would take for its own, outside of code between backticks."""
+    parts = re.split(r"(``.*?``|`[^`]*`)", text)
+    return "".join(part if part.startswith("`") else escape_plain(part) for part in parts)
 
 
-@cache
-def tree_of(path: str) -> ast.Module:
-    """Return the syntax tree of a file."""
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
+def escape_plain(text: str) -> str:
+    """Escape what Markdown would take for its own."""
+    return text.replace("<", "&lt;").replace("*", "\\*").replace("](", "]\\(")
 
 
 def cell(text: str) -> str:
     """Escape a text for a cell of a table, as one line."""
-    return docstrings.escape(" ".join(text.split())).replace("|", "\\|") or " "
+    return escape(" ".join(text.split())).replace("|", "\\|") or " "
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -82,7 +67,7 @@ all fields with the values of your file. A field that does not exist is an error
 def field_documents(module: ModuleType) -> dict[tuple[str, str], str]:
     """Return the text below each field in the source of a module, by class and field."""
     documents = {}
-    for node in tree_of(str(module.__file__)).body:
+    for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef):
             for name, text in documented_fields(node):
                 documents[node.name, name] = text
@@ -255,234 +240,49 @@ def help_of(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
     return (action.help or "") % {**vars(action), "prog": parser.prog} if action.help else ""
 
 
-# -- api.md
-
-API_HEAD = """# Public names
-
-Every public name, by the module to import it from. A name that is in several modules is described under the first one.
-Shapes are in the names of tensors: `x_TH` has T rows of H columns.
-"""
+# -- pictures of schedules
 
 
-def public_names(module: ModuleType) -> list[str]:
-    """Return the public names of a module."""
-    named = MODULES[module.__name__]
-    names = list(module.__all__ if named is None else named)
-    return [name for name in names if not name.startswith("__")]
+def schedule_picture(name: str, costs: Costs) -> str:
+    """Return the picture of a schedule, as `dualpipe schedule --svg` draws it."""
+    return to_svg(simulate(build(name, 4, 10), costs))
 
 
-def api_page() -> str:
-    """Return the page of all public names."""
-    modules = [import_module(name) for name in MODULES]
-    owners: dict[int, str] = {}
-    lines = [API_HEAD]
-    lines += table(("module", "subject"), (
-        (f"[`{module.__name__}`](#{anchor(module.__name__)})", cell(summary(module))) for module in modules))
-    for module in modules:
-        lines += [f"## {module.__name__}", "", cell(summary(module)), ""]
-        for name in public_names(module):
-            value = getattr(module, name)
-            owner = owners.setdefault(id(value), module.__name__)
-            lines += [f"### {name}", ""] if owner == module.__name__ else []
-            if owner == module.__name__:
-                lines += described(name, value, module)
-        others = [name for name in public_names(module) if owners[id(getattr(module, name))] != module.__name__]
-        if others:
-            links = ", ".join(f"[`{name}`](#{anchor(name)})" for name in others)
-            lines += [f"Described above: {links}.", ""]
-    return "\n".join(lines)
+PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "cli.md": cli_page}
+PICTURES = {
+    "1f1b": Costs(F=2, B=4, W=2),  # half as many stages, twice as large
+    "interleaved_1f1b": Costs(F=1, B=2, W=1),
+    "zbv": Costs(F=1, B=2, W=1),
+    "v_half": Costs(F=1, B=2, W=1),
+    "dualpipev": Costs(F=1, B=2, W=1, FB=2.6),  # a pair takes 2.6 instead of 3
+}
 
 
-def anchor(heading: str) -> str:
-    """Return the anchor of a heading, as GitHub makes it."""
-    return heading.lower().replace(".", "")
-
-
-def summary(module: ModuleType) -> str:
-    """Return the first paragraph of a module's docstring."""
-    return inspect.cleandoc(module.__doc__ or "").partition("\n\n")[0]
-
-
-def described(name: str, value: Any, module: ModuleType) -> list[str]:
-    """Return the lines on a public name: its signature, then its docstring."""
-    if inspect.isclass(value):
-        return class_lines(name, value)
-    if inspect.isfunction(inspect.unwrap(value)):
-        return function_lines(name, inspect.unwrap(value))
-    node, text = assignment(name, module)
-    shown = f" = {ast.unparse(node.value)}" if node is not None and node.value is not None else ""
-    shown = shown if len(shown) < 200 else f": {type(value).__name__}"
-    return ["```py", f"{name}{shown}", "```", "", *([cell(text), ""] if text else [])]
-
-
-def assignment(name: str, module: ModuleType) -> tuple[ast.Assign | ast.AnnAssign | None, str]:
-    """Return where a name that is no class or function is assigned, and the comment on that line."""
-    tree = tree_of(str(module.__file__))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and any((each.asname or each.name) == name for each in node.names):
-            return assignment(name, import_module(str(node.module)))
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(t, "id", "") == name for t in targets):
-            line = Path(str(module.__file__)).read_text(encoding="utf-8").splitlines()[(node.end_lineno or 1) - 1]
-            return node, line.partition("  # ")[2]
-    return None, ""
-
-
-def definition(value: Any) -> ast.ClassDef | ast.FunctionDef:
-    """Return the syntax tree of a class or function."""
-    (node,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(value))).body
-    assert isinstance(node, ast.ClassDef | ast.FunctionDef)
-    return node
-
-
-def signature(node: ast.FunctionDef, *, is_method: bool = False, name: str = "") -> str:
-    """Return a function's signature, on several lines where one would be long. is_method: leave out `self`."""
-    arguments = node.args
-    if is_method and "staticmethod" not in decorators(node):
-        (arguments.posonlyargs or arguments.args).pop(0)
-    is_constructor = node.name == "__init__"
-    returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None and not is_constructor else ""
-    start = name or node.name
-    line = f"{start}({ast.unparse(arguments)}){returns}"
-    if len(line) <= 100:
-        return line
-    parts = split_arguments(ast.unparse(arguments))
-    return f"{start}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
-
-
-def split_arguments(text: str) -> list[str]:
-    """Split the text of a function's parameters at the commas between them."""
-    parts: list[str] = []
-    depth = 0
-    part = ""
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append(part.strip())
-            part = ""
-        else:
-            part += character
-    return [*parts, part.strip()]
-
-
-def function_lines(name: str, value: Callable[..., Any]) -> list[str]:
-    """Return the lines on a function."""
-    node = definition(value)
-    assert isinstance(node, ast.FunctionDef), name
-    return ["```py", signature(node), "```", "", *docstrings.to_markdown(inspect.getdoc(value) or "")]
-
-
-def class_lines(name: str, value: type) -> list[str]:
-    """Return the lines on a class: its constructor or fields, its docstring, its public methods and properties."""
-    node = definition(value)
-    assert isinstance(node, ast.ClassDef), name
-    constructor = constructor_of(value)
-    own_fields = [(field, text) for field, text in documented_fields(node) if not field.startswith("_")]
-    if constructor is not None:
-        head = "class " + signature(constructor, is_method=True, name=name)
-    elif own_fields:
-        stated = {each.target.id: ast.unparse(each) for each in node.body  # type: ignore[union-attr]
-                  if isinstance(each, ast.AnnAssign)}
-        head = f"class {name}:\n" + "".join(f"    {stated[field]}\n" for field, _ in own_fields).rstrip("\n")
-    else:
-        bases = ", ".join(ast.unparse(base) for base in node.bases)
-        head = f"class {name}({bases})" if bases else f"class {name}"
-    text = value.__doc__ or ""
-    text = "" if text.startswith(f"{name}(") else inspect.cleandoc(text)  # dataclasses without one
-    lines = ["```py", head, "```", "", *docstrings.to_markdown(text)]
-    documented = [f"- `{field}`: {cell(note)}" for field, note in own_fields if note]
-    lines += [*documented, ""] if documented else []
-    methods = list(public_methods(node))
-    rows = [(code(shown_member(each)), cell(first_paragraph(each))) for each in methods]
-    lines += table(("member", "purpose"), rows) if rows else []
-    for method in methods:
-        if is_long(method):
-            shown = f"{name}.{method.name}"
-            lines += [f"#### {shown}", "", "```py", signature(method, is_method=True, name=shown), "```", ""]
-            lines += docstrings.to_markdown(ast.get_docstring(method) or "")
-    return lines
-
-
-def constructor_of(value: type) -> ast.FunctionDef | None:
-    """Return the constructor of a class that is written out, its own or that of a base class of this library."""
-    for each in value.__mro__:
-        is_written = "__init__" in vars(each) and not is_dataclass(each) and not getattr(each, "_is_protocol", False)
-        if is_written and each.__module__.startswith("dualpipe"):
-            node = definition(vars(each)["__init__"])
-            assert isinstance(node, ast.FunctionDef)
-            return node
-    return None
-
-
-def public_methods(node: ast.ClassDef) -> Iterator[ast.FunctionDef]:
-    """Yield the public methods and properties of a class that have a docstring, without setters."""
-    for method in node.body:
-        if not isinstance(method, ast.FunctionDef) or method.name.startswith("_"):
-            continue
-        is_setter = any(decorator.endswith(".setter") for decorator in decorators(method))
-        if first_paragraph(method) and not is_setter:
-            yield method
-
-
-def decorators(node: ast.FunctionDef) -> set[str]:
-    """Return the decorators of a function as text."""
-    return {ast.unparse(each) for each in node.decorator_list}
-
-
-def is_property(method: ast.FunctionDef) -> bool:
-    """Return True for a property."""
-    return bool(decorators(method) & {"property", "cached_property"})
-
-
-def shown_member(method: ast.FunctionDef) -> str:
-    """Return a property's name, or a method's with the names of its parameters."""
-    return method.name if is_property(method) else f"{method.name}({short_arguments(method)})"
-
-
-def first_paragraph(method: ast.FunctionDef) -> str:
-    """Return the first paragraph of a method's docstring."""
-    return (ast.get_docstring(method) or "").partition("\n\n")[0]
-
-
-def is_long(method: ast.FunctionDef) -> bool:
-    """Return True if a method's docstring has more than the paragraph that a table shows."""
-    return not is_property(method) and "\n\n" in (ast.get_docstring(method) or "")
-
-
-def short_arguments(method: ast.FunctionDef) -> str:
-    """Return the names of a method's parameters, without annotations."""
-    arguments = method.args
-    positional = [each.arg for each in [*arguments.posonlyargs, *arguments.args]]
-    names = positional if "staticmethod" in decorators(method) else positional[1:]
-    if arguments.vararg:
-        names.append(f"*{arguments.vararg.arg}")
-    elif arguments.kwonlyargs:
-        names.append("*")
-    names += [each.arg for each in arguments.kwonlyargs]
-    return ", ".join([*names, *([f"**{arguments.kwarg.arg}"] if arguments.kwarg else [])])
-
-
-PAGES: dict[str, Callable[[], str]] = {"config.md": config_page, "cli.md": cli_page, "api.md": api_page}
-
-
-def page(name: str) -> str:
-    """Return the text of a generated page."""
-    (title, rest) = PAGES[name]().split("\n", 1)
-    return f"{title}\n\n{NOTE}{rest}".rstrip("\n") + "\n"
+def generated_files() -> Iterator[tuple[str, str]]:
+    """Yield the path of every generated file in docs/, and its text."""
+    for name, make_page in PAGES.items():
+        title, rest = make_page().split("\n", 1)
+        yield name, f"{title}\n\n{NOTE}{rest}".rstrip("\n") + "\n"
+    for name, costs in PICTURES.items():
+        yield f"pictures/{name}.svg", schedule_picture(name, costs)
 
 
 def main() -> int:
-    """Write the pages, or compare them; return the exit status."""
+    """Write the files, or compare them; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a page is not current")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 if a file is not current")
     check = parser.parse_args().check
-    stale = [name for name in PAGES if not (DOCS / name).exists() or (DOCS / name).read_text("utf-8") != page(name)]
-    for name in stale:
-        if not check:
-            (DOCS / name).write_text(page(name), encoding="utf-8")
+    status = 0
+    for name, text in generated_files():
+        path = DOCS / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        if check:
+            status = 1
+        else:
+            path.write_text(text, encoding="utf-8")
         print(f"docs/{name}: {'not current; run make reference' if check else 'written'}")
-    return 1 if check and stale else 0
+    return status
 
 
 if __name__ == "__main__":

@@ -1,32 +1,48 @@
 """Hooks for mkdocs: adapt the documents, which are written to be read on GitHub, to the site.
 
 README, CONTRIBUTING and CHANGELOG become pages. Links to files that are no pages lose their target, since the site has
-no sources. The picture of the schedule page becomes the page itself.
+no sources. The picture of the page of schedules becomes the page itself. mkdocstrings fills in docs/api.md.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from dualpipe.schedule import Costs, build, simulate, to_html
 
 if TYPE_CHECKING:
     from mkdocs.structure.files import Files
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ROOT / "out/packages"
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
-SCHEDULE_PAGE = re.compile(r"\[!\[[^\]]*\]\(pictures/schedule-page\.png\)\]\((pictures/schedules\.html)\)")
-FRAME = '<iframe src="{}" title="Interactive schedule page" style="width:100%;height:36rem;border:0"></iframe>'
+SCHEDULE_PICTURE = re.compile(r"!\[[^\]]*\]\(pictures/schedule-page\.png\)")
+SCHEDULE_PAGE = "pictures/schedules.html"
+FRAME = f'<iframe src="{SCHEDULE_PAGE}" title="Schedules" style="width:100%;height:36rem;border:0"></iframe>'
+
+
+def on_startup(command: str, dirty: bool) -> None:
+    """Copy the sources into one tree, as an installation has them: mkdocstrings reads them there, without an import."""
+    shutil.rmtree(PACKAGES, ignore_errors=True)
+    for name, package in (("dualpipe", "dualpipe"), ("kernels", "dualpipe/kernels"), ("models", "dualpipe/models")):
+        shutil.copytree(ROOT / name, PACKAGES / package, ignore=shutil.ignore_patterns("__pycache__"))
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the documents of the root as pages."""
+    """Add the documents of the root as pages, and the page that `dualpipe schedule --html` writes."""
     from mkdocs.structure.files import File
 
-    for name, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / name).read_text(encoding="utf-8")))
+    costs = Costs(F=1, B=2, W=1, FB=2.6, p2p=0.1)
+    timelines = [simulate(build(name, 4, 10), costs) for name in ("dualpipev", "zbv")]
+    page = to_html(timelines, title="Schedules of 4 ranks and 10 micro-batches")
+    files.append(File.generated(config, SCHEDULE_PAGE, content=page))
+    for name, uri in PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / name).read_text(encoding="utf-8")))
     return files
 
 
@@ -44,7 +60,7 @@ def rewrite(markdown: str, source: str, uri: str) -> str:
     """
     parts = re.split(r"(^```.*?^```[^\n]*$)", markdown, flags=re.MULTILINE | re.DOTALL)
     for index in range(0, len(parts), 2):  # outside of code
-        embedded = SCHEDULE_PAGE.sub(lambda match: FRAME.format(match[1]), parts[index])
+        embedded = SCHEDULE_PICTURE.sub(FRAME, parts[index])
         parts[index] = LINK.sub(lambda match: _link(match, source, uri), embedded)
     return "".join(parts)
 

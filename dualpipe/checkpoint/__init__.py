@@ -1,7 +1,4 @@
-"""Checkpoints of a run in any layout (`Checkpoints`, `load`), and of Hugging Face (`load_hf`, `save_hf`).
-
-Imports `parallel`, `nn`, `quantized`, `kernels` and `runtime`.
-"""
+"""Checkpoints of a run in any layout (`Checkpoints`, `load`), and of Hugging Face (`load_hf`, `save_hf`)."""
 
 from dualpipe.checkpoint.directory import latest
 from dualpipe.checkpoint.hub.load import hub_dtypes, load_hf

@@ -13,14 +13,28 @@ from math import prod
 from shlex import quote
 from typing import Any
 
-from dualpipe.checkpoint.directory import find, is_checkpoint, raise_none_complete
-from dualpipe.checkpoint.manifest import MARKER, WRITE_MARKER, Checkpoint, Manifest, StoredTensor, verify
-from dualpipe.checkpoint.remote_directory import SaveState, open_directory, states_of_saves
+from dualpipe.checkpoint.directory import (
+    find,
+    find_unfinished,
+    is_checkpoint,
+    is_copy,
+    open_directory,
+    raise_none_complete,
+)
+from dualpipe.checkpoint.manifest import (
+    MARKER,
+    WRITE_MARKER,
+    Checkpoint,
+    Manifest,
+    StoredTensor,
+    identity_of,
+    verify,
+)
 from dualpipe.checkpoint.tensors import bytes_in_file
-from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
-from dualpipe.runtime.errors import raise_for
-from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
+from dualpipe.runtime.errors import CheckFailed, raise_for
+from dualpipe.runtime.printing import format_bytes
+from dualpipe.runtime.storage import Location, StrLocation, as_location
 
 
 def ls(path: StrLocation) -> Iterator[str]:
@@ -57,20 +71,19 @@ def ls(path: StrLocation) -> Iterator[str]:
 
 def _unfinished(path: Location) -> dict[Location, str]:
     """Return the saves in a directory that are not committed, each with the reason."""
-    being_written = "it is being written, or was left by a job that died"
-    if not isinstance(path, RemotePath):
-        return dict.fromkeys(sorted(path.glob(".tmp-step-*")), being_written)
+    being_written = "it is being written or deleted, or was left by a job that died"
     copy = (f"it has no {MARKER}, and no job wrote it here: a copy of a local checkpoint, which stays; to use it, make "
             f"the object by {WRITE_MARKER}")
-    reasons = {SaveState.UNFINISHED: being_written, SaveState.COPY: copy}
-    return {save: reasons[state] for save, state in states_of_saves(path).items() if state in reasons}
+    return {save: copy if is_copy(save) else being_written for save in find_unfinished(path)}
 
 
 def clean(path: StrLocation) -> Iterator[str]:
     """Remove the unfinished saves of jobs that died from a directory; yield a line for each.
 
+    A store has no locks: there, no job may be saving meanwhile.
+
     Raises:
-        ValueError: there is nothing at `path`, it is a single checkpoint, or a job is saving there.
+        ValueError: there is nothing at `path`, it is a single checkpoint, or a job is saving to this local directory.
     """
     directory = as_location(path)
     if is_checkpoint(directory):
@@ -78,7 +91,7 @@ def clean(path: StrLocation) -> Iterator[str]:
     checkpoints = find(directory)
     if not (checkpoints.committed or checkpoints.damaged or _unfinished(directory)):
         raise_none_complete(directory, ())
-    with closing(open_directory(directory, None, None, patience=1.0)) as opened:
+    with closing(open_directory(directory, patience=1.0)) as opened:
         leftovers = opened.remove_unfinished(lambda: None)
     for leftover in leftovers:
         yield f"{leftover}: removed"
@@ -89,10 +102,17 @@ def check(path: StrLocation) -> Iterator[str]:
     """Read every byte of a checkpoint, or of all checkpoints in a directory, and yield a line for each.
 
     Raises:
-        ValueError: there is no checkpoint, or, after the last line, some checkpoints are damaged; lists all problems.
+        ValueError: there is no checkpoint.
+        CheckFailed: after the last line, if some checkpoints are damaged; lists all problems.
         OSError: the store of a URL cannot be reached. Notes list the damage found before.
     """
-    checkpoints = find(path)
+    location = as_location(path)
+    try:
+        checkpoints = find(location)
+    except ValueError as error:
+        if is_checkpoint(location) and identity_of(location) is not None:
+            raise CheckFailed(str(error)) from error
+        raise
     if not (checkpoints.committed or checkpoints.damaged):
         raise_none_complete(path, ())
     problems = [*checkpoints.damaged.values()]
@@ -111,7 +131,7 @@ def check(path: StrLocation) -> Iterator[str]:
         problems += damage
         result = "DAMAGED" if damage else f"complete, {format_bytes(checkpoint.manifest.size)} verified"
         yield f"{checkpoint.path}: {result}"
-    raise_for("these checkpoints are damaged and cannot be loaded:", problems)
+    raise_for("these checkpoints are damaged and cannot be loaded:", problems, CheckFailed)
 
 
 def show(path: StrLocation) -> Iterator[str]:

@@ -51,9 +51,7 @@ from dualpipe.quantized.quantize_model import filling
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import nearest, raise_for
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.storage.choose import require_shared, storage_of
-from dualpipe.runtime.storage.location import Location, StrLocation, as_location
-from dualpipe.runtime.storage.protocol import ReadInto
+from dualpipe.runtime.storage import Location, ReadInto, StrLocation, as_location, open_ranges, require_shared
 
 # The search for the nearest name is slow: at most so many names, each among fewer candidates than this.
 _MAX_NEAREST = 20
@@ -272,8 +270,7 @@ def read_parts(checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], parts
         for file, file_reads in groupby(reads, key=lambda read: headers[read.name].file):
             in_order = list(file_reads)
             ranges = partial(_byte_ranges, in_order, headers, stored)
-            path = checkpoint.path / file
-            with storage_of(path).open_ranges(path, ranges) as read_into:
+            with open_ranges(checkpoint.path / file, ranges) as read_into:
                 for read in in_order:
                     _read_part(read_into, headers[read.name], stored[read.name].dtype, read, parts[read.name])
 

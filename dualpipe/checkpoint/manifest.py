@@ -28,12 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.checkpoint.tensors import Box
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.parallel.mesh import DIMENSIONS, TRAFFIC, Mesh
+from dualpipe.runtime import storage
 from dualpipe.runtime.dtypes import dtype_of, short_name
 from dualpipe.runtime.files import CHECKSUMS, Written, inode
-from dualpipe.runtime.storage.choose import storage_of
-from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
+from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location
 
-FORMAT = 2  # version of the file format of a checkpoint, all its files together
+FORMAT = 1  # version of the file format of a checkpoint, all its files together
 MANIFEST = "manifest.json"
 TENSORS = "tensors.json"
 MARKER = "COMMITTED"  # of a remote checkpoint
@@ -52,7 +52,7 @@ class Manifest:
     layout: dict[str, int]  # from `mesh_layout`
     own_dimensions: list[str]  # names in `layout` that are dimensions of a user's custom mesh
     versions: dict[str, str]
-    dtypes: dict[str, dict[str, str]]  # of the plan by tensor and use, from `snapshot._dtype_names`
+    dtypes: dict[str, dict[str, str]]  # of the plan by tensor and use, from `save._dtype_names`
     config: Any
     extra: Any
     checksum: str  # algorithm, one of `files.CHECKSUMS`
@@ -128,15 +128,10 @@ class Checkpoint(NamedTuple):
                 problems.append(problem)
         return problems
 
-    def damage(self, names: Iterable[str] | None = None) -> list[str]:
-        """Call `find_damage`: the former name of it."""
-        return self.find_damage(names)
-
     def _file_problem(self, name: str, *, compare_checksum: bool) -> str:
         """Return the problem with a file, or "" if there is none."""
         file = self.path / name
         expected = self.manifest.files[name]
-        storage = storage_of(file)
         try:
             size = storage.size(file)
             if size != expected.size:
@@ -165,7 +160,7 @@ class Checkpoint(NamedTuple):
         file = self.path / TENSORS
         stored = {}
         try:
-            content = storage_of(file).read(file)
+            content = storage.read(file)
         except OSError as error:
             if isinstance(file, RemotePath) and not isinstance(error, FileNotFoundError):
                 raise
@@ -201,7 +196,7 @@ def _read_remote_manifest(path: RemotePath) -> str:
         raise ValueError(f"{path} has no {MARKER}, so it is no complete checkpoint; for a copy of a complete one, make "
                          f"the object by {WRITE_MARKER}")
     try:
-        content = storage_of(path).read(path / MANIFEST)
+        content = storage.read(path / MANIFEST)
     except FileNotFoundError:
         raise ValueError(f"{path} is damaged: it has a {MARKER} and no {MANIFEST}") from None
     if marker != marker_for(content):
@@ -215,7 +210,7 @@ def read_marker(path: RemotePath) -> bytes | None:
     A marker that is too short commits nothing: its job died while writing, in a store that shows incomplete objects.
     """
     try:
-        marker = storage_of(path).read(path / MARKER)
+        marker = storage.read(path / MARKER)
     except FileNotFoundError:
         return None
     return marker if len(marker) == _MARKER_SIZE else None
@@ -325,7 +320,6 @@ def write_description(folder: Location, manifest: Manifest, stored: Mapping[str,
 
     Both are on the disk on return.
     """
-    storage = storage_of(folder)
     entries = {name: (_dtype_name(tensor.dtype), tensor.shape, [(*box, rank) for box, rank in tensor.boxes.items()])
                for name, tensor in stored.items()}
     written = storage.write(folder / TENSORS, [json.dumps(entries).encode()], manifest.checksum)

@@ -118,12 +118,12 @@ class ParameterState:
             return None
         try:
             self._values = json.loads(bytes(self._targets.pop(VALUES).tolist()))
+            self.saved_by = self._values["kind"]
             group = self._values["group"]
             if type(self._values["state"]) is not dict or type(group) is not dict:
                 raise TypeError("no JSON objects")
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"the values of an optimizer are damaged: {error}") from error
-        self.saved_by = self._values.get("kind", self.kind)
         self._values["group"] = {key: value for key, value in group.items() if key not in self._excluded}
         return self._values["group"]
 

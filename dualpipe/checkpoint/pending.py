@@ -15,10 +15,10 @@ from contextlib import contextmanager, suppress
 from threading import Lock, Thread
 from typing import Any, TypeVar
 
-from dualpipe.runtime.errors import PipelineError, RankLost
+from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage.location import Location
+from dualpipe.runtime.storage import Location
 
 _ROUND_SECONDS = 5.0  # longest time between two rounds
 
@@ -127,18 +127,16 @@ class PendingSave:
     def _round(self, work: Future[Any]) -> bool:
         """Exchange the progress of all ranks; return True if all of them are done."""
         wait([work], min(self._timeout / 4, _ROUND_SECONDS))
-        try:
-            with self._ranks.together(SaveAbandoned) as exchange:
-                self._check()
-                exchange.value = None if work.done() else time.monotonic() - self._last_progress
-        except PipelineError as loss:
-            raise RankLost(str(loss)) from loss
-        idle = [seconds or 0.0 for seconds in exchange.values]
+        report: float | SaveAbandoned | None = None if work.done() else time.monotonic() - self._last_progress
+        if self.refused:
+            report = SaveAbandoned(self.refused)
+        reports = self._ranks.exchange(report, SaveAbandoned)
+        idle = [seconds or 0.0 for seconds in reports]
         longest = max(idle)
         if longest > self._timeout:
             name = Recorder.current().name(idle.index(longest))
             raise SaveAbandoned(f"{name} has made no progress for {longest:.0f} s: its disk does not respond")
-        return all(seconds is None for seconds in exchange.values)
+        return all(seconds is None for seconds in reports)
 
     # -- called by any thread
 

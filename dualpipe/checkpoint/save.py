@@ -5,50 +5,93 @@
         checkpoints.save_async(training_state(stages, optimizer), step=step, plan=plan, extra={"loader": ...})
 
 Every rank calls the same methods in the same order. A failure on one rank raises on all of them. `pending` describes
-how ranks wait for each other, `directory` the files on disk, `remote_directory` those in a store, and `state` their
-contents.
+how ranks wait for each other, `directory` how files are committed, and `state` their contents.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import platform
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from dualpipe import __version__
 from dualpipe.checkpoint.assign import Offer, agree_on_writers
+from dualpipe.checkpoint.directory import open_directory
 from dualpipe.checkpoint.manifest import RANDOM, Manifest, StoredTensor, mesh_layout, tensor_file_name
+from dualpipe.checkpoint.optimizer_state import tensor_to_number
 from dualpipe.checkpoint.pending import PendingSave, SaveAbandoned
-from dualpipe.checkpoint.remote_directory import open_directory
-from dualpipe.checkpoint.snapshot import SaveRequest, Snapshot
-from dualpipe.checkpoint.state import CheckpointState, find_non_finite
+from dualpipe.checkpoint.state import CheckpointState, TensorPart, capture_random, find_non_finite, parts_of
 from dualpipe.checkpoint.tensors import NewFile, lay_out, storable
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.mesh import Mesh
-from dualpipe.runtime.errors import RankLost
+from dualpipe.parallel.mesh import TRAFFIC, Mesh
+from dualpipe.runtime.dtypes import short_name
+from dualpipe.runtime.errors import RankLost, raise_for
 from dualpipe.runtime.files import CHECKSUMS, Written, report_writes
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage.choose import require_shared, write_files
-from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, absolute, as_location
+from dualpipe.runtime.storage import (
+    Location,
+    RemotePath,
+    StrLocation,
+    absolute,
+    as_location,
+    check_shared,
+    require_shared,
+    write_files,
+)
 
 MAX_FILE_BYTES = 2**34  # of tensors in a file
 _MAX_LOCK_WAIT = 10.0  # seconds that rank 0 waits for the directory, while the other ranks wait for rank 0
+
+_FLOAT32_OR_WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 WriteFiles = Callable[[Location], dict[str, Written]]  # writes this rank's files to a folder
 
 
 class CheckpointError(OSError):
     """A checkpoint was not saved. Checkpoints that were committed before are unchanged."""
+
+
+class SaveRequest(NamedTuple):
+    """The arguments of `Checkpoints.save`."""
+
+    state: CheckpointState
+    step: int
+    plan: DTypePlan | None
+    config: Any
+    extra: Any
+
+
+class Snapshot(NamedTuple):
+    """The content of a checkpoint on this rank. The tensors share memory with the run."""
+
+    manifest: Manifest  # sequence, time and files are not known yet
+    random: str  # random state, as JSON
+    parts: dict[str, TensorPart]
+    offers: dict[str, Offer]
+
+    @classmethod
+    def take(cls, request: SaveRequest, layout: dict[str, int], checksum: str) -> Snapshot:
+        """Take a snapshot of a run; raise ValueError if it cannot be saved."""
+        manifest = _describe(request, layout, checksum)
+        parts = parts_of(request.state)
+        _check_float32(parts, manifest.dtypes)
+        offers = {name: Offer(part.dtype, part.shape, part.box) for name, part in parts.items()}
+        return cls(manifest, json.dumps(capture_random()), parts, offers)
 
 
 class _WritePlan(NamedTuple):
@@ -132,13 +175,15 @@ class Checkpoints:
         self._abandoned: PendingSave | None = None  # last save, if its writer may still be running
         self._abandoned_patience = 1.0  # seconds to wait for that writer in `close`
         self._is_open = True
-        self._target: Any = None  # a Directory or RemoteDirectory, on rank 0
+        self._target: Any = None  # a Directory, on rank 0
         lock_wait = min(_MAX_LOCK_WAIT, self._timeout / 2)
         try:
             self._target = self._ranks.agree(
                 lambda: open_directory(self.directory, keep_last, keep_every, lock_wait) if self._ranks.rank == 0
                 else None
             )
+            if isinstance(self.directory, Path):
+                check_shared(self.directory, self._ranks)
         except BaseException:
             self.close()
             raise
@@ -234,8 +279,6 @@ class Checkpoints:
         """
         if self._target is not None:
             self._target.anomaly = max(step, self._target.anomaly)
-
-    anomaly = keep_before_anomaly  # the former name
 
     def ignore(self, damaged: Iterable[Location]) -> None:
         """Do not count damaged checkpoints, such as `Loaded.damaged`, among the `keep_last` newest."""
@@ -368,7 +411,7 @@ class Checkpoints:
         recorder = Recorder.current()
 
         def begin() -> Location:
-            pending.folder = self._target.begin(manifest.step, ranks.size, pending.report_progress)
+            pending.folder = self._target.begin(manifest.step, pending.report_progress)
             return pending.folder
 
         def write_own_files() -> dict[str, Written]:
@@ -393,6 +436,53 @@ class Checkpoints:
         finally:
             if pending.folder is not None:
                 target.discard(pending.folder)  # does nothing if it was committed
+
+
+def _check_float32(parts: Mapping[str, TensorPart], dtypes: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise ValueError for tensors that the dtype plan saves in float32 but that have a narrower dtype."""
+    problems = []
+    for name, part in parts.items():
+        is_saved_in_float32 = dtypes.get(name, {}).get("save") == "fp32"
+        if is_saved_in_float32 and isinstance(part.dtype, torch.dtype) and part.dtype not in _FLOAT32_OR_WIDER:
+            problems.append(f"{name} is stored in {short_name(part.dtype)}")
+    raise_for("what the dtype plan saves in float32 must be stored so:", problems)
+
+
+def _describe(request: SaveRequest, layout: dict[str, int], checksum: str) -> Manifest:
+    """Return this rank's description of a checkpoint. Later changes of config and extra do not affect it."""
+    if type(request.step) is not int or request.step < 0:
+        raise ValueError(f"step must be a number of optimizer steps, 0 or more; got {request.step!r}")
+    return Manifest(
+        step=request.step, sequence=0, saved_at="", layout=layout,
+        own_dimensions=[name for name in layout if name not in ("world", *TRAFFIC)],
+        versions={"dualpipe": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        dtypes=_dtype_names(request.plan),
+        config=_json_copy("config", request.config), extra=_json_copy("extra", request.extra),
+        checksum=checksum, files={},
+    )
+
+
+def _dtype_names(plan: DTypePlan | None) -> dict[str, dict[str, str]]:
+    """Return the dtypes of a plan by tensor and use, such as {"storage": "bf16", "compute": "bf16", "save": "bf16"}.
+
+    A quantized tensor also has the name of its format, under "gathered" or "stored".
+    """
+    if plan is None:
+        return {}
+    names = {}
+    for name, dtypes in plan.tensors.items():
+        names[name] = {use: short_name(getattr(dtypes, use)) for use in ("storage", "compute", "save")}
+        if dtypes.format:
+            names[name]["gathered" if dtypes.gathered else "stored"] = dtypes.format.name
+    return names
+
+
+def _json_copy(name: str, value: Any) -> Any:
+    """Return a value as it will be read from JSON; raise ValueError for one that JSON cannot hold."""
+    try:
+        return json.loads(json.dumps(value, default=tensor_to_number))
+    except TypeError as error:
+        raise ValueError(f"{name} must be what JSON can hold, as numbers, strings, lists and dicts: {error}") from None
 
 
 def save(directory: StrLocation, state: CheckpointState, *, step: int, mesh: DeviceMesh | None = None,

@@ -21,10 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dualpipe.kernels.formats import Format
+from dualpipe.runtime import storage
 from dualpipe.runtime.dtypes import SAFETENSORS_CODES, dtype_of_code
-from dualpipe.runtime.storage.choose import storage_of
-from dualpipe.runtime.storage.location import Location, RemotePath
-from dualpipe.runtime.storage.protocol import ReadInto
+from dualpipe.runtime.storage import Location, ReadInto, RemotePath
 
 _LIKELY_HEADER = 2**20  # bytes that a first request for a remote header reads
 _LONGEST_HEADER = 10**8  # what safetensors accepts
@@ -48,11 +47,6 @@ class Box(NamedTuple):
     def from_slices(cls, slices: Sequence[slice]) -> Box:
         """Return the box of `tensor[slices]`. Every dimension needs a slice with start and stop."""
         return cls(tuple(span.start for span in slices), tuple(span.stop - span.start for span in slices))
-
-    @classmethod
-    def at(cls, place: Sequence[slice]) -> Box:
-        """Call `from_slices`: the former name of it."""
-        return cls.from_slices(place)
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -135,10 +129,9 @@ def _header_copy(path: RemotePath) -> Iterator[Path]:
 
     The file has the size of the remote one. Its tensors are holes, which take no memory.
     """
-    store = storage_of(path)
-    size = store.size(path)
+    size = storage.size(path)
     head = bytearray(min(size, 8))
-    with store.open_ranges(path, lambda: [(0, min(size, _LIKELY_HEADER))]) as read_into:
+    with storage.open_ranges(path, lambda: [(0, min(size, _LIKELY_HEADER))]) as read_into:
         _transfer_run(read_into, memoryview(head), 0, path.name)
         length = min(int.from_bytes(head, "little"), size - len(head), _LONGEST_HEADER)
         head = bytearray(head + bytes(length))
@@ -179,7 +172,7 @@ def read_box_with(read_into: ReadInto, tensor: TensorHeader, box: Box, out: Tens
     """Read a box of a tensor from its open file, and no other bytes.
 
     Args:
-        read_into: reads from the file, as `Storage.open_ranges` gives it.
+        read_into: reads from the file, from `storage.open_ranges`.
         out: receives the values; of the box's shape, in any dtype, strides and device.
 
     Raises:
@@ -289,7 +282,7 @@ class NewFile(NamedTuple):
         return len(self.head) + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def pieces(self, tensors: Mapping[str, Tensor]) -> Iterable[bytes | memoryview]:
-        """Return the bytes of the file in order, for `Storage.write`, which may iterate over them several times.
+        """Return the bytes of the file in order, for `storage.write`, which may iterate over them several times.
 
         Copies one device tensor at a time to the host.
         """

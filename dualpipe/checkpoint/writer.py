@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING
 
 from dualpipe.runtime.errors import die_with
 from dualpipe.runtime.files import Written, report_writes
-from dualpipe.runtime.storage.choose import write_files
-from dualpipe.runtime.storage.location import Location, as_location
+from dualpipe.runtime.storage import Location, as_location, write_files
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,8 +1,6 @@
 """Models of transformers in the pipeline: cut into stages, with experts that run on this library's kernels.
 
 Requires transformers, and registers the experts implementation "dualpipe" with it.
-Imports `checkpoint.hub`, `checkpoint.tensors`, `models.stages`, `parallel`, `nn`, `kernels`, `runtime` and
-`schedule.types`.
 """
 
 from dualpipe.hf.experts import NAME, compute_experts

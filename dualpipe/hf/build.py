@@ -7,6 +7,7 @@ the whole model. It reads only the experts of this rank, because their parameter
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -22,14 +22,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, core_model_loading
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from dualpipe.hf.cut import cut_model, drop_embedding, is_tied, stage_layers
+from dualpipe.checkpoint.hub.files import INDEX, SINGLE, read_headers
+from dualpipe.hf.cut import check_expert_division, cut_model, drop_ends, stage_layers
 from dualpipe.hf.quantized_source import is_quantized, read_dequantized
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.stand_ins import LayerForm
 from dualpipe.hf.structure import check_structure
 from dualpipe.nn.init import name_seed
-from dualpipe.parallel.experts.dispatcher import is_interface_experts, shard_experts, stacked_parameters
+from dualpipe.parallel.experts.dispatcher import shard_experts, stacked_parameters
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.runtime.ranks.process_groups import is_first_rank
 
 # Older versions of transformers read all experts on every rank.
 READS_SHARDS = hasattr(core_model_loading, "DtensorShardOperation")
@@ -38,8 +40,7 @@ READS_SHARDS = hasattr(core_model_loading, "DtensorShardOperation")
 @contextmanager
 def progress_bars_on_rank_0() -> Iterator[None]:
     """Turn the progress bars of transformers off on all ranks but the first, which would show one for every stage."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    if is_first or not transformers_logging.is_progress_bar_enabled():
+    if is_first_rank() or not transformers_logging.is_progress_bar_enabled():
         yield
         return
     transformers_logging.disable_progress_bar()
@@ -66,8 +67,21 @@ class ModelSource:
     def of(cls, source: str | Path | PreTrainedConfig, dtype: torch.dtype | None, seed: int) -> ModelSource:
         """Create a source from a path, a name on the hub, or a configuration, which is copied."""
         if isinstance(source, PreTrainedConfig):
-            return cls(copy.deepcopy(source), None, dtype, seed)
-        return cls(AutoConfig.from_pretrained(source), source, dtype, seed)
+            return cls(for_stages(copy.deepcopy(source)), None, dtype, seed)
+        return cls(for_stages(AutoConfig.from_pretrained(source)), source, dtype, seed)
+
+
+def for_stages(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Reset options of a configuration that add results to a forward or recompute layers, in place; return it.
+
+    Training tools leave them in config.json. The losses and `recompute` of this library take their place.
+    """
+    for part in (config, config.get_text_config()):
+        part.return_dict = True
+        for name in ("output_attentions", "output_hidden_states", "output_router_logits", "gradient_checkpointing"):
+            if getattr(part, name, False):
+                setattr(part, name, False)
+    return config
 
 
 def build_stages(
@@ -80,15 +94,17 @@ def build_stages(
     expert_ranks: expert-parallel ranks; stacked expert parameters hold only the experts of this rank.
 
     Raises ValueError if the model cannot be cut, if the experts cannot be divided evenly among the ranks, or if the
-    checkpoint lacks weights of a stage.
+    checkpoint lacks weights of a stage or has a damaged file.
     """
+    if source.path is not None and any(os.path.lexists(Path(source.path, name)) for name in (SINGLE, INDEX)):
+        read_headers(source.path)  # names a file that is missing or damaged; transformers raises errors of many kinds
     whole_model = _build_on_meta(source.config, experts)
     model_class = type(whole_model)
     config = whole_model.config  # only the language model's part, if the source has more
     quantization = getattr(source.config, "quantization_config", None)
     if quantization is not None:
         config.quantization_config = quantization
-    _check_expert_division(whole_model, expert_ranks)
+    check_expert_division(whole_model, 1 if expert_ranks is None else expert_ranks.size())
     cuts = stage_layers(whole_model, num_stages, layers_per_stage)
     form = check_structure(whole_model, cuts)
     loading_ranks = expert_ranks if source.path is not None and READS_SHARDS else None
@@ -110,8 +126,7 @@ def build_stages(
 
 def stage_of(causal_lm: Any, *, is_first: bool, is_last: bool, form: LayerForm) -> CausalLMStage:
     """Wrap a model that `cut_model` has cut in a stage. The model has its weights already, or is on the meta device."""
-    if is_last and not is_first and is_tied(causal_lm.config):
-        drop_embedding(causal_lm)
+    drop_ends(causal_lm, is_first=is_first, is_last=is_last)
     return CausalLMStage(causal_lm, is_first=is_first, is_last=is_last, form=form)
 
 
@@ -119,16 +134,6 @@ def _build_on_meta(config: PreTrainedConfig, experts: str) -> Any:
     """Build the whole model on the meta device."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, experts_implementation=experts)
-
-
-def _check_expert_division(causal_lm: nn.Module, expert_ranks: DeviceMesh | None) -> None:
-    """Raise ValueError if the experts of a layer cannot be divided evenly among the expert-parallel ranks."""
-    num_ranks = 1 if expert_ranks is None else expert_ranks.size()
-    modules: list[Any] = [module for module in causal_lm.modules() if is_interface_experts(module)]
-    for module in modules:
-        if module.num_experts % num_ranks:
-            raise ValueError(f"{module.num_experts} experts cannot be divided evenly among {num_ranks} expert-parallel "
-                             "ranks; build the mesh with an ep that divides them")
 
 
 def _make_cut_class(
@@ -152,12 +157,20 @@ def _make_cut_class(
         "_keys_to_ignore_on_load_unexpected": [".*"],  # the weights of other stages
         "should_save_on_this_rank": _should_save_on_any_rank,
     }
+    if not (is_first and is_last):
+        members["resize_token_embeddings"] = _refuse_to_resize
     return type(model_class.__name__, (model_class,), members)
 
 
 def _should_save_on_any_rank(causal_lm: Any, is_main_process: bool) -> bool:
     """Override the method of transformers that saves on the first rank only: every rank has a part of the model."""
     return is_main_process
+
+
+def _refuse_to_resize(causal_lm: Any, *args: Any, **kwargs: Any) -> None:
+    """Override the method of transformers that resizes the embedding and the head, which are in two stages."""
+    raise ValueError("a stage has the embedding or the head of its model, not both: resize the whole model "
+                     "(AutoModelForCausalLM), save it, and load the stages from there")
 
 
 def _cpu_mesh(expert_ranks: DeviceMesh) -> DeviceMesh:
@@ -203,6 +216,8 @@ def _load(cut_class: type[Any], config: PreTrainedConfig, source: ModelSource, l
     if missing:
         raise ValueError(f"the checkpoint {str(path)!r} lacks {len(missing)} of a stage's weights, such as "
                          f"{missing[0]!r}; give a complete checkpoint of a {cut_class.__name__}")
+    if has_ends and not causal_lm.all_tied_weights_keys:
+        causal_lm.config.tie_word_embeddings = False  # the files have a head that differs from the embedding
     return causal_lm
 
 

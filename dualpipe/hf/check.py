@@ -16,7 +16,8 @@ from dualpipe.hf.model import TransformersModel
 from dualpipe.hf.quantized_source import tensor_name
 from dualpipe.parallel.experts.dispatcher import parameter_sizes
 from dualpipe.parallel.mesh import EXPERTS, Mesh
-from dualpipe.runtime.byte_sizes import format_bytes
+from dualpipe.runtime.errors import CheckFailed
+from dualpipe.runtime.printing import format_bytes
 from dualpipe.schedule.types import v_placement
 
 _MAX_SHOWN_NAMES = 8  # of missing tensors, in the error message
@@ -27,23 +28,24 @@ def check_checkpoint(path: str | Path, model: TransformersModel, mesh: Mesh) -> 
 
     mesh: sizes only; needs no process group.
 
-    Raises ValueError if the checkpoint lacks tensors, which the message names, and if the model cannot be cut for the
-    mesh.
+    Raises CheckFailed if files cannot be read or tensors are missing, which the message names, and ValueError if the
+    model cannot be cut for the mesh.
     """
-    header = read_headers(path)
+    try:
+        header = read_headers(path)
+    except ValueError as error:
+        raise CheckFailed(str(error)) from error
     yield from describe_tensors(path, f"{model.model_type} (transformers' implementation)", header)
     missing = _missing_tensors(header, model)
     if missing:
         num_hidden = len(missing) - _MAX_SHOWN_NAMES
         more = f" and {num_hidden} more" if num_hidden > 0 else ""
-        raise ValueError(f"the checkpoint {str(path)!r} does not fit the model ({model.model_type}): it lacks "
-                         f"{', '.join(missing[:_MAX_SHOWN_NAMES])}{more}")
+        raise CheckFailed(f"the checkpoint {str(path)!r} does not fit the model ({model.model_type}): it lacks "
+                          f"{', '.join(missing[:_MAX_SHOWN_NAMES])}{more}")
     if mesh.size("cp") > 1:
         raise ValueError(f"cp {mesh.size('cp')}: the attention of transformers does not share sequences between ranks; "
                          "set it to 1")
-    if model.num_experts % mesh.size("ep"):
-        raise ValueError(f"{model.num_experts} experts cannot be divided evenly among {mesh.size('ep')} "
-                         "expert-parallel ranks; set ep to a divisor")
+    model.check_expert_division(mesh.size("ep"))
     num_parameters = _max_parameters_per_rank(model, mesh)
     yield (f"a rank of {describe_layout(mesh)} (two stages each, in a V) holds at most {num_parameters:,} parameters, "
            f"{format_bytes(2 * num_parameters)} in bf16")
@@ -66,8 +68,9 @@ def _missing_tensors(header: Mapping[str, TensorHeader], model: TransformersMode
             for target, siblings in targets.items():
                 if target in name:
                     available.update(name.replace(target, sibling) for sibling in siblings)
-    if model.is_tied:
-        available.add("lm_head.weight")
+    ends = {"lm_head.weight", f"{model.name_prefix}embed_tokens.weight"}
+    if model.is_tied and available & ends:
+        available |= ends
     return [name for name in expected if name not in available]
 
 

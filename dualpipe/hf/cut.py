@@ -34,6 +34,17 @@ class NumberedLayers(nn.ModuleList):
         """Return the layer at a position in this stage, or a list of layers for a slice."""
         return list(self._modules.values())[index]
 
+    def __setitem__(self, index: Any, layer: nn.Module) -> None:
+        """Replace the layer at a position in this stage, which keeps its number."""
+        setattr(self, list(self._modules)[index], layer)
+
+    def _refuse(self, *args: Any) -> Any:
+        """Raise ValueError: `nn.ModuleList` would give other layers new numbers, or overwrite one."""
+        raise ValueError("layers of a stage have their numbers in the whole model, so none is added or removed; "
+                         "replace one by layers[i] = layer, or change the configuration before load_stages")
+
+    append = extend = insert = __delitem__ = __iadd__ = _refuse  # type: ignore[assignment]
+
     def numbered(self) -> Iterator[tuple[int, nn.Module]]:
         """Yield (number in the whole model, layer)."""
         for name, layer in self._modules.items():
@@ -46,28 +57,28 @@ def cut_model(causal_lm: Any, layers: Sequence[int], *, is_first: bool, is_last:
 
     layers: numbers of the stage's layers.
 
-    A last stage with a tied head keeps the embedding, from which the head is loaded; `drop_embedding` removes it
-    afterwards. Raises ValueError like `base_of`.
+    If head and embedding are tied, the first and the last stage keep both, so that transformers finds the weight
+    wherever it is; `drop_ends` removes the other one once it is loaded. Raises ValueError like `base_of`.
     """
     base = base_of(causal_lm)
     all_layers = base.layers
     attributes = plain_attributes(all_layers[layers[0] if layers else -1])
     base.layers = NumberedLayers({number: all_layers[number] for number in layers}, attributes)
     base.config = config_of_stage(base.config, layers, len(all_layers))
-    has_head = is_last or getattr(causal_lm, "lm_head", None) is None
     if not is_last:
         setattr(base, norm_name(base), nn.Identity())
+    if not is_tied(causal_lm.config) or not (is_first or is_last):
+        drop_ends(causal_lm, is_first=is_first, is_last=is_last)
+
+
+def drop_ends(causal_lm: Any, *, is_first: bool, is_last: bool) -> None:
+    """Remove the embedding from all stages but the first, and the head from all but the last."""
+    if not is_first:
+        base_of(causal_lm).embed_tokens = None
+    if not is_last:
         causal_lm.lm_head = None
-    if not (is_first or (is_last and is_tied(causal_lm.config))):
-        base.embed_tokens = None
-    if not (has_head and base.embed_tokens is not None):
+    if not (is_first and is_last):
         causal_lm.all_tied_weights_keys = {}
-
-
-def drop_embedding(causal_lm: Any) -> None:
-    """Remove the embedding from a last stage, once the tied head has its weight."""
-    base_of(causal_lm).embed_tokens = None
-    causal_lm.all_tied_weights_keys = {}
 
 
 def is_tied(config: Any) -> bool:
@@ -83,15 +94,21 @@ def base_of(causal_lm: Any) -> Any:
 
     Raises ValueError if one of these is missing.
     """
-    base = getattr(causal_lm, causal_lm.base_model_prefix, None)
+    base = getattr(causal_lm, base_name(causal_lm), None)
     missing = [name for name in ("embed_tokens", "layers") if not hasattr(base, name)]
     if not norm_name(base):
         missing.append("norm")
     if base is None or missing:
         raise ValueError(
-            f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {causal_lm.base_model_prefix!r}, which "
-            "stages are cut from; cut the model yourself, as docs/your-loop.md shows")
+            f"a {type(causal_lm).__name__} has no {', '.join(missing)} in {base_name(causal_lm)!r}, which "
+            "stages are cut from; cut the model yourself, as docs/your-model.md#your-own-modules shows")
     return base
+
+
+def base_name(causal_lm: Any) -> str:
+    """Return the attribute name of the base model. Llama 4's class names another attribute, which it does not have."""
+    prefix: str = causal_lm.base_model_prefix
+    return prefix if hasattr(causal_lm, prefix) else "model"
 
 
 def norm_name(base: Any) -> str:
@@ -144,6 +161,19 @@ def top_k_of(config: Any) -> int:
         if value is not None:
             return value
     return 1
+
+
+def check_expert_division(causal_lm: nn.Module, num_ranks: int) -> None:
+    """Raise ValueError unless the experts of every layer can be divided evenly among `num_ranks` ranks."""
+    modules: list[Any] = [module for module in causal_lm.modules() if is_interface_experts(module)]
+    if num_ranks > 1 and not modules:
+        raise ValueError(f"a {type(causal_lm).__name__} has no experts that transformers calls through its experts "
+                         f"interface, and only those can be divided among {num_ranks} expert-parallel ranks; set ep to "
+                         "1, and raise dp")
+    for module in modules:
+        if module.num_experts % num_ranks:
+            raise ValueError(f"{module.num_experts} experts cannot be divided evenly among {num_ranks} expert-parallel "
+                             "ranks; set ep to a divisor")
 
 
 def layer_cost(layer: nn.Module, config: Any) -> float:

@@ -15,20 +15,37 @@ Dimension letters: T tokens, K experts per token, M routed rows, E experts, H hi
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from dualpipe.hf.cut import top_k_of
 from dualpipe.kernels import SortedTokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_form
-from dualpipe.nn.grouped_linear import grouped_linear
+from dualpipe.nn.grouped_linear import grouped_linear, refuse_transforms
+from dualpipe.nn.pick_fastest import check_runs, pick_fastest
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
-from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
+from dualpipe.parallel.experts.dispatcher import (
+    Dispatcher,
+    ExpertParallel,
+    is_interface_experts,
+    run_experts,
+    stacked_parameters,
+)
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
+log = logging.getLogger(__name__)
 NAME = "dualpipe"  # name of this implementation in `config._experts_implementation`
+AUTO = "auto"
+_ALTERNATIVES = ("grouped_mm", "sonicmoe", "deepgemm")  # implementations of transformers that "auto" times
+_TIMED_TOKENS = 4096
+_TRIAL_TOKENS = 4
 
 SwiGLUForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
 _forms: WeakKeyDictionary[Any, SwiGLUForm | None] = WeakKeyDictionary()  # cache of `swiglu_form_of`, by module
@@ -51,6 +68,8 @@ def compute_experts(
 
     Raises ValueError if transformers has sharded the experts itself.
     """
+    name = f"{type(experts).__name__}, run by dualpipe"
+    refuse_transforms(name, hidden_states, top_k_weights, remedy='model.set_experts_implementation("eager")')
     if isinstance(top_k_index, SortedTokens):
         return _compute_sorted(experts, hidden_states, top_k_index, top_k_weights)
     if experts._is_expert_parallel:
@@ -61,7 +80,8 @@ def compute_experts(
     plan = Compute(dispatcher.plan, ("tokens", "top_k_weights", "top_k_index"), ("rows", "weights", "plan"))
     finish = Compute(dispatcher.finish, ("rows", "plan"), "y")
     results = run_segments([plan, *exchange_segments(experts), finish], carry)
-    return results["y"].view_as(hidden_states)
+    y = results["y"]
+    return y if y.shape == hidden_states.shape else y.view_as(hidden_states)  # FSDP2 warns of views
 
 
 def dispatcher_of(experts: Any) -> Dispatcher:
@@ -147,6 +167,57 @@ def _recognize_form(experts: Any) -> SwiGLUForm | None:
         if torch.allclose(activations, clamped_swiglu(gate_up, None, alpha, limit), rtol=1e-12, atol=1e-12):
             return swiglu_form(True, alpha, limit)
     return None
+
+
+def choose_experts(stages: Sequence[nn.Module], experts: str, ranks: RankSync) -> None:
+    """Set the experts implementation of all stages, and log the choice. Collective over `ranks`.
+
+    experts: name of the implementation; "auto": the fastest one that runs.
+
+    Raises ValueError, on every rank, if the implementation fails on any rank.
+    """
+    modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
+    if experts == AUTO:
+        run = partial(_run_trial, modules[0], num_tokens=_TIMED_TOKENS) if modules else None
+        device = modules[0].down_proj.device if modules else torch.device("cpu")
+        choice = pick_fastest((NAME, *_ALTERNATIVES), run, device, ranks, default=NAME)
+        experts = choice.name
+        if choice.seconds:
+            log.info("experts run by %r: %d tokens, forward and backward, take %s; only those of %r defer weight "
+                     "gradients", experts, _TIMED_TOKENS, choice, NAME)
+    else:
+        ranks.agree(lambda: _check_implementation(modules, experts))
+        if modules:
+            log.info("experts run by %r", experts)
+    for module in modules:
+        module.config._experts_implementation = experts
+
+
+def _check_implementation(modules: Sequence[Any], experts: str) -> None:
+    """Raise ValueError if an implementation fails on a few tokens, for example because it is not installed."""
+    if experts == NAME or not modules:
+        return
+    check_runs(lambda: _run_trial(modules[0], experts, _TRIAL_TOKENS), f"experts={experts!r}",
+               "an implementation that is installed and supports this device and dtype: install its packages, or use "
+               f"experts={NAME!r}")
+
+
+def _run_trial(module: Any, experts: str, num_tokens: int) -> None:
+    """Run a module of experts by an implementation, forward and backward, on random tokens and random routing."""
+    weight = module.down_proj
+    hidden_size = weight.shape[-1] if module.is_transposed else weight.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num_tokens, hidden_size, generator=generator, device="cpu")
+    scores = torch.rand(num_tokens, module.num_experts, generator=generator, device="cpu")
+    weights, index = scores.topk(min(top_k_of(module.config), module.num_experts))
+    old_implementation = module.config._experts_implementation
+    module.config._experts_implementation = experts
+    try:
+        x = x.to(weight.device, weight.dtype).requires_grad_()
+        y = module(x, index.to(weight.device), weights.to(weight.device, weight.dtype))
+        torch.autograd.grad(y.sum(), [x, *stacked_parameters(module).values()], allow_unused=True)
+    finally:
+        module.config._experts_implementation = old_implementation
 
 
 ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)

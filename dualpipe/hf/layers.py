@@ -18,10 +18,12 @@ layer. It rejects layers for which the results differ, such as layers with rando
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from dualpipe.hf.experts import dispatcher_of, exchange_segments
@@ -73,6 +75,10 @@ class SplitLayer:
         other.num_recorded = self.num_recorded
         return other
 
+    def fits(self, layer: nn.Module) -> bool:
+        """Return True if `layer` still has the experts that were cut; other modules in it may be replaced."""
+        return self.layer is layer and layer.get_submodule(self._experts_path) is self.experts
+
     def run_before_experts(self, x: Tensor, arguments: LayerArguments) -> tuple[Any, ...]:
         """Run the layer up to its experts.
 
@@ -80,7 +86,8 @@ class SplitLayer:
         if the experts are not called, and RuntimeError if the calls before them differ from those of the first run.
         """
         stand_ins: dict[str, nn.Module] = {**self._recorders, self._experts_path: self._stop}
-        for recorder in self._recorders.values():
+        for path, recorder in self._recorders.items():
+            recorder.stand_for(self.layer.get_submodule(path))  # the user may have put an adapter there
             recorder.results = []  # a failed step may have left some
         inputs: tuple[Any, ...] | None = None
         try:
@@ -106,6 +113,8 @@ class SplitLayer:
         y_TH = dispatcher_of(self.experts).finish(rows, plan)
         self._replay(recorded)
         self._experts_result.results = [y_TH]
+        for path, replay in self._replays.items():
+            replay.stand_for(self.layer.get_submodule(path))
         stand_ins: dict[str, nn.Module] = {**self._replays, self._experts_path: self._experts_result}
         try:
             with swap_modules(self.layer, stand_ins):
@@ -210,22 +219,41 @@ def check_split(layer: nn.Module, x: Tensor, arguments: LayerArguments) -> Split
         return hidden_states_of(layer.forward(hidden_states, *arguments.args, **arguments.kwargs))
 
     def run_parts(hidden_states: Tensor) -> Tensor:
-        if not split.num_recorded:
-            with torch.no_grad():
-                split.run_before_experts(hidden_states, arguments)
         return run_segments(split.segments("arguments"), {"x": hidden_states, "arguments": arguments})["x"]
 
     whole_results = _output_and_gradients(run_whole, layer, x)
     try:
+        with torch.no_grad(), _fork_random_state(x):
+            split.run_before_experts(x, arguments)  # finds the outputs to record
         results = _output_and_gradients(run_parts, layer, x)
     except CannotSplit:
         raise
     except Exception as error:  # a layer with state or side effects may raise anything
-        raise CannotSplit(f"fails in two parts: {str(error).partition('. ')[0]}") from error
+        reason = _random_reason(layer) or f"fails in two parts: {str(error).partition('. ')[0]}"
+        raise CannotSplit(reason) from error
     for name, whole_result in whole_results.items():
         if not _are_close(whole_result, results[name]):
-            raise CannotSplit(f"computes something else in two parts: {name} differs")
+            raise CannotSplit(_random_reason(layer) or f"computes something else in two parts: {name} differs")
     return split
+
+
+def _fork_random_state(x: Tensor) -> AbstractContextManager[None]:
+    """Return a context that preserves the caller's random state on the CPU and on the device of a tensor."""
+    return torch.random.fork_rng([x.device] if x.is_cuda else [])
+
+
+def _random_reason(layer: nn.Module) -> str:
+    """Name the settings of a layer, such as a dropout, that let it draw random numbers in training; "" if none do."""
+    settings = []
+    for path, module in layer.named_modules():
+        for name, value in vars(module).items():
+            is_random = any(word in name for word in ("dropout", "jitter", "noise")) or (
+                isinstance(module, _DropoutNd) and name == "p")
+            if is_random and isinstance(value, int | float) and value > 0:
+                settings.append(f"{path}.{name} = {value}".lstrip("."))
+    if not settings:
+        return ""
+    return f"draws random numbers twice in two parts: {', '.join(settings)}; only with 0 can it be cut at its experts"
 
 
 def _output_and_gradients(
@@ -235,7 +263,7 @@ def _output_and_gradients(
     parameters = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
     leaf = x.detach().clone().requires_grad_()
     # The seed gives the same result on all ranks; the fork preserves the caller's random state.
-    with torch.random.fork_rng([x.device] if x.is_cuda else []), torch.enable_grad():
+    with _fork_random_state(x), torch.enable_grad():
         torch.manual_seed(0)
         y = forward(leaf)
         weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).view_as(y)

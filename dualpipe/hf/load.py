@@ -18,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.configuration_utils import PreTrainedConfig
 
 from dualpipe.hf.build import ModelSource, build_stages, progress_bars_on_rank_0
-from dualpipe.hf.experts import NAME
-from dualpipe.hf.experts_choice import AUTO, choose_experts
+from dualpipe.hf.experts import AUTO, NAME, choose_experts
 from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
-from dualpipe.parallel.copy_engine.exchange import check_method, expert_ranks
 from dualpipe.parallel.experts.dispatcher import (
     Dispatch,
     ExpertParallel,
@@ -45,7 +43,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def load_stages(
     source: str | Path | PreTrainedConfig, num_stages: int, mine: Sequence[int], *, mesh: DeviceMesh | None = None,
     dtype: torch.dtype | None = None, policy: DTypePolicy | None = None, experts: str = NAME, overlap: bool = True,
-    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto", all_to_all: str = "nccl",
+    layers_per_stage: Sequence[int] = (), seed: int = 0, dispatch: Dispatch = "auto",
 ) -> list[CausalLMStage]:
     """Build this rank's stages of a causal LM, load their weights, shard them, and defer their weight gradients.
 
@@ -70,8 +68,6 @@ def load_stages(
         layers_per_stage: number of layers of every stage, instead of stages with balanced costs.
         seed: seed of initial weights.
         dispatch: way of tokens to experts on other ranks, see `dualpipe.parallel.ExpertParallel`.
-        all_to_all: how rows reach experts on other ranks: "nccl", which is gloo on the CPU, or "copy_engine"; see
-            `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
 
     Returns the stages, in the order of `mine`.
 
@@ -84,7 +80,6 @@ def load_stages(
 
     def build() -> list[CausalLMStage]:
         _check_arguments(num_stages, mine, experts, dtype, layout)
-        check_method(all_to_all)
         if expert_mesh is not None:
             check_dispatch_over(dispatch, expert_mesh, layout.ranks_per_node)
         stages = build_stages(
@@ -105,7 +100,7 @@ def load_stages(
         for stage in stages:
             stage.to(layout.device_mesh.device_type)
     choose_experts(stages, NAME if expert_mesh is not None else experts, ranks)
-    _shard(stages, layout, policy, dispatch, all_to_all, ranks)
+    _shard(stages, layout, policy, dispatch)
     return stages
 
 
@@ -209,10 +204,9 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
 
 
 def _shard(
-    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch, all_to_all: str,
-    job: RankSync,
+    stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch
 ) -> None:
-    """Shard the stages over the mesh. Collective over the ranks of `job`, all of the mesh.
+    """Shard the stages over the mesh. Collective over all of its ranks.
 
     Raises ValueError on all ranks if `dispatch` does not fit.
     """
@@ -224,16 +218,15 @@ def _shard(
     plan = resolve_dtypes(stages, policy, group=layout.group("pp"))
     expert_mesh = layout.part("ep")
     if expert_mesh is not None and expert_mesh.size() > 1:
-        # One for all stages: their exchanges are one sequence.
-        ranks = job.agree(lambda: expert_ranks(expert_mesh, all_to_all))
         modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
         counts = {module.num_experts for module in modules}
         per_node = layout.ranks_per_node
-        hidden = getattr(stages[0].config, "hidden_size", None)
 
         def by_number_of_experts() -> dict[int, ExpertParallel]:
-            return {count: ExpertParallel(count, ranks, dispatch=dispatch, ranks_per_node=per_node, hidden_size=hidden)
-                    for count in counts}
+            return {
+                count: ExpertParallel(count, expert_mesh, dispatch=dispatch, ranks_per_node=per_node)
+                for count in counts
+            }
 
         # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
         by_count = RankSync.of_mesh(None if dispatch == "auto" else layout.device_mesh).agree(by_number_of_experts)

@@ -17,8 +17,17 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.configuration_utils import PreTrainedConfig
 
-from dualpipe.hf.build import stage_of
-from dualpipe.hf.cut import base_of, cut_model, is_tied, layer_cost, stage_layers, top_k_of
+from dualpipe.hf.build import for_stages, stage_of
+from dualpipe.hf.cut import (
+    base_name,
+    base_of,
+    check_expert_division,
+    cut_model,
+    is_tied,
+    layer_cost,
+    stage_layers,
+    top_k_of,
+)
 from dualpipe.hf.experts import NAME
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.hf.structure import check_structure
@@ -50,7 +59,7 @@ class TransformersModel:
         model = cls(json.dumps(hub, sort_keys=True))
         try:
             causal_lm = model.causal_lm
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, ImportError, KeyError, TypeError) as error:
             raise ValueError(f"transformers cannot build a {model_type} from this config.json: {error}; give the "
                              "config.json of a causal language model") from error
         base_of(causal_lm)
@@ -109,6 +118,10 @@ class TransformersModel:
         modules: list[Any] = [module for module in self.causal_lm.modules() if is_interface_experts(module)]
         return max((int(module.num_experts) for module in modules), default=0)
 
+    def check_expert_division(self, num_ranks: int) -> None:
+        """Raise ValueError unless the experts of every layer can be divided evenly among `num_ranks` ranks."""
+        check_expert_division(self.causal_lm, num_ranks)
+
     @property
     def num_experts_per_tok(self) -> int:
         """Number of experts per token; 1 in a dense model."""
@@ -122,7 +135,7 @@ class TransformersModel:
     @property
     def name_prefix(self) -> str:
         """Prefix of the parameter names of the embedding and the layers, such as "model."."""
-        return f"{self.causal_lm.base_model_prefix}."
+        return f"{base_name(self.causal_lm)}."
 
     @property
     def is_tied(self) -> bool:
@@ -176,7 +189,7 @@ def _is_stateful(kind: str) -> bool:
 
 def build_on_meta(model: TransformersModel) -> Any:
     """Build the whole model on the meta device, in float32; every call builds a new one."""
-    config = model.config
+    config = for_stages(model.config)
     config._experts_implementation = NAME
     config.dtype = torch.float32
     with torch.device("meta"):

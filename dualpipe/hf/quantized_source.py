@@ -79,9 +79,9 @@ class StoredTensor:
         slices = index if isinstance(index, tuple) else (index,)
         shape = tuple(self._stored.shape)
         if not shape or slices[0] is Ellipsis:
-            return self._read(Box.at(tuple(slice(0, size) for size in shape)))
+            return self._read(Box.from_slices(tuple(slice(0, size) for size in shape)))
         start, stop, _ = slices[0].indices(shape[0])
-        rows = self._read(Box.at((slice(start, stop), *(slice(0, size) for size in shape[1:]))))
+        rows = self._read(Box.from_slices((slice(start, stop), *(slice(0, size) for size in shape[1:]))))
         return rows[(slice(None), *slices[1:])]
 
     def _read(self, box: Box) -> Tensor:

@@ -6,73 +6,63 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from dualpipe.checkpoint.hub.files import CONFIG, INDEX
+from dualpipe.checkpoint.hub.save import carried_files, copy_carried, index_of, new_directory, shard_name
+from dualpipe.checkpoint.tensors import TensorHeader, read_header
 from dualpipe.hf.build import progress_bars_on_rank_0
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.mesh import Mesh
+from dualpipe.runtime.dtypes import long_name
+from dualpipe.runtime.files import sync
 from dualpipe.runtime.ranks.rank_sync import RankSync
-
-_INDEX = "model.safetensors.index.json"
 
 
 def save_stages(
     stages: Sequence[CausalLMStage], folder: str | Path, *, mesh: DeviceMesh | None = None,
-    max_shard_size: int | str = "5GB", plan: DTypePlan | None = None,
+    max_shard_size: int | str = "5GB", plan: DTypePlan | None = None, source: str | Path | None = None,
 ) -> None:
     """Write the model of all ranks to `folder`, with the tensor names of the hub's files. Collective over the mesh.
 
-    Gathers every stage in the memory of one rank. Each pipeline rank writes to a hidden folder `.rank-*` inside
-    `folder`; when all are complete, their files are moved to `folder`.
+    Gathers every stage in the memory of one rank. The folder appears when it is complete: until then, all ranks write
+    to a hidden folder beside it.
 
     Args:
         stages: stages of this rank.
-        folder: the same on all ranks, without a model.
+        folder: the same on all ranks, new or empty.
         mesh: the mesh that `load_stages` received.
         max_shard_size: largest size of a file.
         plan: its `save` dtypes are the dtypes of the written tensors; None: the dtypes of the stages' tensors.
+        source: a checkpoint whose tokenizer is copied.
 
     Raises:
-        ValueError: on every rank, if the folder has a model already or is not shared by all ranks, or if two stages
+        ValueError: on every rank, if the folder exists and is not empty or is not shared by all ranks, or if two stages
             have a tensor of the same name.
         RuntimeError: a rank cannot write.
     """
-    folder = Path(folder)
     layout = Mesh.of(mesh)
     ranks = RankSync.of_mesh(mesh)
-    rank_folder = folder / f".rank-{layout.rank('pp'):05}"
-    ranks.first(lambda: _prepare(folder))
-    tensors = [_gather_tensors(stage, plan, keep=layout.replica == 0) for stage in stages]
+    with new_directory(folder, ranks) as hidden, progress_bars_on_rank_0():
+        tensors = [_gather_tensors(stage, plan, keep=layout.replica == 0) for stage in stages]
 
-    def write() -> None:
-        if layout.replica:
-            return
-        for number, (stage, state_dict) in enumerate(zip(stages, tensors)):
-            stage.causal_lm.save_pretrained(
-                rank_folder / f"{number:05}", state_dict=state_dict, max_shard_size=max_shard_size)
+        def write() -> None:
+            if layout.replica:
+                return
+            for number, (stage, state_dict) in enumerate(zip(stages, tensors)):
+                part = hidden / f"rank-{layout.rank('pp'):05}" / f"{number:05}"
+                stage.causal_lm.save_pretrained(part, state_dict=state_dict, max_shard_size=max_shard_size)
+                for file in part.iterdir():
+                    sync(file)
 
-    with progress_bars_on_rank_0():
         ranks.agree(write)
-    ranks.first(lambda: _join(folder, layout.size("pp")))
-
-
-def _prepare(folder: Path) -> None:
-    """Create a folder for a model, and remove the leftovers of a failed save.
-
-    Raises ValueError if the folder has a model already.
-    """
-    if (folder / "config.json").exists() or any(folder.glob("*.safetensors")):
-        raise ValueError(f"{str(folder)!r} has a model already; choose another folder, or remove it")
-    folder.mkdir(parents=True, exist_ok=True)
-    for leftover in folder.glob(".rank-*"):
-        shutil.rmtree(leftover)
+        dtype = None if plan is None else long_name(plan.policy.param_dtype)
+        ranks.first(lambda: _join(hidden, layout.size("pp"), dtype, carried_files(source)))
 
 
 def _gather_tensors(stage: CausalLMStage, plan: DTypePlan | None, *, keep: bool) -> dict[str, Tensor]:
@@ -90,48 +80,36 @@ def _gather_tensors(stage: CausalLMStage, plan: DTypePlan | None, *, keep: bool)
     return tensors
 
 
-def _join(folder: Path, num_ranks: int) -> None:
-    """Join the files of all `num_ranks` pipeline ranks into one checkpoint, and remove the ranks' folders."""
-    num_rank_folders = len(list(folder.glob(".rank-*")))
-    if num_rank_folders != num_ranks:
-        raise ValueError(f"{str(folder)!r} has parts of {num_rank_folders} pipeline ranks, expected {num_ranks}; save "
-                         "to a folder that all ranks share")
-    files = sorted(folder.glob(".rank-*/*/*.safetensors"))
-    file_names = _file_names(len(files))
-    index = _make_index(files, file_names)
-    for file, name in zip(files, file_names):
-        file.rename(folder / name)
-    (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    config = min(folder.glob(".rank-*/*/config.json"))
-    for extra in sorted(config.parent.glob("*.json")):
-        if extra.name not in (_INDEX, "config.json"):
-            extra.rename(folder / extra.name)
-    config.rename(folder / "config.json")  # last: a folder with this file is complete
-    for rank_folder in folder.glob(".rank-*"):
-        shutil.rmtree(rank_folder)
+def _join(folder: Path, num_ranks: int, dtype: str | None, copies: Sequence[Path]) -> None:
+    """Join the files of all `num_ranks` pipeline ranks into one checkpoint, and remove the ranks' folders.
 
-
-def _make_index(files: Sequence[Path], file_names: Sequence[str]) -> dict[str, Any]:
-    """Return the index of a checkpoint of several files.
-
-    files: existing files, which are read. file_names: their names in the checkpoint.
-
-    Raises ValueError if two files have a tensor of the same name.
+    dtype: dtype that config.json states; None: that of the stages.
+    copies: files of another checkpoint that are copied.
     """
-    weight_map: dict[str, str] = {}
-    total_size = 0
-    for file, name in zip(files, file_names):
-        with safe_open(file, framework="pt") as tensors:
-            tensor_names = list(tensors.keys())
-        repeated = [tensor_name for tensor_name in tensor_names if tensor_name in weight_map]
+    parts = sorted(folder.glob("rank-*/*"))
+    if len({part.parent for part in parts}) != num_ranks:
+        raise ValueError(f"{str(folder.parent)!r} has parts of {len({part.parent for part in parts})} pipeline ranks, "
+                         f"expected {num_ranks}; save to a folder that all ranks share")
+    for extra in parts[0].glob("*.json"):
+        if extra.name != INDEX:
+            extra.rename(folder / extra.name)
+    files = [file for part in parts for file in sorted(part.glob("*.safetensors"))]
+    header: dict[str, TensorHeader] = {}
+    for number, file in enumerate(files):
+        name = shard_name(number, len(files))
+        tensors, _ = read_header(file)
+        repeated = [tensor for tensor in tensors if tensor in header]
         if repeated:
             raise ValueError(f"several stages have the tensors {', '.join(repeated[:3])}; expected each in one stage: "
                              "save every stage of the model once")
-        weight_map |= dict.fromkeys(tensor_names, name)
-        total_size += file.stat().st_size
-    return {"metadata": {"total_size": total_size}, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _file_names(count: int) -> list[str]:
-    """Return the names of a checkpoint's files, as transformers names them."""
-    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+        header |= {tensor: info._replace(file=name) for tensor, info in tensors.items()}
+        file.chmod((folder / CONFIG).stat().st_mode)  # safetensors 0.8 leaves 0600, whatever the umask
+        file.rename(folder / name)
+    if len(files) > 1:
+        (folder / INDEX).write_text(json.dumps(index_of(header), indent=2) + "\n", encoding="utf-8")
+    if dtype is not None:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8")) | {"dtype": dtype}
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_carried(copies, folder)
+    for part in folder.glob("rank-*"):
+        shutil.rmtree(part)

@@ -42,11 +42,22 @@ class CausalLMStage(nn.Module):
         self.form = form or LayerForm()
         self._segments_version = 0  # part of `segments_key`
         self.config = causal_lm.config
-        self.is_tied = is_tied(causal_lm.config)
-        # The stage has the model's modules under the same names, so that a state dict has the whole model's keys.
-        for name, child in causal_lm.named_children():
-            self.add_module(name, child)
         self.__dict__["causal_lm"] = causal_lm  # past `nn.Module.__setattr__`, which would make it a submodule
+        # The stage and the model share their tables of modules, parameters and buffers: a state dict has the whole
+        # model's keys, and a module that is set on one of them, such as an adapter or a new head, is set on both.
+        for table in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            self.__dict__[table] = causal_lm.__dict__[table]
+
+    @property
+    def is_tied(self) -> bool:
+        """Return True if the model's head shares the embedding's weight, by its configuration."""
+        return is_tied(self.config)
+
+    @property
+    def base_model_prefix(self) -> str:
+        """Name of `base`; PEFT reads it from a model that has a configuration."""
+        prefix: str = self.causal_lm.base_model_prefix
+        return prefix
 
     @property
     def base(self) -> Any:
@@ -93,7 +104,7 @@ class CausalLMStage(nn.Module):
     def _layer_segments(self, number: int, layer: nn.Module, arguments: str) -> list[Segment]:
         """Return the segments of a layer, which read "x" and the value named `arguments`, and write "x"."""
         recompute = self.recompute("layer", number)
-        split = self.splits.get(number)
+        split = self._split_of(number, layer)
         if split is None or dispatcher_of(split.experts).dispatch is None:
             return [Compute(partial(_call_layer, layer), ("x", arguments), "x", recompute)]
         return [
@@ -101,9 +112,15 @@ class CausalLMStage(nn.Module):
             for segment in split.hooked_segments(arguments)
         ]
 
+    def _split_of(self, number: int, layer: nn.Module) -> SplitLayer | None:
+        """Return the split of a layer; None if it runs as a whole, as it does once its experts are replaced."""
+        split = self.splits.get(number)
+        return split if split is not None and split.fits(layer) else None
+
     def segments_key(self) -> Hashable:
         """Return a key that changes when the segments change; see docs/overlap.md."""
-        return self._segments_version, self.recompute
+        layers = tuple((layer, self._split_of(number, layer)) for number, layer in self.layers.numbered())
+        return self._segments_version, self.recompute, layers
 
     def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
         """Dispatch tokens to experts on other ranks. Does not shard the parameters: see `shard_experts`.
@@ -134,7 +151,7 @@ class CausalLMStage(nn.Module):
         if len(norm.results) != 1:
             raise ValueError(
                 f"a {type(self.causal_lm).__name__} calls its norm {len(norm.results)} times; stages need one call, "
-                "after the layers: cut the model yourself, as docs/your-loop.md shows")
+                "after the layers: cut the model yourself, as docs/your-model.md#your-own-modules shows")
         arguments = [LayerArguments(recorder.args, recorder.kwargs) for recorder in recorders]
         return hidden_states if self.is_first else x, arguments
 

@@ -39,6 +39,10 @@ class StandIn(nn.Module):
 
     def __init__(self, module: nn.Module | SimpleNamespace | None = None) -> None:
         super().__init__()
+        self.stand_for(module)
+
+    def stand_for(self, module: nn.Module | SimpleNamespace | None) -> None:
+        """Set the module that this one replaces."""
         self.__dict__["replaced_module"] = module  # past `nn.Module.__setattr__`, which would make it a submodule
 
     def __getattr__(self, name: str) -> Any:

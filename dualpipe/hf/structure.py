@@ -24,7 +24,7 @@ from dualpipe.hf.stand_ins import CallRecorder, LayerForm, OutputRecorder, Stand
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.runtime.errors import first_line
 
-ADVICE = "cut the model yourself, as docs/your-loop.md shows"
+ADVICE = "cut the model yourself, as docs/your-model.md#your-own-modules shows"
 _TOKENS = torch.tensor([[0, 1, 1, 0], [1, 0, 0, 1]], device="cpu")
 _FORMS = [LayerForm(num_results) for num_results in range(4)]
 

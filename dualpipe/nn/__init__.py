@@ -1,9 +1,6 @@
-"""Layers with deferrable weight gradients, routers, attention, the loss, and the segments that stages are made of.
+"""Layers with deferrable weight gradients, routers, attention, the loss, and the segments that stages are made of."""
 
-Imports `quantized` and `kernels`.
-"""
-
-from dualpipe.nn.conversion import defer_weight_grads
+from dualpipe.nn.conversion import defer_weight_grads, undo_defer_weight_grads
 from dualpipe.nn.embedding import Embedding
 from dualpipe.nn.grouped_linear import GroupedLinear, GroupedSwiGLU
 from dualpipe.nn.linear import Linear
@@ -16,5 +13,5 @@ from dualpipe.nn.segments import Communicate, Communication, Compute, Pending, r
 __all__ = [
     "Communicate", "Communication", "Compute", "Embedding", "ExpertGroups", "GroupedLinear", "GroupedSwiGLU", "Linear",
     "Pending", "RMSNorm", "Router", "RouterSet", "Scoring", "cross_entropy_loss", "defer_weight_grads",
-    "run_segments",
+    "run_segments", "undo_defer_weight_grads",
 ]

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from dualpipe.nn.linear import Linear, TransposedLinear
+from dualpipe.quantized import QuantizedTensor
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 # All names in the bytecode (`co_names`) of `Conv1D.forward` in transformers. A `forward` that uses any other name
@@ -30,6 +31,8 @@ def defer_weight_grads(module: ModuleT) -> ModuleT:
     `forward`, and layers that `fully_shard` of FSDP2 was called on: call this function before `fully_shard`.
     `Pipeline.deferral_report` lists the layers that are not converted.
 
+    `undo_defer_weight_grads` is the way back.
+
     If a weight is used several times, or shared with another module, the gradients of all uses are added.
 
     Returns `module`.
@@ -39,6 +42,35 @@ def defer_weight_grads(module: ModuleT) -> ModuleT:
         if deferring is not None:
             child.__class__ = deferring
     return module
+
+
+def undo_defer_weight_grads(module: ModuleT) -> ModuleT:
+    """Undo `defer_weight_grads` in `module`, including itself, in place: give all layers their original classes.
+
+    For code that needs plain layers after training. A `dualpipe.nn.Linear` becomes an `nn.Linear`, also if it was built
+    as one, unless its weight is quantized.
+
+    Returns `module`. Raises ValueError for a layer that FSDP2 or a parametrization has given another class since.
+    """
+    for name, child in module.named_modules():
+        is_deferring = isinstance(child, Linear | TransposedLinear)
+        if is_deferring and (is_fsdp_module(child) or is_parametrized(child)):
+            raise ValueError(f"layer {name!r} is a {type(child).__name__} since fully_shard or a parametrization; call "
+                             "undo_defer_weight_grads before fully_shard, or after remove_parametrizations")
+    for child in module.modules():
+        original = _original_class(child)
+        if original is not None:
+            child.__class__ = original
+    return module
+
+
+def _original_class(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that `module` had before `defer_weight_grads`; None if it has it still."""
+    if isinstance(module, _Derived):
+        return module.original_class
+    if type(module) is Linear and not isinstance(module.weight, QuantizedTensor):
+        return nn.Linear
+    return None
 
 
 def deferring_class(module: nn.Module) -> type[nn.Module] | None:
@@ -65,9 +97,6 @@ def is_fsdp_module(module: nn.Module) -> bool:
     Compares class names, because the package of FSDP2 is slow to import.
     """
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
-is_sharded_alone = is_fsdp_module  # old name
 
 
 def is_conv1d(module: nn.Module) -> bool:

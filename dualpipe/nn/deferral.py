@@ -25,10 +25,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
 
 from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
+
+_HOOKS = "dualpipe hooks"  # key of the dicts of an autograd node's hooks in its metadata
 
 _active_store: ContextVar[WeightGradStore | None] = ContextVar("dualpipe_weight_grad_store", default=None)
 
@@ -82,7 +86,17 @@ class WeightGradStore:
         return self._queue is not None
 
     def put(self, fn: Callable[[], None]) -> None:
-        """Run `fn`, which adds a weight gradient to `.grad`, immediately; inside of `defer`, queue it."""
+        """Run `fn`, which adds a weight gradient to `.grad`, immediately; inside of `defer`, queue it.
+
+        Drop `fn` if the autograd function that calls `put` in its backward has parameters as inputs, and this backward
+        accumulates the gradient of none of them: an `autograd.grad(y, x)` that runs inside of the pipeline's backward.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or _accumulates_parameters(node):
+            self._run_or_queue(fn)
+
+    def _run_or_queue(self, fn: Callable[[], None]) -> None:
+        """Run `fn` immediately; inside of `defer`, queue it."""
         if self.observer is not None:
             self.observer.saw_put(torch._C._current_autograd_node())
         if self._queue is None:
@@ -131,8 +145,6 @@ class WeightGradStore:
                 yield
         finally:
             self._queue = queue
-
-    at_once = run_immediately  # old name
 
     def run(self, key: Hashable) -> None:
         """Run and remove, in order, all functions queued under `key`; under `torch.no_grad()`, like a backward."""
@@ -197,6 +209,17 @@ class _Deferral(AbstractContextManager[None]):
         self._store._queue = None
 
 
+def needs_plain_autograd(*params: Tensor | None) -> bool:
+    """Return True if a layer must compute with PyTorch's operators instead of an autograd function of its own.
+
+    That is so inside of `torch.func` transforms and forward-mode derivatives, and for parameters that are complex, or
+    computed from others (pruned, parametrized, adapted).
+    """
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return True
+    return any(param is not None and (not param.is_leaf or param.is_complex()) for param in params)
+
+
 def weight_grads(
     ctx: Any, dy: Tensor, x: Tensor | None, weight_grad: Callable[..., Tensor], bias_grad: Callable[..., Tensor],
     *, in_place: bool = False, rows: int | None = None, merge: MergeableOperands | None = None,
@@ -219,31 +242,43 @@ def weight_grads(
     A gradient is None if it is not needed, or if the store adds it.
     """
     # On the host's critical path: the whole backward of a small layer takes about 20 us.
-    _, need_weight, need_bias, *_ = ctx.needs_input_grad
-    weight = ctx.weight if need_weight else None
-    bias = ctx.bias if need_bias else None
+    nodes = ctx.next_functions  # one for each tensor among the inputs
+    weight, bias, is_accumulated = _needed_gradients(ctx, nodes)
     if weight is None and bias is None:
         return None, None
     store = WeightGradStore.current()
-    has_hooks = _has_hooks(ctx.weight) or _has_hooks(ctx.bias)
-    if store.observer is not None and weight is not None and weight.dim() > 1:
-        is_gemm = x is None or x.is_floating_point()  # False for an embedding's tokens
-        num_rows = dy.shape[:-1].numel() if rows is None else rows
-        store.observer.saw_layer(weight, num_rows if is_gemm else 0, has_hooks=has_hooks)
-    adds_directly = in_place and store.accumulating and not torch.is_grad_enabled() and any(
+    adds_directly = in_place and store.accumulating and any(
         param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
     )
-    if not (store.deferring or adds_directly) or has_hooks:
+    # Gradients that are differentiated again (create_graph=True) must be in the graph.
+    may_bypass = is_accumulated and (store.deferring or adds_directly) and not torch.is_grad_enabled()
+    observer = store.observer if is_accumulated else None
+    has_hooks = False
+    if may_bypass or observer is not None:
+        has_hooks = (weight is not None and _has_hooks(weight, nodes[1][0])) or (
+            bias is not None and _has_hooks(bias, nodes[2][0]))
+    if observer is not None and weight is not None and weight.dim() > 1:
+        is_gemm = x is None or x.is_floating_point()  # False for an embedding's tokens
+        num_rows = dy.shape[:-1].numel() if rows is None else rows
+        observer.saw_layer(weight, num_rows if is_gemm else 0, has_hooks=has_hooks)
+    if not may_bypass or has_hooks:
         dw = None if weight is None else as_grad_of(weight, weight_grad(weight, dy, x))
         return dw, None if bias is None else as_grad_of(bias, bias_grad(bias, dy))
-    if torch.is_grad_enabled():
-        raise RuntimeError("a deferred weight gradient cannot be differentiated again: call backward without "
-                           "create_graph=True, or outside of WeightGradStore.defer")
     # Detached: the activation must not keep the graph of earlier layers alive.
     x = None if x is None else x.detach()
+    dy_version = dy._version
+    x_version = None if x is None else x._version
+
+    def require_unchanged() -> None:
+        if dy._version != dy_version or (x is not None and x._version != x_version):
+            param = next(param for param in (weight, bias) if param is not None)
+            raise ValueError(f"the input of a layer with a parameter of shape {list(param.shape)}, or the gradient of "
+                             "its output, was changed in place before the deferred weight gradient was computed from "
+                             "it; make a new tensor in each forward and backward instead of filling one again")
 
     # Neither dy nor x requires a gradient, so no graph is recorded; torch.no_grad() would add 1.4 us to a call of 6 us.
     def add() -> None:
+        require_unchanged()
         accumulator = weight.grad if weight is not None and in_place else None
         if accumulator is not None and accumulator.layout is torch.strided:
             weight_grad(weight, dy, x, local(accumulator))
@@ -253,10 +288,11 @@ def weight_grads(
             add_grad(bias, bias_grad(bias, dy))
 
     if merge is None or weight is None or not store.deferring:
-        store.put(add)
+        store._run_or_queue(add)
         return None, None
     add_bias = None if bias is None else partial(_add_bias_grad, bias, bias_grad, dy)
-    store.put(MergeableGrad(weight, merge, partial(_add_merged, weight, merge.weight_grad), add, add_bias))
+    add_merged = partial(_add_merged, weight, merge.weight_grad)
+    store._run_or_queue(MergeableGrad(weight, merge, add_merged, add, add_bias, require_unchanged))
     return None, None
 
 
@@ -274,9 +310,61 @@ def _add_bias_grad(bias: Tensor, bias_grad: Callable[..., Tensor], dy: Tensor) -
     add_grad(bias, bias_grad(bias, dy))
 
 
-def _has_hooks(param: Tensor | None) -> bool:
-    """Return True if a parameter has hooks, which run only for gradients from autograd."""
-    return param is not None and bool(param._backward_hooks or param._post_accumulate_grad_hooks)
+def _needed_gradients(ctx: Any, nodes: Any) -> tuple[Tensor | None, Tensor | None, bool]:
+    """Return the weight and the bias if the running backward needs their gradients, and True if it accumulates these.
+
+    `ctx.needs_input_grad` is what the forward recorded. A backward can need less: `autograd.grad(y, x)` needs no
+    gradients of weights, also if it runs inside of another backward, in a hook or a recomputed forward. It can also
+    return gradients instead of adding them to `.grad`: `autograd.grad(y, weight)`, or of a weight that is no leaf.
+
+    nodes: `ctx.next_functions`.
+    """
+    _, need_weight, need_bias, *_ = ctx.needs_input_grad
+    weight = ctx.weight if need_weight else None
+    bias = ctx.bias if need_bias else None
+    is_leaf = (weight is None or weight.is_leaf) and (bias is None or bias.is_leaf)
+    try:
+        if weight is not None and not torch._C._will_engine_execute_node(nodes[1][0]):
+            weight = None
+        if bias is not None and not torch._C._will_engine_execute_node(nodes[2][0]):
+            bias = None
+    except RuntimeError:  # autograd.grad returns the gradient of this parameter
+        return weight, bias, False
+    return weight, bias, is_leaf
+
+
+def _accumulates_parameters(node: Node) -> bool:
+    """Return False if `node` has parameters as inputs, and the running backward accumulates the gradient of none."""
+    sources = [source for source, _ in node.next_functions if source is not None]
+    accumulators = [source for source in sources if isinstance(getattr(source, "variable", None), Parameter)]
+    try:
+        return not accumulators or any(map(torch._C._will_engine_execute_node, accumulators))
+    except RuntimeError:  # autograd.grad returns the gradient of a parameter
+        return False
+
+
+def _has_hooks(param: Tensor, node: Any) -> bool:
+    """Return True if a parameter has hooks, which run only for gradients from autograd.
+
+    node: its `AccumulateGrad` node, whose hooks count if they were registered in Python. torch shows these in the
+    handles of hooks only: register one of each kind, and remember its dict with the node. That takes 4 us once in a
+    step, and 1 us in every backward.
+    """
+    if param._backward_hooks or param._post_accumulate_grad_hooks:
+        return True
+    dicts = node.metadata.get(_HOOKS)
+    if dicts is None:
+        hook = node.register_hook(_no_hook)
+        prehook = node.register_prehook(_no_hook)
+        dicts = (hook.hooks_dict_ref(), prehook.hooks_dict_ref())
+        hook.remove()
+        prehook.remove()
+        node.metadata[_HOOKS] = dicts
+    return bool(dicts[0] or dicts[1])
+
+
+def _no_hook(*_: Any) -> None:
+    """Do nothing."""
 
 
 def add_grad(param: Tensor, grad: Tensor) -> None:
@@ -303,6 +391,8 @@ def accumulation_dtype(param: Tensor, otherwise: torch.dtype) -> torch.dtype:
     This is the dtype of its accumulator if that differs from the dtype of `param`, else `otherwise`. Example: float32
     for a bfloat16 parameter that accumulates in float32.
     """
+    if not param.is_leaf:
+        return otherwise
     dtype = param.grad_dtype if param.grad is None else param.grad.dtype
     return otherwise if dtype is None or dtype is param.dtype else dtype
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.nn.deferral import accumulation_dtype, weight_grads
+from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
 from dualpipe.nn.linear import bias_grad, flatten_rows
 
 
@@ -32,7 +32,7 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up the rows of `tokens`: (...) int32 or int64 -> (..., H)."""
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not self.weight.is_leaf:
+        if torch.compiler.is_compiling() or needs_plain_autograd(self.weight):
             return F.embedding(tokens, self.weight)
         return _Embedding.apply(tokens, self.weight, None)
 

@@ -15,16 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.grouped_gemm import (
     WgradOperands,
     grouped_gemm,
+    grouped_gemm_dgrad,
     grouped_gemm_swiglu,
     grouped_gemm_wgrad,
     grouped_gemm_wgrad_merged,
@@ -33,7 +36,6 @@ from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
 from dualpipe.nn.deferral import WeightGradStore, accumulation_dtype, local, weight_grads
-from dualpipe.nn.expert_gemm import DUALPIPE, ExpertGemm, expert_gemm, expert_gemm_dgrad
 from dualpipe.nn.merged_weight_grads import MergeableOperands
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
@@ -45,6 +47,7 @@ from dualpipe.nn.quantized_matmul import (
 from dualpipe.quantized import QuantizedTensor
 
 _SwiGLUForm = tuple[bool, float, float]  # (clamped, alpha, limit): see `dualpipe.kernels.swiglu.swiglu_form`
+GemmLibrary = Literal["dualpipe", "grouped_mm"]
 
 
 class GroupedLinear(HasGemmPrecision, nn.Module):
@@ -58,8 +61,9 @@ class GroupedLinear(HasGemmPrecision, nn.Module):
         form: (clamped, alpha, limit) of the SwiGLU after the GEMM; None: no SwiGLU.
         gemm_precision: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
         fp8_weight_grad: save quantized rows for the weight gradient of a quantized weight.
-        gemm_library: computes the forward and the input gradient of a weight that is not quantized; see
-            `dualpipe.nn.expert_gemm`.
+        gemm_library: computes the forward and the input gradient of a weight that is not quantized. "grouped_mm":
+            `torch.nn.functional.grouped_mm`, in bfloat16 (float16 on some devices). It cannot gather rows or fuse the
+            activation: tokens are copied in sorted order first, and SwiGLU is a kernel after the GEMM.
         quantizable: True if a dtype plan may quantize the weight.
     """
 
@@ -67,7 +71,7 @@ class GroupedLinear(HasGemmPrecision, nn.Module):
     form: _SwiGLUForm | None = None
     quantizable = True
     fp8_weight_grad = False
-    gemm_library: ExpertGemm = "dualpipe"
+    gemm_library: GemmLibrary = "dualpipe"
 
     def __init__(
         self, num_groups: int, in_features: int, out_features: int, bias: bool = False,
@@ -114,9 +118,7 @@ class GroupedLinear(HasGemmPrecision, nn.Module):
 
             result = run_uncompiled(GroupedLinear._forward, self, x, rows, scale, quantized, next_layer)
             return cast(tuple[Tensor, QuantizedRows | None], result)
-        if torch._C._are_functorch_transforms_active():
-            raise ValueError("torch.func does not go through GroupedLinear, whose kernels have a backward for autograd "
-                             "only; use torch.autograd.grad, or experts that are nn.Linear")
+        refuse_transforms("GroupedLinear", x, self.weight, self.bias, scale)
         x, autocast_dtype = _autocast(x)
         block = row_block(self, x.dtype)
         next_block = None if next_layer is None else row_block(next_layer, x.dtype)
@@ -146,7 +148,7 @@ class GroupedSwiGLU(GroupedLinear):
 
     def forward(
         self, x: Tensor, rows: Tensor | SortedTokens, scale: Tensor | None = None, *,
-        quantized: QuantizedRows | None = None, next_layer: nn.Module | None = None, then: nn.Module | None = None,
+        quantized: QuantizedRows | None = None, next_layer: nn.Module | None = None,
     ) -> Any:
         """Apply every expert to its rows -> (M, I).
 
@@ -154,12 +156,10 @@ class GroupedSwiGLU(GroupedLinear):
             x, rows, quantized: see `GroupedLinear.forward`.
             scale: (M,), multiplies the result, such as the routing weights of the sorted rows.
             next_layer: the layer that takes the result.
-            then: old name of `next_layer`.
 
         Returns the result; with `next_layer` a pair of the result and its rows, quantized for that layer, or None if
         that layer does not quantize rows.
         """
-        next_layer = next_layer or then
         y, quantized_y = self._forward(x, rows, scale, quantized, next_layer)
         return y if next_layer is None else (y, quantized_y)
 
@@ -193,10 +193,24 @@ def grouped_linear(
 
         apply = partial(grouped_linear, is_transposed=is_transposed, form=form, scale=scale)
         return cast(Tensor, run_uncompiled(apply, x, weight, bias, rows))
+    refuse_transforms("grouped_linear", x, weight, bias, scale)
     x, autocast_dtype = _autocast(x)
     unquantized = (None, None, None, False)  # block, next_block, quantized_x, fp8_weight_grad
-    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, *unquantized, is_transposed, DUALPIPE)
+    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, *unquantized, is_transposed, "dualpipe")
     return y
+
+
+def refuse_transforms(name: str, *operands: Tensor | None, remedy: str = "experts that are nn.Linear") -> None:
+    """Raise ValueError inside of torch.func transforms, and for operands with forward-mode derivatives.
+
+    name: of the layer or function, for the message. remedy: experts that can be differentiated in these ways.
+    """
+    tensors = [x for x in operands if x is not None]
+    is_dual = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    if is_dual or torch._C._are_functorch_transforms_active():
+        how = "torch.autograd.forward_ad" if is_dual else "torch.func"
+        raise ValueError(f"{how} does not go through {name}, whose kernels have a backward for autograd only; use "
+                         f"torch.autograd.grad, or {remedy}")
 
 
 def _autocast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
@@ -213,7 +227,7 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
         autocast_dtype: torch.dtype | None, form: _SwiGLUForm | None, scale: Tensor | None, block: int | None,
         next_block: int | None, quantized_x: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
-        gemm_library: ExpertGemm,
+        gemm_library: GemmLibrary,
     ) -> tuple[Tensor, ...]:
         ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
         ctx.bias = bias
@@ -237,8 +251,8 @@ class _Grouped(torch.autograd.Function):
             if form is not None:
                 gate_up = y
                 y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
-        elif gemm_library != DUALPIPE:
-            y = expert_gemm(gemm_library, x, weight, ctx.ends, bias_EN=bias, gather_M=ctx.gather)
+        elif gemm_library == "grouped_mm":
+            y = _grouped_mm(x, weight, ctx.ends, bias, ctx.gather)
             if form is not None:
                 gate_up = y
                 y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
@@ -270,10 +284,12 @@ class _Grouped(torch.autograd.Function):
         if ctx.form is not None:
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
         if ctx.needs_input_grad[0]:
-            if used_weight is not None:
-                dx = expert_gemm_dgrad(ctx.gemm_library, dy, used_weight, ctx.ends)  # (M, H)
-            else:
+            if used_weight is None:
                 dx, quantized_dy = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
+            elif ctx.gemm_library == "grouped_mm":
+                dx = F.grouped_mm(dy.contiguous(), used_weight, offs=ctx.ends)
+            else:
+                dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         weight_grad: Callable[..., Tensor] = partial(
@@ -308,6 +324,24 @@ def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
     if num_tokens * ctx.top_k != num_rows:
         raise ValueError(f"x has {num_tokens} rows, expected one for each token, but the number of sorted rows, "
                          f"{num_rows}, is not a multiple of that; pass the tokens that were sorted")
+
+
+def _grouped_mm(
+    x: Tensor, weight_ENH: Tensor, ends_E: Tensor, bias_EN: Tensor | None, gather_M: Tensor | None
+) -> Tensor:
+    """Compute `grouped_gemm` with torch -> (M, N). Entries of `gather_M` past the last end may hold anything."""
+    if gather_M is None:
+        rows_MH = x.contiguous()
+    elif x.shape[0] == 0:
+        rows_MH = x.new_empty(gather_M.shape[0], x.shape[1])
+    else:  # rows past the last end copy an arbitrary token: their number stays on the device
+        rows_MH = x.index_select(0, gather_M.clamp(0, x.shape[0] - 1))
+    y_MN = F.grouped_mm(rows_MH, weight_ENH.transpose(1, 2), offs=ends_E)
+    if bias_EN is None:
+        return y_MN
+    numbers_M = torch.arange(y_MN.shape[0], device=ends_E.device, dtype=ends_E.dtype)
+    expert_M = torch.searchsorted(ends_E, numbers_M, right=True).clamp(max=ends_E.shape[0] - 1)
+    return y_MN + bias_EN[expert_M]
 
 
 def _swiglu(

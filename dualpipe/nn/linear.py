@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
-from dualpipe.nn.deferral import accumulation_dtype, weight_grads
+from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
     forward_gemm,
@@ -35,8 +35,9 @@ _CHUNK = 2**24  # elements, 64 MB of float32: larger weight gradients are comput
 class Linear(HasGemmPrecision, nn.Linear):
     """`nn.Linear` that defers its weight and bias gradients while the active `WeightGradStore` is deferring.
 
-    Otherwise gradients go through autograd like those of `nn.Linear`, bitwise equal. Gradients of parameters with hooks
-    (`register_hook`, `register_post_accumulate_grad_hook`) are not deferred, so that the hooks run.
+    Otherwise gradients go through autograd like those of `nn.Linear`, bitwise equal. Not deferred are gradients of
+    parameters with hooks, so that the hooks run, of complex parameters, and inside of one compiled graph
+    (`torch.compile(fullgraph=True)`, `torch.export`).
 
     Attributes:
         gemm_precision: precision of the GEMMs with a quantized weight; see `dualpipe.nn.quantized_matmul`.
@@ -48,27 +49,24 @@ class Linear(HasGemmPrecision, nn.Linear):
     fp8_weight_grad = False
     quantizable = True
 
-    def forward(
-        self, x: Tensor, compute_dtype: torch.dtype | None = None, *, wide: torch.dtype | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
         """Apply the layer: (..., H) -> (..., N).
 
         Args:
             x: rows; saved for the backward in their own dtype.
             compute_dtype: dtype of the GEMM and the result, regardless of autocast; None: that of the operands.
-            wide: old name of `compute_dtype`.
         """
-        compute_dtype = compute_dtype or wide
-        if torch.compiler.is_compiling():
-            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it imports the compiler
-
-            # Run eagerly: the backward checks in every call whether to defer. Passes `Linear.forward`, not
-            # `self.forward`: the `forward` of a subclass calls this one, and would run twice.
-            return run_uncompiled(Linear.forward, self, x, compute_dtype)
         weight = self.weight
         bias = self.bias
-        # Plain autograd for parameters that are computed (pruning, weight norm), or replaced or batched by torch.func.
-        if not weight.is_leaf or (bias is not None and not bias.is_leaf) or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            from dualpipe.nn import uncompiled  # not at the top: it imports the compiler
+
+            if uncompiled.is_one_graph() and not isinstance(weight, QuantizedTensor):
+                return _linear(x, weight, bias, compute_dtype)
+            # Run eagerly: the backward checks in every call whether to defer. Passes `Linear.forward`, not
+            # `self.forward`: the `forward` of a subclass calls this one, and would run twice.
+            return uncompiled.run_uncompiled(Linear.forward, self, x, compute_dtype)
+        if needs_plain_autograd(weight, bias):
             return _linear(x, weight, bias, compute_dtype)
         autocast_dtype = None if compute_dtype is not None else _autocast_dtype(x)
         if autocast_dtype is not None:
@@ -163,14 +161,15 @@ class TransposedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the layer: (..., H) -> (..., N). Gradients are deferred like those of `Linear`."""
-        if torch.compiler.is_compiling():
-            from dualpipe.nn.uncompiled import run_uncompiled  # not at the top: it imports the compiler
-
-            return run_uncompiled(TransposedLinear.forward, self, x)
         weight = self.weight
         bias = self.bias
-        is_plain = weight.is_leaf and bias.is_leaf and not isinstance(weight, QuantizedTensor)
-        if not is_plain or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            from dualpipe.nn import uncompiled  # not at the top: it imports the compiler
+
+            if uncompiled.is_one_graph():
+                return super().forward(x)
+            return uncompiled.run_uncompiled(TransposedLinear.forward, self, x)
+        if needs_plain_autograd(weight, bias) or isinstance(weight, QuantizedTensor):
             return super().forward(x)
         autocast_dtype = _autocast_dtype(x)
         if autocast_dtype is not None:

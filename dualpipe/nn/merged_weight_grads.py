@@ -41,11 +41,11 @@ class MergeableGrad:
     Call it to compute the gradient of this micro-batch only, without merging.
     """
 
-    __slots__ = ("_add", "_add_merged", "add_bias", "merge", "weight")
+    __slots__ = ("_add", "_add_merged", "add_bias", "merge", "require_unchanged", "weight")
 
     def __init__(
         self, weight: Tensor, merge: MergeableOperands, add_merged: Callable[[Sequence[Any]], None],
-        add: Callable[[], None], add_bias: Callable[[], None] | None,
+        add: Callable[[], None], add_bias: Callable[[], None] | None, require_unchanged: Callable[[], None],
     ) -> None:
         """Store the functions that compute the gradient, merged or not, and add it to the accumulator.
 
@@ -55,12 +55,14 @@ class MergeableGrad:
             add_merged: adds the weight gradient over several micro-batches, from a list of their operands.
             add: adds the gradients of weight and bias for this micro-batch.
             add_bias: adds the gradient of the bias for this micro-batch; None without a bias.
+            require_unchanged: raises ValueError if an operand of this micro-batch was changed in place.
         """
         self.weight = weight
         self.merge = merge
         self._add_merged = add_merged
         self._add = add
         self.add_bias = add_bias
+        self.require_unchanged = require_unchanged
 
     def __call__(self) -> None:
         """Compute the gradients of this micro-batch only."""
@@ -69,6 +71,8 @@ class MergeableGrad:
     def add_with(self, others: Sequence[MergeableGrad]) -> None:
         """Compute the gradient together with `others`, from later micro-batches; those of biases one by one."""
         grads = (self, *others)
+        for grad in grads:
+            grad.require_unchanged()
         self._add_merged([grad.merge.operands for grad in grads])
         for grad in grads:
             if grad.add_bias is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.norm import rms_norm, rms_norm_backward, rms_norm_reference
-from dualpipe.nn.deferral import accumulation_dtype, weight_grads
+from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +35,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size, device=device, dtype=dtype))
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, *, return_sum: bool = False, keep: bool = False
+        self, x: Tensor, residual: Tensor | None = None, *, return_sum: bool = False
     ) -> Any:
         """Normalize x + residual. Differentiable once.
 
@@ -43,17 +43,16 @@ class RMSNorm(nn.Module):
             x: (..., size).
             residual: same shape; None: nothing is added.
             return_sum: also return x + residual; the backward adds the gradient of this sum to those of x and residual.
-            keep: old name of `return_sum`.
 
         Returns the normalized values (..., size) in the common dtype of x, residual and weight; with `return_sum` a
         pair of them and the sum.
         """
         weight = self.weight
-        if torch.compiler.is_compiling() or not weight.is_leaf or torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling() or needs_plain_autograd(weight):
             y, total, _ = rms_norm_reference(x, weight, self.eps, residual)
         else:
             y, total = _Norm.apply(x, weight, None, residual, self.eps)
-        return (y, total) if return_sum or keep else y
+        return (y, total) if return_sum else y
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

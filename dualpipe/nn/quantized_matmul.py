@@ -38,22 +38,12 @@ from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
 from dualpipe.quantized import QuantizedTensor
 
 GemmPrecision = Literal["auto", "fp8", "weight-only"]
-Products = GemmPrecision  # old name
 
 
 class HasGemmPrecision:
     """Base class of layers that choose the precision of their GEMMs with a quantized weight."""
 
     gemm_precision: GemmPrecision = "auto"
-
-    @property
-    def products(self) -> GemmPrecision:
-        """Alias of `gemm_precision`, its former name."""
-        return self.gemm_precision
-
-    @products.setter
-    def products(self, precision: GemmPrecision) -> None:
-        self.gemm_precision = precision
 
 
 def row_block(layer: Any, dtype: torch.dtype) -> int | None:
@@ -94,9 +84,6 @@ def forward_gemm(
     return grouped_gemm_dequantize(x, data, format, shape, ends, bias=bias, gather=gather)
 
 
-product = forward_gemm  # old name
-
-
 def input_grad(
     dy: Tensor, weight: Tensor, ends: Tensor, block: int | None
 ) -> tuple[Tensor, QuantizedRows | None]:
@@ -126,9 +113,6 @@ def weight_grad_from_rows(
     dy_rows: quantized rows of `dy`; None: quantize `dy` now.
     """
     return partial(_dequantized_weight_grad, weight_grad, dy_rows or quantize_rows(dy, block), x_rows, dy.dtype)
-
-
-weight_grad_of_rows = weight_grad_from_rows  # old name
 
 
 def _dequantized_weight_grad(

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,8 +54,7 @@ class Communication(Protocol):
 
     All ranks of `group` start the same communications in the same order. Any method may raise, also after a message was
     sent: the engine then ends the step on all ranks. Once anything in a step has failed on a rank, no method is called
-    there again. If ranks wait for each other elsewhere than in `group`, it also has the method `hang_up`, which ends
-    these waits; see `dualpipe.runtime.ranks.failure.HasWaits`.
+    there again. All waits for other ranks are in `group`, which ends them.
     """
 
     group: ProcessGroup | None
@@ -74,23 +73,12 @@ class Communication(Protocol):
         """Repeat the forward before the backward, with the same inputs and results.
 
         `context` is that of the first run, and the backward gets it too. Required only if the segment has `recompute`.
-        A communication may have this method under its former name `again` instead.
         """
 
 
-def recompute_method(communication: Communication) -> Callable[[Any, tuple[Any, ...]], Pending] | None:
-    """Return the method `recompute` of a communication, also under its former name `again`; None if it has neither.
-
-    A subclass may override either of them.
-    """
-    classes = type(communication).__mro__
-    for cls in classes:
-        for name in ("recompute", "again"):
-            if cls is not Communication and name in vars(cls):
-                return cast(Callable[[Any, tuple[Any, ...]], Pending], getattr(communication, name))
-    if Communication in classes:
-        return None
-    return getattr(communication, "recompute", None) or getattr(communication, "again", None)
+def can_recompute(communication: Communication) -> bool:
+    """Return True if a communication has the method `recompute`."""
+    return getattr(type(communication), "recompute", None) not in (None, Communication.recompute)
 
 
 class _ReadsAndWrites:
@@ -202,13 +190,10 @@ def validate_segments(segments: Sequence[Segment], side: Iterable[str] = ()) -> 
         known_names |= set(segment.writes)
         if isinstance(segment, Communicate) and segment.recompute:
             is_last = number + 1 == len(segments)
-            if is_last or not segments[number + 1].recompute or recompute_method(segment.communication) is None:
+            if is_last or not segments[number + 1].recompute or not can_recompute(segment.communication):
                 raise ValueError(f"segment {number} is a communication with recompute: the segment after it must be "
                                  "recomputed too, and its communication must have the method `recompute`")
     return list(segments)
-
-
-checked = validate_segments  # old name
 
 
 def run_segments(segments: Iterable[Segment], carry: Mapping[str, Any]) -> dict[str, Any]:

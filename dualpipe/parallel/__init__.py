@@ -1,10 +1,8 @@
 """Parallelism: the device mesh, FSDP2 sharding, the dtype contract, expert and context parallelism.
 
 Names from `experts`, `context` and `mesh` load on first use, since they import layers, kernels and `torch.distributed`.
-Imports `nn` and `runtime`.
 """
 
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -18,11 +16,6 @@ if TYPE_CHECKING:  # the names that `__getattr__` loads, for type checkers and e
     from dualpipe.parallel.context.context_parallel import ContextParallel
     from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts, shard_experts
     from dualpipe.parallel.mesh import build_mesh
-
-# Former paths of two modules. They are not in `dualpipe._moved`: this package has functions of the same names, and an
-# import through a finder would set its attribute to the module instead.
-sys.modules[f"{__name__}.materialize"] = sys.modules["dualpipe.parallel.fsdp.materialize"]
-sys.modules[f"{__name__}.shard"] = sys.modules["dualpipe.parallel.fsdp.shard"]
 
 _DISPATCHER = "dualpipe.parallel.experts.dispatcher"
 _LAZY_NAMES = {

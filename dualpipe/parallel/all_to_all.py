@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.runtime import device
-from dualpipe.runtime.ranks.failure import HasWaits
 from dualpipe.runtime.recorder import Recorder
 
 # An exchange in flight: (work, None, title) on the CPU, (None, event after the exchange, title) on a device. A tuple:
@@ -24,16 +23,14 @@ from dualpipe.runtime.recorder import Recorder
 Exchange = tuple[dist.Work | None, device.Event | None, str]
 
 
-class AsyncAllToAll(Protocol):
-    """Interface of an all-to-all between the ranks of a group, which all start the same exchanges in the same order.
+class AllToAll:
+    """All-to-all between the ranks of a one-dimensional mesh, which all start the same exchanges in the same order."""
 
-    If ranks wait for each other elsewhere than in `group`, it has `hang_up` of `HasWaits` too.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    group: dist.ProcessGroup | None  # None: not a group of torch.distributed
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.group: dist.ProcessGroup | None = mesh.get_group()  # None in a subclass without ranks of torch.distributed
+        self.rank = mesh.get_local_rank()
+        self.size = mesh.size()
+        self.device = device.current() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
 
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
@@ -43,21 +40,6 @@ class AsyncAllToAll(Protocol):
         Both tensors are contiguous and of one dtype. On CUDA the exchange runs after all work of the current stream,
         and `wait` of the result blocks the current stream, not the host.
         """
-
-
-class GroupAllToAll:
-    """An `AsyncAllToAll` over the process group of a one-dimensional mesh, by gloo or NCCL."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.group: dist.ProcessGroup | None = mesh.get_group()
-        self.rank = mesh.get_local_rank()
-        self.size = mesh.size()
-        self.device = device.current() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
-
-    def start(
-        self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
-    ) -> dist.Work:
-        """Start the exchange; see `AsyncAllToAll.start`."""
         return dist.all_to_all_single(
             received, sent, list(received_rows), list(sent_rows), group=self.group, async_op=True)
 
@@ -73,7 +55,7 @@ class CommStream:
     """
 
     def __init__(
-        self, all_to_all: AsyncAllToAll, title: str = "rows to or from experts", *, node: range | None = None
+        self, all_to_all: AllToAll, title: str = "rows to or from experts", *, node: range | None = None
     ) -> None:
         self._title = title
         self.all_to_all = all_to_all
@@ -91,11 +73,6 @@ class CommStream:
         self.sent_bytes += row_bytes * (total - sent[self.all_to_all.rank])
         self.sent_between_nodes += row_bytes * (total - sum(sent[self.node.start : self.node.stop]))
 
-    def hang_up(self) -> None:
-        """End waits for this rank outside of `group`; see `HasWaits`."""
-        if isinstance(self.all_to_all, HasWaits):
-            self.all_to_all.hang_up()
-
     def beside(self, ready: device.Event | None, *tensors: Tensor) -> AbstractContextManager[None]:
         """Return a context for work on the side stream that reads `tensors` after `ready`; on the CPU a no-op."""
         return device.use_stream(self._stream, ready, *tensors)
@@ -103,7 +80,7 @@ class CommStream:
     def start(
         self, received: Tensor, sent: Tensor, received_rows: Sequence[int], sent_rows: Sequence[int]
     ) -> Exchange:
-        """Start an exchange as `AsyncAllToAll.start` does, inside of `beside`."""
+        """Start an exchange as `AllToAll.start` does, inside of `beside`."""
         recorder = Recorder.current()
         title = self._title
         if recorder.keeps_all:  # a trace is recorded: number the exchanges, so that their waits can be told apart

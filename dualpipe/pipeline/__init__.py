@@ -1,7 +1,4 @@
-"""Engine that runs schedules: stages as segments, messages between ranks, overlap, and the deferral report.
-
-Imports `parallel`, `nn`, `trace`, `schedule` and `runtime`.
-"""
+"""Engine that runs schedules: stages as segments, messages between ranks, overlap, and the deferral report."""
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Communication, Compute, Pending

@@ -13,11 +13,31 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from dualpipe.pipeline.rank_stages import RankStages
-from dualpipe.pipeline.side_inputs import SideSpec, validate_side_inputs
-from dualpipe.pipeline.stage_program import Target
+from dualpipe.nn.segments import is_reserved
+from dualpipe.pipeline.compiled_stage import RankStages, SideSpec, Target
 
 Labels = Sequence[Tensor | None] | Tensor | None  # arguments of a loss function besides the outputs
+
+
+class CallerTensor(NamedTuple):
+    """Input or label with a graph of the caller, into which its gradient flows at the end of the step.
+
+    leaves: its micro-batches, which are cut off from that graph and collect their gradients in `.grad`.
+    """
+
+    tensor: Tensor
+    leaves: Sequence[Tensor]
+
+    def gradient(self, dim: int) -> Tensor | None:
+        """Join the gradients of the micro-batches along `dim`; None if there are none."""
+        if all(leaf.grad is None for leaf in self.leaves):
+            return None
+        gradient = torch.zeros_like(self.tensor)
+        for part, leaf in zip(gradient.tensor_split(len(self.leaves), dim), self.leaves):
+            if leaf.grad is not None:
+                part.add_(leaf.grad)
+                leaf.grad = None
+        return gradient
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class Batch:
         labels: labels by micro-batch.
         criterion: the loss function; None without a loss, and on ranks other than that of the last stage.
         keep_outputs: keep the outputs of the last stage for the caller.
+        from_caller: the inputs and labels that require a gradient.
         side_names: names of the side inputs, the same on all ranks.
     """
 
@@ -38,6 +59,7 @@ class Batch:
     labels: Sequence[tuple[Tensor, ...]]
     criterion: Callable[..., Tensor] | None
     keep_outputs: bool
+    from_caller: Sequence[CallerTensor]
     side_names: tuple[str, ...] = ()
 
     def target(self, microbatch: int) -> Target:
@@ -46,56 +68,13 @@ class Batch:
         return Target(self.criterion, labels, self.keep_outputs)
 
 
-class StepCall(NamedTuple):
-    """Arguments of `Pipeline.step` except the inputs, after DeepSeek's names have been replaced by this library's."""
-
-    num_microbatches: Any
-    loss_fn: Callable[..., Tensor] | None
-    target: Labels
-    side: dict[str, Tensor]
-
-    @classmethod
-    def of(
-        cls, *, num_microbatches: tuple[Any, Any], loss_fn: tuple[Any, Any], target: tuple[Labels, Labels],
-        side: tuple[Mapping[str, Tensor | None] | None, Mapping[str, Tensor | None]],
-    ) -> StepCall:
-        """Merge the values that were passed under the two names of each argument.
-
-        Every parameter is a pair: the value passed under this library's name, and the value passed under DeepSeek's.
-        For `side`, the pair is the mapping and the side inputs passed as keyword arguments.
-
-        Raises ValueError if both names of an argument were passed, or for an invalid side input.
-        """
-        mapping, keywords = side
-        if keywords:
-            twice = sorted(keywords.keys() & (mapping or {}).keys())
-            if twice:
-                raise ValueError(f"side inputs {twice} are both in side and keyword arguments; pass each once")
-            mapping = {**(mapping or {}), **keywords}
-        return cls(
-            _either("num_microbatches", num_microbatches[0], "num_chunks", num_microbatches[1]),
-            _either("loss_fn", loss_fn[0], "criterion", loss_fn[1]),
-            _either("target", target[0], "labels", target[1], default=()),
-            validate_side_inputs(mapping),
-        )
-
-
-def _either(name: str, value: Any, other_name: str, other: Any, *, default: Any = None) -> Any:
-    """Return the one of two values that was passed. Raises ValueError if both were."""
-    if other is default:
-        return value
-    if value is not default:
-        raise ValueError(f"got {name} and {other_name}, two names of one argument; pass {name} only")
-    return other
-
-
 @dataclass(frozen=True)
 class StepArguments:
     """Description of a rank's arguments of a step, which the ranks compare.
 
     batch_size, side_size, label_size: sizes of the inputs, side inputs and labels along the batch dimension; None if
-    this rank does not use them. kind: the kind of step, a checksum of everything that selects kernels: dtypes and
-    classes of shapes, autocast, gradient mode. It has nothing to do with the kinds of actions.
+    this rank does not use them. kernels: a checksum of everything that selects kernels: dtypes and classes of shapes,
+    autocast, gradient mode.
     """
 
     num_chunks: int
@@ -107,34 +86,57 @@ class StepArguments:
     batch_size: int | None
     side_size: int | None
     label_size: int | None
-    kind: int
+    kernels: int
 
 
 @dataclass(frozen=True)
 class StepAgreement:
     """Conclusion from the arguments of all ranks.
 
-    num_larger: number of micro-batches whose size is larger by one than that of the rest; they come first. kind:
-    checksum of the `kind`s of all ranks; steps with the same value run the same kernels, so only the first loads any.
+    num_larger: number of micro-batches whose size is larger by one than that of the rest; they come first. kernels:
+    checksum of the `kernels` of all ranks; steps with the same value run the same kernels, so only the first loads any.
     """
 
     num_chunks: int
     num_larger: int
     side_names: tuple[str, ...]
-    kind: int
+    kernels: int
+
+
+def merge_side_inputs(
+    mapping: Mapping[str, Tensor | None] | None, keywords: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """Return the side inputs that are not None, from the argument `side` of `Pipeline.step` and from its keywords.
+
+    Raises ValueError if one is in both, and for an invalid side input.
+    """
+    if keywords:
+        mapping = mapping or {}
+        twice = sorted(keywords.keys() & mapping.keys())
+        if twice:
+            raise ValueError(f"side inputs {twice} are both in side and keyword arguments; pass each once")
+        mapping = {**mapping, **keywords}
+    return validate_side_inputs(mapping)
+
+
+def one_of_two_names(name: str, value: Any, other_name: str, other: Any, *, default: Any = None) -> Any:
+    """Return the value of an argument that has two names. Raises ValueError if a value was passed under both."""
+    if other is default:
+        return value
+    if value is not default:
+        raise ValueError(f"got {name} and {other_name}, two names of one argument; pass {name} only")
+    return other
 
 
 def split_batch(
-    stages: RankStages, inputs: Sequence[Tensor | None], call: StepCall, *, return_outputs: bool, sync: bool
+    stages: RankStages, inputs: Sequence[Tensor | None], side: Mapping[str, Tensor], *, num_chunks: int | None,
+    criterion: Callable[..., Tensor] | None, labels: Labels, return_outputs: bool, sync: bool,
 ) -> tuple[Batch, StepArguments]:
     """Split this rank's arguments into micro-batches, and describe them for the other ranks.
 
     Takes the arguments of `Pipeline.step`. Raises ValueError for arguments that are invalid on this rank alone.
     """
-    num_chunks = _validate_num_chunks(call.num_microbatches)
-    criterion = call.loss_fn
-    labels = call.target
-    side = call.side
+    num_chunks = _validate_num_chunks(num_chunks)
     _check_device(stages)
     grad = torch.is_grad_enabled()
     is_first = 0 in stages.modules
@@ -148,15 +150,17 @@ def split_batch(
     used_inputs = dict(enumerate(inputs)) if is_first else None
     used_side = side if is_first and side else None
     used_labels = _number_labels(labels) if is_last and criterion else None
-    split_inputs, batch_size = _split("input", used_inputs, num_chunks, stages)
-    split_side, side_size = _split("side input", used_side, num_chunks, stages)
-    split_labels, label_size = _split("label", used_labels, num_chunks, stages)
+    from_caller: list[CallerTensor] = []
+    split_inputs, batch_size = _split("input", used_inputs, num_chunks, stages, from_caller)
+    split_side, side_size = _split("side input", used_side, num_chunks, stages, from_caller)
+    split_labels, label_size = _split("label", used_labels, num_chunks, stages, from_caller)
     batch = Batch(
         inputs=split_inputs,
         side=split_side,
         labels=split_labels,
         criterion=criterion if is_last else None,
         keep_outputs=is_last and return_outputs,
+        from_caller=from_caller,
     )
     autocast = torch.is_autocast_enabled(stages.device.type) and torch.get_autocast_dtype(stages.device.type)
     training = [module.training for module in stages.modules.values()]
@@ -170,7 +174,7 @@ def split_batch(
         batch_size=batch_size,
         side_size=side_size,
         label_size=label_size,
-        kind=_checksum(
+        kernels=_checksum(
             _kernel_classes(split_inputs, split_side, split_labels), autocast, grad, sync, tuple(training), num_chunks),
     )
     return batch, arguments
@@ -227,7 +231,7 @@ def compare_arguments(ranks: Sequence[StepArguments], *, first: int, last: int, 
         if size not in (None, batch_size):
             raise ValueError(f"inputs have batch size {batch_size}, {what} {size}; pass one batch size for all")
     num_chunks = ranks[first].num_chunks
-    return StepAgreement(num_chunks, batch_size % num_chunks, names, _checksum(*[r.kind for r in ranks]))
+    return StepAgreement(num_chunks, batch_size % num_chunks, names, _checksum(*[r.kernels for r in ranks]))
 
 
 def require_same(what: str, values: Sequence[Any]) -> None:
@@ -279,9 +283,13 @@ def _checksum(*values: Hashable) -> int:
 
 
 def _split(
-    role: str, tensors: Mapping[Any, Tensor | None] | None, num_chunks: int, stages: RankStages
+    role: str, tensors: Mapping[Any, Tensor | None] | None, num_chunks: int, stages: RankStages,
+    from_caller: list[CallerTensor],
 ) -> tuple[Sequence[tuple[Any, ...]], int | None]:
-    """Split tensors into micro-batches by `torch.tensor_split`.
+    """Split tensors into micro-batches like `torch.tensor_split`, into copies.
+
+    Views of one tensor would share its version: changing one in place would make autograd refuse the backward of all
+    others.
 
     Raises ValueError, naming the tensor, for one that cannot be split.
 
@@ -290,6 +298,7 @@ def _split(
         tensors: the tensors by name or index; None if this rank does not use them.
         num_chunks: number of micro-batches.
         stages: the stages of this rank.
+        from_caller: gets the tensors that require a gradient, in a training step.
 
     Returns:
         For each micro-batch, a tuple of its tensors (no tuples at all if `tensors` is None), and the size of the batch
@@ -307,9 +316,22 @@ def _split(
     if len(set(sizes.values())) > 1:
         shapes = [list(tensor.shape) for tensor in tensors.values() if tensor is not None]
         raise ValueError(f"{role}s differ in size along dimension {dim}: {shapes}; pass one batch size for all")
-    chunks = [[None] * num_chunks if t is None else t.tensor_split(num_chunks, dim) for t in tensors.values()]
+    chunks: list[Sequence[Tensor | None]] = []
+    for tensor in tensors.values():
+        parts = _parts(tensor, num_chunks, dim)
+        chunks.append(parts)
+        if tensor is not None and parts[0].requires_grad:
+            from_caller.append(CallerTensor(tensor, parts))
     by_microbatch = list(zip(*chunks)) if chunks else [()] * num_chunks
     return by_microbatch, next(iter(sizes.values()), None)
+
+
+def _parts(tensor: Tensor | None, num_chunks: int, dim: int) -> Sequence[Any]:
+    """Return the micro-batches of a tensor as leaves, which require a gradient in training if the tensor does."""
+    if tensor is None:
+        return [None] * num_chunks
+    requires_grad = tensor.requires_grad and torch.is_grad_enabled()
+    return [part.clone().requires_grad_(requires_grad) for part in tensor.detach().tensor_split(num_chunks, dim)]
 
 
 def _check_splittable(title: str, tensor: Any, num_chunks: int, stages: RankStages) -> None:
@@ -324,3 +346,25 @@ def _check_splittable(title: str, tensor: Any, num_chunks: int, stages: RankStag
         raise ValueError(f"{title} of shape {shape} cannot be split into num_chunks={num_chunks} along dimension {dim}")
     if tensor.device != stages.device:
         raise ValueError(f"{title} is on {tensor.device}, the stages on {stages.device}; move it there")
+
+
+def validate_side_inputs(side: Any) -> dict[str, Tensor]:
+    """Return the non-None side inputs, sorted by name. Raises ValueError for invalid ones."""
+    if side is None:
+        return {}
+    if not isinstance(side, Mapping) or not all(isinstance(name, str) for name in side):
+        keys = [type(key).__name__ for key in side] if isinstance(side, Mapping) else type(side).__name__
+        raise ValueError(f"side must be a mapping from names to tensors, got {keys}")
+    reserved = sorted(filter(is_reserved, side))
+    if reserved:
+        raise ValueError(f"side inputs are called {reserved}, names that the pipeline uses; choose other names")
+    tensors = {name: side[name] for name in sorted(side) if side[name] is not None}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"side input {name!r} must be a tensor, got {type(tensor).__name__}")
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"side input {name!r} must be dense, got {tensor.layout}")
+        if tensor.requires_grad:
+            raise ValueError(f"side input {name!r} requires grad, but side inputs get no gradient; detach it, or pass "
+                             "it as an input that the stages return")
+    return tensors

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain, zip_longest
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.fsdp.driver import StageParameters
-from dualpipe.parallel.tied import tied_parameters
+from dualpipe.parallel.tied import original_number, tied_parameters
 from dualpipe.pipeline.arguments import require_same
-from dualpipe.pipeline.side_inputs import SideSpec
+from dualpipe.pipeline.compiled_stage import SideSpec
 from dualpipe.runtime.dtypes import long_name
 
 _SHOWN = 3  # maximum number of parameter names in an error
+_NUM_CHECKSUMS = 64  # the size of a message between ranks is limited
+_NUM_SAMPLES = 4096  # elements of a parameter under a checksum
+_SAME_VALUES = ("an embedding of the first stage and a weight of the last stage have the same values, as tied ones "
+                "have, and would be trained as two")
+_NOT_TIED = "if they are not tied, set tie_word_embeddings to False in the config of a stage"
 _REMEDY = "use dualpipe.parallel.shard or torch's fully_shard"
 _UNREDUCED = (f"their gradients would differ between data-parallel ranks: {_REMEDY}, or, if you reduce them yourself, "
               "name them in unreduced")
@@ -39,12 +45,16 @@ class TiedEnds:
             `tie_word_embeddings`.
         first_copies: descriptions of the first stage's `tied_parameters()`, which must equal `last_copies`.
         last_copies: descriptions of the last stage's `tied_parameters()`.
+        embedding_values: checksums of the first stage's embeddings, unless its config says that they are not tied.
+        matrix_values: checksums of the largest matrices of the last stage, unless its config says so.
     """
 
     embeddings: list[list[int]]
     matrices: list[list[int]]
     first_copies: list[str]
     last_copies: list[str]
+    embedding_values: list[int]
+    matrix_values: list[int]
 
 
 @dataclass(frozen=True)
@@ -52,8 +62,8 @@ class PipelineArguments(TiedEnds):
     """Description of a rank's pipeline, which the ranks compare.
 
     overlap: pairs may overlap; None if no stage of this rank has anything to overlap. side_specs: the fields of the
-    stages' `SideSpec`s. reduces, unreduced: the results of `check_stages`; `unreduced` names the parameters that nobody
-    reduces, unlike the argument of `Pipeline`, which names those that the caller reduces.
+    stages' `SideSpec`s. reduces, not_reduced: results of `check_stages`; the second names the parameters that
+    nobody reduces.
     """
 
     schedule: str
@@ -66,7 +76,7 @@ class PipelineArguments(TiedEnds):
     is_hooked: bool
     has_float64: bool
     reduces: bool
-    unreduced: list[str]
+    not_reduced: list[str]
 
 
 @dataclass(frozen=True)
@@ -116,6 +126,10 @@ def _check_tied(ends: Sequence[TiedEnds]) -> None:
         raise ValueError("tie_word_embeddings is set, but the first and the last stage are on two ranks and would "
                          "train two weights; use a V-shaped schedule (dualpipev, zbv), give both stages a method "
                          "tied_parameters() that returns their copies, or set it to False in their config")
+    values = set(chain.from_iterable(end.matrix_values for end in ends))
+    if not values.isdisjoint(chain.from_iterable(end.embedding_values for end in ends)):
+        raise ValueError(f"{_SAME_VALUES}, on two ranks; use a V-shaped schedule (dualpipev, zbv), or give both stages "
+                         f"a method tied_parameters() that returns their copies; {_NOT_TIED}")
     first = list(chain.from_iterable(end.first_copies for end in ends))
     last = list(chain.from_iterable(end.last_copies for end in ends))
     if first != last:
@@ -126,7 +140,7 @@ def _check_tied(ends: Sequence[TiedEnds]) -> None:
 
 def _check_reduced(ranks: Sequence[PipelineArguments]) -> None:
     """Raise ValueError if some stages of a pipeline are sharded over several ranks, and others are not."""
-    plain = list(chain.from_iterable(r.unreduced for r in ranks))
+    plain = list(chain.from_iterable(r.not_reduced for r in ranks))
     if plain and any(r.reduces for r in ranks):
         raise ValueError(f"some stages are sharded, but not the one with {_list_names(plain)}; {_UNREDUCED}")
 
@@ -175,33 +189,55 @@ def tied_ends(first: nn.Module | None, last: nn.Module | None) -> TiedEnds:
     first_copies = tied_parameters(first)
     last_copies = tied_parameters(last)
     embeddings: list[Tensor] = []
-    if first is not None and not first_copies and _ties_embeddings(first):
+    if first is not None and not first_copies and _ties_embeddings(first) is not False:
         embeddings = [m.weight for m in first.modules() if isinstance(m, nn.Embedding)]
     matrices: list[Tensor] = []
-    if last is not None and not last_copies and _ties_embeddings(last):
+    if last is not None and not last_copies and _ties_embeddings(last) is not False:
         matrices = [p for p in last.parameters() if p.dim() == 2]
-    embedding_shapes = _shapes(embeddings)
-    matrix_shapes = _shapes(matrices)
+    embedding_shapes = _shapes(embeddings) if _ties_embeddings(first) else []
+    matrix_shapes = _shapes(matrices) if _ties_embeddings(last) else []
     if first is None or last is None:
         return TiedEnds(
             embeddings=embedding_shapes,
             matrices=matrix_shapes,
             first_copies=list(map(_describe_copy, first_copies)),
             last_copies=list(map(_describe_copy, last_copies)),
+            embedding_values=_checksums(embeddings),
+            matrix_values=_checksums(matrices),
         )
     if any(a is not b for a, b in zip_longest(first_copies, last_copies)):
         raise ValueError("the first and the last stage are on one rank, but their tied_parameters() return different "
-                         "Parameters; give one stage those of the other")
+                         "Parameters; give one stage those of the other, or, if a new head is no longer tied, set "
+                         "tie_word_embeddings to False in the config of both stages")
     shares = first is last or bool(set(first.parameters()) & set(last.parameters()))
+    if not shares and not set(_checksums(embeddings)).isdisjoint(_checksums(matrices)):
+        raise ValueError(f"{_SAME_VALUES} Parameters; give one stage that of the other, and both to "
+                         f"dualpipe.parallel.shard_stages if they are sharded; {_NOT_TIED}")
     if not shares and any(shape in matrix_shapes for shape in embedding_shapes):
         raise ValueError("tie_word_embeddings is set, but the first and the last stage share no Parameter and would "
                          "train two weights; give one stage that of the other, or set it to False in their config")
-    return TiedEnds([], [], [], [])
+    return TiedEnds([], [], [], [], [], [])
 
 
-def _ties_embeddings(stage: nn.Module) -> bool:
-    """Return True if the config of a stage ties its embeddings."""
-    return bool(getattr(getattr(stage, "config", None), "tie_word_embeddings", False))
+def _ties_embeddings(stage: nn.Module | None) -> bool | None:
+    """Return True if the config of a stage ties its embeddings; None if it does not say."""
+    ties = getattr(getattr(stage, "config", None), "tie_word_embeddings", None)
+    return None if ties is None else bool(ties)
+
+
+def _checksums(parameters: Iterable[Tensor]) -> list[int]:
+    """Return checksums of trained parameters on this rank, of the largest only, without constants.
+
+    Weights that are tied have the same values before they are trained, and others have not.
+    """
+    checksums: list[int] = []
+    trained = [p for p in parameters if p.requires_grad and p.is_floating_point()]
+    for parameter in sorted(trained, key=lambda p: p.shape[0], reverse=True)[:_NUM_CHECKSUMS]:
+        values = local(parameter.detach()).flatten()
+        sample = values[:: max(1, values.numel() // _NUM_SAMPLES)].double().cpu()
+        if sample.numel() and bool((sample != sample[0]).any()):
+            checksums.append(crc32(repr(parameter.shape).encode(), crc32(sample.numpy().tobytes())))
+    return checksums
 
 
 def _shapes(tensors: Iterable[Tensor]) -> list[list[int]]:
@@ -209,15 +245,21 @@ def _shapes(tensors: Iterable[Tensor]) -> list[list[int]]:
     return [list(shape) for shape in dict.fromkeys(tensor.shape for tensor in tensors)]
 
 
+def trained_places(stages: nn.Module) -> set[tuple[nn.Module, str]]:
+    """Return the places of all trainable parameters: a module and a name in it."""
+    return {(module, name) for module in stages.modules() for name, param in module._parameters.items()
+            if param is not None and param.requires_grad}
+
+
 def check_stages(
     stages: Sequence[nn.Module], parameters: Sequence[StageParameters], unreduced: Iterable[str] | str
 ) -> tuple[bool, list[str]]:
     """Check the data-parallel sharding of a rank's stages.
 
-    Raises ValueError for two stages that are sharded together, for a stage that is sharded in part without naming the
-    rest, and for DistributedDataParallel and FSDP1. Those two reduce gradients in hooks of the backward, but a pipeline
-    runs a backward per micro-batch and computes weight gradients outside of it: the hooks would reduce incomplete
-    gradients.
+    Raises ValueError for two stages that are sharded together, for tied parameters that are sharded apart, for a stage
+    that is sharded in part without naming the rest, and for DistributedDataParallel and FSDP1. Those two reduce
+    gradients in hooks of the backward, but a pipeline runs a backward per micro-batch and computes weight gradients
+    outside of it: the hooks would reduce incomplete gradients.
 
     Args:
         stages: the stages of this rank.
@@ -234,17 +276,43 @@ def check_stages(
     if len(managed) != sum(map(len, managed_names)):
         raise ValueError("fully_shard was given modules of two stages together, which are gathered and reduced "
                          "at different times; shard every stage by itself, sharing no parameter")
+    _check_sharded_ties(stages, parameters, managed)
     patterns = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
     ranks = _sharding_ranks(managed)
     missed: list[str] = []
     for index, stage in enumerate(stages):
         _check_wrappers(index, stage)
+        _check_tensor_parallel(index, stage, managed)
         stage_missed = _unreduced_parameters(stage, managed, ranks, patterns)
         if managed_names[index] and len(ranks) > 1 and stage_missed:
             raise ValueError(f"module {index} of this rank is sharded in part, but not {_list_names(stage_missed)}; "
                              f"{_UNREDUCED}")
         missed += stage_missed
     return len(ranks) > 1, missed[:_SHOWN]
+
+
+def _check_sharded_ties(
+    stages: Sequence[nn.Module], parameters: Sequence[StageParameters], managed: Collection[tuple[nn.Module, str]]
+) -> None:
+    """Raise ValueError for a parameter that was tied, and that FSDP2 has sharded in one place, or apart in several."""
+    names: dict[tuple[nn.Module, str], str] = {}
+    originals: list[tuple[int, tuple[nn.Module, str]]] = []
+    for index, (stage, stage_parameters) in enumerate(zip(stages, parameters)):
+        originals += stage_parameters.originals()
+        for path, module in stage.named_modules():
+            for key, parameter in module.named_parameters(recurse=False):
+                names.setdefault((module, key), f"{path}.{key} of module {index}".lstrip("."))
+                number = original_number(parameter) if parameter.requires_grad else None
+                if number is not None and (module, key) not in managed:
+                    originals.append((number, (module, key)))
+    first_places: dict[int, tuple[nn.Module, str]] = {}
+    for number, place in originals:
+        first = first_places.setdefault(number, place)
+        if first != place:
+            raise ValueError("a tied parameter was sharded apart and would be trained as two weights, "
+                             f"{names[first]} and {names[place]} of this rank; give the stages to "
+                             "dualpipe.parallel.shard_stages together, or tied modules of one stage to one call "
+                             "fully_shard([module_a, module_b])")
 
 
 def _sharding_ranks(managed: Iterable[tuple[nn.Module, str]]) -> set[int]:
@@ -262,6 +330,25 @@ def _check_wrappers(index: int, stage: nn.Module) -> None:
             place = f"has a {kind}, {path}" if path else f"is a {kind}"
             raise ValueError(f"module {index} of this rank {place}, which does not reduce the gradients of a "
                              f"pipeline's step: {_REMEDY} instead")
+
+
+def _check_tensor_parallel(index: int, stage: nn.Module, managed: Collection[tuple[nn.Module, str]]) -> None:
+    """Raise ValueError for layers that `parallelize_module` has split.
+
+    index: of the stage on this rank. managed: parameters under FSDP2, which shards over one dimension of a mesh.
+    """
+    for path, module in stage.named_modules():
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if not isinstance(parameter, DTensor):
+                continue
+            num_shardings = sum(placement.is_shard() for placement in parameter.placements)
+            if num_shardings > ((module, key) in managed):
+                name = f"{path}.{key}".lstrip(".")
+                raise ValueError(f"module {index} of this rank is tensor parallel: {name} is placed "
+                                 f"{parameter.placements} over {parameter.device_mesh}; there is no tensor parallelism "
+                                 "in a pipeline: give the stage plain parameters, and the ranks to dp, ep or cp")
 
 
 def _unreduced_parameters(

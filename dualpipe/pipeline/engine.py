@@ -30,34 +30,33 @@ from dualpipe.pipeline.arguments import (
     Labels,
     StepAgreement,
     StepArguments,
-    StepCall,
     compare_arguments,
+    merge_side_inputs,
+    one_of_two_names,
     split_batch,
 )
+from dualpipe.pipeline.compiled_stage import OfferedSegments, RankStages, SideSpec
 from dualpipe.pipeline.construction import (
     PipelineAgreement,
     PipelineArguments,
     check_stages,
     compare_pipelines,
     tied_ends,
+    trained_places,
     validate_modules,
 )
-from dualpipe.pipeline.deferral_report import DeferralReport, StepProbe, shortfall
-from dualpipe.pipeline.deferral_report.probe import ParameterWork
+from dualpipe.pipeline.deferral_report import DeferralReport, ParameterWork, StepProbe, shortfall
 from dualpipe.pipeline.executor import Executor, Outputs
-from dualpipe.pipeline.lower import Programs
+from dualpipe.pipeline.lower import ProgramCache
 from dualpipe.pipeline.p2p import P2PGroups, P2PMessages
-from dualpipe.pipeline.rank_stages import RankStages
-from dualpipe.pipeline.side_inputs import SideSpec
-from dualpipe.pipeline.stage_program import OfferedSegments
 from dualpipe.runtime.errors import RankLost
-from dualpipe.runtime.ranks.agreement import Agreement, Outcome
+from dualpipe.runtime.ranks.board import Board
 from dualpipe.runtime.ranks.failure import FailureBoard, StepFailure
 from dualpipe.runtime.ranks.process_groups import new_gloo_group
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Schedule
 from dualpipe.schedule.builders import first_microbatches
-from dualpipe.schedule.by_name.build import search_with_progress
+from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.schedule.types import Kind, Step, v_placement
 from dualpipe.trace.tracer import PipelinePlace, Tracer
 
@@ -70,11 +69,11 @@ class _ObservedStep:
     num_chunks: int
     defers: bool
 
-    def warn_of_little_deferred(self) -> None:
-        """Warn the caller of `step` if little of the work can wait for a "W"."""
+    def warn_of_little_deferred(self, rank: int) -> None:
+        """Warn the caller of `step` if little of the work of a pipeline rank can wait for a "W"."""
         if not self.defers:
             return
-        text = shortfall(self.work)
+        text = shortfall(rank, self.work)
         if text is not None:
             warnings.warn(text, UserWarning, stacklevel=3)
 
@@ -146,10 +145,7 @@ class Pipeline(nn.Module):
         # Tests pass connections between threads in place of a process group.
         connections: Any = process_group if isinstance(process_group, P2PGroups) else None
         self._p2p: P2PGroups = connections or P2PGroups(process_group, members, self.rank)
-        build = partial(self._build_stages, modules, schedule, mapping, overlap, unreduced)
-        if sorted(mapping) != list(range(self.num_ranks)):
-            build = partial(_raise_mapping_error, rank_mapping, self.num_ranks)
-        agreement = self._build(build, modules)
+        agreement = self._build(modules, schedule, rank_mapping, mapping, overlap, unreduced)
         self._norm_dtype = agreement.norm_dtype
         self._side = agreement.side
         self._programs.overlaps_pairs = agreement.overlap
@@ -157,34 +153,30 @@ class Pipeline(nn.Module):
         self._connect(agreement.has_copies)
 
     def _build(
-        self, build: Callable[[Sequence[OfferedSegments]], PipelineArguments], modules: Any
+        self, modules: Any, schedule: str | Schedule, rank_mapping: Any, mapping: list[int], overlap: bool,
+        unreduced: Sequence[str],
     ) -> PipelineAgreement:
         """Build the stages of this rank, and agree with all ranks. Raises ValueError if any rank fails."""
         stages = [m for m in modules if isinstance(m, nn.Module)] if isinstance(modules, Iterable) else []
         # First collect the groups of replicas, ranks of other pipelines that take every step with this rank:
-        # if `build` fails, they must learn of it too.
+        # if the stages cannot be built, they must learn of it too.
         offered = [OfferedSegments(stage) for stage in stages]
         replicas = process_groups(stages, [group for segments in offered for group in segments.groups])
-        results: list[PipelineArguments] = []
-        errors: list[Exception] = []
+        arguments: PipelineArguments | Exception
         try:
-            results.append(build(offered))
-        except Exception as raised:  # raised again by `arguments`, for all ranks
-            errors.append(raised)
-
-        def arguments() -> PipelineArguments:
-            if errors:
-                raise errors.pop()
-            return results[0]
-
-        self._agreement = Agreement(self._p2p.messages(), replicas)
-        outcome = self._agreement.compare(PipelineArguments, arguments, compare_pipelines)
+            if sorted(mapping) != list(range(self.num_ranks)):
+                raise ValueError(f"rank_mapping must be a permutation of 0..{self.num_ranks - 1}, got {rank_mapping}")
+            arguments = self._build_stages(modules, schedule, mapping, overlap, unreduced, offered)
+        except Exception as error:  # raised again below, on all ranks
+            arguments = error
+        self._ranks = self._p2p.ranks(replicas)
+        outcome = self._ranks.compare(PipelineArguments, arguments, compare_pipelines)
         try:
             outcome.raise_problem()
             assert outcome.conclusion is not None, "without a problem there is a conclusion"
             return outcome.conclusion
         finally:
-            del outcome  # breaks a reference cycle: the traceback of its cause refers to this frame
+            del arguments, outcome  # breaks a reference cycle: the traceback of the error refers to this frame
 
     def _build_stages(
         self, modules: Any, schedule: str | Schedule, mapping: list[int], overlap: bool, unreduced: Sequence[str],
@@ -195,7 +187,7 @@ class Pipeline(nn.Module):
         parameters = [StageParameters(module) for module in self.module]
         specs = [SideSpec.of(module) for module in self.module]
         self.device = self._p2p.resolve_device(device)
-        self._programs = Programs(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+        self._programs = ProgramCache(schedule, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         built_schedule = self._programs.schedule()  # for the smallest number of micro-batches
         self._placement = built_schedule.placement
         if self._only_v and built_schedule.placement != v_placement(self.num_ranks):
@@ -212,27 +204,29 @@ class Pipeline(nn.Module):
             device=self.device,
             batch_dim=self.batch_dim,
         )
-        self._stages.compile_programs(dict(zip(numbers, offered)))
-        can_overlap = self._stages.is_hooked or any(p.num_communications for p in self._stages.programs.values())
-        reduces, missing = check_stages(list(self.module), parameters, unreduced)
+        self._stages.compile_stages(dict(zip(numbers, offered)))
+        communicates = any(stage.num_communications for stage in self._stages.compiled.values())
+        self._unreduced = unreduced
+        self._checked_places = trained_places(self.module)
+        reduces, not_reduced = check_stages(list(self.module), parameters, unreduced)
         return PipelineArguments(
             schedule=built_schedule.name,
             schedule_checksum=crc32(repr(built_schedule).encode()),
             device=self.device.type,
             batch_dim=self.batch_dim,
             rank_mapping=mapping,
-            overlap=bool(overlap) if can_overlap else None,
+            overlap=bool(overlap) if self._stages.is_hooked or communicates else None,
             side_specs=[list(spec) for spec in dict.fromkeys(specs)],  # no duplicates: the size of a message is limited
             is_hooked=self._stages.is_hooked,
             has_float64=any(p.dtype is torch.float64 for p in self.module.parameters()),
             reduces=reduces,
-            unreduced=missing,
+            not_reduced=not_reduced,
             **asdict(tied_ends(stages.get(0), stages.get(built_schedule.num_stages - 1))),
         )
 
     def _connect(self, has_copies: bool) -> None:
         """Open the links between stages, and set up the end of a failed step. has_copies: see `PipelineAgreement`."""
-        self._agreement.compare_replicas()
+        self._ranks.compare_replicas()
         first = self._placement[0]
         last = self._placement[-1]
         # With copies, the first and the last rank exchange gradients like neighbours.
@@ -246,10 +240,10 @@ class Pipeline(nn.Module):
             self._tied = TiedGradients(self._stages.modules[stage], exchange)
         # The key of this pipeline's failures in the job's store, the same on all ranks that share a process group, and
         # another for every other `Pipeline`: each rank draws a random number, and the lowest is the key.
-        key = self._agreement.lowest(secrets.randbits(63))
-        groups = [*self._p2p.groups(), *self._agreement.groups, *mesh_groups(self.module),
+        key = self._ranks.lowest(secrets.randbits(63))
+        groups = [*self._p2p.groups(), *self._ranks.groups, *mesh_groups(self.module),
                   *self._stages.known_groups]
-        self._failure = StepFailure(FailureBoard(self._p2p.store, f"{key:x}"), groups, self._stages.known_waits)
+        self._failure = StepFailure(FailureBoard(Board(self._p2p.store), f"{key:x}"), groups)
 
     @contextmanager
     def in_order(self, *, deferred: bool) -> Iterator[None]:
@@ -265,7 +259,7 @@ class Pipeline(nn.Module):
         ranks = tuple(
             tuple(_join_backwards(first_microbatches(steps, 1), deferred=deferred)) for steps in schedule.ranks)
         single = replace(schedule, num_microbatches=1, ranks=ranks)
-        self._programs = Programs(single, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
+        self._programs = ProgramCache(single, num_ranks=self.num_ranks, rank=self.rank, num_modules=len(self.module))
         self._programs.overlaps_pairs = programs.overlaps_pairs
         self._programs.merges = programs.merges
         self._is_in_order = True
@@ -276,6 +270,11 @@ class Pipeline(nn.Module):
             self._is_in_order = False
 
     # -- a step
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raise ValueError, for `copy`, `pickle` and `torch.save`: a pipeline holds the connections of its rank."""
+        raise ValueError(f"a {type(self).__name__} cannot be copied or pickled, as it holds the connections of its "
+                         "rank; copy its stages, pipe.module, as in AveragedModel(pipe.module)")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ValueError: a pipeline runs whole steps."""
@@ -291,21 +290,24 @@ class Pipeline(nn.Module):
     ) -> tuple[Tensor | None, Outputs]:
         """Run one batch through the pipeline: forward and backward, or forward only under `torch.no_grad()`.
 
-        Gradients accumulate in `.grad`: the sum of the gradients of the losses of all micro-batches, and for sharded
-        stages the mean of these sums over data-parallel ranks, unless FSDP2 was told to divide by something else.
+        `torch.inference_mode()` counts as `torch.no_grad()`. Gradients accumulate in `.grad`: the sum of the gradients
+        of the losses of all micro-batches, and for sharded stages the mean of these sums over data-parallel ranks,
+        unless FSDP2 was told to divide by something else. A parameter that no rank has used has none.
 
         Args:
             inputs: arguments of stage 0, needed on its rank only; each is split along `batch_dim` into
                 micro-batches (evenly, or like `torch.tensor_split`). Other ranks pass None or nothing. An input that
-                is None on the rank of stage 0 is passed on as None.
+                is None on the rank of stage 0 is passed on as None. Where inputs or targets require a gradient, one
+                backward runs into the graph that they come from, at the end of the step.
             num_microbatches: number of micro-batches; required on every rank. Losses and gradients are those of single
                 micro-batches, and add up: a loss function that is a mean divides by `num_microbatches`.
             loss_fn: `loss_fn(*outputs, *target)` returns the scalar loss of a micro-batch. Needed on the rank of the
-                last stage only (in a V that is the first rank), there always in training.
+                last stage only (in a V that is the first rank), there always in training. A tensor with a graph
+                that it uses for several micro-batches must be a target, because every backward frees its graph.
             target: a tensor or several, arguments of the loss function, needed and split like the inputs, on the rank
                 of the last stage.
-            num_chunks, criterion, labels: DeepSeek's names of `num_microbatches`, `loss_fn` and `target`; pass either
-                name.
+            num_chunks, criterion, labels: DeepSeek's names of `num_microbatches`, `loss_fn` and `target`, which are
+                those of torch.distributed.pipelining; pass either name.
             return_outputs: return the outputs of the last stage.
             sync: reduce the gradients of sharded stages over their data-parallel ranks. If False, gradients are kept
                 and accumulate until a step with True; `zero_grad` of the pipeline drops them, that of an optimizer does
@@ -336,22 +338,28 @@ class Pipeline(nn.Module):
         train = torch.is_grad_enabled()
         observed_before = self._observed
         number = num_chunks if num_microbatches is None else num_microbatches
-        batches: list[Batch] = []  # the batch of this step, once it is split
-
-        def split_and_describe() -> StepArguments:
-            call = StepCall.of(
-                num_microbatches=(num_microbatches, num_chunks), loss_fn=(loss_fn, criterion), target=(target, labels),
-                side=(side, side_inputs))
-            batch, arguments = split_batch(self._stages, inputs, call, return_outputs=return_outputs, sync=bool(sync))
-            self._prepare(arguments.num_chunks, train)
-            batches.append(batch)
-            return arguments
-
+        batch: Batch | None = None
+        arguments: StepArguments | BaseException | None = None
         try:
-            with self._failure.ending_step(self._running):
-                outcome = self._agree(split_and_describe, [str(number), train, bool(sync)])
-                if outcome.conclusion is not None:
-                    result = self._run(batches.pop(), outcome.conclusion, train=train, sync=bool(sync))
+            # Under torch.inference_mode a step is one under no_grad: FSDP2's gathered parameters, made in the first
+            # step, must be tensors that a later step can train.
+            with torch.inference_mode(False), torch.set_grad_enabled(train), self._failure.ending_step(self._running):
+                try:
+                    batch, arguments = split_batch(
+                        self._stages, inputs, merge_side_inputs(side, side_inputs),
+                        num_chunks=one_of_two_names("num_microbatches", num_microbatches, "num_chunks", num_chunks),
+                        criterion=one_of_two_names("loss_fn", loss_fn, "criterion", criterion),
+                        labels=one_of_two_names("target", target, "labels", labels, default=()),
+                        return_outputs=return_outputs, sync=bool(sync),
+                    )
+                    self._prepare(arguments.num_chunks, train)
+                except BaseException as error:  # raised again below, on all ranks
+                    arguments = error
+                outcome = self._ranks.compare(
+                    StepArguments, arguments, self._compare_arguments,
+                    same_everywhere=[str(number), train, bool(sync)])
+                if batch is not None and outcome.conclusion is not None:
+                    result = self._run(batch, outcome.conclusion, train=train, sync=bool(sync))
         except BaseException:
             if self._steps.executor is not None:
                 self._steps.executor.abandon()
@@ -359,29 +367,31 @@ class Pipeline(nn.Module):
             raise
         finally:
             self._steps.executor = None
+            # Breaks a cycle that would keep the inputs: the traceback of an error refers to this frame.
+            arguments = None
         try:
             outcome.raise_problem()
             if observed_before is None and self._observed is not None:
-                self._observed.warn_of_little_deferred()
+                self._observed.warn_of_little_deferred(self.rank)
             return result
         finally:
-            del outcome  # breaks a cycle that would keep the inputs: the traceback of its cause refers to this frame
+            del outcome  # breaks the same cycle
 
     def _prepare(self, num_chunks: int, train: bool) -> None:
         """Prepare a step: the work that may fail on one rank alone, before the ranks agree."""
-        self._stages.compile_programs()
+        self._stages.compile_stages()
         if not self._programs.needs_search(num_chunks):
             self._programs.program(num_chunks, train=train)
         for parameters in self._stages.parameters.values():
             parameters.check()
+        places = trained_places(self.module)
+        if not places <= self._checked_places:  # a module was put into a stage since
+            check_stages(list(self.module), [*self._stages.parameters.values()], self._unreduced)
+            self._checked_places = places
 
-    def _agree(
-        self, describe: Callable[[], StepArguments], same_everywhere: list[Any]
-    ) -> Outcome[StepAgreement]:
-        """Agree on the arguments of a step. describe: returns those of this rank."""
-        compare = partial(
-            compare_arguments, first=self._placement[0], last=self._placement[-1], spec=self._side)
-        return self._agreement.compare(StepArguments, describe, compare, same_everywhere=same_everywhere)
+    def _compare_arguments(self, ranks: list[StepArguments]) -> StepAgreement:
+        """Compare the arguments of all ranks. Raises ValueError if they do not fit together."""
+        return compare_arguments(ranks, first=self._placement[0], last=self._placement[-1], spec=self._side)
 
     def _run(
         self, batch: Batch, agreement: StepAgreement, *, train: bool, sync: bool
@@ -390,11 +400,11 @@ class Pipeline(nn.Module):
         num_chunks = agreement.num_chunks
         if self._programs.needs_search(num_chunks):
             search = partial(search_with_progress, self.num_ranks, num_chunks)
-            self._programs.add(self._p2p.ranks().first_in_turns(search))
+            self._programs.add(self._ranks.first_in_turns(search))
         program = self._programs.program(num_chunks, train=train)
         messages = P2PMessages(
             self._p2p, program, num_larger=agreement.num_larger, device=self.device,
-            by_host=self.device.type != "cpu" and agreement.kind not in self._loaded,
+            by_host=self.device.type != "cpu" and agreement.kernels not in self._loaded,
         )
         parameters = ParametersStep(
             self._stages.parameters, self._stages.borrowers, train=train, reduce=train and sync)
@@ -412,11 +422,14 @@ class Pipeline(nn.Module):
             result = executor.run()
         finally:
             self.weight_grad_store.observer = None
+        unused = parameters.unused()
         if self._tied is not None and train and sync:
-            self._tied.add()
-        self._agreement.wait_for_all()  # a failure is raised on all ranks in the step in which it has occurred
+            self._tied.add(unused)
+        # Waits for all ranks, so that a failure is raised on all of them in the step in which it has occurred.
+        parameters.drop_unused(unused, self._ranks.wait_for_all)
         messages.finish()
-        self._loaded.add(agreement.kind)
+        parameters.run_hooks()
+        self._loaded.add(agreement.kernels)
         if probe is not None:
             kinds = {action.kind for instruction in program.instructions for action in instruction.actions}
             self._observed = _ObservedStep(probe.work(), num_chunks, defers="W" in kinds)
@@ -496,6 +509,16 @@ class Pipeline(nn.Module):
             with self._failure.ending_step(str):
                 raise lost
 
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Like `nn.Module.named_parameters`; between steps always the sharded ones, which have the gradients.
+
+        A stage that was called outside of a step has gathered its parameters, and has those in place of them.
+        """
+        if self._steps.executor is None:
+            for parameters in self._stages.parameters.values():
+                parameters.reshard()
+        return super().named_parameters(*args, **options)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Like `nn.Module.zero_grad`; also drops gradients that steps with `sync=False` keep."""
         super().zero_grad(set_to_none)
@@ -531,11 +554,6 @@ def _parse_mapping(rank_mapping: Any, num_ranks: int) -> tuple[list[int], list[i
     mapping = list(rank_mapping) if isinstance(rank_mapping, Iterable) else []
     is_permutation = len(mapping) == num_ranks and all(rank in mapping for rank in identity)
     return mapping, [mapping.index(rank) for rank in identity] if is_permutation else identity
-
-
-def _raise_mapping_error(rank_mapping: Any, num_ranks: int, offered: object) -> PipelineArguments:
-    """Raise ValueError for an invalid mapping. Called in place of `Pipeline._build_stages`."""
-    raise ValueError(f"rank_mapping must be a permutation of 0..{num_ranks - 1}, got {rank_mapping}")
 
 
 class DualPipeV(Pipeline):

@@ -6,7 +6,7 @@ ranks or on one, arrives as a leaf, so that the backward of every stage runs on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,14 +18,12 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import input_names, is_boundary
 from dualpipe.parallel.fsdp.driver import ParametersStep
 from dualpipe.pipeline.arguments import Batch
-from dualpipe.pipeline.deepseek_hook import OverlappedPairs
+from dualpipe.pipeline.compiled_stage import SIDE, TARGET, RankStages, Target, as_tuple
 from dualpipe.pipeline.lower import Instruction, Program
-from dualpipe.pipeline.microbatch import MicrobatchState, Slot, received_state
+from dualpipe.pipeline.microbatch import MicrobatchState, SegmentRecord, Slot, received_state
 from dualpipe.pipeline.overlap import Task, walk
 from dualpipe.pipeline.p2p import P2PMessages
-from dualpipe.pipeline.rank_stages import RankStages
-from dualpipe.pipeline.stage_program import SIDE, TARGET, as_tuple
-from dualpipe.pipeline.stage_runner import StageRunner, detached
+from dualpipe.pipeline.stage_runner import StageRunner, no_autocast
 from dualpipe.runtime.device import annotation
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.types import Action
@@ -57,16 +55,18 @@ class Executor:
         is_hooked = stages.is_hooked
         self._runners = {
             stage: StageRunner(
-                stage_program, store, autocast=autocast, keep_results=is_hooked,
+                compiled, store, autocast=autocast, keep_results=is_hooked,
                 wait_for_parameters=partial(parameters.wait, stage) if parameters.must_wait(stage) else None,
             )
-            for stage, stage_program in stages.programs.items()
+            for stage, compiled in stages.compiled.items()
         }
         self._pairs = OverlappedPairs(stages, self._runners, store) if is_hooked else None
         self._states = self._first_states()
         self._losses: dict[int, Tensor] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._autocast = autocast
         self._running_actions: tuple[Action, ...] = ()
+        self._place = "at the beginning or end of the step"  # for errors while no action runs
 
     def run(self) -> tuple[Tensor | None, Outputs]:
         """Run the program; return the losses (num_chunks,) and the outputs; see `Pipeline.step`."""
@@ -85,6 +85,7 @@ class Executor:
                     raise RuntimeError("deferred weight gradients were never computed, by (stage, micro-batch): "
                                        f"{pending}")
                 self._parameters.finish()
+            self._backward_to_caller()
             return self._results()
         finally:
             self._recorder.unwind(depth)
@@ -100,7 +101,7 @@ class Executor:
             f"{action} ({_KIND_NAMES[action.kind]} of stage {action.stage}, micro-batch {action.microbatch})"
             for action in self._running_actions
         ]
-        return " and ".join(names or ["at the beginning or end of the step"]) + ": "
+        return " and ".join(names or [self._place]) + ": "
 
     def _run(self, instruction: Instruction) -> None:
         """Receive the messages that the actions need, run the actions, and send their results."""
@@ -156,7 +157,7 @@ class Executor:
             self._pairs.run(actions, self._states)
             return [self._finish(action) for action in actions]
         order = list(actions)
-        if any(self._stages.programs[action.stage].num_communications for action in actions):
+        if any(self._stages.compiled[action.stage].num_communications for action in actions):
             # Backwards first: the forward's first segment then hides the backward's first communication. In the other
             # order the backward's first segment, the last of its stage, would hide the forward's first communication,
             # but it is shorter. The difference is up to a tenth of a pair's time.
@@ -178,7 +179,7 @@ class Executor:
         runner = self._runners[action.stage]
         if action.kind == "W":
             # In a pair, one part for each communication of the other action, if that is on a stage like this one.
-            return runner.weight_gradients(slot, turns=max(1, runner.program.num_communications) if is_pair else 1)
+            return runner.weight_gradients(slot, turns=max(1, runner.compiled.num_communications) if is_pair else 1)
         state = self._states[slot]
         if action.kind == "F":
             self._begin_forward(action)
@@ -198,7 +199,7 @@ class Executor:
         names = input_names(len(state.inputs))
         state.begin(dict(zip(names, state.inputs)), names if stage > 0 else ())
         carry = state.carry
-        if self._stages.programs[stage].is_module:
+        if self._stages.compiled[stage].is_module:
             carry[SIDE] = side
         else:
             carry |= dict.fromkeys(spec.names) | side
@@ -209,13 +210,28 @@ class Executor:
             carry[TARGET] = target
 
     def _hand_over(self, action: Action, result: Sequence[Tensor]) -> None:
-        """Pass a result that stays on this rank to the next or the previous stage."""
+        """Pass a result that stays on this rank to the next or the previous stage, as a copy, like one that is sent."""
         if action.kind == "F" and action.stage < self._stages.count - 1:
             slot = action.stage + 1, action.microbatch
             self._messages.check_local(*slot, result)
-            self._states[slot] = received_state(tuple(map(detached, result)), len(self._batch.side_names), slot)
+            self._states[slot] = received_state(tuple(map(_copy, result)), len(self._batch.side_names), slot)
         elif action.kind in "BI" and action.stage > 0:
-            self._states[action.stage - 1, action.microbatch].set_gradients(result)
+            self._states[action.stage - 1, action.microbatch].set_gradients(list(map(_copy, result)))
+
+    def _backward_to_caller(self) -> None:
+        """Run one backward into the caller's graph, from the gradients of the inputs and labels that belong to it."""
+        tensors: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for caller_tensor in self._batch.from_caller:
+            gradient = caller_tensor.gradient(self._stages.batch_dim)
+            if gradient is not None:
+                tensors.append(caller_tensor.tensor)
+                gradients.append(gradient)
+        if not tensors:
+            return
+        self._place = "in the backward of the graph from which the inputs or labels of the step come"
+        with no_autocast(self._autocast):
+            torch.autograd.backward(tensors, gradients)
 
     # -- states of micro-batches
 
@@ -241,11 +257,11 @@ class Executor:
         state = self._states[slot]
         carry = state.carry
         state.carry = {}
-        program = self._stages.programs[stage]
+        compiled = self._stages.compiled[stage]
         loss = carry.pop("loss", None)
         results = carry
-        if not program.is_module:  # the carry may have inputs that no segment has read
-            results = {name: carry[name] for name in program.outputs or carry if is_boundary(name)}
+        if not compiled.is_module:  # the carry may have inputs that no segment has read
+            results = {name: carry[name] for name in compiled.outputs or carry if is_boundary(name)}
             if loss is None:
                 as_tuple([*results.values()])  # raises ValueError if they are not tensors
         outputs = tuple(results.values())
@@ -269,9 +285,9 @@ class Executor:
                 raise ValueError(f"criterion must return a scalar tensor, got {result}")
             if self._train and not loss.requires_grad:
                 raise ValueError("the loss requires no gradient; call step under torch.no_grad() to evaluate")
-            self._losses[microbatch] = loss.detach()
+            self._losses[microbatch] = loss.detach().clone()
         if self._batch.keep_outputs:
-            self._outputs[microbatch] = tuple(output.detach() for output in outputs)
+            self._outputs[microbatch] = tuple(output.detach().clone() for output in outputs)
 
     def _results(self) -> tuple[Tensor | None, Outputs]:
         """Return the stacked losses, and the outputs joined along the batch dimension."""
@@ -284,3 +300,73 @@ class Executor:
         # Outputs that have no batch dimension, such as scalars, are stacked.
         outputs = [torch.stack(parts) if parts[0].dim() <= max(dim, 0) else torch.cat(parts, dim) for parts in columns]
         return loss, outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _copy(result: Tensor) -> Tensor:
+    """Return a leaf with a copy of a result: the stage may fill its memory again for the next micro-batch."""
+    return result.detach().clone().requires_grad_(result.requires_grad)
+
+
+class OverlappedPairs:
+    """Runs pairs of a forward and a backward by DeepSeek's `overlapped_forward_backward` of the stages' type.
+
+    The class method (https://github.com/deepseek-ai/DualPipe) runs the forward of one micro-batch and the backward of
+    another, and is free to interleave them. For the forward it takes the inputs; for the backward, the outputs of the
+    earlier forward with their gradients, or its loss.
+    """
+
+    def __init__(self, stages: RankStages, runners: Mapping[int, StageRunner], store: WeightGradStore) -> None:
+        self._stages = stages
+        self._runners = runners
+        self._store = store
+
+    def can_run(self, actions: tuple[Action, ...]) -> bool:
+        """Return True for a pair of a forward and a backward."""
+        return sorted(action.kind for action in actions) in (["B", "F"], ["F", "I"])
+
+    def run(self, actions: tuple[Action, ...], states: Mapping[Slot, MicrobatchState]) -> None:
+        """Run a pair whose forward has begun.
+
+        Afterwards the forward's results are in `carry` of its micro-batch's state, and the backward's input gradients
+        are in `gradients` of the other micro-batch's state.
+        """
+        forward, backward = sorted(actions, key=lambda action: action.kind != "F")
+        forward_state = states[forward.stage, forward.microbatch]
+        backward_state = states[backward.stage, backward.microbatch]
+        module: Any = self._stages.modules[forward.stage]
+        runner = self._runners[forward.stage]
+        if runner.wait_for_parameters is not None:
+            runner.wait_for_parameters()
+        target = forward_state.carry.pop(TARGET, Target(None, (), False))
+        del forward_state.carry[SIDE]  # empty: the method takes no side inputs
+        inputs = dict(forward_state.carry)
+        (record,) = backward_state.records
+        loss = record.results.pop("loss", None)
+        results: tuple[Tensor, ...] = ()
+        gradients: tuple[Tensor, ...] = ()
+        if loss is None:
+            results = tuple(record.results[name] for name in backward_state.results)
+            gradients = tuple(backward_state.gradients.values())
+        backward_state.gradients = {}
+        with self._store.defer(backward_state.slot) if backward.kind == "I" else self._store.accumulate():
+            outputs, new_loss = type(module).overlapped_forward_backward(
+                module, list(inputs.values()), target.criterion, list(target.labels),
+                self._stages.modules[backward.stage], loss, results, gradients,
+            )
+        for name, leaf in record.leaves.items():
+            if leaf.grad is not None:
+                backward_state.add_gradient(name, leaf.grad)
+        backward_state.records = []
+        backward_state.keep_caller_gradients()
+        forward_state.records = [SegmentRecord()]
+        forward_state.carry = self._results(as_tuple(outputs), new_loss, target)
+        runner.save_for_backward(forward_state.records[0], inputs, forward_state.carry)
+
+    def _results(self, outputs: tuple[Tensor, ...], loss: Tensor | None, target: Target) -> dict[str, Tensor]:
+        """Return the results of a forward by name, like a compiled stage."""
+        by_name = dict(zip(input_names(len(outputs)), outputs))
+        if loss is None:
+            return by_name
+        if not target.keep_outputs:
+            return {"loss": loss}
+        return {"loss": loss, **by_name}

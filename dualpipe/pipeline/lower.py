@@ -8,8 +8,14 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dualpipe.schedule import build
-from dualpipe.schedule.merged_weights import merged_weights
-from dualpipe.schedule.messages import Message, MessageStream, all_messages, completed_stages, sent_message
+from dualpipe.schedule.messages import (
+    Message,
+    MessageStream,
+    all_messages,
+    completed_stages,
+    merged_weights,
+    sent_message,
+)
 from dualpipe.schedule.types import Action, Schedule, ScheduleError
 from dualpipe.schedule.validate import validate
 
@@ -54,7 +60,7 @@ def lower(schedule: Schedule, rank: int, *, train: bool, merge: bool = False) ->
     """Return the program of a rank. The schedule must be valid.
 
     train: False for an evaluation, which has only the forwards, in the same order. merge: merge the weight gradients of
-    neighbouring actions "W", see `dualpipe.schedule.merged_weights`.
+    neighbouring actions "W", see `dualpipe.schedule.messages.merged_weights`.
     """
     kinds = "FBIW" if train else "F"
     steps = [tuple(action for action in step if action.kind in kinds) for step in schedule.ranks[rank]]
@@ -96,7 +102,7 @@ def without_pairs(schedule: Schedule) -> Schedule:
     return schedule
 
 
-class Programs:
+class ProgramCache:
     """Programs of a rank by number of micro-batches, each lowered once, for training and for evaluation.
 
     For the schedule "auto", the caller searches once for all ranks and passes the result to `add`. Until then,

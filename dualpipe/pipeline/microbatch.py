@@ -46,18 +46,20 @@ class SegmentRecord:
         leaves: arguments of a compute segment that need a gradient.
         roots: gradient edges of its results.
         saved_inputs: arguments for its recomputation.
+        saved_versions: the number of in-place operations on each of them by then.
         random: random states for its recomputation.
         context: context of a communication.
         differentiable: for each argument of a communication, True if it needs a gradient.
         results: results with their graphs; only for DeepSeek's method.
     """
 
-    __slots__ = ("context", "differentiable", "leaves", "random", "results", "roots", "saved_inputs")
+    __slots__ = ("context", "differentiable", "leaves", "random", "results", "roots", "saved_inputs", "saved_versions")
 
     def __init__(self) -> None:
         self.leaves: dict[str, Tensor] = {}
         self.roots: dict[str, GradientEdge] = {}
         self.saved_inputs: dict[str, Any] = {}
+        self.saved_versions: list[int] = []
         self.random: RandomStates | None = None
         self.context: Any = None
         self.differentiable: tuple[bool, ...] = ()
@@ -88,7 +90,7 @@ class MicrobatchState:
         gradients: by name, between the segments of a backward.
         results: names (not tensors, as in a `SegmentRecord`) of the outputs that will receive a gradient.
         deferred: computes the weight gradients that a full backward has deferred.
-        from_caller: the caller's inputs to the first stage that need gradients.
+        from_caller: inputs to the first stage, by name, whose gradients the caller's graph needs.
     """
 
     __slots__ = ("_from_stage", "carry", "deferred", "from_caller", "gradients", "inputs", "records", "results",
@@ -112,8 +114,7 @@ class MicrobatchState:
         """Start a forward with `carry`.
 
         inputs: names of the values in `carry` that come from the previous stage, which expects their gradients. Any
-        other value that requires a gradient is the caller's input to the first stage: its gradient goes on into the
-        caller's graph.
+        other value that requires a gradient is a `CallerTensor`'s part, in the first stage.
         """
         self.inputs = ()
         self.carry = carry
@@ -124,7 +125,6 @@ class MicrobatchState:
                 self._from_stage[name] = TensorLike(value.shape, value.dtype, value.device)
             else:
                 self.from_caller[name] = value
-                carry[name] = value.detach().requires_grad_()
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Set the gradients of the results, in their order."""
@@ -140,12 +140,10 @@ class MicrobatchState:
         if self.deferred is not None:
             self.deferred()
 
-    def backward_to_caller(self) -> None:
-        """Run the backward of the caller's graph from the gradients of the caller's inputs."""
-        for name, tensor in self.from_caller.items():
-            gradient = self.gradients.get(name)
-            if gradient is not None:
-                torch.autograd.backward(tensor, gradient)
+    def keep_caller_gradients(self) -> None:
+        """Keep the gradients of the caller's inputs, in their `.grad`, for the end of the step."""
+        for name, leaf in self.from_caller.items():
+            leaf.grad = self.gradients.get(name)
 
     def input_gradients(self) -> list[Tensor]:
         """Return the gradients for the previous stage: zeros for an input on which nothing depends."""

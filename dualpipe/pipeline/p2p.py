@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
+from torch.distributed.tensor import DTensor
 
 from dualpipe.pipeline.lower import Program
 from dualpipe.runtime import device as devices
@@ -37,7 +38,7 @@ from dualpipe.runtime.nccl import LINK
 from dualpipe.runtime.ranks.failure import default_store
 from dualpipe.runtime.ranks.process_groups import backends, create_groups, new_gloo_group, timeout_of
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.ranks.records import HostMessages, empty_record, pack_json, unpack_json
+from dualpipe.runtime.ranks.records import empty_record, pack_json, unpack_json
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule.messages import Message, MessageStream
 
@@ -97,13 +98,9 @@ class P2PGroups:
             self._control = new_gloo_group(group)
         self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
-    def messages(self) -> HostMessages:
-        """Return the messages between the hosts of the pipeline's ranks, by pipeline rank."""
-        return HostMessages(self._control, self._peers)
-
-    def ranks(self) -> RankSync:
-        """Return a `RankSync` of the pipeline's ranks, numbered by pipeline rank, to exchange objects of any size."""
-        return RankSync(self._control, self._peers)
+    def ranks(self, replicas: Iterable[ProcessGroup]) -> RankSync:
+        """Return a `RankSync` of the pipeline's ranks, numbered by pipeline rank. replicas: see `RankSync`."""
+        return RankSync(self._control, self._peers, replicas=replicas)
 
     def store(self) -> dist.Store:
         """Return a connection to the store of the job, for the cause of a failure."""
@@ -399,9 +396,9 @@ class P2PMessages:
         self._recorder.begin("send", message, channel.peer, layout.nbytes)
         for tensor in tensors:
             if tensor.numel():
-                buffer = _sendable(tensor)
-                if self._buffer_device is not self._device:
-                    buffer = buffer.to(self._buffer_device)
+                # A copy: the stage may fill the memory of its result again before the message has left.
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._buffer_device)
+                buffer.copy_(tensor.detach())
                 started.works.append(self._start(channel.link.send, buffer, message, channel))
                 started.buffers.append(buffer)
         self._recorder.end()
@@ -417,6 +414,7 @@ class P2PMessages:
         """
         boundary = stage, microbatch < self._num_larger
         if boundary not in self._layouts:
+            _refuse_dtensors(stage, tensors)
             self._set_layouts(boundary, tuple(map(TensorMeta.of, tensors)))
         self._check(stage, microbatch, tensors)
 
@@ -458,6 +456,7 @@ class P2PMessages:
         self, channel: Channel, message: Message, tensors: Sequence[Tensor], started: StartedSend
     ) -> None:
         """Start sending the header of the first activation of its size, as a part of `started`."""
+        _refuse_dtensors(message.stage, tensors)
         metas = tuple(map(TensorMeta.of, tensors))
         header = pack_json(make_header(metas))
         self._set_layouts(self._boundary(message), metas)
@@ -540,9 +539,12 @@ class P2PMessages:
         recorder.end()
 
 
-def _sendable(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor, contiguous in memory."""
-    return tensor.detach().contiguous().resolve_conj().resolve_neg()
+def _refuse_dtensors(stage: int, tensors: Sequence[Tensor]) -> None:
+    """Raise ValueError for a DTensor among the tensors that another stage hands to `stage`."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            raise ValueError(f"a result for stage {stage} is a DTensor placed {tensor.placements}; return a plain "
+                             "tensor, by its full_tensor() or to_local(), as no other goes from stage to stage")
 
 
 def _describe(metas: Iterable[TensorMeta]) -> str:

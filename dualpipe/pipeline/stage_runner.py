@@ -1,4 +1,4 @@
-"""Execution of a `StageProgram` for micro-batches: forward, backward and weight gradients.
+"""Execution of a `CompiledStage` for micro-batches: forward, backward and weight gradients.
 
 Autograd runs inside of a compute segment: its arguments are leaves, and of its results only the gradient edges are
 saved, not the storage. So the backward of every segment runs on its own. Gradients flow back by name.
@@ -17,10 +17,10 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Names, as_results, recompute_method
+from dualpipe.nn.segments import Names, as_results
+from dualpipe.pipeline.compiled_stage import CompiledSegment, CompiledStage
 from dualpipe.pipeline.microbatch import MicrobatchState, RandomStates, SegmentRecord, SegmentRun
 from dualpipe.pipeline.overlap import InFlight, Task
-from dualpipe.pipeline.stage_program import ProgramSegment, StageProgram
 from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Recorder
 
@@ -31,14 +31,14 @@ class OpenCommunication:
     __slots__ = ("in_flight", "names", "record", "segment")
 
     def __init__(
-        self, in_flight: InFlight, segment: ProgramSegment, record: SegmentRecord, names: Names | None = None
+        self, in_flight: InFlight, segment: CompiledSegment, record: SegmentRecord, names: Names | None = None
     ) -> None:
         self.in_flight = in_flight
         self.segment = segment
         self.record = record
         self.names = (segment.writes or ()) if names is None else names  # of the received values
 
-    def is_needed_by(self, segment: ProgramSegment, names: Iterable[str]) -> bool:
+    def is_needed_by(self, segment: CompiledSegment, names: Iterable[str]) -> bool:
         """Return True if `segment`, which uses `names`, must wait for this communication."""
         return segment.communication is not None or not set(names).isdisjoint(self.names)
 
@@ -47,7 +47,7 @@ class StageRunner:
     """Runs the actions of one stage during one step.
 
     Args:
-        program: the compiled stage.
+        compiled: the compiled stage.
         store: collects weight gradients.
         wait_for_parameters: called before a forward; None if no parameters are gathered.
         autocast: device type for which the caller has enabled autocast, which applies to forwards and recomputations.
@@ -55,10 +55,10 @@ class StageRunner:
     """
 
     def __init__(
-        self, program: StageProgram, store: WeightGradStore, *,
+        self, compiled: CompiledStage, store: WeightGradStore, *,
         wait_for_parameters: Callable[[], None] | None = None, autocast: str | None = None, keep_results: bool = False,
     ) -> None:
-        self.program = program
+        self.compiled = compiled
         self._store = store
         self._accumulation = store.accumulate()
         self.wait_for_parameters = wait_for_parameters
@@ -66,7 +66,7 @@ class StageRunner:
         self._keep_results = keep_results
         self._recorder = Recorder.current()
         # If a stage has one segment, which runs once, the recorder's entry of the action is enough.
-        self._records_segments = len(program.segments) > 1 or program.segments[0].recompute
+        self._records_segments = len(compiled.segments) > 1 or compiled.segments[0].recompute
 
     # -- forward
 
@@ -74,7 +74,7 @@ class StageRunner:
         """Run a forward: leave the results in `state.carry`, and data for the backward in `state.records`."""
         if self.wait_for_parameters is not None:
             self.wait_for_parameters()
-        segments = self.program.segments
+        segments = self.compiled.segments
         needs_backward = torch.is_grad_enabled()
         state.records = []
         communication: OpenCommunication | None = None
@@ -87,6 +87,7 @@ class StageRunner:
                 communication = None
             if needs_backward and segment.saved:
                 record.saved_inputs = {name: detached(state.carry[name]) for name in segment.saved}
+                record.saved_versions = list(map(_version, record.saved_inputs.values()))
             if segment.communication is not None:
                 values = [value for _, value in _arguments(segment, state.carry)]
                 record.differentiable = tuple(map(needs_grad, values))
@@ -108,17 +109,19 @@ class StageRunner:
         carry: dict[str, Any] = {}
         communication: OpenCommunication | None = None
         for number in region:
-            segment = self.program.segments[number]
+            segment = self.compiled.segments[number]
             record = state.records[number]
             if communication is not None and communication.is_needed_by(segment, _names_used(segment)):
                 self._finish_communication(communication, carry, keep_context=True)
                 communication = None
+            if list(map(_version, record.saved_inputs.values())) != record.saved_versions:
+                raise ValueError(f"one of {list(record.saved_inputs)} was changed in place after segment {number} had "
+                                 "read it, but its recomputation needs the value before: write x = x / 2 instead of "
+                                 "x /= 2, or set recompute=False")
             carry |= record.saved_inputs
             record.saved_inputs = {}
             if segment.communication is not None:
-                method = recompute_method(segment.communication)
-                assert method is not None, "validate_segments has checked that the communication can be repeated"
-                start = partial(method, record.context)
+                start = partial(segment.communication.recompute, record.context)
                 values = [value for _, value in _arguments(segment, carry)]
                 in_flight = InFlight(start, values, state.compute_deferred)
                 del values
@@ -132,7 +135,7 @@ class StageRunner:
             self._finish_communication(communication, carry, keep_context=True)
 
     def _compute(
-        self, segment: ProgramSegment, state: MicrobatchState, carry: dict[str, Any], record: SegmentRecord, kind: str
+        self, segment: CompiledSegment, state: MicrobatchState, carry: dict[str, Any], record: SegmentRecord, kind: str
     ) -> dict[str, Any]:
         """Run a compute segment, and save data for its backward in `record`; return the carry with its results."""
         assert segment.fn is not None, "a compute segment has a function"
@@ -169,7 +172,7 @@ class StageRunner:
         if self._store.observer is not None:
             self._store.observer.saw_graph(record.roots.values())
 
-    def _compute_without_graph(self, segment: ProgramSegment, state: MicrobatchState, record: SegmentRecord) -> None:
+    def _compute_without_graph(self, segment: CompiledSegment, state: MicrobatchState, record: SegmentRecord) -> None:
         """Run the first forward of a compute segment that is recomputed before its backward."""
         run = self._begin("F", state, segment)
         values = [detached(value) for _, value in _arguments(segment, state.carry)]
@@ -218,15 +221,15 @@ class StageRunner:
         An "I" leaves weight gradients in the store under `key`. A "B" of a whole module computes them at once; a "B" of
         segments computes them whenever a communication has started, and at the end.
         """
-        if kind == "B" and self.program.is_module:
+        if kind == "B" and self.compiled.is_module:
             store_mode = self._accumulation
         else:
             store_mode = self._store.defer(key)
             if kind == "B":
                 state.deferred = partial(self._compute_deferred, key)
         communication: OpenCommunication | None = None
-        for number in self.program.backward_order:
-            segment = self.program.segments[number]
+        for number in self.compiled.backward_order:
+            segment = self.compiled.segments[number]
             if communication is not None and (
                 segment.region or communication.is_needed_by(segment, segment.writes or ())
             ):
@@ -254,11 +257,10 @@ class StageRunner:
         if state.deferred is not None:
             state.deferred()
         if state.from_caller:
-            with no_autocast(self._autocast):
-                state.backward_to_caller()
+            state.keep_caller_gradients()
 
     def _compute_backward(
-        self, segment: ProgramSegment, record: SegmentRecord, state: MicrobatchState,
+        self, segment: CompiledSegment, record: SegmentRecord, state: MicrobatchState,
         store_mode: AbstractContextManager[None],
     ) -> None:
         """Run the backward of a compute segment. store_mode: the handling of weight gradients."""
@@ -319,7 +321,7 @@ class StageRunner:
 
     # -- recorder entries
 
-    def _begin(self, kind: str, state: MicrobatchState, segment: ProgramSegment) -> SegmentRun:
+    def _begin(self, kind: str, state: MicrobatchState, segment: CompiledSegment) -> SegmentRun:
         """Open the recorder entry of a segment."""
         run = SegmentRun(kind, *state.slot, segment.number, segment.between_ranks)
         self._recorder.begin("segment", run)
@@ -334,25 +336,25 @@ class StageRunner:
 _SPENT = SegmentRecord()  # replaces a record whose backward has begun
 
 
-def _names_used(segment: ProgramSegment) -> tuple[str, ...]:
+def _names_used(segment: CompiledSegment) -> tuple[str, ...]:
     """Return the names that the forward of a segment reads or writes."""
     return (*(segment.reads or ()), *(segment.writes or ()))
 
 
-def _arguments(segment: ProgramSegment, carry: dict[str, Any]) -> Iterable[tuple[str, Any]]:
+def _arguments(segment: CompiledSegment, carry: dict[str, Any]) -> Iterable[tuple[str, Any]]:
     """Return the arguments of a segment by name."""
     if segment.reads is None:
         return carry.items()
     return [(name, carry[name]) for name in segment.reads]
 
 
-def _drop_unneeded(carry: dict[str, Any], segment: ProgramSegment) -> None:
+def _drop_unneeded(carry: dict[str, Any], segment: CompiledSegment) -> None:
     """Drop the values from the carry that no segment after this one needs."""
     for name in carry.keys() - segment.needed:
         del carry[name]
 
 
-def _differentiable(segment: ProgramSegment, record: SegmentRecord) -> Names:
+def _differentiable(segment: CompiledSegment, record: SegmentRecord) -> Names:
     """Return the names of a communication's arguments that need a gradient."""
     return tuple(name for name, needed in zip(segment.reads or (), record.differentiable) if needed)
 
@@ -384,6 +386,11 @@ def no_autocast(device_type: str | None) -> AbstractContextManager:
 def needs_grad(value: Any) -> bool:
     """Return True for a tensor that requires a gradient."""
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _version(value: Any) -> int:
+    """Return the number of in-place operations on a tensor; 0 for other values, and for tensors that do not count."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def detached(value: Any) -> Any:

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Compute, output_names
 from dualpipe.pipeline.overlap import walk
-from dualpipe.plan.on_meta.counted_models import CountedModel, CountedStage, Workload, counted_model
-from dualpipe.plan.on_meta.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
+from dualpipe.plan.counted_stages import CountedStage, Workload, counted_stage, layer_kinds, workload_to_run
+from dualpipe.plan.meta_run import LayerKind, MetaRun, meta_hidden, summed_loss
 from dualpipe.train.config.model_config import TrainedModel
 
 # Temporaries of the CPU references at half precision, by operator: how many float32 copies of its largest tensor are
@@ -56,11 +56,6 @@ class ActivationBytes(NamedTuple):
     input_backward: int
     inside_forward: int = 0
     inside_backward: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Earlier name of `saved`."""
-        return self.saved
 
 
 # Entries of `ActivationBytes` that include the tensors which attention saves.
@@ -91,13 +86,13 @@ def activation_bytes(
         has_documents: sequences hold several documents. The masks that separate them count for models of transformers;
             native models need no masks.
     """
-    counted = counted_model(model)
-    probe = counted.probe(Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents))
-    runs = [list(run) for _, run in groupby(counted.kinds(layers, recompute))]
+    work = Workload(batch * sequence_length, (sequence_length,), dtype, ep, nodes, cpu, has_documents)
+    probe = workload_to_run(model, work)
+    runs = [list(run) for _, run in groupby(layer_kinds(model, layers, recompute))]
     short_runs = [run[:2] if len(run) > 3 else run for run in runs]
 
     def token_bytes(*runs: list[LayerKind]) -> tuple[float, ...]:
-        sizes = _token_bytes(counted, tuple(chain.from_iterable(runs)), probe, last)
+        sizes = _token_bytes(model, tuple(chain.from_iterable(runs)), probe, last)
         return sizes.with_attention(sequence_length)
 
     shortened = token_bytes(*short_runs)
@@ -132,9 +127,9 @@ class _TokenBytes(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _token_bytes(model: CountedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool) -> _TokenBytes:
-    """Count a stage with one layer per kind. probe: workload to run, see `CountedModel.probe`."""
-    stage = model.stage(kinds, probe, last)
+def _token_bytes(model: TrainedModel, kinds: tuple[LayerKind, ...], probe: Workload, last: bool) -> _TokenBytes:
+    """Count a stage with one layer per kind. probe: workload to run, see `workload_to_run`."""
+    stage = counted_stage(model, kinds, probe, last)
     counts = [_count_stage(stage, probe, length) for length in probe.lengths]
     if len(counts) == 1:
         plain = tuple(size / probe.tokens for size in counts[0])
@@ -178,7 +173,7 @@ class _PassBytes(NamedTuple):
 
 def _count_pass(stage: CountedStage, kind: Literal["B", "I"], probe: Workload, length: int) -> _PassBytes:
     """Run a forward and a backward of one kind, and count their bytes."""
-    segments = stage.segments()
+    segments = stage.module.segments()
     result = "x"
     if stage.is_last:
         logits = output_names(segments)

@@ -11,23 +11,22 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from shutil import get_terminal_size
 from typing import Any
 
-from dualpipe.plan.draw import to_svg
-from dualpipe.plan.explain import explain
 from dualpipe.plan.machines import GPUS_PER_NODE, read_machine
 from dualpipe.plan.memory import GB
 from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_texts
-from dualpipe.schedule.page import WholeStep, to_html
+from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.train.config.load import INPUT_PATHS, load_config
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config
 
-DRAWN = 4  # maximum number of runs on the HTML page
-COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "micro-batches", "recompute", "step s", "tok/s/GPU", "MFU",
+COLUMNS = ("row", "pp", "dp", "cp", "ep", "schedule", "chunks", "recompute", "step s", "tok/s/GPU", "MFU",
            "bubble", "all-to-all", "sends", "shards", "GB", "limited by")
+LEFT_OUT_FIRST = "sends", "shards", "all-to-all", "bubble", "limited by", "MFU"  # of the columns, in a narrow terminal
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
@@ -42,7 +41,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     """
     config = load_config(args.config, overrides)
     sequence_length = args.sequence_length or config.train.sequence_length
-    config = replace(config, train=replace(config.train, sequence_length=sequence_length))
+    config = replace(
+        config,
+        train=replace(config.train, sequence_length=sequence_length),
+        parallel=replace(config.parallel, device="cuda"),
+    )
     for name in ("gpus", "nodes_of", "rows"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -53,48 +56,28 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     machine = read_machine(args.gpu, node=per_node, measured=tuple(args.costs))
     model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
-        config, model, machine, args.gpus, _sequences(config, args.global_batch),
+        config, model, machine, args.gpus, _sequences(config, args.global_batch, args.gpus),
         by_memory=args.objective == "memory",
     )
-    runs = plan(request, args.rows)
-    yield from table(runs, by_memory=request.by_memory)
+    with SearchProgress(f"layouts of {args.gpus} GPUs") as progress:
+        runs = plan(request, args.rows, progress)
+    yield from table(runs, by_memory=request.by_memory, width=get_terminal_size((120, 24)).columns)
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then set parallel.schedule = \"auto\" for it"
-    row_to_write = args.write[0] if args.write else None
-    for row in filter(None, (args.explain, row_to_write)):
-        if not str(row).isdecimal() or not 1 <= int(row) <= len(runs):
+    if args.write:
+        row, path = args.write
+        if not row.isdecimal() or not 1 <= int(row) <= len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
-    if args.explain:
-        yield from ("", *explain(runs[int(args.explain) - 1]))
-    row, path = args.write or (1, "")
-    yield from write_texts(
-        (path, lambda: to_toml(runs[int(row) - 1].config, Path(path))),
-        (args.svg, lambda: to_svg(runs)), (args.html, lambda: _page(runs[:DRAWN], by_memory=request.by_memory)),
-    )
+        yield from write_texts((path, lambda: to_toml(runs[int(row) - 1].config, Path(path))))
 
 
-def _page(runs: Sequence[Prediction], *, by_memory: bool) -> str:
-    """Return the HTML page with the timelines of the runs. by_memory: they are ordered by memory."""
-    names = [f"row {row}: {run.config.parallel.schedule}" for row, run in enumerate(runs, start=1)]
-    return to_html([run.timeline() for run in runs], title="The steps of a plan", names=names, unit="s",
-                   notes="\n".join(table(runs, by_memory=by_memory)), steps=[_whole_step(run.parts) for run in runs])
-
-
-def _whole_step(parts: Mapping[str, float]) -> WholeStep:
-    """Return the parts of a step that the page shows around the schedule, and as idle time."""
-    return WholeStep(
-        before={"gather": parts["gather"]},
-        after={"optimizer": parts["optimizer"]},
-        idle={name: max(0.0, parts[name]) for name in ("bubble", "sends", "reduce")},
-    )
-
-
-def _sequences(config: Config, tokens: int) -> int:
+def _sequences(config: Config, tokens: int, gpus: int) -> int:
     """Return the number of sequences per step. tokens: tokens per step, or 0 for the batch of the configuration."""
     t = config.train
     p = config.parallel
     if tokens % t.sequence_length or tokens < 0:
-        nearest = max(1, round(tokens / t.sequence_length)) * t.sequence_length
+        unit = gpus * t.sequence_length
+        nearest = max(1, round(tokens / unit)) * unit
         raise ValueError(f"--global-batch {tokens} is no multiple of a sequence's {t.sequence_length} tokens; give "
                          f"{nearest}")
     if tokens:
@@ -102,18 +85,30 @@ def _sequences(config: Config, tokens: int) -> int:
     return t.batch_size or t.micro_batch_size * t.num_chunks * p.sizes["dp"] * p.ep
 
 
-def table(runs: Sequence[Prediction], *, by_memory: bool = False) -> Iterator[str]:
-    """Yield the lines of the table: a row per run, with percentages of its step. by_memory: as in `PlanRequest`."""
-    rows = [COLUMNS, *(tuple(_cells(i, run)) for i, run in enumerate(runs, start=1))]
+def table(runs: Sequence[Prediction], *, by_memory: bool = False, width: int = 0) -> Iterator[str]:
+    """Yield the lines of the table: a row per run, with percentages of its step.
+
+    by_memory: as in `PlanRequest`. width: columns of a line that the rows must fit into, with fewer percentages if need
+    be; 0: any.
+    """
+    cells = zip(*(_cells(i, run) for i, run in enumerate(runs, start=1)))
+    columns = {name: [name, *values] for name, values in zip(COLUMNS, cells)}
     if all(run.config.parallel.cp == 1 for run in runs):
-        cp_column = COLUMNS.index("cp")
-        rows = [(*row[:cp_column], *row[cp_column + 1 :]) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    for row in rows:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip()
-    kind, order = ("smallest", "least memory") if by_memory else ("fastest", "shortest step")
-    yield f"a row is the {kind} run that fits on its mesh, of all schedules; {order} first"
+        del columns["cp"]
+    left_out = []
+    for name in LEFT_OUT_FIRST:
+        if not width or sum(max(map(len, column)) + 2 for column in columns.values()) - 2 <= width:
+            break
+        del columns[name]
+        left_out.append(name)
+    widths = [max(map(len, column)) for column in columns.values()]
+    for row in zip(*columns.values()):
+        yield "  ".join(cell.rjust(size) for cell, size in zip(row, widths)).rstrip()
     best = runs[0]
+    kind, order = ("smallest", "least memory") if by_memory else ("fastest", "shortest step")
+    yield f"predicted, not measured: a row is the {kind} run that fits on its mesh, of all schedules; {order} first"
+    if left_out:
+        yield f"left out, as lines would be longer than {width}: {', '.join(left_out)}; a wider terminal shows them"
     length = best.config.train.sequence_length
     yield (f"{best.tokens:,} tokens a step in sequences of {length}; GB of the worst rank, beside "
            f"{best.machine.reserve:g} for CUDA and the allocator")

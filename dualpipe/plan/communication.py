@@ -11,7 +11,7 @@ from dualpipe.parallel.context import method_for
 from dualpipe.parallel.context.ring import row_width
 from dualpipe.parallel.context.ulysses import heads_width
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.on_meta.even_dispatcher import ExpertChoice
+from dualpipe.plan.meta_dispatch import ExpertChoice
 
 
 def all_to_all_seconds(machine: Machine, sent: float, ranks: int) -> float:
@@ -49,11 +49,10 @@ def takes_two_hops(per_node: int, ranks: int, dispatch: str) -> bool:
     """Return True if a dispatch over `ranks` consecutive ranks takes two hops.
 
     per_node: ranks that share a node. dispatch: value of parallel.dispatch. Two hops that these nodes do not allow
-    count as one hop. "deep_ep" counts as "two_hop", although it sums outputs within a node and has both hops at the
-    same time.
+    count as one hop.
     """
     spans_nodes = ranks > per_node and ranks % per_node == 0
-    return spans_nodes and (dispatch in ("two_hop", "deep_ep") or (dispatch == "auto" and per_node > 1))
+    return spans_nodes and (dispatch == "two_hop" or (dispatch == "auto" and per_node > 1))
 
 
 def row_share(machine: Machine, ranks: int, gate: Router) -> float:

@@ -11,10 +11,9 @@
     activations  those of all live micro-batches, with logits, recomputed tensors and messages in transit, also the rows
                  between the two hops of a dispatch: counted by `dualpipe.plan.activations`. With context parallelism,
                  for the tokens of one rank, with the communication buffers of one layer. Layers of transformers that
-                 cannot run on meta are left out: `dualpipe.plan.on_meta.counted_models.uncounted_layers` names them
+                 cannot run on meta are left out: `dualpipe.plan.counted_stages.uncounted_layers` names them
     pending      tensors held for deferred weight gradients
-    nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer. With
-                 parallel.all_to_all = "copy_engine" also the memory that peers write into
+    nccl         buffers to peers within a node, as NCCL's p2p.cc allocates them; between nodes it allocates fewer
     host         pinned host memory: the moments with optimizer.offload. Not in the total, which counts the device alone
 
 All numbers are those of the step with the most memory; `step_memory` returns those of every step. Memory that the
@@ -33,7 +32,6 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.parallel.copy_engine.peer_memory import BUFFER_BYTES
 from dualpipe.parallel.experts.dispatcher import experts_per_rank
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
@@ -51,7 +49,7 @@ from dualpipe.train.step.layout_check import check_layout
 from dualpipe.train.step.pipeline_schedule import build_schedule
 
 __all__ = [
-    "BINARY", "CHANNEL", "DECIMAL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "built", "cached_schedule",
+    "BINARY", "CHANNEL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "cached_schedule",
     "dtype_plan", "estimate", "layers_of", "muon_shapes", "sent_bytes", "stage_sizes", "step_memory", "table",
     "tokens_of_rank", "unit_for",
 ]
@@ -67,7 +65,6 @@ class Unit(NamedTuple):
 
 
 BINARY = Unit("GiB", 2**30), Unit("MiB", 2**20), Unit("KiB", 2**10)
-DECIMAL = Unit("GB", GB), Unit("MB", 10**6), Unit("kB", 10**3)
 # Bytes that NCCL allocates for one channel (a block of a kernel) to a peer and back, in multiples of 2 MiB. On Hopper
 # it takes 10 MiB to receive, for the buffers of three protocols (0.5, 4.69 and 4 MiB), and 2 MiB to send. An A100 reads
 # from its peer and takes 6 MiB for each direction.
@@ -263,8 +260,7 @@ def _activations(
     length = tokens_of_rank(config)
     layers = layers_of(stage)
     dtype = dtype_of(train.dtype)
-    # DeepEP has rows between its hops in buffers of its own, which are not counted.
-    has_two_hops = p.dispatch != "deep_ep" and takes_two_hops(per_node, p.ep, p.dispatch)
+    has_two_hops = takes_two_hops(per_node, p.ep, p.dispatch)
     sizes = activation_bytes(
         model, layers, ep=p.ep, nodes=p.ep // per_node if has_two_hops else 1, recompute=config.memory.recompute,
         dtype=dtype, batch=train.micro_batch_size, sequence_length=length, last=is_last, cpu=p.device == "cpu",
@@ -312,9 +308,6 @@ def cached_schedule(name: str, ranks: int, chunks: int) -> Schedule:
     return build(name, ranks, chunks)
 
 
-built = cached_schedule  # earlier name
-
-
 @lru_cache(maxsize=64)
 def _unpaired_schedule(name: str, ranks: int, chunks: int) -> Schedule:
     """Return a schedule with its pairs split, as the engine runs it if pairs have no communication to hide."""
@@ -332,8 +325,7 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_no
 
     Each communicator has a ring, whose channels take CHANNEL bytes each. An all-to-all has channels to each peer in the
     node besides: neighbours share the experts, and ranks that share a sequence are as far apart as there are ranks of
-    experts. A link between stages sends in one direction only: its channels take half as much. The memory that peers
-    write into for an all-to-all by copies counts as well.
+    experts. A link between stages sends in one direction only: its channels take half as much.
     """
     if p.device == "cpu":
         return 0
@@ -356,29 +348,27 @@ def _nccl_buffers(p: ParallelConfig, placement: Sequence[int], rank: int, per_no
     channels = sum(traffic.ctas for ranks, traffic in rings if ranks > 1)
     channels += (min(p.ep, per_node) - 1) * EXPERTS.ctas
     channels += (min(p.cp, max(1, per_node // p.ep)) - 1) * CONTEXT.ctas
-    peer_memory = BUFFER_BYTES["cuda"] if p.all_to_all == "copy_engine" and p.ep > 1 else 0
-    return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas + peer_memory
+    return CHANNEL * channels + CHANNEL // 2 * num_links * LINK.ctas
 
 
-def unit_for(most: int, units: Sequence[Unit] = BINARY) -> Unit:
-    """Return the largest of `units` that is at most `most` bytes, or else the smallest. units: largest first."""
-    return next((unit for unit in units if most >= unit.bytes), units[-1])
+def unit_for(most: int) -> Unit:
+    """Return the largest unit that is at most `most` bytes, or else the smallest."""
+    return next((unit for unit in BINARY if most >= unit.bytes), BINARY[-1])
 
 
-def table(ranks: Sequence[RankMemory], capacity: float = 0.0, units: Sequence[Unit] = BINARY) -> Iterator[str]:
+def table(ranks: Sequence[RankMemory], capacity: float = 0.0) -> Iterator[str]:
     """Yield the lines of a table of the ranks, in the unit that suits the largest.
 
     Args:
         ranks: memory of each pipeline rank.
         capacity: memory of a device in GB, to be compared with the largest rank; 0 for none.
-        units: units to choose from, largest first.
     """
     columns = [memory._asdict() | {"total": memory.total} for memory in ranks]
     for values in columns:
         del values["host"], values["moment_buffers"]
     host = max(memory.host for memory in ranks)
     peak = max(memory.total for memory in ranks)
-    unit = unit_for(peak, units)
+    unit = unit_for(peak)
     yield " ".join(f"{name:>11}" for name in (f"{unit.name} of rank", *columns[0]))
     for rank, values in enumerate(columns):
         yield f"{rank:>11} " + " ".join(f"{value / unit.bytes:>11.2f}" for value in values.values())

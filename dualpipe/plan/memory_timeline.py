@@ -14,11 +14,12 @@ itself, so at most four micro-batches per rank are shown, unless the schedule is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NamedTuple
 
-from dualpipe.plan.memory import RankMemory, Unit, step_memory, unit_for
+from dualpipe.plan.memory import RankMemory, step_memory, unit_for
 from dualpipe.schedule import Step
-from dualpipe.schedule.svg import legend, picture, rect, text, tick_step, titled
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
@@ -30,16 +31,7 @@ COLOURS = {
     "pending": "#f5b041",
     "buffers": "#c2554d",
 }
-# Pixels: height of a rank's row, gap below it, margins around the rows, and width of a column.
-ROW = 110
-GAP = 18
-LEFT = 130
-TOP = 66
-BOTTOM = 40
-CELL = 7
-PEAK_LABEL = 90  # pixels to the right of a row for the label of its peak
-LEGEND_WIDTH = 580
-STYLE = "line{stroke:#d5dbe1;stroke-width:1}.c{text-anchor:middle;fill:#6b7785}"
+FORMATS = (".png", ".svg", ".pdf")
 
 
 class Moment(NamedTuple):
@@ -80,60 +72,37 @@ def table(ranks: Sequence[Sequence[Moment]]) -> Iterator[str]:
         yield f"{rank:>12} {step:>12} " + " ".join(f"{size:>12.2f}" for size in sizes)
 
 
-def to_svg(ranks: Sequence[Sequence[Moment]]) -> str:
-    """Draw the moments as SVG: one row per rank, one column per step, stacked by kind. Hovering shows the sizes."""
-    peak = _peak_bytes(ranks)
-    unit = unit_for(peak)
-    columns = max(map(len, ranks))
-    bottom = TOP + len(ranks) * (ROW + GAP)
-    shapes = [text(LEFT, 22, f"Memory while each step runs: at most {peak / unit.bytes:.1f} {unit.name}", "h")]
-    shapes += legend(LEFT, 36, COLOURS.items())
-    shapes += _step_axis(columns, bottom)
-    for rank, moments in enumerate(ranks):
-        row_bottom = TOP + rank * (ROW + GAP) + ROW
-        shapes += _memory_axis(f"rank {rank}, {unit.name}", row_bottom, peak / unit.bytes, columns)
-        shapes += _row(moments, row_bottom, peak, unit)
-    width = max(LEFT + CELL * columns + PEAK_LABEL, LEFT + LEGEND_WIDTH)
-    return picture(width, bottom + BOTTOM, shapes, STYLE)
-
-
 def _peak_bytes(ranks: Sequence[Sequence[Moment]]) -> int:
     """Return the bytes of the largest moment, at least 1."""
     return max(moment.total for moments in ranks for moment in moments) or 1
 
 
-def _row(moments: Sequence[Moment], bottom: float, peak: int, unit: Unit) -> Iterator[str]:
-    """Yield the shapes of a rank: the label of its peak, and a column of bars per step."""
-    rank_peak = max(moment.total for moment in moments)
-    label = f"{rank_peak / unit.bytes:.1f} {unit.name}"
-    yield text(LEFT + CELL * len(moments) + 8, bottom - ROW * rank_peak / peak + 4, label)
-    for column, moment in enumerate(moments):
-        sizes = (f"{name} {size / unit.bytes:.2f} {unit.name}" for name, size in zip(COLOURS, moment.bytes))
-        title = "\n".join([" and ".join(action.title for action in moment.step), *sizes])
-        yield titled(title, _bars(moment, column, bottom, peak))
+def check_picture(path: Path) -> None:
+    """Raise ValueError if `draw` cannot write this file: by its suffix or folder, or without matplotlib."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"the picture is {str(path)!r}; give a file that ends in {', '.join(FORMATS)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no directory {path.parent}; give the path of a new file")
+    if find_spec("matplotlib") is None:
+        raise ValueError(f'the picture {path} needs matplotlib: pip install "dualpipe[viz]"')
 
 
-def _memory_axis(title: str, bottom: float, peak: float, columns: int) -> Iterator[str]:
-    """Yield the vertical axis of a rank. Its height stands for `peak` units of memory."""
-    yield text(10, bottom - ROW / 2 + 4, title)
-    step = tick_step(peak / 4)
-    for tick in range(int(peak / step) + 1):
-        y = bottom - ROW * tick * step / peak
-        yield f'<line x1="{LEFT - 4}" y1="{y:.1f}" x2="{LEFT + CELL * columns}" y2="{y:.1f}"/>'
-        yield text(LEFT - 8, y + 4, f"{tick * step:g}", "e m")
+def draw(ranks: Sequence[Sequence[Moment]], path: Path) -> None:
+    """Draw the moments: a panel per rank, a column per step, stacked by kind. The file's suffix gives its format."""
+    from matplotlib.figure import Figure  # takes 0.5 s
 
-
-def _step_axis(columns: int, top: float) -> Iterator[str]:
-    """Yield the step numbers below the columns, and the caption of the axis."""
-    step = round(tick_step(max(1, 40 / CELL)))
-    for column in range(0, columns, step):
-        yield text(LEFT + CELL * (column + 0.5), top, column, "c")
-    yield text(LEFT, top + 18, "steps of the schedule of each rank, in order, all drawn equally wide", "m")
-
-
-def _bars(moment: Moment, column: int, bottom: float, peak: int) -> Iterator[str]:
-    """Yield the stacked bars of one step, from the bottom up."""
-    for colour, size in zip(COLOURS.values(), moment.bytes):
-        height = ROW * size / peak
-        bottom -= height
-        yield rect(LEFT + CELL * column, bottom, CELL - 0.5, height, colour)
+    unit = unit_for(_peak_bytes(ranks))
+    figure = Figure(figsize=(10, 1.5 + 1.3 * len(ranks)), layout="constrained")
+    panels = figure.subplots(len(ranks), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for rank, (axes, moments) in enumerate(zip(panels, ranks)):
+        steps = range(len(moments))
+        bottom = [0.0] * len(moments)
+        for kind, (name, colour) in enumerate(COLOURS.items()):
+            sizes = [moment.bytes[kind] / unit.bytes for moment in moments]
+            axes.bar(steps, sizes, width=1.0, bottom=bottom, color=colour, label=name)
+            bottom = [below + size for below, size in zip(bottom, sizes)]
+        axes.set(ylabel=f"rank {rank}, {unit.name}", xmargin=0.0)
+        axes.set_title(f"at most {max(bottom):.1f} {unit.name}", loc="right", fontsize="small")
+    panels[-1].set_xlabel("step of the rank's schedule, all drawn equally wide")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=len(COLOURS), frameon=False)
+    figure.savefig(path)

@@ -6,7 +6,7 @@ and its memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf
@@ -14,10 +14,11 @@ from math import inf
 from dualpipe.models import HubConfig
 from dualpipe.models.flops import meta_layer
 from dualpipe.parallel.context.context_parallel import method_for
+from dualpipe.parallel.mesh import check_replicate
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import GB, cached_schedule, check_run, estimate
 from dualpipe.plan.predict import Prediction
-from dualpipe.schedule.by_name.build import BUILDERS
+from dualpipe.schedule.by_name import BUILDERS
 from dualpipe.train.config.schema import Config
 from dualpipe.train.optim.from_config import check_optimizer
 
@@ -56,8 +57,12 @@ class PlanRequest:
         return 0.0 if self.by_memory else run.bound
 
 
-def plan(request: PlanRequest, rows: int) -> list[Prediction]:
-    """Return the best run on each mesh, the best mesh first. rows: maximum number of runs, 1 or more.
+def plan(
+    request: PlanRequest, rows: int, progress: Callable[[float], None] = lambda fraction_done: None
+) -> list[Prediction]:
+    """Return the best run on each mesh, the best mesh first.
+
+    rows: maximum number of runs, 1 or more. progress: called with the fraction of the meshes that are done.
 
     If a run without a pipeline fits, the best of them is included, in place of the last row if need be.
 
@@ -66,15 +71,19 @@ def plan(request: PlanRequest, rows: int) -> list[Prediction]:
             the GPUs, or no run fits in memory. Then the message names the run that comes nearest.
     """
     check_optimizer(request.config.optimizer, request.model)
+    check_replicate(request.gpus, request.config.parallel.dp_replicate, "parallel.dp_replicate")
+    progress(0.0)
     refused: list[str] = []  # errors with which a run would refuse meshes
     meshes = [sorted(runs, key=request.floor) for runs in _meshes(request, refused)]
     if not meshes and refused:
         raise ValueError(refused[0])
     if not meshes:
+        unit = request.gpus * request.config.train.sequence_length
         raise ValueError(f"no mesh of {request.gpus} GPUs takes {request.sequences} sequences a step; give another "
-                         "number of --gpus, or a --global-batch of tokens that they can share")
+                         f"number of --gpus, or a --global-batch that is a multiple of {unit} tokens")
     best_runs: list[Prediction] = []
-    for runs in sorted(meshes, key=lambda runs: request.floor(runs[0])):
+    for number, runs in enumerate(sorted(meshes, key=lambda runs: request.floor(runs[0]))):
+        progress(number / len(meshes))
         has_enough = len(best_runs) >= rows and request.floor(runs[0]) >= request.score(best_runs[rows - 1])
         if has_enough and runs[0].config.parallel.pp > 1:
             continue
@@ -99,9 +108,6 @@ def describe(run: Prediction) -> tuple[str, str]:
     t = run.config.train
     rules = " ".join(run.config.memory.recompute) or "none"
     return f"{p}, {p.schedule}", f"{t.num_chunks} micro-batches of {t.micro_batch_size}, recompute {rules}"
-
-
-described = describe  # earlier name
 
 
 def _best(request: PlanRequest, runs: list[Prediction]) -> Prediction | None:

@@ -18,18 +18,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.hub import HubConfig
 from dualpipe.nn import Linear, RMSNorm
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.pipeline.overlap import Task
-from dualpipe.plan.on_meta.even_dispatcher import EvenDispatcher, Transfer
-from dualpipe.plan.on_meta.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
+from dualpipe.plan.meta_dispatch import ExpertChoice, MetaDispatcher, Transfer
+from dualpipe.plan.meta_run import MICROBATCH, LayerKind, MetaRun, meta_hidden, stage_of_kinds, summed_loss
 
 Kind = Literal["gemm", "grouped", "fp8 gemm", "fp8 grouped", "attention", "attention backward", "memory"]
 LENGTHS = 251, 509  # tokens of the two runs; primes, so that no other dimension of a tensor has the same size
-# Number of kernels that an operator launches, if more than one. tests/models/test_launches.py checks it and _PLANNING.
+# Number of kernels that an operator launches, if more than one. tests/models/test_launches.py checks it.
 _LAUNCHES = {"dualpipe::sort_tokens": 4, "dualpipe::find_destinations": 2, "aten::topk": 2, "attention backward": 4}
-_PLANNING = 22  # kernels that build and pack a dispatch plan, which the stand-in for the dispatch does not launch
 FP8_BYTES = 1 + 1 / 32  # bytes per element with its share of the scale: one byte per 32 elements, or four per 128
 _ACCUMULATE = torch.ops.aten.addmm.dtype_out  # adds a weight gradient to its accumulator
 _NO_TRAFFIC = {"prim::device", "aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided"}
@@ -83,9 +83,7 @@ class FP8Usage(NamedTuple):
     dispatch: bool = False
 
 
-InFP8 = FP8Usage  # earlier name
 NO_FP8 = FP8Usage()
-IN_BF16 = NO_FP8  # earlier name
 
 
 @lru_cache(maxsize=1024)
@@ -95,9 +93,6 @@ def layer_parts(
     """Return the operators of a layer on one of `ep` ranks that all have the same number of tokens."""
     short, long = (_run_layer(config, kind, ep, dtype, length, fp8) for length in LENGTHS)
     forward, backward = _fit_parts(short, long)
-    if ep > 1 and len(forward) > 1:
-        planning = Operator("memory", launches=_PLANNING)
-        forward = (forward[0]._replace(operators=(*forward[0].operators, planning)), *forward[1:])
     return LayerParts(forward, backward)
 
 
@@ -138,9 +133,14 @@ def _run_layer(
                 for name, param in stage.named_parameters()}
     fp8_weights = {storages[name] for name in fp8.weights & storages.keys()}
     fp8_backward = {storages[name] for name in fp8.backward & storages.keys()}
-    recorder = _OperatorRecorder(fp8_weights, fp8_backward)
-    dispatchers = [getattr(module, "dispatcher", None) for module in stage.modules()]
-    transfers = next((each.transfers for each in dispatchers if isinstance(each, EvenDispatcher)), [])
+    transfers: list[Transfer] = []
+    sent_share = 1.0
+    for _, layer in stage.numbered():
+        if isinstance(layer.mlp, SparseMLP) and isinstance(layer.mlp.dispatcher, MetaDispatcher):
+            choice = ExpertChoice.of(layer.mlp.gate)
+            transfers = layer.mlp.dispatcher.transfers
+            sent_share = choice.expected_places(ep) / min(choice.top_k, ep)
+    recorder = _OperatorRecorder(fp8_weights, fp8_backward, sent_share)
     inputs: tuple[str, ...] = ("x",)
     result = "x"
     if kind.first in config.mtp_layers:
@@ -178,9 +178,13 @@ def _record_parts(
         operators = recorder.take()
         assert in_flight is not None, "the forward and the backward of a layer yield communications alone"
         in_flight.start()
+        in_flight.advance()
+        operators += recorder.take()  # those that pack the rows
         transfer = transfers.pop()
-        rows = transfer.rows * (FP8_BYTES / 2 if fp8_rows and transfer.is_dispatch else 1)
-        yield ActionPart(operators, rows + transfer.beside, _record_deferred(store, recorder), transfer.by_node)
+        rows, *beside = transfer.exchanges
+        row_bytes = rows * (FP8_BYTES / 2 if fp8_rows and transfer.is_dispatch else 1)
+        sent = row_bytes + sum(beside)
+        yield ActionPart(operators, sent, _record_deferred(store, recorder), transfer.by_node)
     yield ActionPart(recorder.take(), 0.0, _record_deferred(store, recorder))
 
 
@@ -239,10 +243,14 @@ class _OperatorRecorder(TorchDispatchMode):
     Args:
         fp8: storages of the weights with forward GEMMs in FP8.
         fp8_backward: storages of the weights with input gradients in FP8.
+        sent_share: part of the rows of a dispatch plan that are sent. The others are neither written nor read.
     """
 
-    def __init__(self, fp8: Collection[int] = (), fp8_backward: Collection[int] = ()) -> None:
+    def __init__(
+        self, fp8: Collection[int] = (), fp8_backward: Collection[int] = (), sent_share: float = 1.0
+    ) -> None:
         super().__init__()
+        self._sent_share = sent_share
         self._fp8_forward = fp8
         self._fp8_backward = fp8_backward
         self._operators: list[Operator] = []
@@ -264,11 +272,11 @@ class _OperatorRecorder(TorchDispatchMode):
         aliases = [argument.alias_info for argument in func._schema.arguments]
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
         if self._has_begun and not is_view and name not in _NO_TRAFFIC:
-            self._record(name, _tensors((args, kwargs)), _tensors(results))
+            self._record(name, _tensors((args, kwargs)), _tensors(results), _plan_rows(name, args))
         return results
 
-    def _record(self, name: str, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Record an operator by its name and tensors."""
+    def _record(self, name: str, inputs: list[Tensor], outputs: list[Tensor], plan_rows: int) -> None:
+        """Record an operator by its name and tensors. plan_rows: see `_plan_rows`."""
         is_backward = torch._C._current_autograd_node() is not None
         # Decomposed attention: it has scores, or operands with five dimensions, grouped by key/value head. The one GEMM
         # in each direction whose result has the shape of the scores stands for the fused operator; the rest is skipped.
@@ -277,7 +285,10 @@ class _OperatorRecorder(TorchDispatchMode):
                 attention: Kind = "attention backward" if is_backward else "attention"
                 self._operators.append(Operator(attention, launches=_LAUNCHES.get(attention, 1)))
             return
-        moved: float = sum(tensor.numel() * tensor.itemsize for tensor in (*inputs, *outputs))
+        moved = 0.0
+        for tensor in (*inputs, *outputs):
+            share = self._sent_share if tensor.dim() == 2 and len(tensor) == plan_rows else 1.0
+            moved += share * tensor.numel() * tensor.itemsize
         kind, flops = _flops(name, inputs, outputs)
         fp8_weights = self._fp8_backward if is_backward else self._fp8_forward
         has_fp8_weight = any(tensor.untyped_storage()._cdata in fp8_weights for tensor in inputs)
@@ -290,6 +301,18 @@ class _OperatorRecorder(TorchDispatchMode):
             kind = "fp8 gemm" if kind == "gemm" else "fp8 grouped"
         is_triton = name.startswith("dualpipe::")
         self._operators.append(Operator(kind, flops, 0.0, moved, _LAUNCHES.get(name, 1), is_triton))
+
+
+def _plan_rows(name: str, arguments: tuple[Any, ...]) -> int:
+    """Return the number of rows of a dispatch plan if an operator spreads tokens over them, or sums them; else 0."""
+    if name == "dualpipe::dispatch_tokens":
+        _, inverse, _, _, rows = arguments
+    elif name == "dualpipe::combine_tokens":
+        y, _, inverse, _, _ = arguments
+        rows = len(y)
+    else:
+        return 0
+    return rows if rows == len(inverse) else 0  # experts have their rows cut to those that are assigned
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -249,7 +249,7 @@ class Prediction:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, as a fraction. For attention it counts all pairs of positions, causal or not."""
-        flops = flops_per_token(self.model, self.setting.length).both
+        flops = flops_per_token(self.model, self.setting.length).total
         return flops * self.tokens_per_second / (self.machine.tflops * 1e12)
 
     def costs(self, *, reduce: bool = True, send: bool = True) -> Costs:
@@ -343,7 +343,3 @@ def _simulate(
     timeline = simulate(cached_schedule(name, ranks, chunks), costs, merged_w=merged_w)
     busy = sum(span.end - span.start for span in chain.from_iterable(timeline.spans))
     return SimulatedTime(timeline.makespan, busy / ranks)
-
-
-Played = SimulatedTime  # earlier name
-play = simulate_long  # earlier name

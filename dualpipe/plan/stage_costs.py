@@ -31,7 +31,7 @@ from dualpipe.plan.communication import (
     two_hop_seconds,
 )
 from dualpipe.plan.machines import Machine
-from dualpipe.plan.on_meta.meta_run import LayerKind, kinds_of
+from dualpipe.plan.meta_run import LayerKind, kinds_of
 from dualpipe.plan.operators import NO_FP8, ActionPart, FP8Usage, LayerParts, Operator, head_parts, layer_parts
 from dualpipe.runtime.nccl import EXPERTS
 from dualpipe.schedule import Costs
@@ -83,9 +83,6 @@ class OperatorTotal(NamedTuple):
     seconds: float
 
 
-Spent = OperatorTotal  # earlier name
-
-
 class LayerCosts(NamedTuple):
     """Times of a layer's forward and backward parts, and the totals of both by kind of operator.
 
@@ -113,11 +110,6 @@ class StageCosts(NamedTuple):
     recomputed: float
     sent: float
     merged_w: tuple[float, ...] = ()
-
-    @property
-    def again(self) -> float:
-        """Earlier name of `recomputed`."""
-        return self.recomputed
 
 
 @lru_cache(maxsize=4096)

@@ -1,7 +1,4 @@
-"""Tensors stored as quantized blocks with scales, for use as parameters: see `tensor`.
-
-Imports `kernels` and `runtime`.
-"""
+"""Tensors stored as quantized blocks with scales, for use as parameters: see `tensor`."""
 
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.quantized import operators  # noqa: F401  (registers the operators of the tensors)

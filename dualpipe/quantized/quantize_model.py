@@ -186,16 +186,10 @@ def check_sharding(name: str, param: Tensor, format: Format, num_ranks: int) -> 
         raise ValueError(missing_master_message(name, part))
 
 
-check_cut = check_sharding  # earlier name
-
-
 def missing_master_message(name: str, part: QuantizedTensor) -> str:
     """Return the error message for a trained weight without a master."""
     return (f"{name} is trainable and stored in {part.format} without a master: updates smaller than half a step of "
             "the format would be lost; quantize it while it requires gradients, or freeze it")
-
-
-untrained = missing_master_message  # earlier name
 
 
 def quantize_param(param: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
@@ -217,15 +211,9 @@ def quantize_param(param: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
     return distribute_like(param, part)
 
 
-quantized = quantize_param  # earlier name
-
-
 def distribute_like(param: Tensor, part: Tensor) -> Tensor:
     """Return this rank's part as a tensor that is distributed like `param`. It shares memory with `part`."""
     if not isinstance(param, DTensor):
         return part
     return DTensor.from_local(part, param.device_mesh, param.placements, run_check=False, shape=param.shape,
                               stride=param.stride())
-
-
-placed_as = distribute_like  # earlier name

@@ -52,7 +52,7 @@ def run() -> int:
 
 def examine() -> Iterator[Finding]:
     """Yield all findings, the most basic first."""
-    yield Finding("ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parent}")
+    yield Finding("ok", f"python {platform.python_version()}, dualpipe {__version__} in {Path(__file__).parents[1]}")
     yield from _examine_packages()
     try:
         import torch
@@ -82,7 +82,7 @@ def examine() -> Iterator[Finding]:
 
 
 def _examine_packages() -> Iterator[Finding]:
-    """Yield a finding for every missing package, then one with the versions of the others."""
+    """Yield a finding for every missing package, then the versions of the others, some in each line."""
     versions = []
     for name in (*REQUIRED, *OPTIONAL):
         try:
@@ -92,7 +92,8 @@ def _examine_packages() -> Iterator[Finding]:
                 yield Finding("missing", f"{name}: {OPTIONAL[name]}; pip install {name}")
             else:
                 yield Finding("error", f"{name}: no training; pip install {name}")
-    yield Finding("ok", ", ".join(versions))
+    for start in range(0, len(versions), 6):
+        yield Finding("ok", ", ".join(versions[start : start + 6]))
 
 
 def _examine_devices(num_devices: int) -> Iterator[Finding]:
@@ -141,8 +142,9 @@ def _examine_gloo() -> Finding:
     with suppress(OSError):
         address = socket.gethostbyname(host)
     if address.startswith("127."):
-        return Finding("missing", f"gloo between machines: {host} resolves to {address}; set GLOO_SOCKET_IFNAME to one "
-                                  f"of {', '.join(interfaces)}")
+        others = [name for name in interfaces if name not in ("lo", "lo0")]
+        remedy = f"set GLOO_SOCKET_IFNAME to one of {', '.join(others)}" if others else "it has no other interface"
+        return Finding("missing", f"gloo between machines: {host} resolves to {address}; {remedy}")
     return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
 
 

@@ -42,9 +42,13 @@ class RankLost(PipelineError):
 ONE_LINE_ERRORS = (ValueError, FloatingPointError, OSError, RankLost)  # printed as one line, without a traceback
 
 
+class CheckFailed(ValueError):
+    """A check found something, such as a damaged file. The exit status is 1: the command itself is right."""
+
+
 def exit_status(error: BaseException) -> int:
     """Return the exit status of a process that ends with `error`."""
-    return USER_ERROR if isinstance(error, ValueError) else 1
+    return USER_ERROR if isinstance(error, ValueError) and not isinstance(error, CheckFailed) else 1
 
 
 def error_line(error: BaseException) -> str:
@@ -59,6 +63,12 @@ _MIXED_DTYPES = (
 _REMEDIES = {  # remedies for errors of torch that do not mention the pipeline, by a phrase of their text
     "leaf Variable that requires grad": " A stage must not begin with an in-place operation: its input is a leaf, "
     "like a parameter, and its gradient goes to the stage before. Write x = x + 1 instead of x += 1.",
+    "modified by an inplace operation": " Other micro-batches run between a forward and its backward: a stage or a "
+    "criterion must not fill a tensor again that the backward reads. Make a new one in each forward.",
+    "does not require grad and does not have a grad_fn": " The first forward of a recomputed segment runs without a "
+    "graph: call autograd.grad under torch.enable_grad(), with an input that requires a gradient, or do not recompute.",
+    "backward through the graph a second time": " Every micro-batch runs a backward of its own: a tensor with a graph "
+    "that several of them use must be an input or a target of the step, or be computed in each forward.",
     "must have the same dtype": _MIXED_DTYPES,
     "same dtype, but got": _MIXED_DTYPES,
 }
@@ -96,15 +106,15 @@ def nearest(name: str, known: Collection[str], count: int = 1, *, cutoff: float 
     return get_close_matches(name, known, n=count, cutoff=cutoff)
 
 
-def raise_for(heading: str, problems: Iterable[str]) -> None:
-    """Raise one ValueError with a heading and a line for every problem; do nothing if there are none."""
+def raise_for(heading: str, problems: Iterable[str], error: type[ValueError] = ValueError) -> None:
+    """Raise one error with a heading and a line for every problem; do nothing if there are none."""
     problems = list(problems)
     if not problems:
         return
     lines = [heading, *problems[:_MAX_PROBLEMS]]
     if len(problems) > _MAX_PROBLEMS:
         lines.append(f"... and {len(problems) - _MAX_PROBLEMS} more")
-    raise ValueError("\n  ".join(lines))
+    raise error("\n  ".join(lines))
 
 
 def die_with(parent: int) -> None:

@@ -10,7 +10,7 @@ import os
 import time
 import tomllib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,13 +85,6 @@ def write_file(path: Path, pieces: Iterable[bytes | memoryview], checksum: str =
         return Written(out.tell(), "" if digest is None else digest.hexdigest())
 
 
-def write_files(
-    folder: Path, files: Mapping[str, Iterable[bytes | memoryview]], checksum: str = ""
-) -> dict[str, Written]:
-    """Write new files into a folder by `write_file`; return the result of each by name."""
-    return {name: write_file(folder / name, pieces, checksum) for name, pieces in files.items()}
-
-
 def report_writes(pieces: Iterable[bytes | memoryview], report: Callable[[int], None]) -> Iterable[memoryview]:
     """Split `pieces` for `write_file`, and call `report` with the size of every part once it has been written.
 
@@ -146,11 +139,16 @@ def replace_file(
 def write_texts(*files: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
     """Write the text of every file that has a path; yield a printable line for each.
 
-    Without a path, the function that returns the text is not called.
+    Without a path, the function that returns the text is not called. Raises ValueError for a file that cannot be
+    written.
     """
     for path, content in files:
         if path:
-            Path(path).write_text(content(), encoding="utf-8")
+            text = content()
+            try:
+                Path(path).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"cannot write {path}: {error.strerror}; give the path of a new file") from error
             yield f"wrote {path}"
 
 
@@ -187,7 +185,7 @@ def hold(path: Path, patience: float = 0.0) -> Lock:
     Raises BlockingIOError if another holder keeps it for `patience` seconds; OSError on a file system without locks.
     """
     flags = os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT
-    descriptor = os.open(path, flags, 0o644)
+    descriptor = os.open(path, flags, 0o666)
     deadline = time.monotonic() + patience
     try:
         while True:

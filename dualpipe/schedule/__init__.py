@@ -1,10 +1,9 @@
 """Pipeline schedules as data: types, known schedules, validation, simulation and drawing. Pure Python, no torch.
 
-search/ finds better schedules. by_name/ builds schedules by name and holds the command `dualpipe schedule`. Both are
-rooms of their own, which use `runtime`. For the files directly in this folder: Imports nothing.
+search/ finds better schedules; `by_name` builds all of them. `command` is `dualpipe schedule`.
 """
 
-from dualpipe.schedule.by_name.build import build
+from dualpipe.schedule.by_name import build
 from dualpipe.schedule.draw import to_svg, to_text
 from dualpipe.schedule.page import to_html
 from dualpipe.schedule.simulate import Costs, Span, Timeline, simulate

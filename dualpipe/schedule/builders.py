@@ -118,31 +118,31 @@ def zbv(num_ranks: int, num_microbatches: int) -> Schedule:
 def v_half(num_ranks: int, num_microbatches: int) -> Schedule:
     """Build V-Half: a schedule on a V with about half the activation memory of 1F1B.
 
-    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into time
-    slots of one action (in this function, "slot" means a time slot). A rank runs F0, F1, I1 and I0 of the first
-    micro-batch in fixed slots, those of each following micro-batch 6 slots later, and weight gradients in the free
-    slots. Each rank runs F0 and I1 two slots later than the rank before it, and F1 and I0 one slot earlier. So it holds
-    the activations of half 0 (from F0 to I0) for three slots less than the rank before it, and those of half 1 (from F1
-    to I1) for three slots more: the sum is equal on all ranks.
+    On P ranks, a rank holds at most P + 2 stage activations (see `simulate`) instead of 2P. Time is divided into
+    ticks of one action. A rank runs F0, F1, I1 and I0 of the first micro-batch at fixed ticks, those of each following
+    micro-batch 6 ticks later, and weight gradients at the free ticks. Each rank runs F0 and I1 two ticks later than the
+    rank before it, and F1 and I0 one tick earlier. So it holds the activations of half 0 (from F0 to I0) for three
+    ticks less than the rank before it, and those of half 1 (from F1 to I1) for three ticks more: the sum is equal on
+    all ranks.
 
     Source: Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv:2405.15362, with the offsets of
     github.com/sail-sg/zero-bubble-pipeline-parallelism, but without the reordering at the beginning and the end of a
     step that is done there.
     """
-    shift = 0 if num_ranks % 2 else 3  # with an even number of ranks, two actions would otherwise share a slot
+    shift = 0 if num_ranks % 2 else 3  # with an even number of ranks, two actions would otherwise share a tick
     ranks = []
     for rank in range(num_ranks):
-        first_slots = {
+        first_ticks = {
             "F0": 2 * rank,
             "F1": 3 * num_ranks - rank - 2,
             "I1": 3 * num_ranks + shift + 2 * rank - 1,
             "I0": 6 * num_ranks + shift - rank - 2,
         }
-        slots = {slot + 6 * mb: name for name, slot in first_slots.items() for mb in range(num_microbatches)}
+        names = {tick + 6 * mb: name for name, tick in first_ticks.items() for mb in range(num_microbatches)}
         pattern: list[str] = []
         deferred = deque[str]()
-        for slot in range(1 + max(slots)):
-            name = slots.get(slot)
+        for tick in range(1 + max(names)):
+            name = names.get(tick)
             if name is not None:
                 pattern.append(name)
                 if name.startswith("I"):

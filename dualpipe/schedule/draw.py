@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
 from itertools import chain
-from math import ceil, floor
+from math import ceil, floor, log10
 from typing import Any, NamedTuple
 
 from dualpipe.schedule.simulate import Reduction, Span, Timeline
-from dualpipe.schedule.svg import number, picture, rect, text, tick_step, titled
 from dualpipe.schedule.types import Action, Kind
 
 PARTS = 6  # maximum number of parts of a text timeline, one below the other
@@ -33,12 +33,18 @@ TOP = 76
 BOTTOM = 34
 CELL = 17  # pixels of the shortest step, so that two digits fit
 WIDEST = 6000  # default for the maximum width of the time axis in pixels; numbers that do not fit are left out
-# Numbers in a cell (n), in a pair (p) and at the axis (a); background of a row (b), frame of a pair (o).
+# Classes of text: heading (h), muted (m), ending at its x instead of starting there (e). Numbers in a cell (n), in a
+# pair (p) and at the axis (a); background of a row (b), frame of a pair (o). Cells keep their colours in dark mode, and
+# so the numbers in them stay dark.
 STYLE = (
+    "text{font-family:Helvetica,Arial,sans-serif;font-size:11px;fill:#1f2933}.h{font-size:15px;font-weight:bold}"
+    ".m{fill:#6b7785}.e{text-anchor:end}"
     ".n{text-anchor:middle;font-size:10.5px}.p{text-anchor:middle;font-size:9.5px}"
     ".a{text-anchor:middle;fill:#6b7785;font-size:10px}"
     "rect{stroke:#fff;stroke-width:.8}.b{fill:#f1f3f5;stroke:none}.o{fill:none;stroke:#1f2933;stroke-width:1.3}"
     "line{stroke:#d5dbe1;stroke-width:1}"
+    "@media(prefers-color-scheme:dark){text{fill:#d1d9e0}.m,.a{fill:#9198a1}.n,.p{fill:#1f2933}"
+    'rect[fill="#fff"]{fill:#0d1117}rect{stroke:#0d1117}.b{fill:#1c2128}.o{stroke:#f0f6fc}line{stroke:#3d444d}}'
 )
 
 
@@ -203,7 +209,11 @@ def to_svg(timeline: Timeline, widest: float = WIDEST) -> str:
     ]
     for rank in range(len(timeline.spans)):
         shapes += _row(timeline, rank, scale, upper)
-    return picture(max(right + RIGHT, LEFT + 960), bottom + BOTTOM, shapes, STYLE)  # with room for the legend
+    width = max(right + RIGHT, LEFT + 960)  # with room for the legend
+    height = bottom + BOTTOM
+    size = f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}"'
+    frame = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>'
+    return "\n".join([frame, rect(0, 0, width, height, "#fff"), *shapes, "</svg>"]) + "\n"
 
 
 def _axis(timeline: Timeline, scale: float, bottom: float) -> Iterator[str]:
@@ -272,3 +282,35 @@ def _cell(step: Sequence[Action], x: float, top: float, width: float, upper: set
             yield text(x + width / 2, y + height / 2 + 3.7, action.microbatch, kind)
     if len(step) == 2:
         yield rect(x + 0.6, top + 0.6, width - 1.2, ROW - 1.2, kind="o")
+
+
+def rect(x: float, y: float, width: float, height: float, fill: str = "", kind: str = "") -> str:
+    """Return a rectangle with its upper left corner at (x, y). kind: its CSS class."""
+    attributes = ""
+    if fill:
+        attributes += f' fill="{fill}"'
+    if kind:
+        attributes += f' class="{kind}"'
+    return f'<rect x="{number(x)}" y="{number(y)}" width="{number(width)}" height="{number(height)}"{attributes}/>'
+
+
+def text(x: float, y: float, content: object, kind: str = "") -> str:
+    """Return a line of text with its baseline at `y`. kind: its CSS class."""
+    attribute = f' class="{kind}"' if kind else ""
+    return f'<text x="{number(x)}" y="{number(y)}"{attribute}>{escape(str(content))}</text>'
+
+
+def titled(title: str, shapes: Iterable[str]) -> str:
+    """Group shapes that show `title` when the pointer is over them."""
+    return f"<g><title>{escape(title)}</title>{''.join(shapes)}</g>"
+
+
+def tick_step(least: float) -> float:
+    """Return the smallest of ..., 0.1, 0.2, 0.5, 1, 2, 5, 10, ... that is at least `least`, as the step of an axis."""
+    magnitude = 10.0 ** floor(log10(least))
+    return next(step * magnitude for step in (1, 2, 5, 10) if step * magnitude >= least * (1 - 1e-9))
+
+
+def number(value: float) -> str:
+    """Format a number with at most two decimals, without trailing zeros."""
+    return f"{value:.2f}".rstrip("0").rstrip(".")

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import NamedTuple, TypeVar
 
 from dualpipe.schedule.types import Action, Schedule, Step
@@ -172,8 +173,41 @@ def completed_stages(steps: Sequence[Step], kinds: str = "BW") -> tuple[tuple[in
     return tuple(stages_at.get(index, ()) for index in range(len(steps)))
 
 
+def merged_weights(steps: Sequence[Step]) -> list[tuple[Action, ...]]:
+    """Return for each step of a rank the actions that its "W" is merged with, itself included, in order.
+
+    An engine may compute the weight gradients of one stage together. Consecutive steps that are a single "W" form a
+    run. Any other step ends the run, even a pair that includes a "W". Within a run, all "W" of one stage are merged,
+    even with a "W" of another stage between them. No step is moved: a stage's gradients are complete after the same
+    step as before.
+
+    The tuple of a step that is not merged is empty. Example: in 3W0 4W0 3W1 4W1 4W2, 3W0 is merged with 3W1, and 4W0
+    with 4W1 and 4W2.
+    """
+    merged: list[tuple[Action, ...]] = []
+    for is_single_w, run in groupby(steps, key=_is_single_w):
+        neighbours = list(run)
+        if not is_single_w:
+            merged += [()] * len(neighbours)
+            continue
+        of_stage: defaultdict[int, list[Action]] = defaultdict(list)
+        for (action,) in neighbours:
+            of_stage[action.stage].append(action)
+        for (action,) in neighbours:
+            actions = of_stage[action.stage]
+            merged.append(tuple(actions) if len(actions) > 1 else ())
+    return merged
+
+
+def _is_single_w(step: Step) -> bool:
+    return len(step) == 1 and step[0].kind == "W"
+
+
 def play(programs: Iterable[Iterable[T]], try_run: Callable[[int, T], bool]) -> list[deque[T]]:
     """Run the programs of all ranks as far as they go, and return the items of each rank that could not run.
+
+    This is the one player of schedules. A callback runs the items: the steps that `simulate` and the search time, and
+    the messages of which `validate` and the search prove that no rank waits forever.
 
     The result does not depend on the order in which ranks take turns, provided that an item that can run stays able to
     run whatever other ranks do. Messages and inputs have this property.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from dualpipe.schedule.draw import LOOKS, REDUCTION, upper_half
 from dualpipe.schedule.messages import required_input, result
@@ -16,20 +16,6 @@ TEMPLATE = Path(__file__).with_name("page.html")
 PLACEHOLDER = "__DATA__"  # of the JSON data, in the template
 
 
-class WholeStep(NamedTuple):
-    """Times of a training step that its timeline does not show, in the unit of the timeline.
-
-    Args:
-        before: time that every rank spends before the schedule begins, by name.
-        after: time that every rank spends after the schedule ends, by name.
-        idle: idle time of an average rank within the schedule, by cause.
-    """
-
-    before: Mapping[str, float]
-    after: Mapping[str, float]
-    idle: Mapping[str, float]
-
-
 def to_html(
     timelines: Sequence[Timeline | Sequence[Span]],
     *,
@@ -37,7 +23,6 @@ def to_html(
     names: Sequence[str] = (),
     unit: str = "",
     notes: str = "",
-    steps: Sequence[WholeStep] = (),
 ) -> str:
     """Return a page that draws timelines one below the other on one time axis, each compared with the first.
 
@@ -50,78 +35,52 @@ def to_html(
         names: name of each timeline. Default: the name of its schedule, or "measured".
         unit: unit of all times, such as "ms".
         notes: lines of text below the title, in a monospaced font.
-        steps: the training step around each timeline. If passed, whole training steps are drawn and compared.
 
     Raises:
-        ValueError: there are no timelines, a measured timeline has no steps, or `names` or `steps`, if passed, do not
-            have one item for each timeline.
+        ValueError: there are no timelines, a measured timeline has no steps, or `names`, if passed, does not have one
+            item for each timeline.
     """
     names = names or [line.schedule.name if isinstance(line, Timeline) else "measured" for line in timelines]
     if not timelines or len(names) != len(timelines):
         raise ValueError(f"{len(timelines)} timelines and {len(names)} names; give one or more, and a name for each")
-    if steps and len(steps) != len(timelines):
-        raise ValueError(f"{len(timelines)} timelines and {len(steps)} whole steps; give one for each, or none")
-    whole_steps: Sequence[WholeStep | None] = steps or [None] * len(timelines)
     drawn = []
-    for line, name, whole_step in zip(timelines, names, whole_steps):
+    for line, name in zip(timelines, names):
         timeline = line if isinstance(line, Timeline) else _measured_timeline(line, name)
-        drawn.append(_timeline_data(timeline, name, whole_step))
+        drawn.append(_timeline_data(timeline, name))
     data = dict(title=title, unit=unit, notes=notes, looks=LOOKS, reduction=REDUCTION, timelines=drawn)
     # In a script element only "<" can end the script or open a comment; in JSON it occurs in strings alone.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     return TEMPLATE.read_text(encoding="utf-8").replace(PLACEHOLDER, text, 1)
 
 
-def _timeline_data(timeline: Timeline, name: str, whole_step: WholeStep | None) -> dict[str, Any]:
+def _timeline_data(timeline: Timeline, name: str) -> dict[str, Any]:
     """Return the data of a timeline for the page.
 
     A step is [start, end, action, ...]. An action is [kind, stage, micro-batch, number of the action that computes its
-    input, or -1]; actions are numbered in the order of ranks, steps and actions. `around` has the [start, end] of the
-    parts of the whole step before and after the schedule.
+    input, or -1]; actions are numbered in the order of ranks, steps and actions.
     """
     steps = [span.step for spans in timeline.spans for span in spans]
     numbers = {result(action): number for number, action in enumerate(action for step in steps for action in step)}
     origin = min((spans[0].start for spans in timeline.spans if spans), default=0.0)
-    before = sum(whole_step.before.values()) if whole_step else 0.0
-    after = sum(whole_step.after.values()) if whole_step else 0.0
 
     def time(value: float) -> float:
-        return float(f"{value - origin + before:.9g}")
+        return float(f"{value - origin:.9g}")
 
     def action_data(action: Action) -> tuple[str, int, int, int]:
         source = required_input(timeline.schedule, action)
         return action.kind, action.stage, action.microbatch, numbers.get(source, -1) if source else -1
 
-    end = time(timeline.makespan + after)
+    schedule = timeline.schedule
     return {
         "name": name,
-        "words": _heading(timeline, whole_step, end),
-        "makespan": end,
-        "around": [[0.0, time(origin)], [time(timeline.makespan), end]] if whole_step else [],
+        "size": f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches",
+        "memory": f"at most {max(timeline.peak_activations)} live activations",
+        "makespan": time(timeline.makespan),
         "p2p": timeline.costs.p2p,
         "upper": sorted(upper_half(timeline)),
         "ranks": [[[time(s.start), time(s.end), *map(action_data, s.step)] for s in row] for row in timeline.spans],
         "reductions": [[[time(r.start), time(r.end), r.stage] for r in row] for row in timeline.reductions],
     }
-
-
-def _heading(timeline: Timeline, whole_step: WholeStep | None, length: float) -> tuple[str, ...]:
-    """Return the texts of a timeline's heading.
-
-    They are the numbers of ranks, stages and micro-batches; the word for the duration ("makespan" or "step"); the word
-    for the idle time ("bubble" or "idle"); the causes of the idle time; and the memory.
-
-    length: duration of the whole step.
-    """
-    schedule = timeline.schedule
-    size = f"{schedule.num_ranks} ranks, {schedule.num_stages} stages, {schedule.num_microbatches} micro-batches"
-    memory = f"at most {max(timeline.peak_activations)} live activations"
-    if whole_step is None:
-        return size, "makespan", "bubble", "", memory
-    causes = ", ".join(f"{name} {time / length:.1%}" for name, time in whole_step.idle.items())
-    outside = {**whole_step.before, **whole_step.after}
-    in_grey = ", ".join(f"{name} {time / length:.1%}" for name, time in outside.items())
-    return size, "step", "idle", f" ({causes})", f"in grey {in_grey}; {memory}"
 
 
 def _measured_timeline(spans: Sequence[Span], name: str) -> Timeline:

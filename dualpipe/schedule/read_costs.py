@@ -16,13 +16,15 @@ _NESTED = ("pairs", "per_stage")  # fields of `Costs` that are JSON objects
 def parse_costs(text: str) -> Costs:
     """Parse costs from text such as "F=1,B=2,FB=2.6", or read them from a JSON file if `text` ends with ".json".
 
-    Raises ValueError for text or a file that does not hold costs, and OSError for a file that cannot be read.
+    Raises ValueError for text or a file that does not hold costs or cannot be read.
     """
     if not text.endswith(".json"):
         assignments = [part.partition("=") for part in text.split(",") if part.strip()]
         return costs_from({name.strip(): value for name, _, value in assignments})
     try:
         content = json.loads(Path(text).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the costs {text}: {error.strerror}; give the path of a JSON file") from error
     except ValueError as error:
         raise ValueError(f"{text} is not valid JSON: {error}") from error
     return costs_from(content, source=text)

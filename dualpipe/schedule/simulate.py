@@ -12,8 +12,7 @@ from functools import cached_property
 from math import isfinite
 from typing import Any, NamedTuple, cast
 
-from dualpipe.schedule.merged_weights import merged_weights
-from dualpipe.schedule.messages import Result, completed_stages, play, required_input, result
+from dualpipe.schedule.messages import Result, completed_stages, merged_weights, play, required_input, result
 from dualpipe.schedule.types import KINDS, Action, Schedule, ScheduleError, Step
 
 PENDING = 0.5  # fraction of a stage's activations that a deferred weight gradient holds between "I" and "W"

@@ -14,6 +14,8 @@ from itertools import chain
 from typing import Literal, cast
 
 Kind = Literal["F", "B", "I", "W"]
+"""The kind of an action: see `Action`."""
+
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 _ACTION = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
@@ -57,7 +59,8 @@ class Action:
         return f"{self.kind}(stage {self.stage}, micro-batch {self.microbatch})"
 
 
-Step = tuple[Action, ...]  # one action, or two independent actions that overlap
+Step = tuple[Action, ...]
+"""One action, or two independent actions that overlap."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,1 @@
-"""Traces: files with the work of all ranks during some training steps, on one clock, and reports on where time went.
-
-Imports `schedule` and `runtime`.
-"""
+"""Traces: files with the work of all ranks during some training steps, on one clock, and reports on where time went."""

@@ -20,7 +20,7 @@ from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.types import Action, Schedule, Step
 from dualpipe.schedule.validate import validate
 
-FORMAT = "dualpipe trace 2"
+FORMAT = "dualpipe trace 1"
 TRACED = "trace until the error: "  # begins the note of an error that ended a trace, before the file's path
 COMPUTE = "compute"
 COMMUNICATION = "communication"

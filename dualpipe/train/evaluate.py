@@ -38,7 +38,7 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
         stage.train()
     if not losses:
         return {}
-    if model.has_loss_mask:
+    if model.counts_targets:
         shares = torch.stack(weights) / torch.stack(weights).sum()
         mean = (torch.stack(losses) * shares.unsqueeze(-1)).sum(0)
     else:

@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.checkpoint.directory import find
-from dualpipe.checkpoint.hub.save_quantized import check_quantized
+from dualpipe.checkpoint.hub.save import check_quantized
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.models import HubConfig, read_config
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import say, warn
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage.location import Location
+from dualpipe.runtime.storage import Location, RemotePath, as_location
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import set_aside
 from dualpipe.train.step.stages import Model
-from dualpipe.train.step.transformers_stages import save_transformers_stages
 
 EXPORT_FILE = "export.json"  # in output.dir
 
@@ -50,18 +49,6 @@ def is_exported(config: Config, source: Location | None) -> bool:
     return bool(record == _describe_export(config, committed[0]))
 
 
-def record_export(config: Config, checkpoint: Location) -> None:
-    """Write the record of an export. A failure is a warning.
-
-    checkpoint: of the exported state.
-    """
-    file = Path(config.output.dir) / EXPORT_FILE
-    try:
-        replace_file(file, json.dumps(_describe_export(config, Checkpoint.read(checkpoint)), indent=1) + "\n")
-    except (OSError, ValueError) as error:
-        warn(f"{file} cannot be written: {error}; the run would export again if it is started again")
-
-
 def _describe_export(config: Config, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return the record of an export, as JSON: its directory, its settings, and a hash of the checkpoint's content."""
     written = sorted((name, file.checksum) for name, file in checkpoint.manifest.files.items())
@@ -78,6 +65,9 @@ def check_export(config: Config, model: Model) -> None:
     """Raise ValueError before training for an export that would fail at the end."""
     target = cast(Path, config.export_directory)
     source = config.init.from_hf
+    if isinstance(as_location(config.export.to_hf), RemotePath):
+        raise ValueError(f"export.to_hf = {config.export.to_hf!r} is a URL, but models are exported to local "
+                         "directories; give one, and copy the model when the run has ended")
     if config.export.to_hf != AUTO and not _is_free(target):
         raise ValueError(f"export.to_hf = {str(target)!r} exists and is not empty; give a new directory")
     if source and Path(source).resolve() == target.resolve():
@@ -109,23 +99,42 @@ def _is_free(target: Path) -> bool:
     return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
-def export(config: Config, model: Model, job: Job) -> None:
-    """Write the model in Hugging Face's format if [export] asks for it. Collective."""
+def export(config: Config, model: Model, job: Job, checkpoint: Location | None) -> None:
+    """Write the model in Hugging Face's format if [export] asks for it. Collective.
+
+    checkpoint: of the same state; None: it could not be written.
+    """
     target = config.export_directory
-    settings = config.export
     if target is None:
         return
+    source = config.init.from_hf or None
     with Recorder.current().doing("export", str(target)):
-        if job.rank == 0:
-            with suppress(OSError):
-                (Path(config.output.dir) / EXPORT_FILE).unlink()  # of an earlier export
-        if settings.to_hf == AUTO:
-            job.ranks.first(partial(set_aside, target))
+        job.ranks.first(lambda: _prepare(config, target, checkpoint))
         if isinstance(model.config, HubConfig):
-            save_hf(model.stages, target, job.mesh, model.plan, quantized=settings.quantized,
-                    source=config.init.from_hf or None)
+            save_hf(model.stages, target, job.mesh, model.plan, quantized=config.export.quantized, source=source)
         else:
-            save_transformers_stages(
-                model.stages, target, mesh=job.mesh, plan=model.plan, source=config.init.from_hf)
+            from dualpipe.hf import CausalLMStage, save_stages
+
+            save_stages(cast("Sequence[CausalLMStage]", model.stages), target, mesh=job.mesh, plan=model.plan,
+                        source=source)
     if job.rank == 0:
         say(f"the model: {target}")
+
+
+def _prepare(config: Config, target: Path, checkpoint: Location | None) -> None:
+    """Set an earlier export aside, and record the one that follows; a record that cannot be written is a warning.
+
+    The record comes before the export, which then appears as a whole: wherever the run is killed, the next start finds
+    a complete export with its record, or no export.
+    """
+    file = Path(config.output.dir) / EXPORT_FILE
+    with suppress(OSError):
+        file.unlink()  # of an earlier export
+    if config.export.to_hf == AUTO:
+        set_aside(target)
+    if checkpoint is None:
+        return
+    try:
+        replace_file(file, json.dumps(_describe_export(config, Checkpoint.read(checkpoint)), indent=1) + "\n")
+    except (OSError, ValueError) as error:
+        warn(f"{file} cannot be written: {error}; the run would export again if it is started again")

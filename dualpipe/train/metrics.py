@@ -6,12 +6,14 @@ Only the rank that knows the loss has a `MetricsWriter`.
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 import os
 import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
@@ -28,8 +30,8 @@ from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import discard_output, say, warn
 from dualpipe.schedule import Schedule, simulate, to_svg
-from dualpipe.train.runs.metrics_file import METRICS, json_line, read_metrics
 
+METRICS = "metrics.jsonl"
 OPTIONAL_PACKAGES = {  # and the consequence of a missing one
     "tensorboard": "no TensorBoard events",
     "matplotlib": "no picture of the loss",
@@ -125,14 +127,10 @@ class MetricsWriter:
         self._files: dict[str, OpenOutput] = {METRICS: lambda start: _Lines(folder / METRICS, start).add}
         if "tensorboard" not in missing:
             self._files["TensorBoard"] = lambda start: _tensorboard(folder / "tensorboard", start)
-        self.go_back(start_step)
+        self._wandb = _WandbRun(folder, wandb, settings or {}, is_new=start_step == 0)
         if wandb:
-            with self._optional("W&B"):
-                from wandb import init
-
-                run = init(project=wandb, dir=str(folder), config=dict(settings or {}))
-                self._run = run
-                self._outputs["W&B"] = lambda step, values: run.log(scalars(values), step=step)
+            self._files["W&B"] = self._wandb.open
+        self.go_back(start_step)
 
     def go_back(self, step: int) -> None:
         """Continue after `step`. Lines of later steps move to another file, as when a run resumes."""
@@ -185,9 +183,8 @@ class MetricsWriter:
     def __exit__(self, *raised: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-        if "W&B" in self._outputs:
-            with self._optional("W&B"):
-                self._run.finish()
+        with self._optional("W&B"):
+            self._wandb.finish()
 
     @contextmanager
     def _optional(self, name: str) -> Iterator[None]:
@@ -218,6 +215,25 @@ def _evaluation_text(metrics: StepMetrics) -> str:
         text += f" (MTP {', '.join(f'{loss:.4f}' for loss in metrics.eval_mtp_loss)})"
         text += f"  acceptance length {metrics.acceptance_length:.3f}"
     return text
+
+
+def json_line(values: Mapping[str, object]) -> str:
+    """Return a line of valid JSON; numbers that are not finite, which JSON lacks, become null."""
+    def clean(value: object) -> object:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps({name: clean(value) for name, value in values.items()}, allow_nan=False) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a `metrics.jsonl`, without lines that are incomplete or damaged."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
 class _Lines:
@@ -286,6 +302,64 @@ def _tensorboard(folder: Path, start_step: int) -> WriteStep:
     return lambda step, values: write(step=step, summary=Summary(
         value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
     ))
+
+
+class _WandbRun:
+    """The run at Weights & Biases: one for all starts of a run in `folder`.
+
+    W&B drops a row whose step is not above all that it has. So each row also has the training step as a value, which is
+    the x-axis of all charts, and rows of steps that are trained once more get W&B's next steps. `folder`/wandb-run.json
+    has the id of the run and its next step, which W&B does not tell while it is offline.
+
+    is_new: start a run, instead of going on with that of an earlier start. WANDB_RUN_ID comes first.
+    """
+
+    def __init__(self, folder: Path, project: str, settings: Mapping[str, object], *, is_new: bool) -> None:
+        self._folder = folder
+        self._project = project
+        self._settings = settings
+        self._file = folder / "wandb-run.json"
+        self._is_new = is_new
+        self._run: Any = None
+
+    def open(self, start_step: int) -> WriteStep:
+        """Start or resume the run after a number of completed steps, and return a function that writes a step."""
+        import wandb  # imported here: only one rank writes
+
+        record: dict[str, Any] = {}
+        if not self._is_new and self._file.exists():
+            record = json.loads(self._file.read_text(encoding="utf-8"))
+        run_id = os.environ.get("WANDB_RUN_ID") or record.get("id")
+        os.environ.setdefault("WANDB_FINISH_TIMEOUT", "60")  # seconds for an upload: other ranks wait for this one
+        self.finish()
+        resume: Any = os.environ.get("WANDB_RESUME", "allow")
+        run = wandb.init(project=self._project, dir=str(self._folder), config=dict(self._settings), id=run_id,
+                         resume=resume)
+        self._run = run
+        self._is_new = False
+        run.define_metric("*", step_metric="step")
+        next_step = start_step + 1
+        if hasattr(run, "step"):  # a stand-in for wandb may lack it
+            next_step = max(next_step, run.step, record["next_step"] if run.id == record.get("id") else 0)
+        offset = next_step - (start_step + 1)
+
+        def write_step(step: int, values: dict[str, Any]) -> None:
+            run.log({"step": step, **scalars(values)}, step=step + offset)
+            self._record(step + offset + 1)
+
+        self._record(next_step)
+        return write_step
+
+    def _record(self, next_step: int) -> None:
+        """Write the file for the next start."""
+        replace_file(self._file, json.dumps({"id": self._run.id, "next_step": next_step}) + "\n", flush=False)
+
+    def finish(self) -> None:
+        """End the run, if there is one."""
+        run = self._run
+        self._run = None
+        if run is not None:
+            run.finish()
 
 
 def set_aside(path: Path) -> None:

@@ -22,7 +22,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan
-from dualpipe.pipeline.stage_program import as_tuple
+from dualpipe.pipeline.compiled_stage import as_tuple
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import TokenBatch, shift_targets
@@ -70,7 +70,7 @@ class ParityModels:
         train = self.config.train
         length = train.sequence_length
         num_rows = train.micro_batch_size * train.num_chunks * self.config.parallel.batch_shards
-        num_tokens = num_rows * length
+        num_tokens = num_rows * (length + 1)
         generator = torch.Generator().manual_seed(train.seed)
         rows = torch.randint(resolved.model.vocab_size, (num_rows, length + 1), generator=generator, device="cpu")
         tokens = rows[:, :-1].contiguous()
@@ -79,9 +79,9 @@ class ParityModels:
             return [tokens, torch.from_numpy(shift_targets(rows.numpy(), depth, None)).contiguous()]
         starts = torch.randint(num_tokens, (num_rows,), generator=generator, device="cpu").sort().values
         bounds = torch.cat((torch.zeros_like(starts[:1]), starts, torch.full_like(starts[:1], num_tokens)))
-        positions = packed_positions(bounds, num_rows, length)
+        positions = packed_positions(bounds, num_rows, length + 1)
         targets = torch.from_numpy(shift_targets(rows.numpy(), depth, positions.numpy()))
-        return [tokens, targets.contiguous(), positions.contiguous()]
+        return [tokens, targets.contiguous(), positions[:, :-1].contiguous()]
 
     def _rank_part(self) -> list[Tensor]:
         """Return this rank's part of the batch: the rows of its pipeline, and its columns of tokens and targets."""

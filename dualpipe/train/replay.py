@@ -71,7 +71,7 @@ def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
         job, resolved = resources.enter_context(join(config, info))
         saver = resources.enter_context(Saver(config, job))
         runner = StepRunner(resolved, job, saver.source_dtypes)
-        runner.has_loss_mask = state_has_loss_mask(manifest.extra["loader"])
+        runner.counts_targets |= state_has_loss_mask(manifest.extra["loader"])
         kernels = choose_kernels(runner)
         resources.enter_context(use_attention_kernel(kernels.attention))
         recorder.step = manifest.step

@@ -1,15 +1,26 @@
-"""Description of a run before its first step: the model, the ranks, the data, and warnings."""
+"""Description of a run before its first step: the model, the ranks, the data, and warnings.
+
+`run.json` in the output directory has the settings of the run, at every start:
+
+    {"starts": [{"step": 0, "time": ..., "versions": {"torch": ...}, "settings": {"run": {...}, "model": {...}}}, ...]}
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import platform
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+import dualpipe
 from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
+from dualpipe.runtime.files import replace_file
+from dualpipe.runtime.printing import warn
 from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
@@ -17,6 +28,32 @@ from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.step.stages import slow_fp8_weights
 from dualpipe.train.step.step_runner import StepRunner
+
+RUN_FILE = "run.json"
+
+
+def record_start(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
+    """Add a start to `run.json` in `folder`. A failure is a warning.
+
+    Args:
+        step: number of completed steps. The first start of a run, at 0, replaces the file.
+        settings: description of the run, see `dualpipe.train.checkpointing.training_state.describe`.
+    """
+    path = folder / RUN_FILE
+    versions = {
+        "dualpipe": dualpipe.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    time = datetime.now(UTC).isoformat(timespec="seconds")  # ISO 8601
+    start = {"step": step, "time": time, "versions": versions, "settings": settings}
+    try:
+        is_first = step == 0 or not path.exists()
+        earlier = [] if is_first else json.loads(path.read_text(encoding="utf-8"))["starts"]
+        replace_file(path, json.dumps({"starts": [*earlier, start]}, indent=1, default=str) + "\n")
+    except (OSError, ValueError, LookupError, TypeError) as error:  # the last three: it is not the file of a run
+        reason = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        warn(f"{path} cannot be written: {reason}; training goes on, and this start is not in it")
 
 
 def count_parameters(runner: StepRunner) -> int:
@@ -57,6 +94,9 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
         yield _describe_sources(runner.config, data)
     if data.has_loss_mask:
         yield _describe_conversations(data)
+    ends = sorted({repr(splits.train.packed.end_token) for splits in data.sources if splits.train.packed.end_token})
+    if ends:
+        yield f"documents end with {' or '.join(ends)}"
     yield from _validation_notes(runner, data)
     if unigram is not None:
         yield f"a unigram model of the same text has a validation loss of {unigram:.4f} nats per token"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dualpipe.runtime.rank_process import LAUNCHER, process_age
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.runtime.storage.location import Location
+from dualpipe.runtime.storage import Location
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 

@@ -25,6 +25,7 @@ from dualpipe.runtime.peak_tflops import peak_tflops
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.storage import check_shared
 from dualpipe.train.anomaly.guard import BadStep, Guard
 from dualpipe.train.anomaly.rank_checks import RankChecks
 from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
@@ -36,7 +37,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
-from dualpipe.train.export import check_export, export, is_exported, record_export
+from dualpipe.train.export import check_export, export, is_exported
 from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
@@ -47,9 +48,8 @@ from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
 from dualpipe.train.observers.windows import StepWindows
 from dualpipe.train.optim.lr_schedule import run_learning_rate
-from dualpipe.train.run_description import count_parameters, describe_run
+from dualpipe.train.run_description import count_parameters, describe_run, record_start
 from dualpipe.train.run_report import RunReport
-from dualpipe.train.runs.run_file import Start, record_start
 from dualpipe.train.start_up import StartUp
 from dualpipe.train.step.kernel_choice import choose_kernels
 from dualpipe.train.step.step_runner import StepRunner
@@ -156,13 +156,14 @@ class Trainer:
         self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
         if config.export_directory is not None and not self.is_exported:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
+            check_shared(config.export_directory.parent, job.ranks)
         self.kernels = choose_kernels(runner)
         self.start_up.begin("data")
         self.data = RunData(
             config, job.ranks, job.place, runner.split, reads=model.has_first or model.has_last,
             vocab_size=model.config.vocab_size, mtp_depth=model.config.mtp_depth, device=job.device,
         )
-        runner.has_loss_mask = self.data.has_loss_mask
+        runner.counts_targets |= self.data.has_loss_mask
         self.saver = saver
         self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state, self.kernels), saver, self.state)
@@ -217,8 +218,9 @@ class Trainer:
                 return progress.status
             if self.is_exported and first == progress.done:
                 self._say_exported()
-            else:
-                self._export()
+            elif self.config.export_directory is not None:
+                # Even if the last checkpoint could not be written: that is reported at the end.
+                export(self.config, self.runner.model, self.job, self.saver.path_of(progress.done))
         if self.runner.reports:
             self.report.draw(Path(self.config.output.dir), self.runner.schedule)
         return 0
@@ -227,16 +229,6 @@ class Trainer:
         """Say on rank 0 that the model was exported before."""
         if self.job.rank == 0:
             say(f"the model: {self.config.export_directory}, exported before from the same checkpoint")
-
-    def _export(self) -> None:
-        """Export the model if requested, and record the checkpoint that it was made from. Collective."""
-        if self.config.export_directory is None:
-            return
-        # Export even if the last checkpoint could not be written: that is reported at the end.
-        export(self.config, self.runner.model, self.job)
-        checkpoint = self.saver.path_of(self.progress.done)
-        if checkpoint is not None and self.job.rank == 0:
-            record_export(self.config, checkpoint)
 
     @contextmanager
     def _located_os_errors(self) -> Iterator[None]:
@@ -269,12 +261,13 @@ class Trainer:
         parameters = count_parameters(runner)
         if not runner.reports:
             return nullcontext()
+        settings = describe(config, runner.model)
         writer = MetricsWriter(
             Path(config.output.dir), total_steps=train.steps, start_step=self.progress.done,
             log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
-            settings=describe(config, runner.model),
+            settings=settings,
         )
-        record_start(Path(config.output.dir), Start.now(self.progress.done, describe(config, runner.model)))
+        record_start(Path(config.output.dir), self.progress.done, settings)
         if self.data.num_validation_tokens and len(self.data.sources) == 1:
             self.report.unigram = self.data.sources[0].unigram_loss(runner.model.config.vocab_size)
         for text in describe_run(runner, self.data, parameters, self.report.unigram):

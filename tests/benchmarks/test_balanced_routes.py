@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from dualpipe.nn.routing.losses import LOSSES, RouterStep, load_of
-from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router import Router, Scoring
 from routes import BalancedRoutes, random_like_stride
 
 
 @pytest.mark.parametrize(("count", "top_k", "experts"), [(7, 3, 8), (64, 8, 16), (1, 5, 5), (5, 1, 3), (0, 2, 4)])
 @pytest.mark.parametrize("stride", [1, 7])
 def test_loads_differ_by_one_at_most(count, top_k, experts, stride):
-    router = Router(4, experts, top_k, norm_topk_prob=True, dtype=torch.float64)
+    router = Router(4, experts, top_k, scoring=Scoring(norm_topk_prob=True), dtype=torch.float64)
     torch.nn.init.normal_(router.weight)
     totals = torch.zeros(experts + len(LOSSES), dtype=torch.float64)
     router.choice, router.step = BalancedRoutes(stride), RouterStep(totals=totals)

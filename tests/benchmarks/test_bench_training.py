@@ -68,6 +68,7 @@ def test_every_setting_on_two_ranks(tmp_path, recompute):
     assert result.returncode == ("MISSED" in result.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_settings_under_torchrun(tmp_path):
     """The ranks of each setting meet in torchrun's store under a prefix of its own."""
@@ -188,8 +189,8 @@ WHY = {
 
 @pytest.mark.parametrize("setting, run", [
     pytest.param("raises", fork_script, marks=pytest.mark.slow),
-    pytest.param("dies", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
-    pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=pytest.mark.slow),
+    pytest.param("dies", partial(run_script, launcher=TORCHRUN), marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param("hangs", partial(run_script, launcher=TORCHRUN), marks=[pytest.mark.slow, pytest.mark.long]),
 ])
 def test_a_rank_that_fails_ends_its_setting_alone(tmp_path, setting, run):
     """The setting ends on all ranks, long before the other rank would give up.

@@ -161,6 +161,7 @@ def test_a_dry_session_writes_json_and_summary(tmp_path):
     assert f"all rows: {tmp_path / 'session.json'}" in (tmp_path / "summary.txt").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
 @pytest.mark.parametrize("node", [False, True])

@@ -127,6 +127,7 @@ def test_the_script_compares_a_kernel_with_its_budget():
     assert "1 kernels are within their budgets" in done.stdout or "nothing is compared" in done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_all_kernels_are_within_their_budgets():

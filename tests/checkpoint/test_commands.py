@@ -5,6 +5,7 @@ import shlex
 import pytest
 import torch
 
+from dualpipe import cli
 from dualpipe.checkpoint import save
 from dualpipe.checkpoint.commands import check, ls, show
 from native import Trainee
@@ -48,7 +49,10 @@ def test_damage_and_what_is_unfinished(two):
     assert next(lines) == f"{two}/step-00000002: DAMAGED" and "complete" in next(lines)
     with pytest.raises(ValueError, match=r"cannot be loaded:\n .*rank-00000\.safetensors has 0 bytes"):
         next(lines)
+    assert cli.main(["checkpoint", "verify", str(two)]) == 1, "the check found something"
     (two / "step-00000001" / "manifest.json").unlink()
+    assert cli.main(["checkpoint", "verify", str(two / "step-00000001")]) == 1
+    assert cli.main(["checkpoint", "verify", str(two / "nowhere")]) == 2, "the command is wrong"
     assert any("step-00000001 has no manifest.json" in row for row in ls(two))
     with pytest.raises(ValueError, match="no complete checkpoint"):
         list(show(two / "step-00000001"))

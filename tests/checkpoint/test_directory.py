@@ -127,6 +127,7 @@ def test_killed_at_several_moments(tmp_path, how, times):
     assert kill_often(tmp_path, how, times) or how == "process"  # some hit the writing itself
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_killed_many_times(tmp_path, how):

@@ -28,7 +28,7 @@ from dualpipe.checkpoint import (
     verify,
 )
 from dualpipe.checkpoint.commands import check, ls, show
-from dualpipe.checkpoint.directory import Directory, scan
+from dualpipe.checkpoint.directory import open_directory, scan
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.train.optim.optimizer import Optimizer
 from native import FILES, Trainee, is_step, state_of, steps_in
@@ -290,7 +290,7 @@ def test_a_child_of_the_process_does_not_hold_the_directory(tmp_path):
         os._exit(0)
     try:
         checkpoints.close()
-        Directory(tmp_path, None, None, patience=0.0).close()
+        open_directory(tmp_path, patience=0.0).close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -378,7 +378,7 @@ def test_a_directory_that_could_not_be_taken_is_free(two, monkeypatch):
         patch.setattr(directory, "scan", lambda path: exec("raise OSError(5, 'Input/output error')"))
         with pytest.raises(ValueError, match=r"checkpoints cannot be saved to .*Input/output"):
             Checkpoints(two)
-    Directory(two, None, None, patience=0.0).close()
+    open_directory(two, patience=0.0).close()
 
 
 def test_one_that_was_renamed_but_not_flushed_is_not_forgotten(tmp_path, monkeypatch):
@@ -408,7 +408,7 @@ def test_what_dead_jobs_left_is_removed(two):
 
 def test_one_job_at_a_time(tmp_path):
     with Checkpoints(tmp_path / "new" / "folder"), pytest.raises(ValueError, match="another job saves to"):
-        Directory(tmp_path / "new" / "folder", None, None, patience=0.2)
+        open_directory(tmp_path / "new" / "folder", patience=0.2)
     Checkpoints(tmp_path / "new" / "folder").close()
 
 

@@ -120,7 +120,7 @@ def forge(path, name, content, **changes):
 
 def sign(path, manifest):
     digest = sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps({"format": 2, "sha256": digest, "manifest": manifest}))
+    (path / "manifest.json").write_text(json.dumps({"format": 1, "sha256": digest, "manifest": manifest}))
 
 
 def signed(path, **changes):
@@ -312,8 +312,8 @@ def test_a_manifest_lists_all_that_is_read(two, name):
 
 def test_a_format_of_later_is_named(two):
     path = two / "step-00000002" / "manifest.json"
-    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
-    assert "it has format 3, which this release does not read" in verify(path.parent)[0]
+    path.write_text(path.read_text().replace('"format": 1', '"format": 2'))
+    assert "it has format 2, which this release does not read" in verify(path.parent)[0]
 
 
 def test_a_manifest_of_deep_nesting_hides_no_other(two):

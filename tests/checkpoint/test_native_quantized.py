@@ -17,8 +17,8 @@ from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.quantized.quantize_model import quantized_part
-from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import short_name
+from dualpipe.runtime.printing import format_bytes
 from native import Trainee
 from ranks import run_ranks
 

@@ -22,7 +22,7 @@ from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save
 from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.runtime import files
+from dualpipe.runtime import storage
 from native import is_gone, writer_of, writers_of
 from ranks import run_ranks, server
 
@@ -69,7 +69,7 @@ def test_one_copy_as_it_will_be_on_the_disk(tmp_path):
         laid_out = lay_out(kinds, 10**6, f"{attempt}.{{}}.safetensors".format, {})
         memory.fill(laid_out, state)
         state["view"] += 100  # which the copy is not
-        files.write_files(tmp_path, memory.pieces())
+        storage.write_files(tmp_path, memory.pieces())
         state["view"] -= 100
         assert os.fstat(memory._descriptor).st_size == 2**16
         found = [load_file(path) for path in sorted(tmp_path.glob(f"{attempt}.*"))]

@@ -1,6 +1,9 @@
 """Ranks that save wait for each other as long as there is progress, and no longer; bad steps are not committed."""
 
 import importlib
+import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -10,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualpipe.checkpoint import CheckpointError, Checkpoints, directory, latest, load, training_state, verify
+from dualpipe.checkpoint import CheckpointError, Checkpoints, directory, latest, load, training_state, verify, writer
 from dualpipe.checkpoint.tensors import lay_out
 from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel.mesh import build_mesh
@@ -150,6 +153,13 @@ def test_a_process_that_writes_tells_how_far_it_is(tmp_path, monkeypatch):
     memory.close()
 
 
+def test_the_process_that_writes_starts_without_torch():
+    command = [sys.executable, "-P", "-X", "importtime", writer.__file__, str(os.getpid()), "0"]
+    imports = subprocess.run(command, input="", capture_output=True, text=True).stderr
+    assert "dualpipe.runtime.storage" in imports
+    assert "torch" not in imports
+
+
 # -- numbers that are not finite
 
 
@@ -221,12 +231,12 @@ def test_the_newest_before_an_anomaly_stays(tmp_path):
     with Checkpoints(tmp_path, keep_last=2) as checkpoints:
         for step in (2, 4, 6):
             checkpoints.save(state, step=step)
-        checkpoints.anomaly(5)  # 4 is from before
+        checkpoints.keep_before_anomaly(5)  # 4 is from before
         for step in (8, 10):
             checkpoints.save(state, step=step)
         assert steps() == [4, 8, 10]
-        checkpoints.anomaly(9)
-        checkpoints.anomaly(3)  # an earlier one changes nothing
+        checkpoints.keep_before_anomaly(9)
+        checkpoints.keep_before_anomaly(3)  # an earlier one changes nothing
         for step in (12, 14):
             checkpoints.save(state, step=step)
         assert steps() == [8, 12, 14]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from dualpipe.hf import load_stages, save_stages
-from dualpipe.hf.build import READS_SHARDS
+from dualpipe.hf.build import READS_SHARDS, progress_bars_on_rank_0
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.parallel.mesh import build_mesh
 from hf_families import save_tiny, tiny_model
@@ -130,8 +130,38 @@ def _bars(rank, folder):
     return shown
 
 
+def test_ranks_that_have_not_met_yet_go_by_the_number_of_torchrun(monkeypatch):
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        with progress_bars_on_rank_0():
+            assert transformers_logging.is_progress_bar_enabled() == (rank == "0")
+    assert transformers_logging.is_progress_bar_enabled()
+
+
 def test_the_first_rank_alone_shows_progress_bars(tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
     first, second = run_ranks(_bars, 2, str(tmp_path))
     assert first
     assert not second
+
+
+def test_an_end_is_not_resized_alone(tmp_path):
+    save_tiny(tmp_path, "olmoe")
+    for stage in load_stages(tmp_path, 2, (0, 1)):
+        with pytest.raises(ValueError, match="resize the whole model"):
+            stage.causal_lm.resize_token_embeddings(80)
+    (whole,) = load_stages(tmp_path, 1, (0,))
+    whole.causal_lm.resize_token_embeddings(80)
+    assert whole(torch.tensor([[1, 70]])).shape == (1, 2, 80)
+
+
+def test_damaged_files_are_named(tmp_path):
+    save_tiny(tmp_path, "olmoe")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be opened as safetensors"):
+        load_stages(tmp_path, 1, (0,))
+    file.unlink()
+    file.symlink_to("gone")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a link to gone, which does not exist"):
+        load_stages(tmp_path, 1, (0,))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from dualpipe.hf.cut import base_of, config_of_stage, cut_model, is_tied, stage_layers, top_k_of
+from dualpipe.hf.cut import base_of, config_of_stage, cut_model, drop_ends, is_tied, stage_layers, top_k_of
 from hf_families import config_of, tiny_model
 
 
@@ -23,10 +23,13 @@ def test_all_stages_have_together_what_the_model_has_under_the_same_names(family
     assert sorted(names) == sorted(expected)
 
 
-def test_a_last_stage_keeps_the_embedding_that_its_head_is_loaded_from():
+@pytest.mark.parametrize("is_first", [True, False])
+def test_both_ends_of_a_tied_model_keep_both_weights_until_one_is_loaded(is_first):
     model = tiny_model("qwen3_moe", tie_word_embeddings=True)
-    cut_model(model, range(3, 4), is_first=False, is_last=True)
-    assert base_of(model).embed_tokens is not None and model.all_tied_weights_keys
+    cut_model(model, range(3, 4), is_first=is_first, is_last=not is_first)
+    assert base_of(model).embed_tokens is not None and model.lm_head is not None and model.all_tied_weights_keys
+    drop_ends(model, is_first=is_first, is_last=not is_first)
+    assert (base_of(model).embed_tokens is None, model.lm_head is None) == (not is_first, is_first)
 
 
 def test_lists_of_the_configuration_are_those_of_the_stages_layers():

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import weakref
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dualpipe import DualPipeV
+from dualpipe.hf import load_stages
 from dualpipe.hf.experts import NAME, swiglu_form_of
+from dualpipe.nn import pick_fastest
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.grouped_linear import GroupedLinear, grouped_linear
 from dualpipe.parallel.experts.dispatcher import is_interface_experts, stacked_parameters
-from hf_families import MOE, batch_of, error_of, loss_fn, tiny_model
+from hf_families import MOE, batch_of, config_of, error_of, loss_fn, tiny_model
 
 
 def experts_of(model):
@@ -156,3 +160,121 @@ def test_transposed_weights_have_the_gradients_of_the_others(dtype, grad_dtype):
     tolerance = 1e-12 if dtype is torch.float64 else 0.02
     pairs = [(transposed.grad.transpose(1, 2), layer.weight.grad), (bias.grad, layer.bias.grad), (other.grad, own.grad)]
     assert max(error_of(found.double(), expected.double()) for found, expected in pairs) < tolerance
+
+
+class Adapter(torch.nn.Module):
+    """Parametrization of the frozen stacked weights by a trained scale of each expert."""
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.rand(num_experts, 1, 1, dtype=torch.float64))
+
+    def forward(self, weight):
+        return weight * self.scale
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_adapted_experts_train_their_adapters(family):
+    eager = tiny_model(family)
+    torch.manual_seed(0)
+    for name, parameter in stacked_parameters(experts_of(eager)).items():
+        if parameter.dim() == 3:
+            parameter.requires_grad_(False)
+            torch.nn.utils.parametrize.register_parametrization(experts_of(eager), name, Adapter(len(parameter)))
+    ours = copy.deepcopy(eager)
+    ours.set_experts_implementation(NAME)
+    tokens, labels = batch_of(0, rows=2)
+    loss_fn(eager(tokens, use_cache=False).logits, labels).backward()
+    store = WeightGradStore()
+    loss = loss_fn(ours(tokens, use_cache=False).logits, labels)
+    with store.activate(), store.defer("key"):
+        loss.backward()
+    store.run("key")
+    expected = {name: parameter.grad for name, parameter in eager.named_parameters() if "scale" in name}
+    found = {name: parameter.grad for name, parameter in ours.named_parameters() if "scale" in name}
+    assert len(expected) >= 2 and all(gradient.count_nonzero() for gradient in expected.values())
+    assert max(error_of(found[name], gradient) for name, gradient in expected.items()) < 1e-10
+
+
+def test_torch_func_and_forward_mode_are_refused_with_the_remedy():
+    model = tiny_model("qwen3_moe")
+    model.set_experts_implementation(NAME)
+    tokens, _ = batch_of(0, rows=2)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (tokens,), {"use_cache": False}).logits.sum()
+
+    with pytest.raises(ValueError, match=r"torch.func does not go through Qwen3MoeExperts.*set_experts_implementation"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    experts, x = experts_of(model), torch.randn(3, 32, dtype=torch.float64)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(ValueError, match="forward_ad does not go through Qwen3MoeExperts"):
+            experts(dual, torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2, dtype=torch.float64))
+
+
+# ------------------------------------------------------------------------------------ choice of the implementation
+
+
+def implementations_of(stages):
+    return {module.config._experts_implementation for stage in stages for module in stage.modules()
+            if is_interface_experts(module)}
+
+
+@pytest.mark.parametrize("experts", ["dualpipe", "grouped_mm", "eager"])
+def test_the_choice_is_logged_and_trains(experts, caplog):
+    with caplog.at_level(logging.INFO, "dualpipe.hf.experts"):
+        stages = load_stages(config_of("qwen3_moe"), 2, (0, 1), experts=experts)
+    assert f"experts run by '{experts}'" in caplog.text and implementations_of(stages) == {experts}
+    pipe = DualPipeV(stages)
+    tokens, labels = batch_of(0)
+    pipe.step(tokens, num_chunks=4, criterion=loss_fn, labels=(labels,))
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+    undeferred = {name for parameter in pipe.deferral_report().parameters if parameter.flops_share
+                  for name in [parameter.name] if ".experts." in name}
+    assert bool(undeferred) is (experts != "dualpipe"), "only dualpipe defers the weight gradients of experts"
+
+
+@pytest.mark.parametrize("experts", ["deepgemm", "sonicmoe"])
+def test_an_implementation_that_does_not_run_here_is_refused(experts):
+    with pytest.raises(ValueError, match=f"experts='{experts}' does not run here .*or use experts='dualpipe'"):
+        load_stages(config_of("qwen3_moe"), 1, (0,), experts=experts, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+def test_an_unknown_implementation_is_refused(family):
+    with pytest.raises(ValueError, match='experts_implementation="grouped"` is not supported'):
+        load_stages(config_of(family), 1, (0,), experts="grouped")
+
+
+@pytest.mark.parametrize("faster, slower", [
+    ("dualpipe", "grouped_mm"), ("grouped_mm", "dualpipe"), ("sonicmoe", "grouped_mm"),
+])
+def test_the_fastest_one_is_taken_and_logged_with_all_times(faster, slower, caplog, monkeypatch):
+    def seconds(run, device, *, num_calls):
+        (name,) = run.args[1:]
+        if name == "deepgemm":
+            raise ImportError("no deepgemm")
+        return 0.001 if name == faster else 0.002
+
+    monkeypatch.setattr(pick_fastest, "min_seconds", seconds)
+    with caplog.at_level(logging.INFO, "dualpipe.hf.experts"):
+        stages = load_stages(config_of("qwen3_moe"), 1, (0,), experts="auto")
+    assert implementations_of(stages) == {faster}
+    assert f"experts run by '{faster}': 4096 tokens, forward and backward, take " in caplog.text
+    assert "'deepgemm', ImportError: no deepgemm" in caplog.text
+    assert f"1 ms by '{faster}'" in caplog.text and f"2 ms by '{slower}'" in caplog.text
+    assert "only those of 'dualpipe' defer weight gradients" in caplog.text
+
+
+def test_implementations_are_measured_at_the_models_shapes(caplog):
+    with caplog.at_level(logging.INFO, "dualpipe.hf.experts"):
+        stages = load_stages(config_of("qwen3_moe"), 1, (0,), experts="auto")
+    assert implementations_of(stages) <= {"dualpipe", "grouped_mm"} and "ms by 'dualpipe'" in caplog.text
+    assert "'deepgemm', " in caplog.text, "which does not run here"
+
+
+def test_a_model_without_experts_needs_no_choice(caplog):
+    with caplog.at_level(logging.INFO, "dualpipe.hf.experts"):
+        load_stages(config_of("llama"), 1, (0,), experts="auto")
+    assert "ms by" not in caplog.text

@@ -75,10 +75,9 @@ def test_interpreted_pairs(files):
 
 @INTERPRETS
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(36000)
 @pytest.mark.parametrize("files", HALVES, ids=" ".join)
-def test_interpreted_matrix(files, request):
+def test_interpreted_matrix(files):
     """All the rest, in hours."""
-    if request.config.getoption("--matrix-part") is not None:
-        pytest.skip("interpreting a 14th of half of it took 16 minutes; make test-all runs it")
     check_interpreted(files, "matrix and not gpu", timeout=1200, allowed=(0, NO_TESTS_COLLECTED))

@@ -5,7 +5,6 @@ import torch
 
 from dualpipe.kernels import dispatch_tokens, sort_tokens
 from dualpipe.models import build_stages
-from dualpipe.models.decoder import Attention
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
 from dualpipe.parallel.experts import dispatcher
@@ -67,23 +66,3 @@ def test_segments_have_the_bits_of_the_forward(rules):
     assert torch.equal(losses[0], loss)
     for (name, p), q in zip(cut.named_parameters(), plain.parameters()):
         assert torch.equal(p.grad, q.grad), name
-
-
-def test_attention_takes_methods_under_their_former_names():
-    class Former(Attention):
-        def products(self, x_BSH):
-            return (x_BSH,)
-
-        def scaled(self, share_A):
-            return [share_A]
-
-    class Current(Attention):
-        def expand_kv(self, *shared):
-            return shared
-
-    former, x = Former(), torch.ones(1)
-    assert former.qkv_proj(x) == former.products(x) == (x,)
-    assert former.logit_row_scales(x) == former.scaled(x) == [x]
-    assert Current().expand(x, x) == (x, x)
-    former.peaks_A = x
-    assert former.max_logits_A is former.peaks_A is x

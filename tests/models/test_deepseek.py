@@ -350,7 +350,6 @@ REFUSED = {
     "attention_dropout=0.1": {"attention_dropout": 0.1},
     "mlp_bias=True": {"mlp_bias": True},
     "moe_layer_freq=2": {"moe_layer_freq": 2},
-    "output_router_logits=True": {"output_router_logits": True},
     "scoring_func='tanh'": {"scoring_func": "tanh"},
     "hidden_act='gelu'.*scoring_func='tanh'.*num_expert=3 \\(unknown\\)": {
         "hidden_act": "gelu", "scoring_func": "tanh", "num_expert": 3,

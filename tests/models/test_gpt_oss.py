@@ -235,7 +235,6 @@ REFUSED = {
     "hidden_act='gelu'.* attention_dropout=0.1.* num_expert=3 \\(unknown\\)": {
         "hidden_act": "gelu", "attention_dropout": 0.1, "num_expert": 3,
     },
-    "output_router_logits=True": {"output_router_logits": True},
     "num_local_experts \\(6\\) and num_experts \\(5\\) are the same": {"num_experts": 5},
     "experts_per_token \\(3\\) and num_experts_per_tok \\(2\\) are the same": {"experts_per_token": 3},
     "rope_type 'llama3'": {"rope_parameters": {"rope_type": "llama3", "factor": 4.0}},

@@ -110,7 +110,7 @@ def layer(of, x):
 
 
 def document(of, depth, tokens, targets):
-    """Return the summed cross-entropy of each depth. targets: the token after each of `tokens`."""
+    """Return the summed cross-entropy of each depth. targets: the token after each of `tokens`, or -100."""
     x = of["embed_tokens.weight"][tokens]
     for index in range(HUB["num_hidden_layers"]):
         x = layer(part(of, f"layers.{index}."), x)
@@ -136,13 +136,14 @@ class Reference(NamedTuple):
 
 
 def batch(length, documents, replicas=1):
-    """Return rows of tokens, one longer than the model's input, and their positions in documents, or None."""
+    """Return rows of tokens, one longer than the model's input, and the positions of all in documents, or None."""
     generator, count = torch.Generator().manual_seed(length), ROWS * MICRO_BATCHES * replicas
     rows = torch.randint(HUB["vocab_size"], (count, length + 1), generator=generator)
     if not documents:
         return rows, None
-    bounds = torch.randint(count * length, (2 * count,), generator=generator).sort().values
-    return rows, packed_positions(torch.cat((torch.tensor([0]), bounds, torch.tensor([count * length]))), count, length)
+    end = count * (length + 1)
+    bounds = torch.randint(end, (2 * count,), generator=generator).sort().values
+    return rows, packed_positions(torch.cat((torch.tensor([0]), bounds, torch.tensor([end]))), count, length + 1)
 
 
 @lru_cache
@@ -154,7 +155,10 @@ def reference(depth, length, documents, replicas=1, **changes):
     losses = []
     for number, row in enumerate(rows):
         cuts = [0] if positions is None else [i for i in range(length) if positions[number, i] == 0 or i == 0]
-        each = [document(of, depth, row[a:b], row[a + 1 : b + 1]) for a, b in pairwise([*cuts, length])]
+        targets = row[1:].clone()
+        if positions is not None:
+            targets[positions[number, 1:] == 0] = -100  # the first token of another document
+        each = [document(of, depth, row[a:b], targets[a:b]) for a, b in pairwise([*cuts, length])]
         losses.append(torch.stack(each).sum(0) / (ROWS * length * MICRO_BATCHES))
     found = torch.stack(losses).view(-1, ROWS, 1 + depth).sum(1)
     (found[:, 0] + WEIGHT / depth * found[:, 1:].sum(1)).sum().backward()
@@ -169,7 +173,8 @@ def arguments(rows, positions, depth):
     """Return tokens, targets and side inputs of a step."""
     places = None if positions is None else positions.numpy()
     targets = torch.from_numpy(shift_targets(rows.numpy(), depth, places).copy())
-    return rows[:, :-1], targets, {"positions": positions, "ahead": tokens_ahead(targets)}
+    inputs = None if positions is None else positions[:, :-1]
+    return rows[:, :-1], targets, {"positions": inputs, "ahead": tokens_ahead(targets)}
 
 
 def share_experts(stage, all_to_all):
@@ -265,7 +270,8 @@ def test_without_the_tokens_ahead_there_is_no_training():
     model.recompute = Recompute(["layer"])
     with pytest.raises(PipelineError, match=r'give the step side=\{"ahead": tokens \(B, S, depth\)\}'):
         Pipeline([model], schedule="1f1b").step(
-            tokens, num_chunks=1, criterion=MicroBatchLoss(1, WEIGHT), labels=targets, side={"positions": positions})
+            tokens, num_chunks=1, criterion=MicroBatchLoss(1, WEIGHT), labels=targets,
+            side={"positions": positions[:, :-1]})
 
 
 def test_recomputation_knows_the_layers_for_prediction():

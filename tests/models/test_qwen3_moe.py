@@ -204,7 +204,6 @@ REFUSED = {
     "hidden_act='gelu'": {"hidden_act": "gelu"},
     "use_sliding_window=True": {"use_sliding_window": True},
     "attention_dropout=0.1": {"attention_dropout": 0.1},
-    "output_router_logits=True": {"output_router_logits": True},
     "num_expert=3 \\(unknown\\)": {"num_expert": 3},
     "rope_type 'yarn'": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
     "partial_rotary_factor": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -220,7 +219,7 @@ REFUSED = {
     },
     "wrong type or size: num_experts=0$": {"num_experts": None, "num_local_experts": 0},
     "must be a JSON object; got 'yarn'": {"rope_parameters": "yarn"},
-    "must be positive numbers: rope_theta='1', factor=0$": {"rope_parameters": {"rope_theta": "1", "factor": 0}},
+    "out of range: rope_theta='1', factor=0": {"rope_parameters": {"rope_theta": "1", "factor": 0}},
     "wrong type or size: yarn={}": {"yarn": {}},
 }
 

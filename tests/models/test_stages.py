@@ -1,5 +1,6 @@
 """Stages: how layers are cut, what is computed again, and what they start from."""
 
+import re
 from math import inf
 
 import pytest
@@ -68,6 +69,18 @@ def test_layers_split_evenly_and_lighter_at_the_ends(layers, stages, sizes):
 def test_impossible_splits_are_refused(layers, stages):
     with pytest.raises(ValueError, match=f"cannot cut {layers} layers into {stages} stages"):
         split_layers(layers, stages)
+
+
+@pytest.mark.parametrize("layers", [1, 4, 5])
+def test_the_sizes_of_a_pipeline_that_a_refusal_names_work(layers):
+    with pytest.raises(ValueError, match="pp at most ") as error:
+        split_layers(layers, 100)
+    found = re.search(r"pp at most (\d+) with two stages .* or (\d+) with", str(error.value))
+    in_pairs, alone = map(int, found.groups())
+    assert len(split_layers(layers, 2 * in_pairs)) == 2 * in_pairs and len(split_layers(layers, alone)) == alone
+    for stages in (2 * in_pairs + 2, alone + 1):
+        with pytest.raises(ValueError, match="cannot cut"):
+            split_layers(layers, stages)
 
 
 @pytest.mark.parametrize("rule", ["atention", "experts:", "layer:3-", "experts:a", ""])

@@ -9,17 +9,17 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from dualpipe.nn import Linear, defer_weight_grads
+from dualpipe.nn import Linear, defer_weight_grads, undo_defer_weight_grads
 from dualpipe.nn.conversion import deferring_class, is_conv1d
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.linear import TransposedLinear
-from linears import assert_same_grads, backward
+from linears import Conv1D, assert_same_grads, backward
 
 
 class Named(nn.Linear):
     """A subclass that leaves the GEMM unchanged."""
 
-    products = "mine"
+    tag = "mine"
 
     def __init__(self, size, scale=1.0):
         super().__init__(size, size)
@@ -36,23 +36,6 @@ class Scaled(nn.Linear):
 
 class NamesItsForward(nn.Linear):
     forward = nn.Linear.forward
-
-
-class Conv1D(nn.Module):
-    """transformers' class of this name."""
-
-    def __init__(self, nf, nx):
-        super().__init__()
-        self.nf = nf
-        self.nx = nx
-        self.weight = nn.Parameter(torch.randn(nx, nf))
-        self.bias = nn.Parameter(torch.randn(nf))
-
-    def forward(self, x):
-        size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005 - as it is there
-        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        x = x.view(size_out)
-        return x
 
 
 def other_conv1d(**changes):
@@ -95,7 +78,7 @@ def test_a_subclass_with_the_forward_of_nn_linear_defers_and_stays_what_it_is():
     plain = Named(6, scale=3.0)
     ours = converted(plain)
     assert isinstance(ours, Named) and isinstance(ours, Linear) and type(ours) is not Named
-    assert repr(ours) == repr(plain) and type(ours).__name__ == "Named" and ours.products == "mine"
+    assert repr(ours) == repr(plain) and type(ours).__name__ == "Named" and ours.tag == "mine"
     assert type(converted(Named(3))) is type(ours), "one class for each that there was"
     assert type(defer_weight_grads(ours)) is type(ours)
     assert_defers_the_same_bits(plain, ours)
@@ -204,6 +187,29 @@ def test_a_parametrization_after_conversion_can_be_removed():
     assert not torch.equal(ours(x), expected)
     nn.utils.parametrize.remove_parametrizations(ours, "weight")
     assert type(ours) is kind
+
+
+@pytest.mark.parametrize("make", [lambda: Named(6), lambda: Conv1D(4, 6), lambda: nn.Linear(6, 4)])
+def test_a_conversion_can_be_undone(make):
+    module = nn.Sequential(make(), nn.ModuleList([make()]))
+    kinds = [type(child) for child in module.modules()]
+    params, state = list(module.parameters()), dict(module.named_parameters())
+    defer_weight_grads(module)
+    assert undo_defer_weight_grads(module) is module
+    assert [type(child) for child in module.modules()] == kinds
+    assert all(a is b for a, b in zip(module.parameters(), params)) and dict(module.named_parameters()) == state
+    store = WeightGradStore()
+    backward(module[0], torch.randn(5, 6), torch.ones(module[0](torch.zeros(5, 6)).shape), store)
+    assert store.pending() == {"I": 0} and module[0].weight.grad is not None
+    assert type(undo_defer_weight_grads(defer_weight_grads(module[0]))) is kinds[1]
+
+
+def test_a_conversion_below_a_parametrization_is_not_undone_by_halves():
+    module = defer_weight_grads(nn.Sequential(nn.Linear(6, 6), Named(6)))
+    parametrizations.orthogonal(module[1])
+    with pytest.raises(ValueError, match=r"layer '1' is a ParametrizedNamed.*after remove_parametrizations"):
+        undo_defer_weight_grads(module)
+    assert type(module[0]) is Linear
 
 
 def test_gpt2_of_transformers():

@@ -4,11 +4,13 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from dualpipe.kernels import clamped_swiglu, dispatch_tokens, sort_tokens, swiglu
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.grouped_linear import grouped_linear
 
 COUNTS = {"balanced": [3, 3, 3], "first empty": [0, 5, 2], "last empty": [4, 1, 0], "all empty": [0, 0, 0]}
 
@@ -315,3 +317,141 @@ def test_hooks_of_parameters_see_gradients_that_would_be_deferred():
     with store.activate(), store.defer("I"):
         layer(x, ends).sum().backward()
     assert store.pending() == {"I": 0} and len(seen) == 1 and torch.equal(seen[0], expected)
+
+
+class LowRank(nn.Module):
+    """Parametrization of an adapter: the frozen weight plus a product of two small matrices."""
+
+    def __init__(self, weight):
+        super().__init__()
+        groups, rows, columns = weight.shape
+        self.a = nn.Parameter(torch.randn(groups, rows, 2, dtype=weight.dtype))
+        self.b = nn.Parameter(torch.randn(groups, 2, columns, dtype=weight.dtype))
+
+    def forward(self, weight):
+        return weight + self.a @ self.b
+
+
+@pytest.mark.parametrize("how", ["adapted", "functional_call"])
+@pytest.mark.parametrize("grad_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("mode", ["I", "B", "no store"])
+def test_weights_that_are_computed_from_others_pass_their_gradients_on(mode, grad_dtype, how):
+    ours, experts = pair(torch.float64, bias=True)
+    counts, store = [3, 0, 4], WeightGradStore()
+    adapter = LowRank(ours.weight)
+    ours.weight.requires_grad_(False)
+    weight = ours.weight + adapter.a @ adapter.b
+    leaves = [adapter.a, adapter.b]
+    x = torch.randn(7, 8, dtype=torch.float64)
+    expected_y = torch.cat([rows @ w.T + expert.bias for rows, w, expert in zip(x.split(counts), weight, experts)])
+    expected = torch.autograd.grad(expected_y.square().sum(), [*leaves, *(e.bias for e in experts)])
+    for param in (*leaves, ours.bias):
+        param.grad_dtype = grad_dtype
+    if how == "adapted":
+        nn.utils.parametrize.register_parametrization(ours, "weight", adapter)
+        y = ours(x, ends(counts))
+    else:
+        weight = ours.weight + adapter.a @ adapter.b
+        y = torch.func.functional_call(ours, {"weight": weight, "bias": ours.bias * 1}, (x, ends(counts)))
+    with store.activate():
+        if mode == "I":
+            with store.defer("I"):
+                y.square().sum().backward()
+        elif mode == "B":
+            with store.accumulate():
+                y.square().sum().backward()
+        else:
+            y.square().sum().backward()
+    store.run("I")
+    tolerance = 1e-10 if grad_dtype is torch.float64 else 1e-5
+    for param, wanted in zip((*leaves, ours.bias), (*expected[:2], torch.stack(expected[2:]))):
+        torch.testing.assert_close(param.grad.double(), wanted, rtol=tolerance, atol=tolerance)
+
+
+def test_forward_mode_is_refused_with_the_remedy_where_there_is_a_derivative():
+    layer, rows = GroupedLinear(2, 3, 4), torch.tensor([1, 3], dtype=torch.int32)
+    x = torch.randn(3, 3)
+    expected = layer(x, rows)
+    with torch.autograd.forward_ad.dual_level():
+        assert torch.equal(layer(x, rows), expected)
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(ValueError, match=r"forward_ad does not go through GroupedLinear.*use torch.autograd.grad"):
+            layer(dual, rows)
+        with pytest.raises(ValueError, match=r"forward_ad does not go through grouped_linear"):
+            grouped_linear(dual, layer.weight, None, rows)
+        scale = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
+        with pytest.raises(ValueError, match=r"forward_ad does not go through GroupedLinear"):
+            GroupedSwiGLU(2, 3, 4)(x, rows, scale)
+
+
+# ---------------------------------------------------------------------------------------------------- by torch's GEMMs
+
+
+def by_library(library, *, bias=True, experts=4, hidden=32, out=48):
+    torch.manual_seed(0)
+    layer = GroupedLinear(experts, hidden, out, bias=bias, dtype=torch.bfloat16)
+    layer.gemm_library = library
+    return layer
+
+
+@pytest.mark.parametrize("library", ["dualpipe", "grouped_mm"])
+@pytest.mark.parametrize("counts", [[10, 10, 10, 10], [0, 0, 39, 1], [1, 0, 0, 0], [0, 7, 0, 0]], ids=str)
+def test_a_library_equals_float64(library, counts):
+    layer = by_library(library)
+    x = torch.randn(44, 32, dtype=torch.bfloat16, requires_grad=True)
+    total = sum(counts)
+    y = layer(x, ends(counts))[:total]  # four rows belong to no expert
+    expert = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))
+    weight = layer.weight.detach().double()[expert]
+    expected = torch.einsum("mh,mnh->mn", x.detach().double()[:total], weight) + layer.bias.detach().double()[expert]
+    # The GEMM and, for torch's, the sum with the bias round to bfloat16, whose eps is 2**-7.
+    torch.testing.assert_close(y.double(), expected, rtol=2**-7, atol=2**-7)
+    dy = torch.randn_like(y)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    expected = torch.einsum("mn,mnh->mh", dy.double(), weight)
+    torch.testing.assert_close(dx.double()[:total], expected, rtol=2**-7, atol=2**-6)
+
+
+def test_torchs_gemms_read_no_size_back(monkeypatch):
+    """The host would wait for the device: on it, `item` and `tolist` of a tensor are such waits."""
+    layer = by_library("grouped_mm")
+    x = torch.randn(40, 32, dtype=torch.bfloat16)
+    tokens = sort_tokens(torch.randint(-1, 4, (40, 2)), 4)
+    monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: a.new_empty(a.shape[0], b.shape[2]))
+    for name in ("item", "tolist", "__int__", "__bool__", "__index__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a size was read back"))
+    assert layer(x, tokens).shape == (80, 48)
+
+
+@pytest.mark.parametrize("library", ["dualpipe", "grouped_mm"])
+def test_a_library_takes_no_tokens(library):
+    layer = by_library(library, bias=False)
+    tokens = sort_tokens(torch.empty(0, 2, dtype=torch.int64), 4)
+    assert layer(torch.empty(0, 32, dtype=torch.bfloat16), tokens).shape == (0, 48)
+
+
+@pytest.mark.parametrize("clamped", [False, True])
+def test_layers_have_the_same_gradients_by_torchs_gemms(clamped, monkeypatch):
+    calls = []
+    grouped_mm = F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda *args, **kwargs: (calls.append(1), grouped_mm(*args, **kwargs))[1])
+    torch.manual_seed(1)
+    first = GroupedSwiGLU(4, 32, 24, bias=clamped, dtype=torch.bfloat16, clamped=clamped)
+    second = GroupedLinear(4, 24, 32, bias=True, dtype=torch.bfloat16)
+    index = torch.randint(0, 4, (40, 2))
+    scale = torch.rand(80)
+    x = torch.randn(40, 32, dtype=torch.bfloat16)
+    results = []
+    for library in ("dualpipe", "grouped_mm"):
+        first.gemm_library = second.gemm_library = library
+        calls.clear()
+        leaf = x.clone().requires_grad_()
+        rows = sort_tokens(index, 4)
+        y = second(first(leaf, rows, scale), rows.offs)
+        parameters = [leaf, *first.parameters(), *second.parameters()]
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), parameters)])
+    assert len(calls) >= 4
+    for ours, others in zip(*results):
+        # Sums of bfloat16 in another order or with one more rounding; eps is 2**-7.
+        error = (ours.double() - others.double()).norm() / ours.double().norm()
+        assert error < 2**-6, error

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Embedding, Linear, defer_weight_grads, linear
 from dualpipe.nn.deferral import WeightGradStore
-from linears import assert_same_grads, backward, pair
+from linears import Conv1D, assert_same_grads, backward, pair
 from pretend_cuda import pretend_cuda
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
@@ -236,8 +236,12 @@ def test_second_derivative():
         penalties.append(torch.autograd.grad(sum(g.square().sum() for g in grads), module.weight)[0])
     assert torch.equal(*penalties)
     store = WeightGradStore()
-    with store.activate(), store.defer("I"), pytest.raises(RuntimeError, match="without create_graph=True"):
-        ours(x).sum().backward(create_graph=True)
+    plain(x).pow(3).sum().backward(create_graph=True)
+    with store.activate(), store.defer("I"):
+        ours(x).pow(3).sum().backward(create_graph=True)
+    assert store.pending() == {"I": 0}
+    seconds = [torch.autograd.grad(module.weight.grad.square().sum(), module.weight)[0] for module in (plain, ours)]
+    assert torch.equal(*seconds)
 
 
 class Tied(nn.Module):
@@ -344,3 +348,42 @@ def test_torch_func_goes_through():
     jacobians = [torch.func.jacrev(layer)(x[0]) for layer in (plain, ours)]
     torch.testing.assert_close(per_sample[1], per_sample[0], rtol=0, atol=0)
     torch.testing.assert_close(jacobians[1], jacobians[0], rtol=0, atol=0)
+
+
+def test_forward_mode_goes_through():
+    plain, ours = pair()
+    x = torch.randn(5, 6)
+    results = []
+    for layer in (plain, ours):
+        with torch.autograd.forward_ad.dual_level():
+            dual = layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+            y, tangent = torch.autograd.forward_ad.unpack_dual(dual)
+            (y.square().sum() + tangent.pow(3).sum()).backward()
+        results.append((y, tangent))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+    assert_same_grads(ours, plain)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("make", [nn.Linear, lambda h, n: Conv1D(n, h)])
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
+def test_complex_layers_have_the_gradients_of_plain_ones(make, deferred, autocast):
+    torch.manual_seed(0)
+    plain = make(6, 4).to(torch.complex128)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.copy_(torch.randn_like(param))
+    ours = defer_weight_grads(copy.deepcopy(plain))
+    x = torch.randn(5, 6, dtype=torch.complex128)
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    store = WeightGradStore()
+    for module, x, deferring in zip((plain, ours), inputs, (None, store if deferred else None)):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = module(x)
+        assert y.dtype is torch.complex128
+        torch.manual_seed(1)
+        backward(lambda y: y, y, torch.randn_like(y), deferring)
+    store.run("I")
+    assert_same_grads(ours, plain)
+    assert torch.equal(inputs[1].grad, inputs[0].grad)

@@ -44,7 +44,8 @@ def queue(log, microbatch, names):
             merge = MergeableOperands(None, f"{microbatch}")
             add_bias = (lambda text=f"bias{microbatch}": log.append(text)) if name == "X" else None
             made.append(MergeableGrad(
-                WEIGHTS[name], merge, lambda parts, name=name: log.append(name + "+".join(parts)), add, add_bias))
+                WEIGHTS[name], merge, lambda parts, name=name: log.append(name + "+".join(parts)), add, add_bias,
+                lambda: None))
         else:
             made.append(add)
     return made

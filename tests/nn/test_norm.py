@@ -41,7 +41,7 @@ def test_what_was_normalised_has_its_gradient_added(residual):
     torch.nn.init.normal_(norm.weight)
     x, y, dy, d_sum = torch.randn(4, 5, 16, dtype=torch.float64)
     operands = [x.requires_grad_(), y.requires_grad_()][: 2 if residual else 1]
-    out, total = norm(*operands, keep=True)
+    out, total = norm(*operands, return_sum=True)
     h = x + y if residual else x
     assert torch.equal(total, h)
     expected = F.rms_norm(h, (16,), norm.weight, norm.eps)

@@ -18,11 +18,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.segments import Communicate, Communication, Compute, recompute_method, run_segments
+from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.pipeline import PipelineError
+from dualpipe.pipeline.compiled_stage import backward_order, compile_segments
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
-from dualpipe.pipeline.stage_program import backward_order, compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 from ranks import run_ranks
 from toys import Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
@@ -444,24 +444,6 @@ def test_what_is_not_kept_is_sent_again_once():
     log = run_ranks(counts, 1, ALL)[0]
     assert {log.count(f"{part} {i}") for part in ("before", "after") for i in range(2)} == {2 * 3}
     assert log.count("forward") == log.count("recompute") == log.count("backward") == 2 * 3
-
-
-def test_a_communication_may_have_the_former_name_of_recompute():
-    class Former(Communication):
-        def again(self, context, inputs):
-            return "again"
-
-    class Plain:
-        def again(self, context, inputs):
-            return "again"
-
-    class Overriding(Rolled):
-        def again(self, context, inputs):
-            return "again"
-
-    for communication in (Former(), Plain(), Overriding([])):
-        assert recompute_method(communication)(None, ()) == "again"
-    assert recompute_method(Rolled([])).__name__ == "recompute" and recompute_method(object()) is None
 
 
 class Rereading(Layered):

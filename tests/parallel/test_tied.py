@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from dualpipe import DualPipeV, Pipeline
+from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.schedule import build
 from ranks import run_ranks
@@ -157,3 +161,80 @@ def test_ends_that_are_no_copies_are_refused_on_every_rank():
         assert "['float64[11, 6]'], those of the last stage ['float32[11, 6]']" in found["dtypes"]
         assert "of the last stage ['float64[11, 6] with float32 gradients']" in found["dtypes of gradients"]
         assert "their tied_parameters() return different Parameters" in found["apart in a V"]
+
+
+def equal_ends(rank):
+    """Build pipelines whose ends have equal weights that no method or config declares; return their errors."""
+    errors = {}
+    for name in ("two ranks", "one rank", "not tied", "frozen", "constant", "shared"):
+        torch.manual_seed(0)
+        first, last = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        if name == "constant":
+            nn.init.zeros_(first.weight)
+        last.weight = first.weight if name == "shared" else nn.Parameter(first.weight.detach().clone())
+        first.requires_grad_(name != "frozen")
+        if name == "not tied":
+            last.config = SimpleNamespace(tie_word_embeddings=False)
+        errors[name] = ""
+        try:
+            if name in ("one rank", "shared"):
+                DualPipeV([first, last] if rank == 0 else [nn.Identity(), nn.Identity()])
+            else:
+                Pipeline([last if rank else first], schedule="1f1b")
+        except ValueError as error:
+            errors[name] = str(error)
+    return errors
+
+
+def test_ends_with_equal_weights_are_refused_unless_they_are_no_copies():
+    for errors in run_ranks(equal_ends, 2):
+        assert {name for name, text in errors.items() if text} == {"two ranks", "one rank"}
+        assert "have the same values" in errors["one rank"] and "dualpipe.parallel.shard_stages" in errors["one rank"]
+        assert "have the same values" in errors["two ranks"] and "tied_parameters()" in errors["two ranks"]
+
+
+class Unused(nn.Module):
+    """An end whose copy of a tied parameter is used if asked for."""
+
+    def __init__(self, is_used: bool) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH).double()
+        self.tied = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=torch.float64))
+        self.is_used = is_used
+
+    def tied_parameters(self) -> list[nn.Parameter]:
+        return [self.tied]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.tied if self.is_used else self.inner(x)
+
+
+def unused(rank, dp):
+    """Return, after each of several steps, the sum of the tied gradient; None for no gradient."""
+    mesh = build_mesh(2, dp, 1, torch.device("cpu"))
+    pp = mesh["pp"].get_local_rank()
+    stage = Unused(False)
+    if dp > 1:
+        fully_shard(stage, mesh=mesh["dp"])
+    tied = stage.tied
+    pipe = Pipeline([stage], schedule="1f1b", process_group=mesh["pp"].get_group())
+    x = torch.ones(4, WIDTH, dtype=torch.float64)
+    sums = []
+    # The ranks that use the parameter, and True to drop the gradients first.
+    for users, drops in (((), True), ((1,), True), ((), False), ((), True), ((0, 2), True)):
+        stage.is_used = rank in users
+        if drops:
+            pipe.zero_grad()
+        pipe.step(x if pp == 0 else None, num_chunks=2, criterion=lambda y: y.square().sum() if pp else None)
+        grad = tied.grad.full_tensor() if dp > 1 and tied.grad is not None else tied.grad
+        sums.append(None if grad is None else float(grad.sum()))
+    return sums
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_copies_that_neither_end_uses_have_no_gradient(dp):
+    results = run_ranks(unused, 2 * dp, dp)
+    for sums in results:
+        assert sums == results[0]
+        assert [value is None for value in sums] == [True, False, False, True, False]
+        assert sums[2] == sums[1], "a step without a use adds nothing to the sum"

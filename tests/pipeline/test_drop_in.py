@@ -182,15 +182,13 @@ def test_the_hook_gets_inputs_that_are_none():
 
 
 class InSegments(Hooked):
-    """Offers communicating segments besides the method: the segments have precedence."""
+    """Offers communicating segments besides the method."""
 
     def segments(self):
         rows = Compute(super().forward, "x", "y")
         return [rows, Communicate(Handed(), "y", "y"), Compute(lambda y: y * 1, "y", "x")]
 
 
-def test_segments_go_before_the_hook():
-    Hooked.given.clear()
-    pipe = DualPipeV([InSegments(4, 4), InSegments(4, 4)])
-    pipe.step(torch.ones(16, 4), num_chunks=8, criterion=torch.sum)
-    assert not Hooked.given
+def test_a_stage_with_segments_and_the_hook_is_refused():
+    with pytest.raises(ValueError, match="InSegments has segments"):
+        DualPipeV([InSegments(4, 4), InSegments(4, 4)])

@@ -1,10 +1,14 @@
 """Losses, outputs and gradients of the pipelined model equal those of the unpipelined one."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from dualpipe import DualPipeV, Pipeline
+from dualpipe import Compute, DualPipeV, Pipeline, PipelineError
+from dualpipe.nn import defer_weight_grads
 from ranks import run_ranks
 from schedules import SCHEDULES
 from toys import (
@@ -124,6 +128,157 @@ def many_steps(rank, world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_steps_of_different_sizes_accumulate(world):
     assert max(run_ranks(many_steps, world, world)) < TOLERANCE[torch.float64]
+
+
+class Sum(Stage):
+    """A first stage of two inputs."""
+
+    def forward(self, x, z):
+        return super().forward(x) + z
+
+
+class SegmentedSum(Sum):
+    """`Sum` in two segments that both read an input; the first is recomputed."""
+
+    def segments(self):
+        first = Compute(lambda x, z: Sum.forward(self, x, z), ("x0", "x1"), "y", recompute=True)
+        return [first, Compute(lambda y, x: y * x, ("y", "x0"), "x")]
+
+    def forward(self, x, z):
+        return super().forward(x, z) * x
+
+
+class HookedStage(Stage):
+    """A stage with DeepSeek's method."""
+
+    @classmethod
+    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
+        results = ahead(*inputs)
+        new_loss = None if criterion is None else criterion(results, *labels)
+        if loss is None:
+            torch.autograd.backward(outputs, gradients)
+        else:
+            loss.backward()
+        return [results], new_loss
+
+    def forward(self, x, z=None):
+        y = super().forward(x)
+        return y if z is None else y + z
+
+
+class Distance(nn.Module):
+    """A criterion with a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5, dtype=torch.float64))
+
+    def forward(self, output, target):
+        return (self.scale * output - target).square().sum()
+
+
+def caller_graph(rank, world, name, num_chunks, first_stage, stage, dim, sync):
+    """Return the largest error of a model whose inputs and labels come from one encoder of the caller."""
+    total = num_stages(name, world)
+    own = stages_of_rank(name, world, rank)
+    is_first = 0 in own
+    is_last = total - 1 in own
+    torch.manual_seed(3)
+    stages = [first_stage(), *(stage() for _ in range(total - 1))]
+    encoder = Stage()
+    criterion = Distance()
+    x = nn.Parameter(torch.randn(5, 5, 8).double())
+    plain = copy.deepcopy(nn.ModuleDict(dict(stages=nn.ModuleList(stages), encoder=encoder, criterion=criterion)))
+    plain_x = copy.deepcopy(x)
+    pipe, _ = make_pipeline(name, [defer_weight_grads(module) for module in stages], rank, world, batch_dim=dim)
+    errors = []
+    for _ in range(2):
+        hidden = encoder(x)
+        gradients = []
+        hidden.register_hook(gradients.append)
+        inputs = (2 * hidden, hidden) if is_first else ()
+        labels = (3 * hidden,) if is_last else ()
+        loss, _ = pipe.step(*inputs, num_chunks=num_chunks, criterion=criterion, labels=labels, sync=sync)
+        assert len(gradients) == (is_first or is_last)
+        hidden = plain.encoder(plain_x)
+        at_first = hidden if is_first else hidden.detach()
+        at_last = hidden if is_last else hidden.detach()
+        y = plain.stages[0](2 * at_first, at_first)
+        for plain_stage in plain.stages[1:]:
+            y = plain_stage(y)
+        plain_loss = plain.criterion(y, 3 * at_last)
+        plain_loss.backward()
+        if is_last:
+            errors.append(relative_error(loss.sum(), plain_loss.detach()))
+    errors += [gradient_error(stages[number], plain.stages[number]) for number in own]
+    errors.append(relative_error(x.grad, plain_x.grad))
+    errors.append(gradient_error(encoder, plain.encoder))
+    if is_last:
+        errors.append(gradient_error(criterion, plain.criterion))
+    return max(errors)
+
+
+def caller_graphs(rank, world, name):
+    """Return the largest error of each case of `caller_graph`."""
+    cases = [
+        (1, Sum, Stage, 0, True),
+        (4, Sum, Stage, 0, True),
+        (3, Sum, Stage, 1, False),
+        (4, SegmentedSum, Stage, 0, True),
+        (5, HookedStage, HookedStage, 0, True),
+    ]
+    return [caller_graph(rank, world, name, *case) for case in cases]
+
+
+@pytest.mark.parametrize("name, world", [("1f1b", 2), ("zbv", 1), ("dualpipev", 2)])
+def test_one_backward_runs_into_the_graph_of_inputs_and_labels(name, world):
+    for errors in run_ranks(caller_graphs, world, world, name):
+        assert max(errors) < TOLERANCE[torch.float64], errors
+
+
+def test_evaluation_and_a_failed_step_leave_the_callers_graph_whole():
+    stages = make_stages(2)
+    encoder = Stage()
+    plain_stages, plain_encoder = copy.deepcopy((stages, encoder))
+    x = torch.randn(4, 8).double()
+    pipe = Pipeline(stages, schedule="zbv")
+    calls = []
+
+    def distance(output, target):
+        calls.append(output)
+        if len(calls) == 4:
+            raise ZeroDivisionError("late")
+        return F.mse_loss(output, target)
+
+    hidden = encoder(x)
+    with torch.no_grad():
+        pipe.step(hidden, num_chunks=2, criterion=distance, labels=(hidden,))
+    with pytest.raises(PipelineError, match="late"):
+        pipe.step(hidden, num_chunks=2, criterion=distance, labels=(hidden,))
+    assert all(parameter.grad is None for parameter in encoder.parameters())
+    pipe.zero_grad()
+    pipe.step(hidden, num_chunks=2, criterion=distance, labels=(hidden,))
+    plain_hidden = plain_encoder(x)
+    for part in plain_hidden.chunk(2):
+        F.mse_loss(plain_stages[1](plain_stages[0](part)), part).backward(retain_graph=True)
+    assert gradient_error(pipe.module, nn.ModuleList(plain_stages)) < TOLERANCE[torch.float64]
+    assert gradient_error(encoder, plain_encoder) < TOLERANCE[torch.float64]
+
+
+def spent_graph(rank, world):
+    """Return the error of a step whose inputs come from a graph that has had its backward, on every rank."""
+    hidden = Stage()(torch.randn(4, 8).double())
+    hidden.sum().backward()
+    stages = make_stages(4)
+    pipe = DualPipeV((stages[rank], stages[3 - rank]))
+    with pytest.raises(PipelineError) as caught:
+        pipe.step(hidden, num_chunks=4, criterion=F.mse_loss, labels=(torch.zeros(4, 8).double(),))
+    return str(caught.value)
+
+
+def test_an_error_in_the_callers_graph_is_raised_on_every_rank():
+    for text in run_ranks(spent_graph, 2, 2):
+        assert "rank 0: in the backward of the graph from which the inputs or labels of the step come" in text
 
 
 def mapped(rank, world):

@@ -4,7 +4,9 @@ After a mistake in the arguments the pipeline can be used again. A failure ends 
 pipeline over new groups works.
 """
 
+import copy
 import os
+import pickle
 import signal
 import time
 from types import SimpleNamespace
@@ -15,6 +17,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.optim.swa_utils import AveragedModel
 
 import dualpipe
 from dualpipe import Compute, DualPipeV, Pipeline, PipelineError, WeightGradStore
@@ -155,7 +162,7 @@ def failing_to_agree(rank, world):
     pipe, _ = build_pipe(rank, world)
     args, kwargs = good_arguments(rank)
     if rank == 1:
-        pipe._agree = mock.Mock(side_effect=MemoryError)
+        pipe._ranks.compare = mock.Mock(side_effect=MemoryError)
     return caught(lambda: pipe.step(*args, **kwargs))
 
 
@@ -634,3 +641,83 @@ def test_a_missing_rank_is_named():
 
 def test_pipeline_error_is_a_runtime_error():
     assert issubclass(PipelineError, RuntimeError)
+
+
+class CopyingItself(nn.Module):
+    """Has an attribute with the name of a method that stages may have."""
+
+    def __init__(self, segments):
+        super().__init__()
+        self.segments = segments
+
+
+@pytest.mark.parametrize("segments", [3, nn.ModuleList(), [nn.Linear(2, 2)]], ids=str)
+def test_an_attribute_with_the_name_of_a_stage_s_method_is_refused(segments):
+    with pytest.raises(ValueError, match=r"CopyingItself\.segments is a"):
+        Pipeline([CopyingItself(segments)])
+    stage = nn.Linear(2, 2)
+    stage.tied_parameters = segments
+    with pytest.raises(ValueError, match=r"Linear\.tied_parameters is a"):
+        Pipeline([stage])
+
+
+def test_a_graph_that_several_micro_batches_use_and_one_inside_a_recomputation_get_a_remedy():
+    scale = nn.Parameter(torch.ones(2)).exp()
+    with pytest.raises(PipelineError, match="must be an input or a target of the step"):
+        Pipeline([nn.Linear(2, 2)]).step(torch.ones(4, 2), num_chunks=2, criterion=lambda y: (y * scale).sum())
+    stage = nn.Linear(2, 2)
+
+    def add_gradient(x):
+        return x + torch.autograd.grad(stage(x).sum(), stage.weight, create_graph=True)[0]
+
+    stage.segments = lambda: [Compute(add_gradient, "x", "x", recompute=True)]
+    with pytest.raises(PipelineError, match=r"call autograd\.grad under torch\.enable_grad"):
+        Pipeline([stage]).step(torch.ones(4, 2), num_chunks=2, criterion=lambda y: y.sum())
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, AveragedModel, pickle.dumps])
+def test_a_pipeline_that_is_copied_names_what_can_be(copying):
+    pipe = Pipeline(make_stages(1))
+    with pytest.raises(ValueError, match=r"pipe\.module"):
+        copying(pipe)
+    copying(pipe.module)
+
+
+def tensor_parallel(rank, world, plan, fsdp):
+    """Return the errors of a pipeline of a stage over two tensor-parallel ranks, here or under FSDP2."""
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("pp", "dp", "tp"))
+    stage = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    parallelize_module(stage, mesh["tp"], plan)
+    if fsdp:
+        fully_shard(stage, mesh=mesh["dp"])
+    return caught(lambda: Pipeline([stage], process_group=mesh.get_group("pp")))[:2]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("plan", [{"1": ColwiseParallel(), "2": RowwiseParallel()}, {"2": RowwiseParallel()},
+                                  {"0": ColwiseParallel()}], ids=["pair", "row", "embedding"])
+def test_a_tensor_parallel_stage_is_refused(plan, fsdp):
+    for kind, text in run_ranks(tensor_parallel, 2, 2, plan, fsdp):
+        assert kind == "ValueError" and "tensor parallel" in text
+
+
+class Spread(Stage):
+    mesh = None
+
+    def forward(self, x):
+        return DTensor.from_local(super().forward(x), self.mesh, [Replicate()], run_check=False)
+
+
+def spread(rank, world):
+    pipe, stages = build_pipe(rank, world, Spread)
+    mesh = init_device_mesh("cpu", (world,))
+    for stage in stages:
+        stage.mesh = mesh
+    args, kwargs = good_arguments(rank)
+    return caught(lambda: pipe.step(*args, **kwargs))[:2]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_dtensors_between_stages_are_refused(world):
+    for kind, text in run_ranks(spread, world, world):
+        assert kind == "PipelineError" and "is a DTensor placed" in text

@@ -31,11 +31,10 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import local
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.context.context_parallel import ContextParallel
-from dualpipe.parallel.copy_engine.exchange import expert_ranks
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import p2p
-from dualpipe.runtime.ranks.agreement import Agreement
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import build
 from ranks import run_ranks
 
@@ -51,7 +50,7 @@ CONFIG = Qwen3MoeConfig(  # of two layers, or as many as there are stages
 
 
 class Layout(NamedTuple):
-    """Sizes of a mesh, a schedule, rules for recomputation, the ranks of a pretended node, and how rows travel."""
+    """Sizes of a mesh, a schedule, rules for recomputation, and the ranks of a pretended node."""
 
     pp: int
     dp: int
@@ -60,7 +59,6 @@ class Layout(NamedTuple):
     schedule: str
     recompute: tuple[str, ...] = ()
     per_node: int | None = None
-    all_to_all: str = "nccl"
 
     @property
     def num_ranks(self) -> int:
@@ -69,8 +67,7 @@ class Layout(NamedTuple):
     def __str__(self) -> str:
         sizes = "-".join(f"{name}{getattr(self, name)}" for name in ("pp", "dp", "cp", "ep") if getattr(self, name) > 1)
         nodes = [] if self.per_node is None else [f"{self.per_node} per node"]
-        method = [] if self.all_to_all == "nccl" else [self.all_to_all]
-        return "-".join([sizes, self.schedule, *self.recompute, *nodes, *method])
+        return "-".join([sizes, self.schedule, *self.recompute, *nodes])
 
 
 class Planted(Exception):
@@ -105,7 +102,7 @@ class Planting:
             if name == "Pipeline._run":
                 self._depth_is_inside = False  # the other ranks have gone on
             return
-        if name == "Pipeline._agree":
+        if name == "merge_side_inputs":  # the first call whose failure is told to the other ranks
             self._depth_is_inside = True
         if not self._depth_is_inside:
             return
@@ -124,14 +121,13 @@ def make_stages(layout: Layout, mesh: Any) -> list[nn.Module]:
     numbers = schedule.rank_stages(mesh["pp"].get_local_rank())
     config = dataclasses.replace(CONFIG, num_hidden_layers=max(CONFIG.num_hidden_layers, schedule.num_stages))
     stages: list[Any] = build_stages(config, schedule.num_stages, only=numbers)
-    ranks = expert_ranks(mesh["ep"], layout.all_to_all)
     for stage in stages:
         stage.init_weights(0)
         stage.recompute = Recompute(layout.recompute)
         if layout.cp > 1:
             stage.use_context_parallelism(ContextParallel(mesh["cp"], method="ring"))
         if layout.ep > 1:
-            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, ranks, ranks_per_node=layout.per_node))
+            stage.use_expert_parallelism(ExpertParallel(CONFIG.num_experts, mesh["ep"], ranks_per_node=layout.per_node))
             shard_experts(stage, mesh["ep"])
         if layout.dp > 1:
             plan = resolve_dtypes(stage, DTypePolicy(torch.float32, torch.float32, torch.float32))
@@ -149,7 +145,7 @@ def new_step(layout: Layout) -> Callable[[], list[Tensor]]:
     inputs, labels = tokens[:, :-1], tokens[:, 1:]
     side = {}
     if layout.cp > 1:
-        own = stages[0].split.own(8)
+        own = stages[0].split.token_indices(8)
         side = {"positions": torch.arange(8).expand(2 * MICRO_BATCHES, 8)}
         inputs, labels = inputs[:, own], labels[:, own]
 
@@ -226,8 +222,6 @@ LAYOUTS = [
     Layout(2, 1, 2, 1, "1f1b", ("attention",)),
     Layout(1, 2, 1, 2, "1f1b"),
     TWO_HOPS,
-    Layout(1, 1, 1, 2, "1f1b", all_to_all="copy_engine"),
-    Layout(2, 1, 1, 2, "dualpipev", all_to_all="copy_engine"),
 ]
 
 
@@ -243,7 +237,7 @@ def few(layout: Layout) -> int:
     """
     if layout.num_ranks > 2:
         return 3
-    return 8 if layout.recompute or layout.all_to_all != "nccl" else 12
+    return 8 if layout.recompute else 12
 
 
 @pytest.mark.parametrize("layout", [
@@ -293,10 +287,10 @@ def fails_behind_its_last_message(rank: int) -> tuple[str, float]:
         sent[link.tag] += 1
         return work if sent[link.tag] <= MICRO_BATCHES - p2p.SENDS_IN_FLIGHT else NeverWoken(work)
 
-    def fail(_: Agreement) -> None:
+    def fail(_: RankSync) -> None:
         raise Planted
 
-    planted = patch.object(p2p.Link, "send", send) if rank == 0 else patch.object(Agreement, "wait_for_all", fail)
+    planted = patch.object(p2p.Link, "send", send) if rank == 0 else patch.object(RankSync, "wait_for_all", fail)
     began = time.monotonic()
     with planted, pytest.raises(PipelineError) as raised:
         step()
@@ -311,10 +305,14 @@ def test_a_send_that_is_cut_off_is_not_waited_for():
 MANY = 24  # places for each rank of each layout
 
 
-@pytest.mark.slow
+def marks_for(layout, culprit):
+    """Return the marks of a case: `make test-slow` fails the first and the last rank, `make test-all` each."""
+    return [pytest.mark.slow] if culprit in (0, layout.num_ranks - 1) else [pytest.mark.slow, pytest.mark.long]
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("layout, culprit", [(layout, rank) for layout in LAYOUTS for rank in range(layout.num_ranks)],
-                         ids=str)
+@pytest.mark.parametrize("layout, culprit", [pytest.param(layout, rank, marks=marks_for(layout, rank))
+                                             for layout in LAYOUTS for rank in range(layout.num_ranks)], ids=str)
 def test_a_failure_at_any_place_of_a_step_ends_it_on_all_ranks(layout, culprit):
     counts = run_ranks(count_calls, layout.num_ranks, *layout)
     check(layout, culprit, spread(counts[culprit], MANY))

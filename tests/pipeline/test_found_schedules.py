@@ -20,7 +20,7 @@ from dualpipe import DualPipeV, WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import engine
 from dualpipe.schedule import Costs, build, simulate, validate
-from dualpipe.schedule.by_name.build import search_with_progress
+from dualpipe.schedule.by_name import search_with_progress
 from ranks import run_ranks
 from toys import gradient_error, make_stages, reference, relative_error
 
@@ -180,6 +180,7 @@ def step_times(rank, world, schedules, rounds):
     return [taken[i :: len(pipes)] for i in range(len(pipes))]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_measured_step_is_shorter_than_dualpipevs(tmp_path):
     """Four ranks sleep, so that the order and overlap of the engine are measured. The first round is not counted."""

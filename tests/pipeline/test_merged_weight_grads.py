@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dualpipe import Pipeline, PipelineError
 from dualpipe.kernels import combine_tokens, sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, defer_weight_grads
-from dualpipe.pipeline.lower import Programs
+from dualpipe.pipeline.lower import ProgramCache
 from dualpipe.runtime.recorder import KIND, WHAT, Observer, Recorder
 from dualpipe.schedule import Action, Schedule, build
 from schedules import SCHEDULES
@@ -130,7 +130,7 @@ def test_merging_moves_no_instruction(name, num_ranks, train):
         stages = len(build(name, num_ranks, num_microbatches).rank_stages(rank))
         programs = []
         for merges in (False, True):
-            programs.append(Programs(name, num_ranks=num_ranks, rank=rank, num_modules=stages))
+            programs.append(ProgramCache(name, num_ranks=num_ranks, rank=rank, num_modules=stages))
             programs[-1].merges = merges
         plain, merged = (p.program(num_microbatches, train=train) for p in programs)
         assert not plain.merges

@@ -14,9 +14,9 @@ from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts
+from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
-from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 from pretend_cuda import pretend_cuda
 from threads import Rank, ThreadAllToAll, run_threads
@@ -120,8 +120,8 @@ class Store(WeightGradStore):
         super().__init__()
         self._noted = noted
 
-    def put(self, fn: Any) -> None:
-        super().put(lambda: (self._noted.note("weights"), fn()))
+    def _run_or_queue(self, fn: Any) -> None:
+        super()._run_or_queue(lambda: (self._noted.note("weights"), fn()))
 
 
 def walked(rank: Rank, kinds: str) -> list[Entry]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute, validate_segments
-from dualpipe.pipeline.side_inputs import SideSpec
+from dualpipe.pipeline.compiled_stage import SideSpec
 from ranks import run_ranks
 from schedules import SCHEDULES
 from threads import run_threads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dualpipe import Communicate, Compute, DualPipeV, Pipeline, PipelineError
-from dualpipe.nn import Linear
+from dualpipe.nn import Linear, defer_weight_grads
 from toys import Handed
 
 
@@ -54,6 +55,63 @@ def test_the_graph_of_a_caller_is_differentiated_as_it_was_recorded():
     assert not torch.equal(gradient.bfloat16().float(), gradient), "its products are not rounded to bfloat16"
 
 
+class Equilibrium(nn.Module):
+    """A layer z = f(z, x) whose backward solves for the gradient by `autograd.grad(f, z)` in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent = nn.Linear(8, 8)
+        self.input = nn.Linear(8, 8)
+        self.recurrent.weight.data *= 0.3
+
+    def cell(self, z: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(self.recurrent(z) + self.input(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(20):
+                z = self.cell(z, x)
+        z = self.cell(z, x)
+        if torch.is_grad_enabled():
+            start = z.detach().requires_grad_()
+            end = self.cell(start, x)
+
+            def solve(gradient: Tensor) -> Tensor:
+                solution = gradient
+                for _ in range(20):
+                    solution = torch.autograd.grad(end, start, solution, retain_graph=True)[0] + gradient
+                return solution
+
+            z.register_hook(solve)
+        return z
+
+
+class RecomputedEquilibrium(Equilibrium):
+    def segments(self) -> list:
+        return [Compute(lambda x: Equilibrium.forward(self, x), "x", "x", recompute=True)]
+
+
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev", "interleaved_1f1b"])
+@pytest.mark.parametrize("make", [Equilibrium, RecomputedEquilibrium])
+@pytest.mark.parametrize("dtype, grad_dtype", [(torch.float64, torch.float64), (torch.bfloat16, torch.float32)])
+def test_gradients_of_inputs_inside_of_the_backward_leave_accumulators_alone(schedule, make, dtype, grad_dtype):
+    torch.manual_seed(0)
+    stages = [make().to(dtype) for _ in range(2)]
+    plain = [copy.deepcopy(stage).double() for stage in stages]
+    for stage in stages:
+        for parameter in defer_weight_grads(stage).parameters():
+            parameter.grad_dtype = grad_dtype
+    x = torch.randn(8, 8).to(dtype)
+    Pipeline(stages, schedule=schedule).step(x, num_chunks=4, criterion=lambda y: y.double().square().mean())
+    for part in x.double().chunk(4):
+        plain[1](plain[0](part)).square().mean().backward()
+    tolerance = 1e-10 if dtype is torch.float64 else 0.05
+    for stage, reference in zip(stages, plain):
+        for actual, expected in zip(stage.parameters(), reference.parameters()):
+            assert (actual.grad - expected.grad).norm() <= tolerance * expected.grad.norm()
+
+
 class Leftover(nn.Linear):
     """A stage with a communication whose result no segment reads."""
 
@@ -69,7 +127,7 @@ def test_unread_received_values_are_no_outputs():
     stage, x = Leftover(4, 4), torch.ones(4, 4)
     with torch.no_grad():
         _, outputs = Pipeline([stage]).step(x, num_chunks=2, return_outputs=True)
-        assert torch.equal(outputs, 2 * nn.Linear.forward(stage, x))
+        torch.testing.assert_close(outputs, 2 * nn.Linear.forward(stage, x))
 
 
 class Listing(nn.Linear):

@@ -25,7 +25,7 @@ from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear, cross_entropy_loss, defer_weight_grads
 from dualpipe.nn.segments import Communicate, Compute
-from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, PendingRows
+from dualpipe.parallel.all_to_all import AllToAll, CommStream, PendingRows
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from threads import Delays, Rank, Transfer, run_threads
 from toys import relative_error, stages_of_rank
@@ -82,7 +82,7 @@ class Swapping(nn.Module):
             ]
         return found
 
-    def connect(self, all_to_all: AsyncAllToAll) -> None:
+    def connect(self, all_to_all: AllToAll) -> None:
         self.stream = CommStream(all_to_all)
 
 
@@ -107,7 +107,7 @@ def qwen(count: int) -> list[nn.Module]:
     return stages
 
 
-def share_experts(stage: nn.Module, all_to_all: AsyncAllToAll, per_node: int | None = None) -> None:
+def share_experts(stage: nn.Module, all_to_all: AllToAll, per_node: int | None = None) -> None:
     """Keep only the experts of this rank. per_node: ranks of a pretended node, between which rows take two hops."""
     for layer in stage.modules():
         if isinstance(layer, GroupedLinear):
@@ -126,7 +126,7 @@ class Problem(NamedTuple):
     is_qwen: bool
     per_node: int | None = None  # see `share_experts`
 
-    def connect(self, stage: nn.Module, all_to_all: AsyncAllToAll) -> None:
+    def connect(self, stage: nn.Module, all_to_all: AllToAll) -> None:
         share_experts(stage, all_to_all, self.per_node) if self.is_qwen else stage.connect(all_to_all)
 
     def criterion(self, output: Tensor, target: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dualpipe import DualPipeV
+from dualpipe import Compute, DualPipeV
 from dualpipe.nn import defer_weight_grads
 from ranks import run_ranks
 
@@ -89,3 +89,46 @@ def test_gradients_are_those_of_the_plain_model_and_their_work_is_deferred(name)
         for number, found in grads.items():
             for grad, parameter in zip(found, stages[number].parameters(), strict=True):
                 assert torch.allclose(torch.tensor(grad, dtype=torch.float64), parameter.grad, rtol=1e-10)
+
+
+class Segmented(nn.Module):
+    """A stage with segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def segments(self) -> list[Compute]:
+        return [Compute(self.forward, "x", "x", recompute=True)]
+
+
+class Wrapper(nn.Module):
+    """Looks up attributes in the module that it wraps, as adapters do, and has a forward of its own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.full((WIDTH,), 2.0, dtype=torch.float64))
+
+    def __getattr__(self, name: str) -> object:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+    def forward(self, *args: Tensor, **options: Tensor) -> Tensor:
+        return self.scale * self.inner(*args, **options)
+
+
+def test_the_forward_of_a_wrapper_runs_and_not_the_segments_of_what_it_wraps():
+    torch.manual_seed(0)
+    stages = [Wrapper(Segmented()), Wrapper(Segmented())]
+    expected = copy.deepcopy(stages)
+    x = torch.randn(8, WIDTH, dtype=torch.float64)
+    DualPipeV(stages).step(x, num_chunks=CHUNKS, criterion=lambda y: y.square().sum())
+    expected[1](expected[0](x)).square().sum().backward()
+    for param, other in zip(nn.ModuleList(stages).parameters(), nn.ModuleList(expected).parameters(), strict=True):
+        torch.testing.assert_close(param.grad, other.grad)

@@ -1,35 +1,31 @@
-"""`dualpipe plan`: its table, its pictures, what it writes, and what it refuses."""
+"""`dualpipe plan`: its table, what it writes, and what it refuses."""
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
-from xml.etree import ElementTree
 
 import pytest
 
 from dualpipe.cli import main
 from dualpipe.plan import command, meshes
-from dualpipe.plan.predict import PARTS
 from dualpipe.train.config.load import load_config
 from plans import EXAMPLES, TINY, plan
 
 
-def test_parts_of_dp_are_planned_explained_and_written(capsys, tmp_path):
+def test_parts_of_dp_are_planned_and_written(capsys, tmp_path):
     toml = tmp_path / "row.toml"
-    lines = plan(capsys, "--parallel.dp_replicate", "4", "--explain", "1", "--write", "1", str(toml))
+    lines = plan(capsys, "--parallel.dp_replicate", "4", "--write", "1", str(toml))
     assert lines[1].split()[:4] == ["1", "1", "4x1", "1"] and not lines[2].lstrip().startswith("2 "), "no other mesh"
-    assert any(line.startswith("dp 4x1: 4 parts (parallel.dp_replicate)") for line in lines)
-    assert any("of reduce" in line and "over 4 parts of dp" in line for line in lines)
     written = load_config(toml).parallel
     assert (written.dp, written.dp_replicate) == (4, 4)
 
 
 @pytest.mark.slow
-def test_the_table_in_the_documentation_is_that_of_its_command(capsys):
+def test_the_table_in_the_documentation_is_that_of_its_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     document = (EXAMPLES.parent / "docs" / "planning.md").read_text()
-    block = r"^    dualpipe (plan .*) --svg plan.svg\n\n```\n(row .*?)```$"
+    block = r"^    dualpipe (plan .*)\n\n```\n(row .*?)```$"
     command, printed = re.search(block, document, re.MULTILINE | re.DOTALL).groups()
     model = str(EXAMPLES / "qwen3-30b-a3b.toml")
     assert main([model if argument.endswith(".toml") else argument for argument in command.split()]) == 0
@@ -39,36 +35,36 @@ def test_the_table_in_the_documentation_is_that_of_its_command(capsys):
     assert on_pipelines == ["8"], "as the document says"
 
 
-def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypatch):
-    svg, html, toml = (tmp_path / name for name in ("plan.svg", "plan.html", "row.toml"))
-    lines = plan(capsys, "--explain", "1", "--svg", str(svg), "--html", str(html), "--write", "2", str(toml),
-                 "--rows", "3")
+@pytest.mark.parametrize("columns", [120, 80])
+def test_a_plan_fits_the_terminal_and_says_that_it_works(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096"]) == 0
+    out, err = capsys.readouterr()
+    header, *rows = out.splitlines()[:7]
+    assert max(map(len, [header, *rows])) <= columns
+    names = header.replace("step s", "step").replace("limited by", "limit").split()
+    assert all(len(row.split()) >= len(names) for row in rows), "each column has a value"
+    assert {"row", "pp", "dp", "ep", "schedule", "chunks", "step", "GB"} <= set(names)
+    assert "sends" not in names and f"left out, as lines would be longer than {columns}: sends" in out
+    assert err.startswith("searching for layouts of 4 GPUs: 0% done")
+
+
+def test_a_plan_is_of_gpus_whatever_the_file_says(capsys):
+    on_cpu, on_gpus = (plan(capsys, "--rows", "3", "--parallel.device", device) for device in ("cpu", "cuda"))
+    assert on_cpu == on_gpus
+
+
+def test_a_plan_is_listed_and_written(capsys, tmp_path, monkeypatch):
+    toml = tmp_path / "row.toml"
+    lines = plan(capsys, "--write", "2", str(toml), "--rows", "3")
     rows = [line.split() for line in lines[1:4]]
     assert [row[0] for row in rows] == ["1", "2", "3"]
     assert all(int(row[1]) * int(row[2]) * int(row[3]) == 4 for row in rows)
     steps = [float(row[7]) for row in rows]
     assert any(row[1] == "1" for row in rows) and steps[0] == min(steps)
     assert "no schedule is searched for here" in "".join(plan(capsys, "--parallel.schedule", "auto", "--rows", "1"))
-    assert lines[4] == "a row is the fastest run that fits on its mesh, of all schedules; shortest step first"
+    assert lines[4].startswith("predicted, not measured: a row is the fastest run that fits on its mesh, of all ")
     assert lines[5].startswith("4,096 tokens a step") and "pipeline" in lines[6]
-    terms = {line.strip().split("  ")[0]: line for line in lines[7:]}
-    assert terms["step"].endswith(f"{steps[0]:.4g} s") and {"bubble", "gemm", "MFU", "memory"} < terms.keys()
-    assert terms["memory"].endswith("MB") and "MB of rank" in "\n".join(lines) and "iB" not in "\n".join(lines)
-    drawn = ElementTree.fromstring(svg.read_text())
-    assert sum("title" in each.tag for each in drawn.iter()) == 3 * len(PARTS)
-    page = json.loads(re.search(r'<script type="application/json"[^>]*>(.*?)</script>', html.read_text(), re.S)[1])
-    drawn = [(line["name"], len(line["ranks"])) for line in page["timelines"]]
-    assert drawn == [(f"row {row[0]}: {row[4]}", int(row[1])) for row in rows]
-    for line, row, step in zip(page["timelines"], rows, steps):
-        _, length, _, causes, grey = line["words"]
-        busy = sum(end - start for rank in line["ranks"] for start, end, *_ in rank) / len(line["ranks"])
-        before, after = (end - start for start, end in line["around"])
-        idle = 1 - (busy + before + after) / line["makespan"]
-        assert (length, line["makespan"]) == ("step", pytest.approx(step, rel=1e-3)), "gather and optimizer included"
-        assert causes.startswith(f" (bubble {row[10]}, sends {row[12]}, reduce "), "as in the table"
-        assert sum(map(float, re.findall(r"([\d.]+)%", causes))) == pytest.approx(100 * idle, abs=0.2)
-        assert float(row[13][:-1]) == pytest.approx(
-            sum(map(float, re.findall(r"(?:reduce|gather|optimizer) ([\d.]+)%", causes + grey))), abs=0.2)
     written = load_config(toml)
     assert [str(n) for n in (written.parallel.pp, written.parallel.dp, written.parallel.ep)] == rows[1][1:4]
     assert written.train.num_chunks * written.train.micro_batch_size * written.parallel.replicas * 128 == 4096
@@ -85,7 +81,7 @@ def test_a_plan_is_listed_explained_drawn_and_written(capsys, tmp_path, monkeypa
 ], ids=str)
 def test_nodes_are_those_of_the_option_or_of_the_file(capsys, monkeypatch, tmp_path, options, node):
     requests = []
-    monkeypatch.setattr(command, "plan", lambda request, rows: requests.append(request) or meshes.plan(request, rows))
+    monkeypatch.setattr(command, "plan", lambda request, *rest: requests.append(request) or meshes.plan(request, *rest))
     toml = tmp_path / "row.toml"
     plan(capsys, "--rows", "1", "--write", "1", str(toml), *options)
     (request,) = requests
@@ -107,14 +103,20 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
 @pytest.mark.parametrize("options, message", [
     (["--memory.capacity", "6.001", "--gpus", "1"], "nothing fits into 0 GB of a GPU; the nearest is pp"),
     (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
-    (["--explain", "7", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
+    (["--write", "7", "/nowhere/row.toml", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),
     (["--nodes-of", "0"], "--nodes-of is 0; give 1 or more"),
-    (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step"),
+    (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step; give another number of --gpus, or a --global-batch "
+     "that is a multiple of 896 tokens"),
+    (["--parallel.dp_replicate", "3"], "parallel.dp_replicate = 3 does not divide"),
     (["--optimizer.groups", "nope,lr=1"], "no trained parameter matches 'nope'; nearest: "),
     (["--trian.steps", "3"], "unknown option '--trian.steps'; the nearest valid name is '--train.steps'"),
 ])
 def test_plans_that_cannot_be_made(capsys, options, message):
     assert main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096", *options]) == 2
     err = capsys.readouterr().err
-    assert message in err and err.count("\n") == 1
+    assert message in err and len([line for line in err.splitlines() if "searching" not in line]) == 1
+
+
+def test_the_batch_that_a_refusal_names_can_be_planned(capsys):
+    assert plan(capsys, "--gpus", "7", "--global-batch", "896", "--rows", "1")

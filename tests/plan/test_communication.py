@@ -19,7 +19,7 @@ from dualpipe.plan.communication import (
     two_hop_seconds,
 )
 from dualpipe.plan.machines import read_machine
-from dualpipe.plan.on_meta.meta_run import kinds_of
+from dualpipe.plan.meta_run import kinds_of
 from dualpipe.plan.operators import layer_parts
 from dualpipe.plan.stage_costs import Setting, context_seconds, layer_costs, stage_costs
 from plans import EXAMPLES

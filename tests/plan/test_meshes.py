@@ -19,6 +19,6 @@ def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):
 @pytest.mark.slow
 def test_least_memory_first(capsys):
     lines = plan(capsys, "--objective", "memory", "--rows", "4")
-    assert lines[5] == "a row is the smallest run that fits on its mesh, of all schedules; least memory first"
+    assert lines[5].startswith("predicted, not measured: ") and lines[5].endswith("; least memory first")
     sizes = [float(line.split()[-2 if line.split()[-1] != "traffic" else -3]) for line in lines[1:5]]
     assert sizes == sorted(sizes)

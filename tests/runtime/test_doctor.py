@@ -4,11 +4,13 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import dualpipe
 from dualpipe import cli
 from dualpipe.runtime import doctor
 
@@ -47,6 +49,7 @@ def test_two_devices(two_devices, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = says(capsys)
     assert found["error"] == []
+    assert any(text.endswith(f" in {Path(dualpipe.__file__).parent}") for text in found["ok"])
     for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
                  "NCCL's kernels, if all wait at once: up to 61 blocks on 132 multiprocessors",
                  "peer access between all 2 devices", "NVLink between all devices (NV18)",
@@ -103,7 +106,12 @@ def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
     assert "C compiler: no --train.compile; set CC" in found["missing"]
     assert any(text.startswith("gloo on 10.0.0.3 (") for text in found["ok"])
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda host: "127.0.1.1")
-    assert any("resolves to 127.0.1.1; set GLOO_SOCKET_IFNAME" in text for text in says(capsys, 1)["missing"])
+    monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
+    missing = says(capsys, 1)["missing"]
+    assert any(text.endswith("resolves to 127.0.1.1; set GLOO_SOCKET_IFNAME to one of eth0, ib0") for text in missing)
+    monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo")])
+    missing = says(capsys, 1)["missing"]
+    assert any(text.endswith("resolves to 127.0.1.1; it has no other interface") for text in missing)
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path):

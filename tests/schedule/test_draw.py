@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate, to_svg, to_text
-from dualpipe.schedule.draw import table
+from dualpipe.schedule.draw import number, table, tick_step
 from schedules import SCHEDULES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -123,3 +123,15 @@ def test_pictures_show_reductions_where_there_are_any():
     picture = to_svg(timeline)
     assert picture.count("gradients of stage") == 2 and "gradients reduced" in picture
     assert "reduced" not in to_text(plain) + to_svg(plain)
+
+
+@pytest.mark.parametrize(("value", "written"), [(3, "3"), (3.0, "3"), (0.5, "0.5"), (1.239, "1.24"), (100, "100"),
+                                                (0.001, "0")])
+def test_numbers_have_at_most_two_decimals(value, written):
+    assert number(value) == written
+
+
+@pytest.mark.parametrize(("least", "step"), [(1, 1), (1.1, 2), (2.0, 2), (3, 5), (7, 10), (0.3, 0.5), (0.02, 0.02),
+                                             (140, 200)])
+def test_ticks_are_round_and_not_closer_than_asked(least, step):
+    assert tick_step(least) == pytest.approx(step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dualpipe.schedule import Action, Costs, Schedule, build, simulate
-from dualpipe.schedule.merged_weights import merged_weights
+from dualpipe.schedule.messages import merged_weights
 
 
 def steps(text):

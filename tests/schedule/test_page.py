@@ -13,7 +13,7 @@ import pytest
 from browser import Browser
 from dualpipe.schedule import Action, Costs, Schedule, Span, build, simulate, to_html
 from dualpipe.schedule.draw import LOOKS
-from dualpipe.schedule.page import TEMPLATE, WholeStep
+from dualpipe.schedule.page import TEMPLATE
 from schedules import SCHEDULES
 
 COSTS = Costs(FB=2.6, p2p=0.1)
@@ -100,20 +100,6 @@ def test_measured_steps_are_drawn_like_simulated_ones():
     assert measured == simulated
 
 
-def test_a_whole_step_has_more_than_its_schedule():
-    timeline = simulate(build("1f1b", 2, 2))
-    (plain,) = data_of(to_html([timeline], title=""))["timelines"]
-    step = WholeStep(before={"gather": 2.0}, after={"optimizer": 1.0}, idle={"bubble": 2.0, "sends": 1.0})
-    (whole,) = data_of(to_html([timeline], title="", steps=[step]))["timelines"]
-    assert plain["around"] == [] and plain["words"][1:4] == ["makespan", "bubble", ""]
-    assert whole["makespan"] == plain["makespan"] + 3 == 12
-    assert whole["around"] == [[0, 2], [11, 12]]
-    assert [[start - 2, end - 2] for start, end, *_ in whole["ranks"][0]] == [
-        [start, end] for start, end, *_ in plain["ranks"][0]]
-    assert whole["words"] == ["2 ranks, 2 stages, 2 micro-batches", "step", "idle", " (bubble 16.7%, sends 8.3%)",
-                              "in grey gather 16.7%, optimizer 8.3%; at most 2 live activations"]
-
-
 def test_names_from_outside_stay_text():
     page = to_html([simulate(build("1f1b", 2, 2))] * 2, title=EVIL, names=[EVIL, "plain"], unit=EVIL, notes=EVIL)
     assert Parts(page).tags == Parts(to_html([simulate(build("1f1b", 2, 2))], title="")).tags
@@ -131,11 +117,6 @@ def test_names_from_outside_stay_text():
 def test_what_cannot_be_drawn(timelines, names, message):
     with pytest.raises(ValueError, match=message):
         to_html(timelines, title="", names=names)
-
-
-def test_whole_steps_are_as_many_as_timelines():
-    with pytest.raises(ValueError, match="1 timelines and 2 whole steps; give one for each, or none"):
-        to_html([simulate(build("1f1b", 1, 1))], title="", steps=[WholeStep({}, {}, {})] * 2)
 
 
 def test_a_large_schedule_is_a_small_file():
@@ -224,16 +205,6 @@ def test_the_page_asks_for_long_texts_to_be_wrapped():
     rules = dict(re.findall(r"^(\w+|\w+ [.]\w+) \{ ([^}]*)\}", TEMPLATE.read_text(), re.MULTILINE))
     assert "overflow-wrap: anywhere" in rules["body"] and "white-space: pre-wrap" in rules["pre"]
     assert "white-space: pre " in rules["pre .row"]
-
-
-def test_a_whole_step_is_drawn_in_grey_around_its_schedule(show):
-    timeline = simulate(build("1f1b", 2, 4))
-    step = WholeStep(before={"gather": 4.0}, after={"optimizer": 4.0}, idle={"bubble": 3.0})
-    browser = show(timeline, steps=[step])
-    assert f"step {timeline.makespan + 8:g}, idle " in browser.text("section")
-    at, whole = axes(browser), timeline.makespan + 8
-    before, after = colours(browser, [at(0, 0, 2), at(0, 1, whole - 2)])
-    assert before == after == "#d5dbe1"
 
 
 def test_the_headings_compare(show):

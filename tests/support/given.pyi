@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch as torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe import Communicate as Communicate
@@ -17,6 +18,7 @@ from dualpipe.checkpoint import save_hf as save_hf
 from dualpipe.checkpoint import training_state as training_state
 from dualpipe.models import HubConfig
 from dualpipe.models import build_stages as build_stages
+from dualpipe.nn import RouterSet
 from dualpipe.parallel import Dispatcher, DTypePlan, DTypePolicy
 from dualpipe.parallel import build_on_meta as build_on_meta
 from dualpipe.parallel import resolve_dtypes as resolve_dtypes
@@ -37,6 +39,12 @@ mine: Sequence[int]
 policy: DTypePolicy
 plan: DTypePlan
 optimizer: Optimizer
+adamw: torch.optim.AdamW
+scaler: GradScaler
+routers: RouterSet
+pipe: DualPipeV
+inputs: Sequence[Tensor]
+targets: Sequence[Tensor]
 loader: Loader
 step: int
 device: torch.device

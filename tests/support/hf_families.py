@@ -51,6 +51,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "gemma2": _DENSE | {"pad_token_id": 0},
     "cohere": _DENSE | {"pad_token_id": 0},
     "lfm2_moe": _DENSE | _QWEN | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
+    "llama4_text": _DENSE | _LOCAL | {"num_experts_per_tok": 1, "intermediate_size_mlp": 48, "pad_token_id": 0},
     "jamba": _DENSE | {"num_experts": 4, "pad_token_id": 0},
 }
 # Their routers compute in float32 whatever the model does: a rounding of 1e-16 before it becomes one of 6e-8 behind it.

@@ -65,7 +65,7 @@ def make_step(num_layers: int, ep: bool, format: str | None, device: torch.devic
     for parameter in stage.parameters():
         parameter.grad_dtype = torch.float32
     pipe = Pipeline([stage], schedule="1f1b")
-    routers = RouterSet([stage], num_chunks=MICRO_BATCHES, balance=0.001, level="global", device=device)
+    routers = RouterSet([stage], num_microbatches=MICRO_BATCHES, balance=0.001, level="global", device=device)
     tokens = torch.randint(64, (2, 2 * MICRO_BATCHES, 8)).to(device)
 
     def step() -> None:

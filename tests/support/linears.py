@@ -1,9 +1,26 @@
-"""A linear layer of ours beside nn.Linear, and how their gradients are compared."""
+"""Linear layers, ours beside PyTorch's and transformers', and how their gradients are compared."""
 
 import torch
 from torch import nn
 
 from dualpipe.nn import Linear
+
+
+class Conv1D(nn.Module):
+    """transformers' class of this name."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf = nf
+        self.nx = nx
+        self.weight = nn.Parameter(torch.randn(nx, nf))
+        self.bias = nn.Parameter(torch.randn(nf))
+
+    def forward(self, x):
+        size_out = x.size()[:-1] + (self.nf,)  # noqa: RUF005 - as it is there
+        x = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
+        x = x.view(size_out)
+        return x
 
 
 def backward(module, x, dy, store=None):

@@ -1,6 +1,6 @@
 """A store like S3, kept in files: objects appear whole when their stream is closed, and nothing can be renamed.
 
-`FAULTS` makes it slow, failing, or late with its listings, in this process. Its URLs are object:///path/of/a/folder.
+`FAULTS` makes it slow or failing, in this process. Its URLs are object:///path/of/a/folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ _BLOCK = 2**16  # bytes that a stream buffers before it sends them
 class Faults:
     """Faults of the store, and a log of its requests.
 
-    late: seconds for which a listing shows neither that an object was written nor that one was deleted.
     delay: seconds that each request takes.
     outage: number of requests from now on that fail.
     every: one request in this number fails; 0: none.
@@ -32,7 +31,6 @@ class Faults:
     requests: all so far, as (kind, key, bytes).
     """
 
-    late: float = 0.0
     delay: float = 0.0
     outage: int = 0
     every: int = 0
@@ -40,7 +38,6 @@ class Faults:
     lost: Callable[[str, str], bool] = lambda kind, key: False
     at_write: Callable[[str, int], None] = lambda key, size: None
     requests: list[tuple[str, str, int]] = field(default_factory=list)
-    deleted: dict[str, float] = field(default_factory=dict)
 
     def request(self, kind: str, key: str, size: int = 0) -> None:
         """Take the time of a request, or fail."""
@@ -114,21 +111,15 @@ class ObjectStore(LocalFileSystem):
     def ls(self, path, detail=False, **options):
         folder = self._strip_protocol(path)
         FAULTS.request("list", folder)
-        now, names = time.time(), set()
-        for parent, _, files in os.walk(folder):
-            names |= {os.path.join(parent, name) for name in files if not name.startswith(_PARTIAL)
-                      and now - os.path.getmtime(os.path.join(parent, name)) >= FAULTS.late}
-        names |= {key for key, when in FAULTS.deleted.items()
-                  if now - when < FAULTS.late and key.startswith(f"{folder}/")}
+        names = objects_in(folder)
         if not names:
             raise FileNotFoundError(path)
-        return sorted({os.path.join(folder, os.path.relpath(name, folder).split("/")[0]) for name in names})
+        return sorted({os.path.join(folder, name.split("/")[0]) for name in names})
 
     def rm_file(self, path):
         key = self._strip_protocol(path)
         FAULTS.request("delete", key)
         os.remove(key)
-        FAULTS.deleted[key] = time.time()
         FAULTS.answer("delete", key)
 
     def mv(self, *arguments, **options):

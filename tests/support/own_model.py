@@ -205,6 +205,102 @@ def close_scores() -> CutModel:
     return replace(right(), whole=model)
 
 
+class DropoutLayer(Layer):
+    """Drops a part of what it adds, in a module and by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.3)
+
+    def finish(self, residual, rows, plan):
+        added = self.dispatcher.finish(rows, plan).view_as(residual)
+        return residual + F.dropout(self.dropout(added), 0.1, self.training)
+
+
+def dropout(kind: type[Layer] = DropoutLayer) -> CutModel:
+    """Layers draw random numbers in training."""
+    model = Model()
+    model.layers = nn.ModuleList(kind() for _ in range(LAYERS))
+    return replace(right(), whole=model)
+
+
+class AlwaysDroppingLayer(Layer):
+    """Draws random numbers in eval mode too."""
+
+    def finish(self, residual, rows, plan):
+        return residual + F.dropout(self.dispatcher.finish(rows, plan).view_as(residual), 0.1)
+
+
+def always_dropping() -> CutModel:
+    """Layers draw random numbers in training and in evaluation."""
+    return dropout(AlwaysDroppingLayer)
+
+
+class PositionedModel(Model):
+    """Reads positions (B, S) and a scale (B, 1, 1), and every layer is scaled."""
+
+    def forward(self, tokens, positions, scale):
+        x = self.embed(tokens) + self.embed(positions)
+        for layer in self.layers:
+            x = layer(x) * scale
+        return self.head(self.norm(x))
+
+
+class PositionedStage(Stage):
+    """Takes positions where it embeds them, and the scale."""
+
+    def forward(self, x, positions, scale):
+        if self.embed is not None:
+            x = self.embed(x) + self.embed(positions)
+        for layer in self.layers:
+            x = layer(x) * scale
+        return self.end(x)
+
+
+class ScaledStage(Stage):
+    """Takes the scale alone."""
+
+    def forward(self, x, *, scale):
+        for layer in self.layers:
+            x = layer(x) * scale
+        return self.end(x)
+
+
+def cut_positioned(model: Model, num_stages: int) -> list[Stage]:
+    """Stages of which the first alone takes positions."""
+    first, *rest = cut(model, num_stages, PositionedStage)
+    for stage in rest:
+        stage.__class__ = ScaledStage
+    return [first, *rest]
+
+
+def batch_with_positions(seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Tokens and labels, and side inputs that differ from row to row."""
+    tokens, labels = batch(seed)
+    positions = (torch.arange(LENGTH) + torch.arange(ROWS)[:, None]) % VOCAB
+    return tokens, labels, {"positions": positions, "scale": torch.linspace(0.5, 1.5, ROWS).view(-1, 1, 1)}
+
+
+def side_inputs() -> CutModel:
+    """Stages read side inputs."""
+    return replace(right(), whole=PositionedModel(), cut=cut_positioned, batch=batch_with_positions)
+
+
+def side_inputs_swapped() -> CutModel:
+    """The second stage reads the scale upside down."""
+
+    class WrongStage(ScaledStage):
+        def forward(self, x, *, scale):
+            return super().forward(x, scale=scale.flip(0))
+
+    def cut_wrongly(model, num_stages):
+        stages = cut_positioned(model, num_stages)
+        stages[1].__class__ = WrongStage
+        return stages
+
+    return replace(side_inputs(), cut=cut_wrongly)
+
+
 # -- faults
 
 
@@ -400,14 +496,16 @@ def halve(module, inputs, output):
     return output / 2
 
 
-def tied(kind: type[Stage] = TiedStage) -> CutModel:
+def tied() -> CutModel:
     """The head is the embedding; in "1f1b" they are on two ranks."""
-    return replace(right(), whole=Model(is_tied=True), cut=partial(cut, kind=kind), schedule="1f1b")
+    return replace(right(), whole=Model(is_tied=True), cut=partial(cut, kind=TiedStage), schedule="1f1b")
 
 
 def tied_without_sum() -> CutModel:
-    """The gradients of the two copies are not summed."""
-    return tied(Stage)
+    """Two layers share a norm, and the gradients of its copies on two ranks are not summed."""
+    model = Model()
+    model.layers[1].norm = model.layers[0].norm
+    return replace(right(), whole=model)
 
 
 def wrong_cut() -> CutModel:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from unittest import mock
 
 from dualpipe.cli import main
 from dualpipe.models import read_config
@@ -22,7 +24,9 @@ def prediction(*options: str) -> Prediction:
 
 
 def plan(capsys, *options: str) -> list[str]:
-    status = main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096", *options])
+    """Return the lines of a plan, which fit into 200 columns."""
+    with mock.patch.dict(os.environ, COLUMNS="200"):
+        status = main(["plan", str(TINY), "--gpus", "4", "--global-batch", "4096", *options])
     out, err = capsys.readouterr()
     assert status == 0, err
     return out.splitlines()

@@ -2,17 +2,17 @@
 
 import torch
 
-from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router import ExpertGroups, Router, Scoring
 
 H, E = 16, 12
-V3 = dict(score="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5, n_group=4, topk_group=2, group_best=2,
-          correction_bias=True, wide_logits=True)
+V3 = dict(scoring=Scoring("sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5),
+          groups=ExpertGroups(n_group=4, topk_group=2, group_best=2), correction_bias=True, wide_logits=True)
 OPTIONS = {
     "softmax": {},
-    "normalised": dict(norm_topk_prob=True),
-    "deepseek-v2": dict(n_group=4, topk_group=2, routed_scaling_factor=16.0, wide_logits=True),
+    "normalised": dict(scoring=Scoring(norm_topk_prob=True)),
+    "deepseek-v2": dict(scoring=Scoring(routed_scaling_factor=16.0), groups=ExpertGroups(4, 2), wide_logits=True),
     "deepseek-v3": V3,
-    "gpt-oss": dict(score="softmax_topk", bias=True),
+    "gpt-oss": dict(scoring=Scoring("softmax_topk"), bias=True),
 }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.precision.contract import Differences
-from dualpipe.parallel.precision.plan import DTypePlan, checkpoint_dtypes, saved
+from dualpipe.parallel.precision.plan import DTypePlan, checkpoint_dtypes, saved_slots
 
 
 def assert_saved_contract(
@@ -30,7 +30,7 @@ def assert_saved_contract(
         on_disk = checkpoint_dtypes(checkpoint)
         distributed = any((Path(checkpoint) / name).is_file() for name in (".metadata", "tensors.json"))
     differences = Differences()
-    for places in saved(module):
+    for places in saved_slots(module):
         first, present = places[0], [slot.name for slot in places if slot.name in on_disk]
         planned = plan.of(first.name)
         expected = planned.storage if distributed else planned.save

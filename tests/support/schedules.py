@@ -1,6 +1,6 @@
 """Schedules that tests go through by name: all that `build` knows, so that a new one is tested by itself."""
 
-from dualpipe.schedule.by_name.build import BUILDERS
+from dualpipe.schedule.by_name import BUILDERS
 
 EXCLUDED = {
     "auto": "searches for up to a minute; see tests/schedule/search/ and tests/pipeline/test_found_schedules.py",

@@ -6,7 +6,7 @@
 
     run_threads(on_rank, 4, device="cuda")
 
-It stands behind two interfaces: the pipeline's `P2PGroups` with their `Link`s, and `AsyncAllToAll`. A send and its
+It stands behind two interfaces: the pipeline's `P2PGroups` with their `Link`s, and `AllToAll`. A send and its
 receive meet in a mailbox, in order, and the later one starts the copy.
 
 On CUDA every rank has its own current stream. A copy runs on a stream of the receiver, after events of both sides, as
@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from dualpipe.pipeline.p2p import Link, P2PGroups
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.ranks.records import HostMessages
 
 CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
 
@@ -206,11 +205,8 @@ class Group(P2PGroups):
     def rank(self) -> int:
         return self._members.index(self.of.number)
 
-    def messages(self) -> HostMessages:
-        return HostMessages(self._between("record"))
-
-    def ranks(self) -> RankSync:
-        return RankSync(self._between("record"))
+    def ranks(self, replicas: Iterable[dist.ProcessGroup]) -> RankSync:
+        return RankSync(self._between("record"), replicas=replicas)
 
     def store(self) -> dist.Store:
         return self.of.world.store
@@ -264,7 +260,7 @@ class ThreadGroup(NamedTuple):
 
 
 class ThreadAllToAll:
-    """Stand-in for `dualpipe.parallel.all_to_all.AsyncAllToAll`."""
+    """Stand-in for `dualpipe.parallel.all_to_all.AllToAll`."""
 
     group = None
 

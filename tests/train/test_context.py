@@ -146,7 +146,7 @@ def test_ranks_read_their_tokens_of_the_same_rows(size):
         return Loader(Numbers(), sequence_length=13, batch_size=4, seed=1, rows=range(2), columns=columns).batch(2)
 
     whole, splits = batch(None), [SequenceSplit(rank, size) for rank in range(size)]
-    for own in (split.own(13) for split in splits):
+    for own in (split.token_indices(13) for split in splits):
         part = batch(own)
         assert torch.equal(part.tokens, whole.tokens[:, own]) and torch.equal(part.targets, whole.targets[:, own])
         assert torch.equal(part.targets, part.tokens + 1), "also behind the last token of a chunk"

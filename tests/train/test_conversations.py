@@ -1,6 +1,7 @@
 """Fine-tuning on conversations: transformers' loss in any layout; runs resume; impossible settings are refused."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import CHATML, MARKED, random_chats, save_chat_tokenizer, turns, write_chats
 from dualpipe import cli
+from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.windows import cut_documents
 from dualpipe.train.metrics import read_metrics
 from hub import save_qwen
@@ -96,6 +98,46 @@ def test_loss_and_gradient_are_those_of_transformers(folder, dualpipe, layout):
     assert row["counted_tokens"] == count
     assert "conversations: packed whole into 8 sequences, except those that are longer than one\n" in said
     assert "see each other" not in said
+
+
+def text_reference(folder, packed, length, windows):
+    """Return transformers' (loss, gradient norm, targets) of text in windows, one piece of a document at a time."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    stream = TokenStream(PackedTokens(packed))
+    bounds = stream.document_bounds().tolist()
+    total, count = torch.zeros(()), 0
+    for start in range(0, windows * (length + 1), length + 1):
+        stop = start + length + 1
+        cuts = [start, *(bound for bound in bounds if start < bound < stop), stop]
+        for first, last in pairwise(cuts):
+            piece = torch.from_numpy(stream.read(first, last)).unsqueeze(0)
+            if last - first > 1:
+                total = total + model(input_ids=piece, labels=piece).loss * (last - first - 1)
+                count += last - first - 1
+    (total / count).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    return total.item() / count, norm.item(), count
+
+
+@pytest.mark.parametrize("layout", [
+    [], ["--parallel.pp", "2", "--parallel.dp", "2", "--train.num_chunks", "2"],
+    pytest.param(["--parallel.cp", "2"], marks=pytest.mark.slow),
+], ids=["alone", "pp2-dp2", "cp2"])
+def test_text_in_separate_documents_has_no_target_across_their_ends(folder, dualpipe, layout):
+    """The loss of transformers for each document alone, with one micro-batch of short documents and one of a long."""
+    texts = [turn["content"] for chat in random_chats(20, seed=5) for turn in chat] + ["hello " * 150]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    packed = folder / "packed-text-apart"
+    assert cli.main(["data", "pack", str(folder / "text.jsonl"), "--tokenizer", str(folder / "model"), "--overwrite",
+                     "--out", str(packed)]) == 0
+    length = PackedTokens(packed).documents["length"].sum() // SEQUENCES - 1
+    (row,), _ = run(dualpipe, folder, "apart" + "".join(layout), "--data.path", packed, "--data.chat", "False",
+                    "--data.validation_path", packed, "--train.sequence_length", length, "--optimizer.lr", "1e-12",
+                    "--optimizer.weight_decay", "0", "--train.eval_batches", "1", *layout)
+    loss, norm, count = text_reference(folder, packed, length, SEQUENCES)
+    assert row["loss"] == pytest.approx(loss, rel=1e-6) and row["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert row["eval_loss"] == pytest.approx(loss, rel=1e-5)
+    assert row["counted_tokens"] == count < SEQUENCES * length
 
 
 def test_validation_is_a_mean_over_the_tokens_of_all_batches(folder, dualpipe):
@@ -185,8 +227,8 @@ def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
                            "type str; name the key of the messages with"),
         (["half.jsonl"], "cannot tokenize record 1 of half.jsonl: it has '\\ud83d', one half of a character"),
         (["chats.jsonl", "--data.text_key", "talk"], "it has no 'talk', but 'messages'"),
-        (["silent.jsonl"], "all are empty, or no token counts for the loss in 1 of the conversations, the first is "
-                           "record 1 of silent.jsonl: the assistant says nothing"),
+        (["silent.jsonl"], "all files are empty (1 read), or no token counts for the loss in 1 of the conversations, "
+                           "the first is record 1 of silent.jsonl: the assistant says nothing"),
         (["text.txt"], "text.txt holds no conversations: give records in files named *.jsonl,"),
         (["chats.jsonl", "--data.tokenizer", "bytes"], "the tokenizer 'bytes' has no chat template"),
         (["chats.jsonl", "--data.tokenizer", "mute"], "the tokenizer in mute has no chat template"),
@@ -261,7 +303,7 @@ def test_a_template_of_ones_own_for_one_whose_turns_are_not_clear(folder, dualpi
     save_chat_tokenizer(folder / "forgetful", FORGETFUL)
     status, said = refusal(folder, capsys, monkeypatch, "--data.tokenizer", "forgetful")
     assert status == 2 and "message 2 is rendered differently once other messages follow" in said.err
-    assert "cannot tokenize record " in said.err and " of chats.jsonl: the chat template in forgetful/" in said.err
+    assert "cannot tokenize record " in said.err and " of chats.jsonl: the chat template in forgetful " in said.err
     (folder / "own.jinja").write_text(CHATML)
     (row,), _ = run(dualpipe, folder, "own", "--data.tokenizer", "forgetful", "--data.chat_template", "own.jinja")
     assert row["loss"] == pytest.approx(reference(folder, "chats.jsonl")[0], rel=1e-6)

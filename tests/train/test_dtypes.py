@@ -300,7 +300,7 @@ def test_a_rule_for_another_ranks_stage_is_none_of_its_business(run_folder, tmp_
 def test_the_document_shows_what_is_printed(printed, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     text = (ROOT / "docs" / "precision.md").read_text()
-    program, = re.findall(r"```python\n(.*?)```", text, re.S)
+    program = re.search(r"```python\n(.*?)```", text, re.S)[1]
     of_program, of_command = re.findall(r"```text\n(.*?)```", text, re.S)
     exec(compile(program, "docs/precision.md", "exec"), {"__name__": "document"})
     assert capsys.readouterr().out == of_program

@@ -1,7 +1,9 @@
 """The export at the end of a run, and a complete run that is started again."""
 
 import json
+import os
 from pathlib import Path
+from stat import S_ISDIR
 
 import pytest
 
@@ -70,3 +72,23 @@ def test_a_directory_of_a_name_is_not_refused_if_it_has_the_export(train):
     assert record["directory"] == str(Path("named").resolve())
     status, said = train(*save, "--train.steps", "2")
     assert status == 2 and "export.to_hf = 'named' exists and is not empty" in said
+
+
+@pytest.mark.parametrize("backend", ["dualpipe", "transformers"])
+def test_a_colleague_can_go_on_in_a_group_directory(train, backend):
+    """With umask 002, in a directory with the setgid bit, the group can write all that a run and a pack leave."""
+    folder = Path("group")
+    folder.mkdir()
+    folder.chmod(0o2775)
+    options = ["--output.dir", "group/out", "--export.to_hf", "auto", "--model.backend", backend]
+    umask = os.umask(0o002)
+    try:
+        assert train(*SAVE, *options)[0] == 0
+        assert cli.main(["data", "pack", "text", "--out", "group/packed"]) == 0
+    finally:
+        os.umask(umask)
+    modes = {str(path): path.stat().st_mode for path in folder.rglob("*")}
+    assert {"group/out/.metrics.lock", "group/out/checkpoints/.lock", "group/packed/index.json"} <= modes.keys()
+    assert any(path.startswith("group/out/hf/") for path in modes)
+    wrong = {path: oct(mode) for path, mode in modes.items() if mode & 0o777 != (0o775 if S_ISDIR(mode) else 0o664)}
+    assert not wrong

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -137,7 +138,7 @@ def test_training_outlives_its_output_folder(tmp_path, capsys):
 
 
 def test_a_missing_tensorboard_is_one_line(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "tensorboard.compat.proto.event_pb2", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     write(tmp_path, [metrics(1), metrics(2)])
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
     err = capsys.readouterr().err
@@ -178,16 +179,141 @@ def test_two_runs_keep_their_curves_apart(tmp_path):
     assert not (tmp_path / "tensorboard.2").exists()
 
 
+def test_a_rollback_starts_the_curve_again(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_and_go_back(tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 1.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+
+
+def write_and_go_back(folder, **options):
+    """Write three steps, go back behind the first, and write steps 2 to 4 with another loss."""
+    with MetricsWriter(folder, total_steps=9, **options) as writer:
+        for step in (1, 2, 3):
+            writer.write(metrics(step, loss=1.0))
+        writer.go_back(1)
+        for step in (2, 3, 4):
+            writer.write(metrics(step, loss=2.0))
+
+
+class WandbServer:
+    """Weights & Biases for its package online: a row that is not above the newest of its run is dropped."""
+
+    def __init__(self):
+        self.rows = {}  # by the id of the run: (training step, loss) by W&B's step
+        self.resume = []
+
+    def init(self, *, project, dir, config, id, resume):
+        self.resume.append(resume)
+        rows = self.rows.setdefault(id or f"run{len(self.rows)}", {})
+        return WandbRun(id or f"run{len(self.rows) - 1}", rows)
+
+
+class WandbRun:
+    def __init__(self, id, rows):
+        self.id = id
+        self.rows = rows
+        self.step = max(rows, default=-1) + 1
+
+    def log(self, values, step):
+        if step >= self.step:
+            self.step = step
+            self.rows[step] = (values["step"], values["loss"])
+
+    def define_metric(self, name, *, step_metric):
+        assert (name, step_metric) == ("*", "step")
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture
+def wandb_server(monkeypatch):
+    server = WandbServer()
+    monkeypatch.setitem(sys.modules, "wandb", server)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return server
+
+
+def test_weights_and_biases_has_one_run_with_all_rows(tmp_path, wandb_server):
+    write_and_go_back(tmp_path, wandb="project")
+    trained_again = {4: (2, 2.0), 5: (3, 2.0), 6: (4, 2.0)}
+    rows = {1: (1, 1.0), 2: (2, 1.0), 3: (3, 1.0)} | trained_again
+    assert wandb_server.rows == {"run0": rows}
+    write(tmp_path, [metrics(3, loss=3.0), metrics(4, loss=3.0)], start_step=2, wandb="project")
+    assert wandb_server.rows == {"run0": rows | {7: (3, 3.0), 8: (4, 3.0)}}, "a resume with steps that were not saved"
+    write(tmp_path, [metrics(1)], wandb="project")
+    assert wandb_server.rows["run1"] == {1: (1, 2.0)}, "a new run in this folder"
+    write(tmp_path / "new", [metrics(3)], start_step=2, wandb="project")
+    assert wandb_server.rows["run2"] == {3: (3, 2.0)}, "a resume into another folder"
+
+
+def test_a_resume_after_the_last_step_keeps_its_number(tmp_path, wandb_server):
+    write(tmp_path, [metrics(1), metrics(2)], wandb="project")
+    write(tmp_path, [metrics(3)], start_step=2, wandb="project")
+    assert wandb_server.rows == {"run0": {1: (1, 2.0), 2: (2, 2.0), 3: (3, 2.0)}}
+    assert wandb_server.resume == ["allow", "allow"]
+
+
+def test_an_id_in_the_environment_comes_first(tmp_path, wandb_server, monkeypatch):
+    write(tmp_path, [metrics(1)], wandb="project")
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    monkeypatch.setenv("WANDB_RESUME", "must")
+    write(tmp_path, [metrics(2)], start_step=1, wandb="project")
+    assert wandb_server.rows["mine"] == {2: (2, 2.0)} and wandb_server.resume == ["allow", "must"]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    write(tmp_path, [metrics(3)], start_step=2, wandb="project")
+    assert wandb_server.rows["mine"] == {2: (2, 2.0), 3: (3, 2.0)}, "the last id is kept"
+
+
+def wandb_history(file):
+    """Return the rows in a file of the package wandb, a log of LevelDB with protocol buffers, by W&B's step."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = file.read_bytes()
+    block = 2**15
+    place = 7  # behind the header
+    content = b""
+    rows = {}
+    while place + 7 <= len(data):
+        if block - place % block < 7:  # no room for a header at the end of a block
+            place += block - place % block
+            continue
+        size = int.from_bytes(data[place + 4 : place + 6], "little")
+        content += data[place + 7 : place + 7 + size]
+        if data[place + 6] in (1, 4):  # a whole record, or the last part of one
+            history = Record.FromString(content).history
+            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
+            if row:
+                rows[history.step.num] = row
+            content = b""
+        place += 7 + size
+    return rows
+
+
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the optional package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    write(tmp_path, [metrics(1), metrics(2)], wandb="my-project", settings={"seed": 17})
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    deadline = time.monotonic() + 20
-    while b"my-project" not in (content := file.read_bytes()) and time.monotonic() < deadline:
-        time.sleep(0.05)  # its own process writes
-    assert b"tokens_per_second" in content and b"my-project" in content and b"seed" in content
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    write_and_go_back(tmp_path, wandb="my-project", settings={"seed": 17})
+    later = [metrics(4, loss=3.0), metrics(5, loss=3.0)]
+    write(tmp_path, later, start_step=3, wandb="my-project", settings={"seed": 17})
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    run_id = json.loads((tmp_path / "wandb-run.json").read_text())["id"]
+    assert len(files) == 3 and {file.name for file in files} == {f"run-{run_id}.wandb"}
+    rows = {}
+    deadline = time.monotonic() + 60
+    while len(rows) < 8 and time.monotonic() < deadline:  # the package's own process writes, also after it has finished
+        for file in files:  # one of each opening
+            rows |= wandb_history(file)
+        time.sleep(0.05)
+    assert {step: (row["step"], row["loss"]) for step, row in rows.items()} == {
+        1: (1, 1.0), 2: (2, 1.0), 3: (3, 1.0), 4: (2, 2.0), 5: (3, 2.0), 6: (4, 2.0),
+        7: (4, 3.0), 8: (5, 3.0)}, "offline, W&B does not know the rows of the start before"
+    assert all(b"my-project" in file.read_bytes() and b"seed" in file.read_bytes() for file in files)
 
 
 # -- numbers

@@ -67,14 +67,15 @@ def rows_of(toml, tmp_path, name, *options):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_targets_are_those_whose_tokens_between_are_known_and_of_one_document(depth, length):
     rows = np.arange(100, 100 + 3 * (length + 1)).reshape(3, -1)
-    documents = np.sort(np.random.default_rng(0).integers(0, 3, (3, length)))
+    documents = np.sort(np.random.default_rng(0).integers(0, 3, (3, length + 1)))
     first = (documents[..., None] == documents[:, None]).argmax(-1)
-    positions = np.arange(length) - first
+    positions = np.arange(length + 1) - first
     for given in (None, positions):
         found = shift_targets(rows, depth, given)
         for (row, i, k), target in np.ndenumerate(found):
-            known = i + k < length and (given is None or documents[row, i] == documents[row, i + k])
+            known = i + k < length and (given is None or documents[row, i] == documents[row, i + k + 1])
             assert target == (rows[row, i + k + 1] if known else NO_TARGET)
+        assert np.array_equal(shift_targets(rows, 0, given), found[..., 0])
     assert np.array_equal(shift_targets(rows, 0), rows[:, 1:])
 
 
@@ -91,10 +92,10 @@ def test_the_loader_gives_the_same_windows_and_ranks_that_share_them_have_target
         packed = PackedTokens(run.data.sources[0].train.packed.path)
     sizes = {"sequence_length": 16, "batch_size": 16, "seed": 0}
     plain, whole = (Loader(TokenStream(packed), **sizes, **how).batch(1)
-                    for how in ({}, {"depth": 2, "separate_documents": separate}))
+                    for how in ({"separate_documents": separate}, {"depth": 2, "separate_documents": separate}))
     assert all(a.equal(b) for a, b in zip(plain, whole._replace(targets=whole.targets[..., 0])))
     assert (whole.targets[:, :14, 2] == NO_TARGET).any() == separate, "there are documents that end in a window"
-    columns = SequenceSplit(0, 2).own(16)
+    columns = SequenceSplit(0, 2).token_indices(16)
     part = Loader(TokenStream(packed), **sizes, columns=columns, depth=2, separate_documents=separate).batch(1)
     assert part.targets.equal(whole.targets[:, columns]) and part.positions.equal(whole.positions)
 
@@ -148,15 +149,16 @@ def test_a_run_tells_the_losses_of_each_depth_and_its_weight_changes(tmp_path, c
     assert f"validation loss {evaluated['eval_loss']:.4f} (MTP {mtp})  acceptance length " in said
 
 
-def test_losses_are_the_cross_entropies_over_all_tokens(toml):
+def test_losses_are_the_cross_entropies_over_all_next_tokens(toml):
     with made(toml, *WEIGHT, "--data.separate_documents", "True", "--parallel.schedule", "1f1b") as run:
         batch = run.data.loader.batch(0)
-        runner, criterion = run.runner, run.runner.criterion(1)
+        runner, criterion = run.runner, run.runner.criterion(1, batch)
         losses = runner.mean_losses(runner.forward_backward(batch, criterion), criterion)
         (stage,) = run.runner.model.stages
         logits = stage(batch.tokens, positions=batch.positions, ahead=tokens_ahead(batch.targets))
+        num_targets = (batch.targets[..., 0] != NO_TARGET).sum()
         expected = [torch.nn.functional.cross_entropy(each.flatten(0, 1), batch.targets[..., k].flatten(),
-                                                      ignore_index=NO_TARGET, reduction="sum") / batch.tokens.numel()
+                                                      ignore_index=NO_TARGET, reduction="sum") / num_targets
                     for k, each in enumerate(logits)]
     torch.testing.assert_close(losses, torch.stack(expected).detach())
 
@@ -206,7 +208,7 @@ def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
 
 
 POISON = """
-from dualpipe.train import step_runner
+from dualpipe.train.step import step_runner
 real = vars(step_runner).setdefault("real_run_step", step_runner.StepRunner.run_step)
 def run_step(self, batch, step):
     losses = real(self, batch, step)
@@ -377,9 +379,9 @@ def test_a_chain_ends_with_its_first_wrong_draft():
 
 
 def test_without_a_token_that_counts_there_is_no_acceptance_length(tmp_path):
-    """Documents of two tokens have no token with two more after it."""
+    """Documents of three tokens have no token with three more after it."""
     toml, text = written(tmp_path, num_nextn_predict_layers=2), tmp_path / "short.jsonl"
-    text.write_text("".join(json.dumps({"text": letter}) + "\n" for letter in 300 * "ab"))
+    text.write_text("".join(json.dumps({"text": 2 * letter}) + "\n" for letter in 300 * "ab"))
     *_, row = rows_of(toml, tmp_path, "short", *WEIGHT, "--data.path", str(text), "--data.separate_documents", "True",
                       "--data.validation_path", str(text), "--train.steps", "1", "--train.eval_batches", "1")
     assert row["acceptance_length"] is None and row["mtp_loss"][0] > 0

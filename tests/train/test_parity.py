@@ -144,7 +144,7 @@ def test_even_routes_do_not_depend_on_how_ranks_share_sequences():
     chosen_BSK = EvenRoutes(WHOLE, 9)(whole, 5).unflatten(0, (2, 9))
     for rank in range(2):
         split = SequenceSplit(rank, 2)
-        own = split.own(9)
+        own = split.token_indices(9)
         part = EvenRoutes(split, 9)(whole[: 2 * len(own)], 5)
         assert torch.equal(part, chosen_BSK[:, own].flatten(0, 1))
 

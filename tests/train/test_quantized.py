@@ -52,7 +52,8 @@ MORE = [("deepseek_v2", "pp2 x ep2", "*.experts,storage=fp8_block", "*.self_attn
           for way in ("storage", "gather") for format in ("mxfp8", "nvfp4", "mxfp4"))]
 
 
-@pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(MORE, marks=[pytest.mark.slow, pytest.mark.long])],
+                         ids=["some", "all"])
 def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
     """A float32 GEMM takes the dequantized weights, so only the order of sums may differ."""
     runs = [step_options(run_toml.parent, *step) for step in steps]
@@ -88,6 +89,7 @@ def test_stored_and_gathered_weights_train_alike(run_toml, tmp_path, format):
     assert found["gather"][-1] < found["gather"][0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # four runs of about half a minute each on two idle cores
 def test_60_steps_end_where_bf16_does(tmp_path):

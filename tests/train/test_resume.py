@@ -130,6 +130,7 @@ def test_a_killed_run_of_quantized_weights_goes_on_bit_for_bit(run_folder, dualp
                  "--train.dtype", "bf16", "--dtypes.rules", f"*.experts,{way}=nvfp4", f"*.self_attn,{way}=mxfp8")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("options", LAYOUTS.values(), ids=LAYOUTS)
@@ -224,6 +225,8 @@ def test_what_has_changed_is_said(run_folder, half_way, monkeypatch, capsys):
     assert "settings that have changed since: parallel.pp 2 -> 1, train.seed 0 -> 5, optimizer.lr" in text
     assert "batches differ from those of the saved run, as checkpoint.allow permits" in text
     assert [row["step"] for row in read_metrics(run_folder / "changed" / "metrics.jsonl")] == [5, 6, 7, 8]
+    (start,) = json.loads((run_folder / "changed" / "run.json").read_text())["starts"]
+    assert (start["step"], start["settings"]["run"]["train"]["seed"]) == (4, 5)
 
 
 @pytest.mark.slow
@@ -340,6 +343,21 @@ def test_what_was_passed_over_is_said_in_a_line(run_folder, dualpipe, monkeypatc
         assert cli.main(run) == 0
     assert "after step 1" in capsys.readouterr().out
     assert cli.main(["checkpoint", "verify", "damaged/checkpoints"]) == 0, "it was replaced"
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "manifest.json"])
+def test_the_way_out_of_checkpoints_that_are_all_damaged(run_folder, monkeypatch, capsys, file):
+    monkeypatch.chdir(run_folder)
+    run = ["train", "run.toml", *ALONE, "--output.dir", file, "--checkpoint.interval", "1", "--train.steps", "2"]
+    assert cli.main(run) == 0
+    for checkpoint in (run_folder / file / "checkpoints").glob("step-*"):
+        os.truncate(checkpoint / file, 5)
+    capsys.readouterr()
+    assert cli.main(run) == 2
+    error = capsys.readouterr().err
+    assert "has no complete checkpoint" in error and 'checkpoint.resume = "never" starts from the initial' in error
+    assert cli.main([*run, "--checkpoint.resume", "never"]) == 0, "the remedy works"
+    assert cli.main(["checkpoint", "verify", f"{file}/checkpoints"]) == 0
 
 
 def test_from_hugging_face_to_a_run_and_back(run_folder, monkeypatch, capsys):

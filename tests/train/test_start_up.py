@@ -9,12 +9,12 @@ RUN = ("train", "run.toml", "--train.eval_batches", "1", "--train.eval_interval"
 
 SLOW_TO_LOAD = """
 import time
-from dualpipe.train import resume
-real = vars(resume).setdefault("real_load", resume.load)
+from dualpipe.train.checkpointing import saver
+real = vars(saver).setdefault("real_load", saver.load)
 def load(*arguments, **options):
     time.sleep(0.7)
     return real(*arguments, **options)
-resume.load = load
+saver.load = load
 """
 
 

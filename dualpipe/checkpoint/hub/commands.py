@@ -28,10 +28,11 @@ from dualpipe.nn import GroupedLinear
 from dualpipe.parallel import DTypePlan, DTypePolicy, resolve_dtypes
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import EXPERTS, TRAFFIC, Mesh
-from dualpipe.runtime.byte_sizes import format_bytes
 from dualpipe.runtime.dtypes import dtype_of, long_name
+from dualpipe.runtime.errors import CheckFailed
+from dualpipe.runtime.printing import format_bytes
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.runtime.storage.location import Location, RemotePath, StrLocation, as_location
+from dualpipe.runtime.storage import Location, RemotePath, StrLocation, as_location
 from dualpipe.schedule.types import v_placement
 
 
@@ -44,10 +45,14 @@ def check(path: StrPath, mesh: Mesh, *, mtp: bool = False) -> Iterator[str]:
         mtp: for a run that trains layers for multi-token prediction.
 
     Raises:
-        ValueError: the checkpoint cannot be loaded, or not into this mesh; the message lists all problems.
+        ValueError: there is no checkpoint, or it cannot be loaded into this mesh.
+        CheckFailed: the checkpoint cannot be loaded; the message lists all problems.
     """
     config = _read_config(path, mtp)
-    reader, tensors = open_hf(path, config)
+    try:
+        reader, tensors = open_hf(path, config)
+    except ValueError as error:
+        raise CheckFailed(str(error)) from error
     header = reader.header
     yield from describe_tensors(path, config.model_type, header)
     announced = len(config.carried_layers)
@@ -219,9 +224,6 @@ def is_native_checkpoint(path: StrLocation) -> bool:
     if isinstance(path, RemotePath):
         return True  # Hugging Face's checkpoints are read from local directories only
     return path.is_dir() and not (path / CONFIG).exists() and (is_checkpoint(path) or latest(path) is not None)
-
-
-is_of_a_run = is_native_checkpoint  # the former name
 
 
 def _read_config(path: StrPath, mtp: bool) -> HubConfig:

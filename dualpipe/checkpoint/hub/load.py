@@ -3,7 +3,7 @@
     config = read_config(path)
     stages = build_on_meta(lambda: build_stages(config, 2 * pp, only=...))
     plan = resolve_dtypes(stages, policy, source_dtypes=hub_dtypes(path, config))
-    ... shard_experts and shard, on meta ...
+    ... shard_experts and shard_stages, on meta ...
     load_hf(stages, path, mesh, plan)
 
 Rank 0 reads all headers, checks them, and sends them to the other ranks. Every rank then opens the files that it needs.
@@ -28,7 +28,7 @@ from dualpipe.checkpoint.hub.files import Reader, StrPath
 from dualpipe.checkpoint.hub.stored_formats import SUFFIXES, Fp8, Mxfp4, Stored, find_stored
 from dualpipe.checkpoint.tensors import Box, TensorHeader
 from dualpipe.kernels.formats import Format
-from dualpipe.models import HubConfig
+from dualpipe.models import HubConfig, same_values
 from dualpipe.models.hub import HubTensorPart
 from dualpipe.models.stages import meta_stages
 from dualpipe.parallel import DTypePlan
@@ -75,8 +75,8 @@ def load_hf(
     if device is None:
         device = devices.current() if mesh is not None and mesh.device_type == "cuda" else "cpu"
     config = ranks.agree(lambda: common_config(stages))
-    rank0_reader = ranks.first(lambda: open_hf(path, config)[0])
-    reader = Reader(path, rank0_reader.header, rank0_reader.block)
+    header, block = ranks.first(lambda: _read_headers(path, config))
+    reader = Reader(path, header, block)
     sources = ranks.agree(lambda: _find_sources(stages, config, reader, path, plan))
     ranks.agree(lambda: [materialize(stage, device, plan, source=source, param_device=param_device)
                          for stage, source in zip(stages, sources)])
@@ -106,6 +106,12 @@ def _find_sources(
     return sources
 
 
+def _read_headers(path: StrPath, config: HubConfig) -> tuple[dict[str, TensorHeader], tuple[int, int] | None]:
+    """Check a checkpoint, and return the arguments of a `Reader` of it."""
+    reader, _ = open_hf(path, config)
+    return dict(reader.header), reader.block
+
+
 def hub_dtypes(path: StrPath, config: HubConfig) -> dict[str, torch.dtype]:
     """Return the dtypes of a checkpoint's tensors by the model's names, for `resolve_dtypes`.
 
@@ -118,7 +124,33 @@ def hub_dtypes(path: StrPath, config: HubConfig) -> dict[str, torch.dtype]:
 def open_hf(path: StrPath, config: HubConfig) -> tuple[Reader, dict[str, HubTensor]]:
     """Read all headers of a checkpoint; return a reader, and the model's tensors by name. Raises like `load_hf`."""
     reader = Reader.open(path, config.model_type)
-    return reader, find_tensors(config, reader)
+    tensors = find_tensors(config, reader)
+    different = _different_copies(config, reader, tensors)
+    if different:
+        names = ", ".join(different[:_MAX_LISTED])
+        raise ValueError(f"{path}: {names} differs from the embedding or the head, which it would share; set "
+                         "tie_word_embeddings to false in config.json, or for a layer for multi-token prediction, "
+                         "mtp.weight to 0")
+    return reader, tensors
+
+
+def _different_copies(config: HubConfig, reader: Reader, tensors: Mapping[str, HubTensor]) -> list[str]:
+    """Return the names of tensors with other values than the weight that the model has in their place.
+
+    A copy may be in a narrower dtype. Quantized copies, which are rounded, are not compared.
+    """
+    copies = dict(config.hub_copies)
+    if config.tie_word_embeddings:
+        copies["lm_head.weight"] = "embed_tokens.weight"
+    different = []
+    for name, original in copies.items():
+        stored = find_stored(reader.header, name, reader.block)
+        if type(stored) is not Stored:
+            continue
+        expected = tensors[original][Box.whole(tensors[original].shape).slices]
+        if not same_values(reader(name, Box.whole(stored.shape)), expected.to(stored.dtype)):
+            different.append(name)
+    return different
 
 
 def common_config(stages: Sequence[nn.Module]) -> HubConfig:

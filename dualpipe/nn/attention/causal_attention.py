@@ -26,7 +26,7 @@ from dualpipe.nn.attention.sequence_split import Ranges
 
 def attend(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
-    sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
+    sinks_A: Tensor | None = None, max_logits_A: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v over the keys that a query sees -> (B, A, S, V), in the dtype of v.
 
@@ -34,13 +34,13 @@ def attend(
         context: masks of the micro-batch.
         window: number of tokens that a query sees, itself included; None: all before it in its document.
         sinks_A: one logit per head that only adds to the denominator of the softmax (gpt-oss).
-        peaks_A: maximum logit of each head so far, updated in place if gradients are enabled.
+        max_logits_A: maximum logit of each head so far, updated in place if gradients are enabled.
     """
     causal = context.documents_BS is None and (window is None or window >= context.length)
-    plain = causal and sinks_A is None and peaks_A is None
+    plain = causal and sinks_A is None and max_logits_A is None
     if not _has_kernel(q_BASD, v_BGSV, plain):
         return attention_reference(
-            q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A, peaks_A=peaks_A)
+            q_BASD, k_BGSD, v_BGSV, context, scale=scale, window=window, sinks_A=sinks_A, max_logits_A=max_logits_A)
     q_BASD = q_BASD.to(v_BGSV.dtype)  # a norm in float32 may have widened queries and keys
     k_BGSD = k_BGSD.to(v_BGSV.dtype)
     if plain:
@@ -49,8 +49,8 @@ def attend(
     from dualpipe.nn.attention import flex  # not at the top: it imports the compiler, 0.5 s of every start
 
     y_BASV, max_logits_BAS = flex.compiled(flex.attention_flex)(
-        q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A, peaks_A is not None)
-    _update_max_logits(peaks_A, max_logits_BAS)
+        q_BASD, k_BGSD, v_BGSV, context.blocks(window), scale, sinks_A, max_logits_A is not None)
+    _update_max_logits(max_logits_A, max_logits_BAS)
     return y_BASV
 
 
@@ -62,11 +62,11 @@ def _has_kernel(q: Tensor, v: Tensor, plain: bool) -> bool:
 
 def attention_reference(
     q_BASD: Tensor, k_BGSD: Tensor, v_BGSV: Tensor, context: Context, *, scale: float, window: int | None = None,
-    sinks_A: Tensor | None = None, peaks_A: Tensor | None = None,
+    sinks_A: Tensor | None = None, max_logits_A: Tensor | None = None,
 ) -> Tensor:
     """Reference of `attend`: scores in the dtype of q, the softmax in at least float32."""
     scores = _scores(q_BASD, k_BGSD, context.visible(window), scale, -torch.inf)
-    _update_max_logits(peaks_A, None if peaks_A is None else scores.detach().amax(-1).flatten(1, 2))
+    _update_max_logits(max_logits_A, None if max_logits_A is None else scores.detach().amax(-1).flatten(1, 2))
     if sinks_A is not None:
         sinks = rearrange(sinks_A.to(scores.dtype), "(G R) -> 1 G R 1 1", G=k_BGSD.shape[1])
         scores = torch.cat((scores, sinks.expand(*scores.shape[:-1], 1)), -1)
@@ -76,7 +76,7 @@ def attention_reference(
 
 def attend_part(
     q_BASD: Tensor, k_BGTD: Tensor, v_BGTV: Tensor, context: Context, queries: Ranges, keys: Ranges, *, scale: float,
-    window: int | None = None, peaks_A: Tensor | None = None,
+    window: int | None = None, max_logits_A: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute the attention of some queries over some keys, without sinks, and the log-sum-exp of their scores.
 
@@ -95,26 +95,26 @@ def attend_part(
         k_BGTD = k_BGTD.to(v_BGTV.dtype)
         blocks = context.blocks(window, queries, keys)
         y_BASV, lse_BAS, max_logits_BAS = flex.compiled(flex.attention_part_flex)(
-            q_BASD, k_BGTD, v_BGTV, blocks, scale, peaks_A is not None)
-        _update_max_logits(peaks_A, max_logits_BAS)
+            q_BASD, k_BGTD, v_BGTV, blocks, scale, max_logits_A is not None)
+        _update_max_logits(max_logits_A, max_logits_BAS)
         return y_BASV, lse_BAS
     # Not -inf: a row of only -inf has no softmax, and no gradient.
     hidden_score = torch.finfo(torch.promote_types(q_BASD.dtype, torch.float32)).min / 2
     k_BGTD = k_BGTD.to(q_BASD.dtype)  # a norm in float32 may have widened the keys
     scores = _scores(q_BASD, k_BGTD, context.visible(window, queries, keys), scale, hidden_score)
-    _update_max_logits(peaks_A, None if peaks_A is None else scores.detach().amax(-1).flatten(1, 2))
+    _update_max_logits(max_logits_A, None if max_logits_A is None else scores.detach().amax(-1).flatten(1, 2))
     lse_BGRS1 = scores.logsumexp(-1, keepdim=True)
     y_BGRSV = (scores - lse_BGRS1).exp().to(v_BGTV.dtype) @ v_BGTV.unsqueeze(2)
     return y_BGRSV.flatten(1, 2), lse_BGRS1.flatten(1, 2).squeeze(-1)
 
 
-def _update_max_logits(peaks_A: Tensor | None, max_logits_BAS: Tensor | None) -> None:
+def _update_max_logits(max_logits_A: Tensor | None, max_logits_BAS: Tensor | None) -> None:
     """Update the maximum logits if gradients are enabled.
 
     Gradients are disabled in validation, and in the first forward of a recomputed layer.
     """
-    if peaks_A is not None and max_logits_BAS is not None and torch.is_grad_enabled():
-        peaks_A.copy_(torch.maximum(peaks_A, max_logits_BAS.amax((0, 2)).to(peaks_A.dtype)))
+    if max_logits_A is not None and max_logits_BAS is not None and torch.is_grad_enabled():
+        max_logits_A.copy_(torch.maximum(max_logits_A, max_logits_BAS.amax((0, 2)).to(max_logits_A.dtype)))
 
 
 def _scores(q_BASD: Tensor, k_BGTD: Tensor, seen: Tensor, scale: float, hidden: float) -> Tensor:

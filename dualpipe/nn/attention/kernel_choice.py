@@ -1,9 +1,9 @@
 """Choose the kernel that torch's `scaled_dot_product_attention` runs on a GPU.
 
-torch prefers FlashAttention 2 on every device. `KERNELS_BY_ARCHITECTURE` orders the kernels by what is known of each
-architecture instead; the first of them that is installed and runs a small attention of the model's sizes is chosen.
+torch prefers FlashAttention 2 on every device. Which kernel is the fastest depends on the GPU, the releases and the
+sizes of the heads, so those that are installed are timed with the model's sizes.
 
-    choice = choose_attention_kernel("auto", device, [HeadSize(128, 128)])
+    choice = choose_attention_kernel("auto", device, [HeadSize(128, 128)], ranks)
     with use_attention_kernel(choice):    # for the whole process, until the end of the `with`
         ...
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,13 +23,14 @@ from torch import nn
 from torch.nn import attention as torch_attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dualpipe.kernels.common import architecture
-from dualpipe.runtime.errors import first_line
+from dualpipe.nn.pick_fastest import check_runs, pick_fastest
+from dualpipe.runtime.ranks.rank_sync import RankSync
 
 AUTO = "auto"
 DEFAULT = "default"  # torch's own order
 
-_TRIAL_TOKENS = 128
+_TRIAL_HEADS = 16
+_TRIAL_TOKENS = 4096
 _FLASH_RELEASES = {"fa3": "FA3", "fa4": "FA4"}  # names by which torch activates them
 _BACKENDS = {
     "fa3": SDPBackend.FLASH_ATTENTION,
@@ -38,36 +40,6 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 ATTENTION_KERNELS = (AUTO, DEFAULT, *_BACKENDS)
-
-
-class Candidate(NamedTuple):
-    """A kernel and why it has its place in the order."""
-
-    kernel: str
-    reason: str
-
-
-_EFFICIENT = Candidate("efficient", "takes head dimensions that the others refuse")
-_FLASH_2 = Candidate("flash", "FlashAttention 2, which is part of torch")
-
-# By the major number of the compute capability; the fastest first.
-KERNELS_BY_ARCHITECTURE = {
-    9: (
-        Candidate("fa3", "FlashAttention 3 is written for Hopper: 1.5 to 2 times FlashAttention 2 (arXiv:2407.08608)"),
-        Candidate("cudnn", "1.7 to 2.3 times FlashAttention 2 for training shapes on an H100 (transformers PR 48163)"),
-        Candidate("fa4", "FlashAttention 4 runs on Hopper too, and is written for Blackwell"),
-        _FLASH_2,
-        _EFFICIENT,
-    ),
-    10: (
-        Candidate("fa4", "FlashAttention 4 is written for Blackwell"),
-        Candidate("cudnn", "cuDNN has kernels for Blackwell; FlashAttention 2 has none"),
-        _FLASH_2,
-        _EFFICIENT,
-    ),
-}
-# cuDNN takes 1.2 times the time of FlashAttention 2 on an A100 and is even with it on an L40S (transformers PR 48163).
-_ON_OTHER_ARCHITECTURES = (_FLASH_2, _EFFICIENT)
 
 
 class HeadSize(NamedTuple):
@@ -88,92 +60,78 @@ def head_size(module: nn.Module) -> HeadSize | None:
 
 
 class AttentionChoice(NamedTuple):
-    """The kernel that was chosen.
-
-    kernel: one of `ATTENTION_KERNELS` other than "auto". reason: why it was chosen. passed_over: preferred kernels that
-    do not run, each with the reason.
-    """
+    """The kernel that was chosen: one of `ATTENTION_KERNELS` other than "auto"; and why, for the log."""
 
     kernel: str
     reason: str
-    passed_over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        text = f"attention by {self.kernel!r}: {self.reason}"
-        if self.passed_over:
-            text += f" (passed over: {'; '.join(self.passed_over)})"
-        return text
+        return f"attention by {self.kernel!r}: {self.reason}"
 
 
 def choose_attention_kernel(
-    kernel: str, device: torch.device, head_sizes: Iterable[HeadSize], *, dtype: torch.dtype = torch.bfloat16
+    kernel: str, device: torch.device, head_sizes: Iterable[HeadSize], ranks: RankSync, *,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> AttentionChoice:
-    """Choose the kernel for causal attention on a CUDA device.
+    """Choose the kernel for causal attention on a CUDA device. Collective over `ranks`.
 
     Args:
         kernel: "auto", "default" for torch's own order, or a kernel by name.
         device: device of the model.
-        head_sizes: sizes of the model's heads. Each is tried, forward and backward.
+        head_sizes: sizes of the heads of this rank's layers. Each is run, forward and backward.
+        ranks: ranks that use the same kernel.
         dtype: dtype of queries, keys and values.
 
     On other devices, and for a dtype that no fused kernel takes, the choice is torch's own order.
 
     Raises:
-        ValueError: `kernel` is unknown, or was asked for by name and does not run.
+        ValueError: on every rank, if `kernel` is unknown, or was asked for by name and does not run.
     """
-    if kernel not in ATTENTION_KERNELS:
-        raise ValueError(f"unknown attention kernel {kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
     sizes = list(dict.fromkeys(head_sizes))
-    if kernel == DEFAULT:
-        return AttentionChoice(DEFAULT, "torch's own order, as configured")
-    if device.type != "cuda":
-        if kernel != AUTO:
-            raise ValueError(f"attention kernel {kernel!r} needs a CUDA device, got {device}; use {AUTO!r}")
+    if kernel == AUTO and device.type != "cuda":
         return AttentionChoice(DEFAULT, f"fused kernels are for CUDA, the model is on {device.type}")
-    if dtype not in (torch.bfloat16, torch.float16) and kernel == AUTO:
+    if kernel == AUTO and dtype not in (torch.bfloat16, torch.float16):
         return AttentionChoice(DEFAULT, f"the faster kernels take bfloat16 and float16, the model computes in {dtype}")
-    if kernel != AUTO:
-        failure = _failure(kernel, device, sizes, dtype)
-        if failure:
-            raise ValueError(f"attention kernel {kernel!r} does not run on {device}: {failure}; expected one that is "
-                             f"installed and takes heads of {_described(sizes)} in {dtype}; use {AUTO!r}")
-        return AttentionChoice(kernel, "as configured")
-    candidates = KERNELS_BY_ARCHITECTURE.get(architecture(device) // 10, _ON_OTHER_ARCHITECTURES)
-    return _first_that_runs(candidates, device, sizes, dtype)
+    if kernel == AUTO:
+        run = partial(_run_attention, sizes=sizes, device=device, dtype=dtype)
+        choice = pick_fastest(tuple(_BACKENDS), run if sizes else None, device, ranks, default=DEFAULT)
+        reason = f"a forward and a backward of {_TRIAL_HEADS} heads and {_TRIAL_TOKENS} tokens take {choice}"
+        if choice.name == DEFAULT:
+            reason = f"no fused kernel runs: {choice}" if sizes else "no layer has heads"
+        return AttentionChoice(choice.name, reason)
+    ranks.agree(lambda: _check_kernel(kernel, sizes, device, dtype))
+    return AttentionChoice(kernel, "torch's own order, as configured" if kernel == DEFAULT else "as configured")
 
 
-def _first_that_runs(
-    candidates: Iterable[Candidate], device: torch.device, sizes: list[HeadSize], dtype: torch.dtype
-) -> AttentionChoice:
-    """Return the first candidate that runs all sizes of heads."""
-    passed_over: list[str] = []
-    for candidate in candidates:
-        failure = _failure(candidate.kernel, device, sizes, dtype)
-        if not failure:
-            return AttentionChoice(candidate.kernel, candidate.reason, tuple(passed_over))
-        passed_over.append(f"{candidate.kernel!r}, {failure}")
-    return AttentionChoice(DEFAULT, "no fused kernel runs", tuple(passed_over))
+def _check_kernel(kernel: str, sizes: list[HeadSize], device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ValueError if a kernel is unknown or does not run heads of these sizes."""
+    if kernel == DEFAULT:
+        return
+    if kernel not in _BACKENDS:
+        raise ValueError(f"unknown attention kernel {kernel!r}; expected one of {', '.join(ATTENTION_KERNELS)}")
+    if device.type != "cuda":
+        raise ValueError(f"attention kernel {kernel!r} needs a CUDA device, got {device}; use {AUTO!r}")
+    check_runs(lambda: _run_attention(kernel, sizes, device, dtype), f"attention kernel {kernel!r}",
+               f"one that is installed and takes heads of {_described(sizes)} in {dtype}; use {AUTO!r}")
 
 
-def _failure(kernel: str, device: torch.device, sizes: list[HeadSize], dtype: torch.dtype) -> str:
-    """Return why a kernel does not run a small attention with heads of these sizes, "" if it does."""
+def _run_attention(kernel: str, sizes: list[HeadSize], device: torch.device, dtype: torch.dtype) -> None:
+    """Run causal attention of each size of heads by a kernel, forward and backward; raise an error if it cannot."""
     if kernel == "cudnn" and torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms are on, and its backward is not deterministic"
-    try:
-        with _activated(kernel), sdpa_kernel(_BACKENDS[kernel]):
-            for size in sizes:
-                _run_small_attention(size, device, dtype)
-    except Exception as error:  # whatever the kernel's package raises: it is not installed, or refuses the operands
-        return f"{type(error).__name__}: {first_line(error)}"
-    return ""
+        raise ValueError("deterministic algorithms are on, and its backward is not deterministic")
+    with _activated(kernel), sdpa_kernel(_BACKENDS[kernel]):
+        for size in sizes:
+            _run_heads(size, device, dtype)
 
 
-def _run_small_attention(size: HeadSize, device: torch.device, dtype: torch.dtype) -> None:
-    """Run causal attention of 2 heads, forward and backward."""
-    dims = (size.qk_dim, size.qk_dim, size.v_dim)
-    q, k, v = (torch.zeros(1, 2, _TRIAL_TOKENS, dim, device=device, dtype=dtype).requires_grad_() for dim in dims)
+def _run_heads(size: HeadSize, device: torch.device, dtype: torch.dtype) -> None:
+    """Run causal attention, forward and backward."""
+    q, k, v = (
+        torch.zeros(1, _TRIAL_HEADS, _TRIAL_TOKENS, dim, device=device, dtype=dtype).requires_grad_()
+        for dim in (size.qk_dim, size.qk_dim, size.v_dim)
+    )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.autograd.grad(y.sum(), (q, k, v))
+    torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
 
 
 @contextmanager

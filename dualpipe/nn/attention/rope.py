@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.rotary import rotate_heads, rotate_heads_backward, rotate_reference
-from dualpipe.nn.deferral import weight_grads
+from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
 from dualpipe.nn.norm import RMSNorm, norm_weight_grad
 
 
@@ -106,8 +106,7 @@ def apply_rope(
     """
     q_weight, k_weight = (norm.weight for norm in norms) if norms else (None, None)
     eps = norms[0].eps if norms else 0.0
-    plain = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
-    if plain or not all(weight is None or weight.is_leaf for weight in (q_weight, k_weight)):
+    if torch.compiler.is_compiling() or needs_plain_autograd(q_weight, k_weight):
         q, k = (rotate_reference(x, cos, sin, weight, eps, interleaved)[0]
                 for x, weight in ((q_BSAD, q_weight), (k_BSGD, k_weight)))
     else:

@@ -31,8 +31,6 @@ class SequenceSplit:
         """Return the indices of the rank's tokens in a sequence of `length`, ascending, int64 (S_rank,)."""
         return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in self.chunks(length)])
 
-    own = token_indices  # old name
-
     def counts(self, length: int) -> tuple[int, ...]:
         """Return the number of tokens of every rank."""
         chunks_by_rank = (replace(self, rank=rank).chunks(length) for rank in range(self.size))
@@ -58,6 +56,3 @@ def slice_sequence(x_BS: Tensor, parts: Iterable[tuple[int, int]]) -> Tensor:
     """Concatenate parts of a sequence, (start, stop) each; without parts return the whole. Other dimensions stay."""
     slices = [x_BS[:, start:stop] for start, stop in parts] or [x_BS]
     return torch.cat(slices, 1) if len(slices) > 1 else slices[0]
-
-
-cut = slice_sequence  # old name

@@ -1,4 +1,1 @@
-"""Routing of tokens to experts: the router, its losses and load counts, and all routers of a model in a step.
-
-Imports `nn`, `kernels` and `runtime`.
-"""
+"""Routing of tokens to experts: the router, its losses and load counts, and all routers of a model in a step."""

@@ -9,6 +9,9 @@ micro-batches of equal size, and equally many on every rank, the gradient does n
 z-loss is a mean over tokens, the balance loss of level "sequence" a mean over sequences, and that of level "global" is
 linear in the probabilities, because the loads are given. Level "microbatch" depends on the split by definition.
 
+**Loss scale.** A loss scale for float16 multiplies the main loss in the criterion, which nobody else sees, so that the
+caller passes it to the routers too. In float16, losses without a given scale are refused.
+
 **Level "global".** The loads of a step are known only after its last forward, when a pipeline has run most backwards.
 So the caller passes the loads of the previous step, which take one all-reduce per step, off the critical path. In the
 first step they are zeros, and so is the loss. Qiu et al. (arXiv:2501.11873), who propose the loss, all-reduce the loads
@@ -23,14 +26,18 @@ Dimension letters: T tokens, E experts, K experts per token, N parts that a bala
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from dualpipe.runtime.recorder import Recorder
 
 Level = Literal["microbatch", "sequence", "global"]
 
@@ -115,6 +122,10 @@ class RouterStep:
         step (zeros in the first step), or of this step if they are known.
     weight: factor of the losses, which are means over this rank's tokens. If ranks share sequences unevenly: the
         number of tokens of this rank, divided by the mean over these ranks.
+    sequence_group: ranks that share every sequence, whose tokens count together for a balance loss on a sequence or a
+        micro-batch; None: this rank has whole sequences.
+    loss_scale: factor by which the criterion scales the main loss for float16, and which scales the gradients of the
+        losses too; 1 if it scales nothing. None means 1 and is refused in float16.
     totals: counts, from `make_totals`: the number of tokens of every expert, then the losses without coefficients in
         the order of `LOSSES`, as means over micro-batches. One tensor, so that one addition counts a micro-batch;
         counts are exact to 2^53.
@@ -126,7 +137,9 @@ class RouterStep:
     load_E: Tensor | None = None
     z: float = 0.0
     weight: float = 1.0
+    sequence_group: dist.ProcessGroup | None = None
     totals: Tensor | None = None
+    loss_scale: float | Tensor | None = None
     _factors: dict[torch.dtype, Tensor] = field(default_factory=dict, init=False, repr=False, compare=False)
     """`balance_factors` of `load_E` by dtype, the same for all micro-batches."""
 
@@ -138,6 +151,12 @@ class RouterStep:
         if self.balance and self.level == "global" and self.load_E is None:
             raise ValueError("level 'global' needs load_E, the loads of the last global batch; "
                              "give torch.zeros(num_experts) in the first step")
+        scale = self.loss_scale
+        if isinstance(scale, Tensor):
+            if scale.dim() or scale.requires_grad:
+                raise ValueError(f"loss_scale must be a number or a scalar without a gradient; got {scale}")
+        elif scale is not None and not (isinstance(scale, (int, float)) and 0 < scale < math.inf):
+            raise ValueError(f"loss_scale must be above 0 and finite; got {scale}")
 
     @property
     def coefficients(self) -> dict[str, float]:
@@ -145,9 +164,19 @@ class RouterStep:
         coefficients = {name: getattr(self, loss.coefficient) for name, loss in LOSSES.items()}
         return {name: coefficient for name, coefficient in coefficients.items() if coefficient}
 
+    def require_loss_scale(self, x: Tensor) -> None:
+        """Raise ValueError if losses are computed from `x` in float16 without a `loss_scale`."""
+        if self.loss_scale is not None or not torch.is_grad_enabled():
+            return
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        if dtype == torch.float16 and self.coefficients:
+            raise ValueError("got no loss_scale for router losses in float16, which need the scale of the main loss; "
+                             "pass it to RouterSet.step(loss_scale=...), or 1 if the criterion scales nothing")
+
     def add_losses(
         self, weights_TK: Tensor, experts_TK: Tensor, logits_TE: Tensor, probs: Callable[[], Tensor],
-        sequences: int | None, whole_load: Callable[[], Tensor] | None = None,
+        sequences: int | None,
     ) -> Tensor:
         """Return `weights_TK` with the losses attached.
 
@@ -156,8 +185,6 @@ class RouterStep:
         Args:
             probs: computes the probabilities (T, E).
             sequences: number of sequences in the tokens; None: unknown.
-            whole_load: returns, in the backward, the loads (N, E) of all ranks that share the sequences; None: this
-                rank has whole sequences.
 
         Raises:
             ValueError: the level needs the number of sequences, or the loads have another shape.
@@ -167,15 +194,17 @@ class RouterStep:
         routed = Routed(logits_TE, experts_TK, probs, sequences)
         coefficients = self.coefficients
         share = self.weight / self.num_microbatches
-        if whole_load is not None and "balance_loss" in coefficients and self.level != "global":
-            parts = len(self._experts_of_parts(routed))
-            balance = coefficients.pop("balance_loss")
-            weights_TK = _AddSharedLoss.apply(weights_TK, probs(), whole_load, self.totals, parts, share, balance)
+        loss_scale = 1.0 if self.loss_scale is None else self.loss_scale
+        if self.sequence_group is not None and "balance_loss" in coefficients and self.level != "global":
+            load_NE = count_load(self._experts_of_parts(routed), logits_TE.shape[1])
+            load_sum = _LoadSum(load_NE, self.sequence_group)
+            balance = coefficients.pop("balance_loss") * loss_scale
+            weights_TK = _AddSharedLoss.apply(weights_TK, probs(), load_sum, self.totals, share, balance)
         # Without losses, a step costs only the two launches that count the loads.
         values = {name: LOSSES[name].compute(self, routed) for name in coefficients}
         if not values and self.totals is None:
             return weights_TK
-        terms = [value * (coefficients[name] * share) for name, value in values.items()]
+        terms = [value * (coefficients[name] * share * loss_scale) for name, value in values.items()]
         loss = reduce(torch.add, terms) if terms else None
         loss_values = {name: value.detach() for name, value in values.items()}
         return _AddLosses.apply(weights_TK, loss, self.totals, experts_TK, loss_values, share)
@@ -242,6 +271,30 @@ class _AddLosses(torch.autograd.Function):
         return dweights_TK, ctx.seed, None, None, None, None
 
 
+class _LoadSum:
+    """Sum of the loads of a micro-batch over the ranks that share its sequences, from the forward to the backward.
+
+    The loss on a sequence is linear in the probabilities of its tokens, given the loads of the whole sequence. Only the
+    backward needs these, so the sum takes its time while the experts and the layers above compute. All ranks run the
+    same actions in the same order, so that their sums match, also beside other communications of the group.
+
+    load_NE: counts of this rank, replaced by their sum.
+    """
+
+    def __init__(self, load_NE: Tensor, group: dist.ProcessGroup) -> None:
+        self.load_NE = load_NE
+        self._group = group
+        self._recorder = Recorder.current()  # the backward may run on a thread of autograd
+        self._work = dist.all_reduce(load_NE, group=group, async_op=True)
+
+    def wait(self) -> Tensor:
+        """Return the sum. The current stream waits; on the CPU, the host."""
+        recorder = self._recorder
+        with recorder.collective("routers", "the loads of a sequence", recorder.members(self._group)):
+            self._work.wait()
+        return self.load_NE
+
+
 class _AddSharedLoss(torch.autograd.Function):
     """Identity on the weights; its backward adds the balance loss of N parts whose tokens are split over ranks.
 
@@ -250,11 +303,12 @@ class _AddSharedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weights_TK: Tensor, probs_TE: Tensor, whole_load: Callable[[], Tensor], totals: Tensor | None,
-        parts: int, share: float, balance: float,
+        ctx: Any, weights_TK: Tensor, probs_TE: Tensor, load_sum: _LoadSum, totals: Tensor | None, share: float,
+        balance: float | Tensor,
     ) -> Tensor:
+        parts = len(load_sum.load_NE)
         ctx.mean_NE = probs_TE.unflatten(0, (parts, -1)).mean(1)
-        ctx.whole_load = whole_load
+        ctx.load_sum = load_sum
         ctx.totals = totals
         ctx.length = len(probs_TE) // max(parts, 1)
         ctx.share = share
@@ -264,12 +318,12 @@ class _AddSharedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dweights_TK: Tensor) -> tuple[Tensor | None, ...]:
-        factors_NE = balance_factors(ctx.whole_load(), ctx.mean_NE.dtype)
+        factors_NE = balance_factors(ctx.load_sum.wait(), ctx.mean_NE.dtype)
         if ctx.totals is not None:
             _count_loss(ctx.totals, "balance_loss", (factors_NE * ctx.mean_NE).sum(), ctx.share)
         scale = ctx.balance * ctx.share / max(ctx.length, 1)
         dprobs_TE = (factors_NE * scale).repeat_interleave(ctx.length, 0)
-        return dweights_TK, dprobs_TE, None, None, None, None, None
+        return dweights_TK, dprobs_TE, None, None, None, None
 
 
 def _count_loss(totals: Tensor, name: str, value: Tensor, share: float) -> None:

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
+from dualpipe.nn.deferral import needs_plain_autograd
 from dualpipe.nn.linear import Linear
 from dualpipe.nn.routing.losses import RouterStep
-from dualpipe.nn.routing.old_keywords import old_keywords
 
 Score = Literal["softmax", "sigmoid", "softmax_topk"]
 Choice = Callable[[Tensor, int], Tensor]
@@ -61,12 +61,6 @@ class ExpertGroups:
     group_best: int = 1
 
 
-_OLD = {
-    **{name: ("scoring", name) for name in ("score", "norm_topk_prob", "routed_scaling_factor")},
-    **{name: ("groups", name) for name in ("n_group", "topk_group", "group_best")},
-}
-
-
 class Router(Linear):
     """Linear layer that chooses K of E experts for each token, and their weights.
 
@@ -77,13 +71,9 @@ class Router(Linear):
             the weights; it follows the loads, see `update_bias`.
         wide_logits: compute logits, and return weights, in at least float32 (DeepSeek) instead of the dtype of x.
 
-    The fields of `scoring` and `groups` are also accepted as keyword arguments, with a DeprecationWarning.
-
     Attributes:
         step: losses and load counts of a training step, set by the caller; None, the initial value: there are none.
         choice: override of the chosen experts, set by the caller; None, the initial value: there is none.
-        whole_load: set by the caller if ranks share sequences: returns the loads of all of them, see
-            `RouterStep.add_losses`.
 
     Raises:
         ValueError: the sizes do not match.
@@ -93,7 +83,6 @@ class Router(Linear):
     quantizable = False  # an error in a logit sends tokens to other experts
     e_score_correction_bias: Tensor | None
 
-    @old_keywords({"scoring": Scoring, "groups": ExpertGroups}, _OLD)
     def __init__(
         self, hidden_size: int, num_experts: int, top_k: int, *, bias: bool = False, scoring: Scoring = Scoring(),
         groups: ExpertGroups = ExpertGroups(), correction_bias: bool = False, wide_logits: bool = False,
@@ -128,7 +117,6 @@ class Router(Linear):
         self.register_buffer("e_score_correction_bias", zeros_E)
         self.step: RouterStep | None = None
         self.choice: Choice | None = None
-        self.whole_load: Callable[[], Tensor] | None = None  # see `RouterStep.add_losses`
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Route tokens: (T, H), or (B, S, H) with one sequence per row -> weights (T, K), experts (T, K) int64.
@@ -140,16 +128,17 @@ class Router(Linear):
         wide = torch.promote_types(x_TH.dtype, torch.float32) if self.wide_logits else None
         logits_TE = super().forward(x_TH, wide)
         if self.score == "softmax" and self.choice is None and self.topk_group == self.n_group and (
-            self.e_score_correction_bias is None and not torch._C._are_functorch_transforms_active()):
+            self.e_score_correction_bias is None and not needs_plain_autograd()):
             weights_TK, experts_TK, scores_TE = _TopK.apply(
                 logits_TE, self.top_k, self.norm_topk_prob, self.routed_scaling_factor
             )
         else:
             weights_TK, experts_TK, scores_TE = self._weigh(logits_TE)
         if self.step is not None:
+            self.step.require_loss_scale(x)
             sequences = len(x) if x.dim() == 3 else None
             probs = partial(self._probs, scores_TE)
-            weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences, self.whole_load)
+            weights_TK = self.step.add_losses(weights_TK, experts_TK, logits_TE, probs, sequences)
         return weights_TK, experts_TK
 
     def _weigh(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:

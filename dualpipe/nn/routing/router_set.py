@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dualpipe.nn.routing.losses import LOSSES, Level, RouterStep, load_of, losses_of, max_over_mean
-from dualpipe.nn.routing.old_keywords import old_keywords
 from dualpipe.nn.routing.router import Router
 from dualpipe.runtime.recorder import Recorder
 
@@ -36,23 +35,20 @@ class RouterSet:
     Args:
         num_microbatches, balance, level, z: see `RouterStep`; level "global" uses the loads of the previous step.
         bias_update_rate: rate of `Router.update_bias` after each step, for routers with a correction bias.
-        weight: see `RouterStep`, if ranks share sequences. Balance losses of a sequence or a micro-batch then also need
-            `dualpipe.parallel.experts.shared_loads`; otherwise they cover this rank's tokens only.
+        weight, sequence_group: see `RouterStep`, if ranks share sequences.
         group: all ranks that train the model; None: this rank alone.
         replicas: number of ranks that hold each stage. A router must have the same name in its stage on all of them,
             and no other router may have this name.
-
-    `num_chunks`, the old name of `num_microbatches`, is accepted with a DeprecationWarning.
 
     Raises:
         ValueError: on all ranks, if names differ or repeat, or if there is a rate but no correction bias.
     """
 
-    @old_keywords({}, {"num_chunks": ("num_microbatches", "")})
     def __init__(
         self, stages: Iterable[nn.Module], *, num_microbatches: int, balance: float = 0.0, level: Level = "sequence",
-        z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0, group: dist.ProcessGroup | None = None,
-        replicas: int = 1, device: torch.device | str | None = None,
+        z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0,
+        sequence_group: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None, replicas: int = 1,
+        device: torch.device | str | None = None,
     ) -> None:
         self._local_routers = [
             (name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, Router)
@@ -78,7 +74,8 @@ class RouterSet:
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """`RouterStep.totals` of the last step, of all routers of the model by name, in the same order on all ranks."""
         self._load_mask: Tensor | None = None  # 1 at the counts that `load` sums
-        self._make_step = partial(RouterStep, num_microbatches, balance, level, z=z, weight=weight)
+        self._make_step = partial(
+            RouterStep, num_microbatches, balance, level, z=z, weight=weight, sequence_group=sequence_group)
         # A step for its coefficients only; the empty tensor stands for the loads that level "global" requires.
         step = self._make_step(load_E=torch.zeros(0, dtype=torch.int64, device="cpu"))
         self._losses = list(step.coefficients)
@@ -87,15 +84,17 @@ class RouterSet:
         self._replicas = replicas
 
     @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self, loss_scale: float | Tensor | None = None) -> Iterator[None]:
         """Set the routers up for the training step inside of the `with`, and collect its counts and losses at the end.
+
+        loss_scale: see `RouterStep`; the same on every rank. Metrics are those of the losses without the scale.
 
         Leaving the `with` is a collective, unless the model has no router: it sums loads and averages losses over the
         ranks. On CUDA the host does not wait for it.
         """
         for name, router in self._local_routers:
             totals = self.totals[name]
-            router.step = self._make_step(load_E=load_of(totals).long(), totals=totals)
+            router.step = self._make_step(load_E=load_of(totals).long(), totals=totals, loss_scale=loss_scale)
         self._packed.zero_()
         try:
             yield

@@ -1,7 +1,4 @@
-"""Context parallelism: ranks share sequences, and exchange keys and values in a ring, or heads by all-to-all.
-
-Imports `parallel.all_to_all` and `nn`.
-"""
+"""Context parallelism: ranks share sequences, and exchange keys and values in a ring, or heads by all-to-all."""
 
 from dualpipe.parallel.context.context_parallel import ContextParallel, method_for
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import DeviceMesh
 
 from dualpipe.nn.segments import Segment
-from dualpipe.parallel.all_to_all import AsyncAllToAll
+from dualpipe.parallel.all_to_all import AllToAll
 from dualpipe.parallel.context.ring import RingAttention, WindowAttention, row_width
 from dualpipe.parallel.context.row_exchange import SequenceRanks, SharedAttention
 from dualpipe.parallel.context.ulysses import UlyssesAttention, heads_width
@@ -40,11 +40,11 @@ METHODS = ("auto", "ring", "all_to_all")
 class ContextParallel(SequenceRanks):
     """Ranks that share sequences, with the method of their attention; attention layers take their segments from it.
 
-    mesh: the mesh's "cp" dimension, or an `AsyncAllToAll`; None or one rank: sequences are whole. method: one of
+    mesh: the mesh's "cp" dimension, or an `AllToAll`; None or one rank: sequences are whole. method: one of
     `METHODS`; a layer with a sliding window always uses "window". Raises ValueError for another method.
     """
 
-    def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None, *, method: str = "auto") -> None:
+    def __init__(self, mesh: DeviceMesh | AllToAll | None, *, method: str = "auto") -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
         super().__init__(mesh)

@@ -102,7 +102,7 @@ class _BlockwiseAttention:
                   for rows, (heads, _) in zip(rows_BTC[:, :num_tokens].split(widths, -1), layer.shared)]
         k_BGTD, v_BGTV = layer.expand_kv(*shared)
         return attend_part(q_BASD[:, :, ranges.first :], k_BGTD, v_BGTV, context, ranges.queries, ranges.keys,
-                           scale=layer.scale, window=layer.window, peaks_A=layer.max_logits_A)
+                           scale=layer.scale, window=layer.window, max_logits_A=layer.max_logits_A)
 
     def _output(self, y_BASV: Tensor, lse_BAS: Tensor) -> Tensor:
         """Return the layer's output, with the share of the sinks."""
@@ -282,6 +282,10 @@ class _AttendBlock(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not torch.autograd._is_checkpoint_valid():
+            raise ValueError("ring attention was differentiated by autograd.grad or backward(inputs=...), but its "
+                             "backward accumulates the gradients of all its weights; use backward() without inputs, or "
+                             "the method \"all_to_all\"")
         first = ctx.first
         merged = ctx.merged
         q, rows = (x.detach().requires_grad_() for x in ctx.saved_tensors)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dualpipe.nn.attention import Context
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.segments import Pending
-from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll, PendingRows, gradient_rows
+from dualpipe.parallel.all_to_all import AllToAll, CommStream, PendingRows, gradient_rows
 
 
 class SharedAttention(Protocol):
@@ -44,10 +44,10 @@ class SharedAttention(Protocol):
 class SequenceRanks:
     """Ranks that share sequences, and the part of this rank. mesh: see `ContextParallel`."""
 
-    def __init__(self, mesh: DeviceMesh | AsyncAllToAll | None) -> None:
+    def __init__(self, mesh: DeviceMesh | AllToAll | None) -> None:
         self.split = SequenceSplit()
         if mesh is not None and (mesh.size() if isinstance(mesh, DeviceMesh) else mesh.size) > 1:
-            ranks = GroupAllToAll(mesh) if isinstance(mesh, DeviceMesh) else mesh
+            ranks = AllToAll(mesh) if isinstance(mesh, DeviceMesh) else mesh
             self.stream = CommStream(ranks, "keys and values")
             self.split = SequenceSplit(ranks.rank, ranks.size)
 

@@ -81,7 +81,7 @@ class UlyssesAttention:
         local_heads = slice(self._split.rank * self._heads, (self._split.rank + 1) * self._heads)
         y_BASV = attend(q_BASD, k_BGSD, v_BGSV, context, scale=layer.scale, window=layer.window,
                         sinks_A=None if layer.sinks is None else layer.sinks[local_heads],
-                        peaks_A=None if layer.max_logits_A is None else layer.max_logits_A[local_heads])
+                        max_logits_A=None if layer.max_logits_A is None else layer.max_logits_A[local_heads])
         y_BSX = rearrange(y_BASV, "B A S V -> B S (A V)")
         return torch.cat([slice_sequence(y_BSX, rank_chunks).flatten(0, 1) for rank_chunks in chunks])
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import Any, Literal, cast, get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,54 +36,49 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
-from dualpipe.nn.grouped_linear import GroupedLinear
-from dualpipe.parallel.all_to_all import AsyncAllToAll, CommStream, GroupAllToAll
-from dualpipe.parallel.experts.deep_ep import DeepEPDispatcher, create_buffer, load_buffer_class
-from dualpipe.parallel.experts.fp8_rows import SCALES
+from dualpipe.nn.grouped_linear import GroupedLinear, refuse_transforms
+from dualpipe.parallel.all_to_all import AllToAll, CommStream
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
-from dualpipe.parallel.experts.one_hop import AllToAllDispatcher, Plan
+from dualpipe.parallel.experts.one_hop import SCALES, AllToAllDispatcher, Plan
 from dualpipe.parallel.experts.two_hop import TwoHopDispatcher
 from dualpipe.parallel.mesh import divisors, launched_ranks_per_node
+from dualpipe.parallel.tied import mark_sharded, original_number
 
 __all__ = [
     "AllToAllDispatcher", "Dispatcher", "ExpertParallel", "LocalDispatcher", "Plan", "Received", "is_interface_experts",
     "parameter_sizes", "run_experts", "shard_experts", "stacked_parameters",
 ]
 
-Dispatch = Literal["auto", "all_to_all", "two_hop", "deep_ep"]
+Dispatch = Literal["auto", "all_to_all", "two_hop"]
 
 
 class ExpertParallel:
     """Distribution of a model's experts over the ranks of a group; creates a dispatcher for each layer.
 
-    ranks: the mesh's "ep" dimension, or an `AsyncAllToAll`; None or one rank: all experts are local, nothing is sent.
+    ranks: the mesh's "ep" dimension, or an `AllToAll`; None or one rank: all experts are local, nothing is sent.
     fp8_rows: the number of elements that share a scale if rows are dispatched in FP8: 128 for weights in blocks of FP8,
     32 for mxfp8. The experts must accept the keyword `quantized`; outputs and gradients keep their dtype. None: rows
     are dispatched in their own dtype.
     dispatch: the way of a row: "all_to_all" to each rank with experts of its token, "two_hop" to each node with experts
     of it, then within the node (`dualpipe.parallel.experts.two_hop`). Both give the same bits. "auto": two hops if the
-    ranks are on several nodes, each with the same number of them, more than one; otherwise "all_to_all". "deep_ep": by
-    DeepEP's kernels, for rows in bfloat16, with other rounding (`dualpipe.parallel.experts.deep_ep`, which has never
-    run).
-    ranks_per_node: the number of successive ranks that share a node: ranks of the job, or of an `AsyncAllToAll` without
+    ranks are on several nodes, each with the same number of them, more than one; otherwise "all_to_all".
+    ranks_per_node: the number of successive ranks that share a node: ranks of the job, or of an `AllToAll` without
     a process group. None: LOCAL_WORLD_SIZE, which torchrun sets; if it is not set, or there is no process group, all
     ranks.
 
-    hidden_size: the number of columns of the rows, required by "deep_ep".
-
-    Raises ValueError for experts that cannot be divided evenly, for another block size, for "two_hop" on ranks that are
-    not divided evenly among several nodes, and for "deep_ep" without CUDA or its package.
+    Raises ValueError for experts that cannot be divided evenly, for another block size, and for "two_hop" on ranks that
+    are not divided evenly among several nodes.
     """
 
     def __init__(
-        self, num_experts: int, ranks: DeviceMesh | AsyncAllToAll | None = None, *, fp8_rows: int | None = None,
-        dispatch: Dispatch = "auto", ranks_per_node: int | None = None, hidden_size: int | None = None,
+        self, num_experts: int, ranks: DeviceMesh | AllToAll | None = None, *, fp8_rows: int | None = None,
+        dispatch: Dispatch = "auto", ranks_per_node: int | None = None,
     ) -> None:
         if fp8_rows not in (None, *SCALES):
             raise ValueError(f"fp8_rows must be {', '.join(map(str, SCALES))}, elements under a scale, or None; got "
                              f"{fp8_rows!r}")
         if isinstance(ranks, DeviceMesh):
-            ranks = GroupAllToAll(ranks) if ranks.size() > 1 else None
+            ranks = AllToAll(ranks) if ranks.size() > 1 else None
         _check_name(dispatch)
         self.size = 1 if ranks is None else ranks.size
         self.num_experts = num_experts
@@ -91,14 +86,11 @@ class ExpertParallel:
         self._fp8_rows = fp8_rows
         self._dispatch = dispatch
         self._stream: CommStream | None = None
-        self._deep_ep: Any = None  # a `deep_ep.Buffer`
         if ranks is None or self.size == 1:
             return
         nodes = _ranks_by_node(ranks, ranks_per_node)
         self._stream = CommStream(ranks, node=next(node for node in nodes if ranks.rank in node))
         self._dispatch = _resolved_dispatch(dispatch, nodes)
-        if dispatch == "deep_ep":
-            self._deep_ep = create_buffer(ranks, hidden_size)
 
     @property
     def sent_between_nodes(self) -> int:
@@ -118,8 +110,6 @@ class ExpertParallel:
         """Create the dispatcher of one layer."""
         if self._stream is None:
             return Dispatcher(self.num_experts)
-        if self._deep_ep is not None:
-            return DeepEPDispatcher(self.num_experts, self._deep_ep, self._fp8_rows)
         kind = TwoHopDispatcher if self._dispatch == "two_hop" else AllToAllDispatcher
         return kind(self.num_experts, self._stream, self._fp8_rows)
 
@@ -133,6 +123,7 @@ def run_experts(
     rows. For rows that were dispatched in FP8, it also gets the quantized rows as the keyword `quantized`. rows: (R, H)
     or (B, S, H).
     """
+    refuse_transforms("run_experts", rows, weights_RK)
     rows_RH = rows.flatten(0, -2)
     # M rows, sorted by expert; unassigned choices come after the last end and are not computed.
     tokens = sort_tokens(received.ids, received.num_experts).cut(received.pairs)
@@ -149,8 +140,9 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
     Every `GroupedLinear` counts as experts, and so does a module that transformers calls through its experts interface.
     A rank keeps its slice, also on meta; with one rank nothing changes.
 
-    are_local: the parameters contain this rank's experts only. Raises ValueError for experts that cannot be divided
-    evenly, and for parameters that are sharded already.
+    are_local: the parameters contain this rank's experts only. A module without experts stays as it is. Raises
+    ValueError for experts that cannot be divided evenly, for parameters that are sharded already, and for a module with
+    experts in another form only, such as an `nn.ModuleList`: docs/your-model.md shows how to stack their weights.
     """
     places: list[tuple[nn.Module, str, nn.Parameter, int]] = []
     for path, layer in module.named_modules() if mesh.size() > 1 else ():
@@ -158,8 +150,16 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
             full = f"{path}.{name}".lstrip(".")
             if isinstance(param, DTensor):
                 raise ValueError(f"{full} is sharded already ({param.placements}); shard experts once, before FSDP2")
+            if original_number(param) is not None:
+                raise ValueError(f"{full} is tied to experts that are sharded already, and would become a weight of "
+                                 "its own; give all stages of the rank to one call, in an nn.ModuleList")
             num_experts = param.shape[0] * mesh.size() if are_local else param.shape[0]
             places.append((layer, name, param, experts_per_rank(f"the experts of {full}", num_experts, mesh.size())))
+    other = None if places or mesh.size() == 1 else _other_experts(module)
+    if other is not None:
+        raise ValueError(f"{other} is no GroupedLinear, so its experts cannot be divided among {mesh.size()} ranks; "
+                         "stack their weights in GroupedSwiGLU and GroupedLinear as docs/your-model.md shows (weight = "
+                         "torch.stack([e.down.weight for e in experts])), or leave out a stage without experts")
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for layer, name, param, num_local in places:
         if param not in sharded:
@@ -172,8 +172,28 @@ def shard_experts(module: nn.Module, mesh: DeviceMesh, *, are_local: bool = Fals
             sharded[param] = nn.Parameter(whole, requires_grad=param.requires_grad)
             if param.grad_dtype is not param.dtype:
                 sharded[param].grad_dtype = param.grad_dtype
+            mark_sharded(param)
         setattr(layer, name, sharded[param])
     return module
+
+
+def _other_experts(module: nn.Module) -> str | None:
+    """Describe what may be experts in a module without `GroupedLinear`; None for a module without experts.
+
+    These are lists of modules of one form, except lists of layers by their names; modules that are called experts; and
+    modules with stacked matrices, except convolutions.
+    """
+    for path, inner in module.named_modules():
+        name = path.rpartition(".")[2].lower()
+        forms = {(type(child), *(param.shape for param in child.parameters())) for child in inner.children()}
+        is_list = isinstance(inner, nn.ModuleList | nn.ModuleDict) and len(inner) > 1 and len(forms) == 1
+        is_layers = name == "h" or any(word in name for word in ("layer", "block", "stage"))
+        own = () if isinstance(inner, nn.modules.conv._ConvNd) else inner.parameters(recurse=False)
+        is_stack = any(param.dim() > 2 for param in own)
+        has_parameters = any(True for _ in inner.parameters())
+        if has_parameters and ((is_list and not is_layers) or "expert" in name or is_stack):
+            return f"{path or 'the module'} ({type(inner).__name__})"
+    return None
 
 
 def stacked_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -219,8 +239,6 @@ def check_dispatch_over(dispatch: str, mesh: DeviceMesh, ranks_per_node: int | N
     """Raise ValueError for a dispatch that `ExpertParallel` refuses over this "ep" mesh, before a model is built."""
     numbers = dist.get_process_group_ranks(mesh.get_group())
     check_dispatch(dispatch, numbers, ranks_per_node or launched_ranks_per_node() or max(numbers) + 1)
-    if dispatch == "deep_ep" and mesh.size() > 1:
-        load_buffer_class(mesh.device_type)
 
 
 def _check_name(dispatch: str) -> None:
@@ -229,7 +247,7 @@ def _check_name(dispatch: str) -> None:
         raise ValueError(f"dispatch must be {', '.join(get_args(Dispatch))}; got {dispatch!r}")
 
 
-def _ranks_by_node(ranks: AsyncAllToAll, ranks_per_node: int | None) -> list[range]:
+def _ranks_by_node(ranks: AllToAll, ranks_per_node: int | None) -> list[range]:
     """Return the ranks of a group by node. ranks_per_node: see `ExpertParallel`."""
     numbers = list(range(ranks.size))  # in the job
     if ranks.group is not None:

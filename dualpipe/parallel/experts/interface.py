@@ -48,7 +48,6 @@ class Received(NamedTuple):
     pairs: int  # M
     sizes: DispatchSizes | None  # None without other ranks
     quantized: QuantizedRows | None = None  # the rows, if they were dispatched in FP8
-    handle: tuple[Any, ...] | None = None  # of a dispatch by DeepEP, see `deep_ep`
 
 
 class Dispatcher:

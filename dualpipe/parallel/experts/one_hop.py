@@ -1,23 +1,30 @@
 """Dispatch and combine by one all-to-all each: a row goes directly from the rank of its token to that of its experts.
 
 `dualpipe.parallel.experts.dispatcher` has an overview, with the dimension letters.
+
+Rows can be sent in FP8: one exchange sends the elements, another their scales packed with the routing weights. Received
+rows are returned twice: quantized, for GEMMs in FP8, and dequantized, as the tensor that has a gradient. Method:
+DeepSeek-V3 (arXiv:2412.19437, section 3.3), which also keeps outputs and gradients in 16 bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dualpipe.kernels import SortedTokens, combine_tokens, dispatch_tokens, sort_tokens
-from dualpipe.kernels.quantize import quantize_rows
+from dualpipe.kernels.formats import QuantizedRows
+from dualpipe.kernels.quantize import ROW_FORMATS, dequantize_rows, quantize_rows
 from dualpipe.kernels.routing import find_destinations
 from dualpipe.nn.segments import Pending
 from dualpipe.parallel.all_to_all import CommStream, PendingRows, gradient_rows, row_bytes_of
-from dualpipe.parallel.experts.fp8_rows import PendingFp8Rows, dequantized
 from dualpipe.parallel.experts.interface import Dispatcher, DispatchSizes, Received
 from dualpipe.runtime import device
+
+SCALES = {block: format.scale for block, format in ROW_FORMATS.items()}  # scale dtype by block size
 
 
 class NodeRows(NamedTuple):
@@ -39,7 +46,7 @@ class Plan(NamedTuple):
 
 
 class AllToAllDispatcher(Dispatcher):
-    """Dispatcher over an `AsyncAllToAll`."""
+    """Dispatcher over an `AllToAll`."""
 
     def __init__(self, num_experts: int, stream: CommStream, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts)
@@ -99,7 +106,6 @@ class Dispatch:
         self._num_experts = num_experts
         self._fp8_rows = fp8_rows
         self.group = stream.group
-        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
         pending = self._start(inputs)
@@ -133,10 +139,6 @@ class Dispatch:
         return PendingFp8Rows(self._stream, self._fp8_rows, rows_SH, sizes.sent, sizes.received,
                               context.weights_RK, context.received)
 
-    def again(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
-        """Alias of `recompute`, its former name."""
-        return self.recompute(context, inputs)
-
 
 class PendingDispatch(PendingRows):
     """Dispatch in flight: first the row counts, then the rows, with weights and choices as bytes beside them."""
@@ -155,7 +157,7 @@ class PendingDispatch(PendingRows):
         # two hops have more numbers before the format.
         columns = plan.counts.shape[1]
         with stream.beside(self._ready, plan.counts):
-            records = torch.empty(2, stream.size, columns + 1, dtype=torch.int64, device=stream.device)
+            records = torch.empty(2, stream.size, columns + 1, dtype=torch.int64, device=plan.counts.device)
             records[0, :, :columns] = plan.counts
             records[0, :, columns].fill_(row_format)
             ones = [1] * stream.size
@@ -239,6 +241,45 @@ class PendingDispatch(PendingRows):
         return weights_RK, ids_RK, packed[:, ids_end:]
 
 
+class PendingFp8Rows(PendingRows):
+    """Repeated dispatch of rows (S, H) in flight, for a recompute.
+
+    weights_RK, received: results of the first dispatch.
+    """
+
+    def __init__(
+        self, stream: CommStream, block: int, rows_SH: Tensor, sent: Sequence[int], received_rows: Sequence[int],
+        weights_RK: Tensor, received: Any,
+    ) -> None:
+        super().__init__(stream)
+        self._block = block
+        self._dtype = rows_SH.dtype
+        self._weights_RK = weights_RK
+        self._dispatched = received
+        with stream.beside(self._ready, rows_SH):
+            elements, scales = quantize_rows(rows_SH, block)
+        self.send(elements, sent, received_rows)
+        self.send(scales, sent, received_rows)
+
+    def wait(self) -> tuple[tuple[Any, ...], Any]:
+        """Return rows, weights and `Received`, without a context."""
+        elements, scales = self.receive()
+        results = dequantized(elements, scales, self._block, self._dtype, self._weights_RK, self._dispatched)
+        return results, None
+
+
+def dequantized(
+    elements: Tensor, scales: Tensor, block: int, dtype: torch.dtype, weights_RK: Tensor, received: Any
+) -> tuple[Tensor, Tensor, Any]:
+    """Return the results of a dispatch: rows (R, H) in `dtype`, weights, and a `Received` with the quantized rows.
+
+    elements, scales: the received rows, as bytes or in their dtypes. block: elements that share a scale. `received`
+    is not changed, since it outlives the rows; the returned copy refers to them.
+    """
+    rows = QuantizedRows(elements.view(torch.float8_e4m3fn), scales.view(SCALES[block]))
+    return dequantize_rows(rows, dtype), weights_RK, received._replace(quantized=rows)
+
+
 def _copied_columns(packed: Tensor, start: int, end: int) -> Tensor:
     """Return a contiguous copy of columns, which can be viewed in a wider dtype.
 
@@ -276,7 +317,6 @@ class Combine:
     def __init__(self, stream: CommStream) -> None:
         self._stream = stream
         self.group = stream.group
-        self.hang_up = stream.hang_up
 
     def forward(self, inputs: tuple[Tensor, Received]) -> Pending:
         rows, received = inputs

@@ -36,7 +36,6 @@ from dualpipe.kernels.quantize import quantize_rows
 from dualpipe.kernels.routing import find_destinations
 from dualpipe.nn.segments import Pending
 from dualpipe.parallel.all_to_all import CommStream, PendingRows, gradient_rows, row_bytes_of
-from dualpipe.parallel.experts.fp8_rows import dequantized
 from dualpipe.parallel.experts.interface import DispatchSizes, HopCounts, Hops
 from dualpipe.parallel.experts.one_hop import (
     AllToAllDispatcher,
@@ -47,12 +46,13 @@ from dualpipe.parallel.experts.one_hop import (
     NodeRows,
     PendingDispatch,
     Plan,
+    dequantized,
 )
 from dualpipe.runtime import device
 
 
 class TwoHopDispatcher(AllToAllDispatcher):
-    """Dispatcher over an `AsyncAllToAll` between several nodes, by two hops."""
+    """Dispatcher over an `AllToAll` between several nodes, by two hops."""
 
     def __init__(self, num_experts: int, stream: CommStream, fp8_rows: int | None = None) -> None:
         super().__init__(num_experts, stream, fp8_rows)
@@ -153,7 +153,7 @@ class _TwoHopRows(PendingRows):
 
     @property
     def _is_on_host(self) -> bool:
-        return self._stream.device.type == "cpu"
+        return self._stream.device.type != "cuda"
 
 
 class _RepeatedTwoHopRows(_TwoHopRows):

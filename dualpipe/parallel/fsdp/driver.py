@@ -13,7 +13,7 @@ Public calls are used if the installed torch has them: `reset_iter_state` from 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
+from dualpipe.nn.deferral import local
 from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach_all
 from dualpipe.parallel.fsdp.units import ParameterPlace as ParameterPlace
@@ -35,9 +36,12 @@ from dualpipe.parallel.fsdp.units import (
     units_of,
 )
 from dualpipe.parallel.fsdp.units import mesh_groups as mesh_groups
-from dualpipe.quantized.quantize_model import placed_as, quantized_part
+from dualpipe.parallel.tied import original_number
+from dualpipe.quantized.quantize_model import distribute_like, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.recorder import RecordedWait, Recorder
+
+_PREPARED = "_dualpipe_version"  # attribute of zeros from `StageParameters.prepare`: torch's count of their changes
 
 
 class StageParameters:
@@ -60,6 +64,12 @@ class StageParameters:
         self._groups = [group for unit in reversed(self._units) for group in reversed(groups_of(unit))]
         self._is_reduced = False  # the gradients of the current step
         self._gathers: list[Any] = []  # handles of gathers in flight
+        # Trained parameters that FSDP2 has reduced in the current step, and True for one without a gradient on this
+        # rank, also as a flag on the device.
+        self._reduced: list[tuple[Tensor, bool | Tensor]] = []
+        self._prepared: list[Tensor] = []  # parameters that `prepare` makes accumulators for
+        self._held_hooks: list[tuple[Tensor, Any]] = []  # hooks of reduced parameters, until `run_hooks`
+        self._is_checked = False  # `check` was called
         groups = process_groups([stage]) if sharded else ()
         self.ranks = tuple(sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)}))
         """Global numbers of the ranks that the parameters are sharded over; empty for plain parameters."""
@@ -120,29 +130,68 @@ class StageParameters:
         for fsdp_param in self._fsdp_params():
             yield from places_of(fsdp_param)
 
+    def originals(self) -> Iterator[tuple[int, ParameterPlace]]:
+        """Yield FSDP2's number of the parameter that each trained parameter was made from, with its first place."""
+        for fsdp_param in self._fsdp_params():
+            number = original_number(fsdp_param)
+            if number is not None and private(fsdp_param, "sharded_param").requires_grad:
+                yield number, places_of(fsdp_param)[0]
+
     def borrowers(self, stages: Mapping[int, nn.Module]) -> set[int]:
         """Return the numbers of the other stages that use a parameter of this stage."""
         modules = {module for module, _ in self.places()}.difference(self._stage.modules())
         return {number for number, stage in stages.items() if not modules.isdisjoint(stage.modules())}
 
     def check(self) -> None:
-        """Raise before a step the errors that FSDP2 would raise in it, and ValueError for a stage sharded too late."""
+        """Raise before a step the errors that FSDP2 would raise in it.
+
+        Raises ValueError for a stage sharded too late, and for a parameter that was replaced later: FSDP2 would go on
+        with the old one.
+        """
         if isinstance(self._stage, FSDPModule) and self._stage not in self._units:
             raise ValueError("a stage was given to fully_shard after the pipeline was built; build the pipeline anew")
-        for root in self._roots:
-            private(state_of(root), "_lazy_init")()
+        if not self._is_checked:
+            self._check_replaced(allowed=(DTensor,))  # in its `_lazy_init` FSDP2 takes other DTensors
+            for root in self._roots:
+                private(state_of(root), "_lazy_init")()
+            self._is_checked = True
+        self._check_replaced()
+
+    def _check_replaced(self, allowed: tuple[type, ...] = ()) -> None:
+        """Raise ValueError for a parameter that is neither the sharded nor the gathered one of FSDP2's record."""
+        for fsdp_param in self._fsdp_params():
+            params = (private(fsdp_param, "sharded_param"), getattr(fsdp_param, "_unsharded_param", None))
+            for module, name in places_of(fsdp_param):
+                current = module._parameters.get(name)
+                if all(current is not param for param in params) and not isinstance(current, allowed):
+                    raise ValueError(f"the parameter {name} of a {type(module).__name__} was replaced after it was "
+                                     "sharded, and the new one would not be trained; copy values into a parameter, or "
+                                     "replace it before fully_shard")
+
+    def reshard(self) -> None:
+        """Free the parameters that a call of the stage outside of a step has gathered."""
+        for unit in self._units:
+            unit.reshard()
 
     def gather(self) -> None:
         """Start to gather all parameters; collective over the data-parallel ranks, like `complete`."""
         for root in self._roots:
             _drive(root, sync=False, by_hand=True)
-        for unit in self._units:
-            unit.reshard()  # a unit that is still gathered may be older than the last optimizer step
+        self.reshard()  # a unit that is still gathered may be older than the last optimizer step
+        self._drop_inference_tensors()
         packed_gathers = (getattr(fsdp_param, "packed_gather", None) for fsdp_param in self._fsdp_params())
         attach_all(gather for gather in packed_gathers if isinstance(gather, PackedGather))
         for unit in self._units:
             keep_hook_on_reduce_stream(unit)
             self._gathers.append(unit.unshard(async_op=True))
+
+    def _drop_inference_tensors(self) -> None:
+        """Let FSDP2 make gathered parameters anew if it made them when the stage was called under inference_mode."""
+        for fsdp_param in self._fsdp_params():
+            param = getattr(fsdp_param, "_unsharded_param", None)
+            if param is not None and param.is_inference():
+                del fsdp_param._unsharded_param
+                private(fsdp_param, "all_gather_outputs").clear()
 
     def wait(self) -> None:
         """Wait for the gathered parameters; from now on gradients accumulate in `reduce_dtype`."""
@@ -161,14 +210,16 @@ class StageParameters:
         torch would refuse it as the new `w.grad`. The layers of `dualpipe.nn` need no zeros: they write the first
         gradient in the accumulator's dtype.
         """
+        self._prepared = []
         for module in self._stage.modules():
             if not getattr(type(module), "makes_accumulators", False):  # a lookup on the module itself takes 1 us
                 for param in module._parameters.values():  # its own alone; `parameters()` takes 5 times as long
-                    if param is None or not param.requires_grad or param.grad is not None:
+                    if param is None or not param.requires_grad or param.grad_dtype in (None, param.dtype):
                         continue
-                    dtype = param.grad_dtype
-                    if dtype not in (None, param.dtype):
-                        param.grad = torch.zeros_like(param, dtype=dtype)
+                    self._prepared.append(param)
+                    if param.grad is None:
+                        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
+                        setattr(param.grad, _PREPARED, local(param.grad)._version)
 
     def set_idle(self) -> None:
         """Reset the state of all units: FSDP2 would take a forward after a backward for a recomputation."""
@@ -180,10 +231,21 @@ class StageParameters:
         """Start the reductions of all gradients, if `reduce`, and free the gathered parameters.
 
         Without `reduce`, gradients stay in their accumulators for a later step to reduce. Every trainable parameter is
-        reduced, with zeros if it has no gradient: it may have one on another rank.
+        reduced, with zeros if it has no gradient: it may have one on another rank. `drop_unused` drops the zeros, and
+        only then `run_hooks` runs the parameters' hooks.
         """
         self.wait()
+        self._reduced = []
         if reduce:
+            for fsdp_param in self._fsdp_params():
+                sharded = private(fsdp_param, "sharded_param")
+                if sharded.requires_grad:
+                    is_new = sharded.grad is None
+                    self._reduced.append((sharded, is_new and _is_unused(fsdp_param)))
+                    hooks = sharded._post_accumulate_grad_hooks
+                    if hooks:
+                        self._held_hooks.append((sharded, hooks))
+                        sharded._post_accumulate_grad_hooks = None
             self._cast_accumulators(zeros=True)
             for root in self._roots:
                 _drive(root, sync=True, by_hand=True)
@@ -213,6 +275,30 @@ class StageParameters:
         if is_reduced:
             self._check_gradients()
 
+    def unused(self) -> list[tuple[Tensor, bool]]:
+        """Return parameters of a step that has reduced, with True for one that has no gradient on this rank.
+
+        They are all trained parameters that are sharded, and the others that `prepare` makes accumulators for: the same
+        on all data-parallel ranks.
+        """
+        if not self._reduced and not self._prepared:
+            return []
+        gathered = {id(param) for param, _ in self._unsharded()}
+        plain = {id(param): param for param in self._prepared if id(param) not in gathered}.values()
+        found = [*self._reduced, *((param, _is_untouched(param.grad)) for param in plain)]
+        return [(param, bool(flag)) for param, flag in found]
+
+    def run_hooks(self, *, run: bool = True) -> None:
+        """Give reduced parameters their post-accumulate-grad hooks back, and run those of all that have a gradient."""
+        held_hooks = self._held_hooks
+        self._held_hooks = []
+        for param, hooks in held_hooks:
+            param._post_accumulate_grad_hooks = hooks
+        for param, hooks in held_hooks if run else ():
+            if param.grad is not None:
+                for hook in list(hooks.values()):
+                    hook(param)
+
     def _check_gradients(self) -> None:
         """Raise RuntimeError if a trainable parameter has no gradient after the reductions."""
         lost: list[str] = []
@@ -227,6 +313,8 @@ class StageParameters:
         """End a failed step without communication: free the gathered parameters and drop their gradients."""
         self._is_reduced = False
         self._gathers = []
+        self._reduced = []
+        self.run_hooks(run=False)
         for group in self._groups:
             group._all_gather_result = None  # FSDP2 would wait for it in the next step, and use it there
             # In other states FSDP2 may refuse to reshard.
@@ -279,12 +367,32 @@ class StageParameters:
                 param.grad = _zeros_for(param, dtype)
 
 
+def _is_unused(fsdp_param: Any) -> bool | Tensor:
+    """Return True for a gathered parameter without a gradient; see `_is_untouched`."""
+    has_second = hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed")  # before torch 2.15
+    if has_second and fsdp_param.unsharded_accumulated_grad is not None:
+        return False
+    return _is_untouched(private(fsdp_param, "_unsharded_param").grad)
+
+
+def _is_untouched(grad: Tensor | None) -> bool | Tensor:
+    """Return True for no gradient, and for zeros that `StageParameters.prepare` has made and nothing was added to.
+
+    torch counts changes in place. A kernel that writes past torch is seen by its values: the result is then a flag on
+    the device.
+    """
+    if grad is None:
+        return True
+    values = local(grad)
+    return getattr(grad, _PREPARED, None) == values._version and ~values.any()
+
+
 def _zeros_for(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a zero gradient; for a quantized parameter too it is a plain tensor, unlike `zeros_like`."""
     part = quantized_part(param)
     if part is None:
         return torch.zeros_like(param, dtype=dtype)
-    return placed_as(param, torch.zeros(part.shape, dtype=dtype, device=part.device))
+    return distribute_like(param, torch.zeros(part.shape, dtype=dtype, device=part.device))
 
 
 class ParametersStep:
@@ -357,6 +465,30 @@ class ParametersStep:
             with self._collective("reduce", stage):
                 parameters.finish()
 
+    def unused(self) -> dict[Tensor, bool]:
+        """Return parameters that the step has reduced, with True for one without a gradient on this rank.
+
+        The same parameters on all data-parallel ranks.
+        """
+        stages = self._stages.values() if self._reduce else ()
+        return {param: is_unused for parameters in stages for param, is_unused in parameters.unused()}
+
+    def drop_unused(self, unused: Mapping[Tensor, bool], agree: Callable[[list[bool]], list[bool]]) -> None:
+        """Set the gradients of this step to None for parameters that have none on any data-parallel rank.
+
+        Without it they would be zero if they are sharded, and an optimizer would let the parameters decay.
+
+        unused: as `unused` returns them. agree: returns the flags that all data-parallel ranks have set.
+        """
+        for param, is_unused in zip(unused, agree([*unused.values()]), strict=True):
+            if is_unused:
+                param.grad = None
+
+    def run_hooks(self) -> None:
+        """Run the post-accumulate-grad hooks of all sharded parameters that have a gradient."""
+        for parameters in self._sharded.values():
+            parameters.run_hooks()
+
     def abandon(self) -> None:
         """End a failed step without communication; never raises.
 
@@ -376,14 +508,14 @@ def _move_gradients(group: Any) -> None:
 
     Experts without data-parallel ranks have such groups. FSDP2 would copy the accumulators into memory of another
     stream, and both would be kept: 4 bytes per parameter. Gradients that need more than a move are left to FSDP2: with
-    another dtype, a gradient to add to, a divisor, or hooks on the parameter.
+    another dtype, a gradient to add to, or a divisor.
     """
     for fsdp_param in private(group, "fsdp_params"):
         param = private(fsdp_param, "_unsharded_param")
         sharded = private(fsdp_param, "sharded_param")
         grad = param.grad
         if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
-                or sharded._post_accumulate_grad_hooks or private(group, "gradient_divide_factor") is not None):
+                or private(group, "gradient_divide_factor") is not None):
             continue
         param.grad = None
         local_grad = grad.to_local() if isinstance(grad, DTensor) else grad

@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from dualpipe.parallel.precision.plan import DTypePlan, Slot, saved_slots, slots
-from dualpipe.quantized.quantize_model import check_cut, filling, quantized, quantized_part
+from dualpipe.quantized.quantize_model import check_sharding, filling, quantize_param, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for
 
@@ -325,7 +325,7 @@ def cast_to_storage(
         tensor = slot.tensor
         dtypes = plan.of(slot.name)
         if dtypes.format is not None and (mesh is None or not dtypes.gathered):
-            stored = quantized(tensor, dtypes.format, dtypes.compute if mesh is None else dtypes.storage)
+            stored = quantize_param(tensor, dtypes.format, dtypes.compute if mesh is None else dtypes.storage)
             setattr(slot.owner, slot.key, nn.Parameter(stored, requires_grad=tensor.requires_grad))
         elif tensor.dtype is dtypes.storage:
             continue
@@ -344,7 +344,7 @@ def _check_storage(name: str, param: Tensor, plan: DTypePlan, mesh: DeviceMesh |
     storage = dtypes.storage
     is_narrowed = dtypes.unsharded is storage  # a hook casts it for its module's forward
     if dtypes.format is not None:
-        check_cut(name, param, dtypes.format, 1 if mesh is None else mesh.size(mesh.ndim - 1))
+        check_sharding(name, param, dtypes.format, 1 if mesh is None else mesh.size(mesh.ndim - 1))
     elif mesh is None and storage is not dtypes.compute and not is_narrowed:
         raise ValueError(f"{name} is stored in {short_name(storage)} and computes in {short_name(dtypes.compute)}, "
                          "which only a sharded module can: shard it over a mesh (of one rank, if there is no other), "

@@ -26,6 +26,7 @@ from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gat
 from dualpipe.parallel.fsdp.units import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
 from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
 from dualpipe.parallel.precision.plan import DTypePlan, slots
+from dualpipe.parallel.tied import mark_sharded, original_number
 from dualpipe.runtime.dtypes import short_name
 
 
@@ -75,11 +76,18 @@ def shard(
     unless a rule sets another dtype, and is cast where it enters a module of another dtype; the layer returns the
     policy's `param_dtype`.
 
-    Raises ValueError if `ModuleUnits` does, the module is sharded already, the meshes do not fit the experts, or, with
-    no mesh, a parameter would have to compute in another dtype than it is stored in.
+    Raises ValueError if `ModuleUnits` does, the module is sharded already, a trained parameter is tied to one of a
+    module that is sharded already, the meshes do not fit the experts, or, with no mesh, a parameter would have to
+    compute in another dtype than it is stored in.
     """
     if isinstance(module, FSDPModule):
         raise ValueError("the module is sharded already; shard it once, from the outermost module")
+    originals = _trained_parameters(module, unsharded)
+    for name, param in originals.items():
+        if original_number(param) is not None:
+            raise ValueError(f"the parameter {name} is tied to one of a module that is sharded already, and would "
+                             "become a weight of its own; give all stages of the rank to "
+                             "dualpipe.parallel.shard_stages, or the outermost module to shard")
     policy_dtype = plan.policy.output_dtype
     output_dtype = output_dtype or policy_dtype
     if not output_dtype.is_floating_point:
@@ -108,7 +116,18 @@ def shard(
         _cast(inner, inputs, outputs)
     for inner, dtypes in units.narrowed.items():
         _narrow(inner, dtypes)
+    sharded = dict(module.named_parameters(remove_duplicate=False))
+    for name, param in originals.items():
+        if sharded[name] is not param:
+            mark_sharded(param)
     return module
+
+
+def _trained_parameters(module: nn.Module, unsharded: Iterable[nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters to shard, by all their names."""
+    left_out = set(unsharded)
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: param for name, param in named if param.requires_grad and param not in left_out}
 
 
 def _formats_of(module: nn.Module, plan: DTypePlan) -> dict[tuple[nn.Module, str], Format]:

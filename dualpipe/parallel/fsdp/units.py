@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -87,10 +88,18 @@ def process_groups(stages: Iterable[nn.Module], others: Iterable[ProcessGroup] =
 
 
 def mesh_groups(stages: Iterable[nn.Module]) -> list[ProcessGroup]:
-    """Return all groups of the meshes that parameters of `stages` are distributed over."""
-    params = [param for stage in stages for param in stage.parameters() if isinstance(param, DTensor)]
-    meshes = dict.fromkeys(param.device_mesh for param in params)
-    return [group for mesh in meshes for group in mesh.get_all_groups()]
+    """Return all groups of the meshes that parameters of `stages` are distributed over, and those that FSDP2 uses.
+
+    torch caches layouts, so a DTensor may have an equal mesh that was built earlier in the process, whose groups are
+    others than those that FSDP2 reduces over.
+    """
+    meshes: list[DeviceMesh] = []
+    for stage in stages:
+        meshes += [param.device_mesh for param in stage.parameters() if isinstance(param, DTensor)]
+        for unit in units_of(stage):
+            meshes += [private(private(group, "mesh_info"), "mesh") for group in groups_of(unit)]
+    distinct = {id(mesh): mesh for mesh in meshes}.values()
+    return list(dict.fromkeys(group for mesh in distinct for group in mesh.get_all_groups()))
 
 
 def keep_hook_on_reduce_stream(unit: FSDPModule) -> None:

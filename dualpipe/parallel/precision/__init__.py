@@ -1,4 +1,1 @@
-"""The dtype contract: rules for the dtypes of each tensor, resolved for a whole model into a `DTypePlan`.
-
-Imports `quantized`, `kernels` and `runtime`.
-"""
+"""The dtype contract: rules for the dtypes of each tensor, resolved for a whole model into a `DTypePlan`."""

@@ -2,7 +2,7 @@
 
     policy = DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16, [Rule("*.mlp.gate.weight", torch.float32)])
     plan = resolve_dtypes(whole_model_on_meta, policy, source_dtypes=checkpoint_dtypes("checkpoint/"))
-    shard(stage, mesh, plan)
+    shard_stages(stages, mesh, plan)
     assert_contract(stage, plan, run=lambda: pipe.step(...))
 
 A tensor has a storage dtype (of the parameter that the optimizer updates), a compute dtype (in the forward), a reduce
@@ -94,11 +94,6 @@ class Rule:
         """Dtypes and formats that the rule sets, by field."""
         values = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
         return {name: dtype for name, dtype in values.items() if dtype is not None}
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """Alias of `dtypes`, its former name."""
-        return self.dtypes
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -263,9 +258,6 @@ def saved_slots(root: nn.Module) -> list[list[Slot]]:
         if slot.is_saved:
             slots_by_id.setdefault(id(slot.tensor), []).append(slot)
     return list(slots_by_id.values())
-
-
-saved = saved_slots  # alias: the former name
 
 
 def checkpoint_dtypes(path: str | PathLike[str]) -> dict[str, torch.dtype]:

@@ -1,4 +1,1 @@
-"""Agreement of ranks, and the end of a step on all ranks when one fails: records, summaries, objects, causes.
-
-Imports the rest of `runtime`.
-"""
+"""One way for ranks to agree, and one way to end a step on all of them when one fails."""

@@ -16,24 +16,23 @@ import json
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
+from dualpipe.runtime.ranks.board import ANSWER, Board
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
 
 # Seconds to wait for a cause after a connection has closed or a wait has timed out. Ranks that wait in a chain do not
 # time out together, but one after another.
 GRACE = 0.5
-ANSWER = 2.0  # seconds that the store has for an answer
 WATCH = 0.25  # seconds between two reads of the store by the watching thread
 # Seconds between a failure and the end of gloo's connections, in which messages in flight arrive. gloo (torch 2.13)
 # never wakes a wait for a message that is partly written or read when its connection closes.
@@ -41,8 +40,6 @@ _LINGER = 0.02
 _POLL = 0.02  # seconds between two reads of the store in a wait for a cause
 _NEVER_SENT = 16  # gloo tag of a message that no rank sends
 _MAX_LENGTH = 20_000  # characters of a cause
-
-T = TypeVar("T")
 
 
 class Cause(NamedTuple):
@@ -55,83 +52,52 @@ class Cause(NamedTuple):
     is_loss: bool = False
 
 
-@runtime_checkable
-class HasWaits(Protocol):
-    """Part of a step in which other ranks wait for this one outside of process groups."""
-
-    def hang_up(self) -> None:
-        """End these waits on the other ranks and on this one; later ones fail at once. May be called again."""
-
-
 class FailureBoard:
-    """Entry in the job's store under which ranks publish the cause of the end of a step.
-
-    No call waits for a store that does not answer: the rank that hosts it may be the one that stopped.
+    """Entries on the job's board by which ranks publish the cause of the end of a step.
 
     Args:
-        store: opens the store; called at the first failure.
+        board: is asked at the first failure, or by `watch`.
         key: the same on all ranks that share a process group, such as a pipeline and its replicas; another `Pipeline`
             has another key.
     """
 
-    def __init__(self, store: Callable[[], dist.Store], key: str) -> None:
-        self._open_store = store
+    def __init__(self, board: Board, key: str) -> None:
+        self._board = board
         self._key = f"dualpipe/failure/{key}"
-        self._store: dist.Store | None = None
-        self._is_silent = False
 
     def publish(self, cause: Cause) -> Cause:
         """Publish a cause, and return the first one that any rank published; `cause` if the store does not answer."""
         record = json.dumps(cause)
-        first = self._ask(lambda store: store.compare_set(self._key, "", record))
+        first = self._board.ask(lambda store: store.compare_set(self._key, "", record), None)
         return cause if first is None else Cause(*json.loads(first))
 
     def cause(self) -> Cause | None:
         """Return the published cause; None if there is none, or the store does not answer."""
-        record = self._ask(lambda store: store.get(self._key) if store.check([self._key]) else None)
+        record = self._board.ask(lambda store: store.get(self._key) if store.check([self._key]) else None, None)
         return None if record is None else Cause(*json.loads(record))
 
     def mark_waiting(self, rank: int) -> None:
         """Publish that a rank is alive and has lost the ranks that it waited on."""
-        self._ask(lambda store: store.set(f"{self._key}/waiting/{rank}", "yes"))
+        self._board.ask(lambda store: store.set(f"{self._key}/waiting/{rank}", "yes"), None)
 
     def is_any_waiting(self, ranks: Iterable[int]) -> bool:
         """Return True if any of the ranks is alive and has lost other ranks itself."""
         keys = [f"{self._key}/waiting/{rank}" for rank in ranks]
-        return bool(self._ask(lambda store: any(store.check([key]) for key in keys)))
+        return self._board.ask(lambda store: any(store.check([key]) for key in keys), default=False)
 
     def is_reachable(self) -> bool:
-        """Return False once the store has failed to answer."""
-        return not self._is_silent
-
-    def _ask(self, request: Callable[[Any], T]) -> T | None:
-        """Return the store's answer to a request; None if it does not answer, and from then on."""
-        if self._is_silent:
-            return None
-
-        def ask() -> tuple[T]:
-            if self._store is None:
-                self._store = self._open_store()
-            return (request(self._store),)
-
-        answer = None
-        with suppress(Exception):  # the store is gone
-            answer = run_with_timeout(ask, ANSWER, "failure board")
-        self._is_silent = answer is None
-        return None if answer is None else answer[0]
+        """Return False if the store does not answer."""
+        return not self._board.is_silent
 
 
 class StepFailure:
     """Ends a step and its process groups when the step fails on this rank or on another.
 
-    groups: all process groups in which ranks of the step wait for this one. others: where they wait outside of groups.
+    groups: all process groups in which ranks of the step wait for this one.
     """
 
-    def __init__(
-        self, board: FailureBoard, groups: Iterable[ProcessGroup | None], others: Sequence[HasWaits] = ()
-    ) -> None:
+    def __init__(self, board: FailureBoard, groups: Iterable[ProcessGroup | None]) -> None:
         self._board = board
-        self._others = others
         self._groups = [group for group in dict.fromkeys(groups) if group is not None and group.size() > 1]
         self._cause: Cause | None = None
         self._lock = threading.Lock()
@@ -214,14 +180,12 @@ class StepFailure:
         return None
 
     def hang_up(self, cause: Cause) -> None:
-        """End the process groups and the other waits: peers that wait for this rank raise. Later calls do nothing."""
+        """End the process groups: peers that wait for this rank raise. Later calls do nothing."""
         with self._lock:
             if self._cause is not None or not self.has_peers:
                 return
             self._cause = cause
             hang_up(self._groups)
-            for other in self._others:
-                other.hang_up()
 
 
 def watch(failure: StepFailure, board: FailureBoard) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -12,6 +13,12 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.device import current
 from dualpipe.runtime.nccl import TOTALS, Traffic, nccl_options
+
+
+def is_first_rank() -> bool:
+    """Return True on the first rank of the job, also before its process group exists: torchrun sets RANK."""
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return rank == 0
 
 
 def backends(group: ProcessGroup) -> dict[str, str]:

@@ -12,7 +12,6 @@ import json
 import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import lru_cache
 from time import perf_counter_ns
 from typing import Any
@@ -74,7 +73,7 @@ class Summary:
         has_error: any rank has failed.
         lowest: minimum of numbers below 2^64 that must be equal.
         highest: maximum of the same numbers.
-        key: minimum of numbers below 2^64 that may differ, for `Agreement.lowest`.
+        key: minimum of numbers below 2^64 that may differ, for `RankSync.lowest`.
         known: KNOWN_BITS bits; those that all ranks have set.
     """
 
@@ -145,10 +144,10 @@ class HostMessages:
             distance *= 2
         return combined
 
-    def exchange(self, record: Record, timeout: timedelta | None = None) -> list[Record | RankLost]:
+    def exchange(self, record: Record) -> list[Record | RankLost]:
         """Send a record to all ranks; return the records by rank, with a RankLost for a rank that cannot be reached.
 
-        timeout: for every rank; None: the group's. Raises TypeError or ValueError if the record is no JSON or too long.
+        Raises TypeError or ValueError if the record is no JSON or too long.
         """
         packed = record.pack()
         records: list[Record | RankLost] = [Record.unpack(packed)] * self.size
@@ -157,7 +156,6 @@ class HostMessages:
         began = perf_counter_ns()
         receives = {peer: self._post(self.group.recv, buffers[peer], peer) for peer in peers}
         sends = {peer: self._post(self.group.send, packed, peer) for peer in peers}
-        wait_arguments = () if timeout is None else (timeout,)
         for peer in peers:
             ranks = self.global_ranks[peer : peer + 1]
             try:
@@ -165,7 +163,7 @@ class HostMessages:
                     for work in (receives[peer], sends[peer]):
                         if isinstance(work, RuntimeError):
                             raise work
-                        work.wait(*wait_arguments)
+                        work.wait()
                 records[peer] = Record.unpack(buffers[peer])
             except RankLost as lost:
                 records[peer] = lost

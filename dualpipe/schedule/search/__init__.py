@@ -1,4 +1,1 @@
-"""Search of `schedule="auto"`: annealing that starts from known schedules, lower bounds, and a cache of results.
-
-Imports `schedule` and `runtime`.
-"""
+"""Search of `schedule="auto"`: annealing that starts from known schedules, lower bounds, and a cache of results."""

@@ -10,20 +10,26 @@ does not depend on the process it runs in.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import cycle, islice, starmap
 from math import isfinite
 from operator import itemgetter
+from pathlib import Path
 
+from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.builders import KNOWN, check_size
-from dualpipe.schedule.search import cache, workers
+from dualpipe.schedule.search import workers
 from dualpipe.schedule.search.anneal import COOLING, anneal
 from dualpipe.schedule.search.bound import lower_bounds
 from dualpipe.schedule.search.greedy import fill
 from dualpipe.schedule.search.repeat import WINDOW_SIZES, repeat_steady_state
 from dualpipe.schedule.simulate import Costs, Timeline, simulate
-from dualpipe.schedule.types import Schedule, v_placement
+from dualpipe.schedule.types import Action, Schedule, v_placement
 from dualpipe.schedule.validate import validate
 
 # Known schedules with two stages per rank, which the search starts from.
@@ -36,7 +42,7 @@ MAX_CHANGES = 200  # of a chain in a round, per forward and backward in its orde
 HEAT = 0.03  # first temperature, as a fraction of the mean cost of a forward or backward
 MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batches if there are more
 MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing
-VERSION = 2  # of the search; cached results of other versions are not used
+VERSION = 1  # of the search; cached results of other versions are not used
 
 Progress = Callable[[float, float], None]
 
@@ -100,8 +106,8 @@ def search(
             raise ValueError(f"{name} is {value!r}; give an integer of 0 or more")
     problem = _Problem(costs, memory, seed, effort, progress)
     known = sorted(_known(num_ranks, num_microbatches, problem), key=lambda timeline: timeline.makespan)
-    key = cache.key_of(VERSION, num_ranks, num_microbatches, costs, float(memory), seed, effort)
-    schedule = cache.read(key)
+    key = cache_key(VERSION, num_ranks, num_microbatches, costs, float(memory), seed, effort)
+    schedule = read_cached(key)
     if schedule is None:
         empty = Schedule("auto", num_ranks, 2 * num_ranks, num_microbatches, ((),) * num_ranks, v_placement(num_ranks))
         candidates = [timeline.schedule for timeline in known[:1]]
@@ -109,7 +115,7 @@ def search(
         best = min(candidates, key=lambda candidate: simulate(candidate, costs).makespan)
         schedule = replace(best, name="auto")
         validate(schedule)
-        cache.write(key, schedule)
+        write_cached(key, schedule)
     bounds = lower_bounds(schedule.placement, num_microbatches, costs, memory)
     return SearchResult(simulate(schedule, costs), bounds, known[0] if known else None)
 
@@ -178,3 +184,45 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
         if makespan <= bound * (1 + 1e-9):
             break
     return chains
+
+
+def cache_key(*inputs: object) -> str:
+    """Return the name of a cached schedule: a digest of the `repr` of all inputs of its search."""
+    return hashlib.sha256(repr(inputs).encode()).hexdigest()[:32]
+
+
+def _cache_path(key: str) -> Path:
+    """Return the path of a cached schedule, under $XDG_CACHE_HOME or ~/.cache.
+
+    Raises RuntimeError if there is no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base, "dualpipe", "schedules", f"{key}.json")
+
+
+def read_cached(key: str) -> Schedule | None:
+    """Return the schedule cached under `key`, validated again; None if there is none or its file is damaged."""
+    with suppress(OSError, RuntimeError, ValueError, TypeError, KeyError):
+        content = json.loads(_cache_path(key).read_text(encoding="utf-8"))
+        ranks = tuple(tuple(tuple(map(Action.read, step)) for step in steps) for steps in content["ranks"])
+        placement = tuple(content["placement"])
+        schedule = Schedule("auto", len(ranks), len(placement), content["num_microbatches"], ranks, placement)
+        validate(schedule)
+        return schedule
+    return None
+
+
+def write_cached(key: str, schedule: Schedule) -> None:
+    """Cache a schedule under `key`, unless nothing can be written. The file is written whole or not at all.
+
+    It is JSON because torch's CSV cannot hold every pair.
+    """
+    content = {
+        "placement": schedule.placement,
+        "num_microbatches": schedule.num_microbatches,
+        "ranks": [[[*map(str, step)] for step in steps] for steps in schedule.ranks],
+    }
+    with suppress(OSError, RuntimeError):
+        path = _cache_path(key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps(content), is_shared=True)  # other processes may search for the same

@@ -11,8 +11,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from dualpipe.schedule.messages import MessageStream
-from dualpipe.schedule.search.anneal import TimedStep, Timing, with_steps
-from dualpipe.schedule.search.changes import Key, Work
+from dualpipe.schedule.search.anneal import Key, TimedStep, Timing, Work, with_steps
 from dualpipe.schedule.simulate import Costs
 from dualpipe.schedule.types import Kind, Schedule
 

@@ -7,7 +7,7 @@ import threading
 import time
 from typing import Self
 
-from dualpipe.schedule.svg import number
+from dualpipe.schedule.draw import number
 
 TICK = 1.0  # seconds between updates of the line on a terminal
 INTERVAL = 10.0  # seconds between lines elsewhere
@@ -44,9 +44,10 @@ class SearchProgress:
         if self._state:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
-    def __call__(self, fraction_done: float, best_makespan: float) -> None:
+    def __call__(self, fraction_done: float, best_makespan: float | None = None) -> None:
         """Print the fraction of the search that is done and the best makespan so far."""
-        self._state = f"{fraction_done:.0%} done, best {number(best_makespan)}"
+        best = "" if best_makespan is None else f", best {number(best_makespan)}"
+        self._state = f"{fraction_done:.0%} done{best}"
         elapsed = time.monotonic() - self._started
         if self._is_terminal:
             self._update_line()

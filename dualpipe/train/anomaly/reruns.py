@@ -84,7 +84,7 @@ class StepReruns:
         try:
             path = write_bundle(
                 runner, self._state, step, snapshot.batch, values, rerun.to_record(),
-                expert_gemm=self._kernels.expert_gemm.library)
+                expert_gemm=self._kernels.expert_gemm.library, attention=self._kernels.attention.kernel)
             lines.append(f"the step can be run again by: dualpipe replay {path}")
         except OSError as error:  # such as a full disk: the findings are reported all the same
             lines.append(f"the bundle for `dualpipe replay` could not be written: {error}")

@@ -1,4 +1,1 @@
-"""Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text.
-
-Imports `runtime`.
-"""
+"""Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text."""

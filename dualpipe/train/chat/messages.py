@@ -4,8 +4,9 @@
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}
 
 A record in either form may have its system prompt beside the messages, as a string under `system`: it becomes the first
-message. A message in OpenAI's form may have more keys, such as `tool_calls`, which the chat template receives. Content
-may be a list of text parts. An assistant message with weight 0 does not count for the loss.
+message. Messages may have more keys, such as `tool_calls`, which the chat template receives; those that are null are
+left out. Content may be a list of text parts. Tools and tool calls may be JSON texts. An assistant message with weight
+0 does not count for the loss.
 """
 
 from __future__ import annotations
@@ -99,13 +100,10 @@ def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool 
     tools = record.get(TOOLS_KEY) or None
     if fills_nulls:
         tools = _drop_nulls(tools)
-    if isinstance(tools, str):  # some Parquet files hold tools as JSON text
-        try:
-            tools = json.loads(tools) or None
-        except ValueError as error:
-            raise ValueError(f"its {TOOLS_KEY!r} is a string that is not JSON ({error})") from error
-    if tools is not None and not isinstance(tools, list):
-        raise ValueError(f"its {TOOLS_KEY!r} is not a list but of type {type(tools).__name__}")
+    try:
+        tools = _read_objects(tools) if tools is not None else None
+    except ValueError as error:
+        raise ValueError(f"its {TOOLS_KEY!r} {error}") from error
     return Conversation(messages, tools, frozenset(uncounted))
 
 
@@ -127,6 +125,32 @@ def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[st
     return None
 
 
+def _read_objects(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of objects, each of which or all of which may be JSON text; None if it is empty.
+
+    Some data sets have tools and tool calls as text, because their schemas differ. Raises ValueError with a text that
+    continues the name of the list.
+    """
+    values = _parse_text(value)
+    if not isinstance(values, list):
+        raise ValueError(f"is not a list but of type {type(values).__name__}")
+    objects = [_parse_text(item) for item in values]
+    for item in objects:
+        if not isinstance(item, dict):
+            raise ValueError(f"has an item that is not an object but of type {type(item).__name__}")
+    return objects or None
+
+
+def _parse_text(value: Any) -> Any:
+    """Return the value of a JSON text, or any other value as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"is a string that is not JSON ({error})") from error
+
+
 def _drop_nulls(value: Any) -> Any:
     """Return nested lists and objects without the keys of objects whose value is None."""
     if isinstance(value, Mapping):
@@ -146,9 +170,12 @@ def _read_message(value: Any) -> dict[str, Any]:
         keys = ", ".join(map(repr, message)) or "no keys"
         raise ValueError(f"has no 'role' or 'from' that is a string, but {keys}; give OpenAI's or ShareGPT's form")
     if "content" in message:
-        message["content"] = _read_content(message["content"])
-    elif "content" in value:
-        message["content"] = None  # OpenAI's form has null content beside tool calls
+        _check_content(message["content"])
+    if "tool_calls" in message:
+        try:
+            message["tool_calls"] = _read_objects(message["tool_calls"]) or []
+        except ValueError as error:
+            raise ValueError(f"has 'tool_calls' that {error}") from error
     others = message.keys() - {"role", "content", "name", "weight"}
     if message.get("content") is None and not any(message[key] for key in others):
         raise ValueError(f"of the role {role!r} has no 'content'")
@@ -163,25 +190,20 @@ def _from_sharegpt(message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"is from {sender!r}; give one of {', '.join(SHAREGPT_ROLES)}")
     if not isinstance(text, str):
         raise ValueError(f"from {sender!r} has no 'value' that is a string")
-    converted = {"role": SHAREGPT_ROLES[sender], "content": text}
-    if "weight" in message:
-        converted["weight"] = message["weight"]
-    return converted
+    others = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": SHAREGPT_ROLES[sender], "content": text} | others
 
 
-def _read_content(content: Any) -> str:
-    """Return the text of a message's content, a string or a list of parts."""
+def _check_content(content: Any) -> None:
+    """Raise ValueError unless a message's content is a string or a list of text parts."""
     if isinstance(content, str):
-        return content
+        return
     if not isinstance(content, list):
         raise ValueError(f"has a 'content' that is neither a string nor a list, but of type {type(content).__name__}")
-    texts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         if kind != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f"has a part of type {kind!r} in its 'content'; only text parts are supported")
-        texts.append(part["text"])
-    return "".join(texts)
 
 
 def _pop_weight(message: dict[str, Any]) -> bool:

@@ -13,19 +13,26 @@ differently once later ones follow (for example, one that drops their reasoning)
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Collection
+from typing import Any
 
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.chat.messages import ASSISTANT, ROLES, SHAREGPT_ROLES, Conversation
-from dualpipe.train.chat.template import ChatTemplate, Rendered
+from dualpipe.train.chat.template import ChatTemplate
 
+_ALWAYS_READ = ("role", "content")
+_EMPTY: tuple[Any, ...] = ("", [], {})
 _SHOWN = 40  # characters of texts that differ
 _REMEDY = ("give a template with {% generation %} blocks around the assistant's text, with --chat-template or "
            "data.chat_template")
 
 
-def find_spans(template: ChatTemplate, conversation: Conversation, ends: Collection[str] = ()) -> Rendered:
-    """Render a conversation, and return it with the bounds of the assistant turns that count for the loss.
+def find_spans(
+    template: ChatTemplate, conversation: Conversation, ends: Collection[str] = ()
+) -> tuple[str, list[tuple[int, int]]]:
+    """Render a conversation; return the text, and the bounds of the assistant turns in it that count for the loss.
 
     Args:
         template: the chat template.
@@ -34,40 +41,90 @@ def find_spans(template: ChatTemplate, conversation: Conversation, ends: Collect
             does not count: a model never has to generate it.
 
     Raises:
-        ValueError: the template refuses the conversation, or does not show which text is the assistant's, or a message
-            has an unknown role.
+        ValueError: the template refuses the conversation, prints parts of it as Python or as JSON in JSON, or does not
+            show which text is the assistant's; or a message has an unknown role.
     """
     for number, message in enumerate(conversation.messages, start=1):
-        _check_role(template, message["role"], number)
-    whole = template.render(conversation.messages, conversation.tools)
+        _check_role(template, conversation, message["role"], number)
+    text, spans = template.render(conversation.messages, conversation.tools)
+    _check_printed(template, conversation, text)
     turns = [index for index, message in enumerate(conversation.messages) if message["role"] == ASSISTANT]
-    if template.marks_generation:
-        spans = whole.generated
-    else:
-        spans = [_find_turn(template, conversation, turn, whole.text) for turn in turns]
-        spans = [(begin, _trim(whole.text, begin, end, ends)) for begin, end in spans]
+    if spans is None:
+        spans = [_find_turn(template, conversation, turn, text) for turn in turns]
+        spans = [(begin, _trim(text, begin, end, ends)) for begin, end in spans]
     if not conversation.uncounted:
-        return Rendered(whole.text, spans)
+        return text, spans
     if len(spans) != len(turns):
         raise ValueError(f"{template.name} has {len(spans)} generation blocks for {len(turns)} assistant turns, so the "
                          "block of the turn with weight 0 is unknown; leave out the weights")
-    counted = [span for turn, span in zip(turns, spans) if turn not in conversation.uncounted]
-    return Rendered(whole.text, counted)
+    return text, [span for turn, span in zip(turns, spans) if turn not in conversation.uncounted]
 
 
-def _check_role(template: ChatTemplate, role: str, number: int) -> None:
+class UnreadKeys:
+    """Keys of conversations that the template does not read. Warns of each once.
+
+    template: the chat template.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._seen: set[str] = set(_ALWAYS_READ)
+
+    def check(self, conversation: Conversation) -> None:
+        """Render a conversation without each of its keys that is new, and warn of those that change nothing.
+
+        A key of messages is left out of the last one that has it, and later messages are left out too, since templates
+        drop the reasoning of earlier turns.
+        """
+        messages, tools, _ = conversation
+        if tools and "tools" not in self._seen:
+            self._seen.add("tools")
+            if self._template.render(messages, tools).text == self._template.render(messages).text:
+                self._warn("tools")
+        for number, message in reversed(list(enumerate(messages))):
+            for key in [key for key, value in message.items() if value not in _EMPTY and key not in self._seen]:
+                self._seen.add(key)
+                rest = {name: value for name, value in message.items() if name != key}
+                try:
+                    whole = self._template.render(messages[: number + 1], tools).text
+                    is_read = self._template.render([*messages[:number], rest], tools).text != whole
+                except ValueError:  # the template requires what is left out
+                    is_read = True
+                if not is_read:
+                    self._warn(key)
+
+    def _warn(self, key: str) -> None:
+        warnings.warn(f"{self._template.name} does not read {key!r}: it is not in the packed conversations",
+                      stacklevel=1)
+
+
+def _check_role(template: ChatTemplate, conversation: Conversation, role: str, number: int) -> None:
     """Raise ValueError if neither OpenAI's form nor the template has the role of message `number`, counted from 1.
 
     Most templates render any role, so that the turns of a misspelled assistant would silently not count. Other names of
     the assistant, such as "model", are refused even if the template has them.
     """
     is_other_name = role != ASSISTANT and SHAREGPT_ROLES.get(role) == ASSISTANT
-    if role in ROLES or (template.names(role) and not is_other_name):
+    if role in ROLES or (template.names(role, conversation.tools) and not is_other_name):
         return
     meant = SHAREGPT_ROLES.get(role) or next(iter(nearest(role, ROLES)), None)
     hint = f"; give {meant!r}" if meant else ""
     raise ValueError(f"message {number} has the role {role!r}; expected one of {', '.join(ROLES)}, or another that "
                      f"{template.name} names{hint}")
+
+
+def _check_printed(template: ChatTemplate, conversation: Conversation, text: str) -> None:
+    """Raise ValueError if a template has printed content in parts as Python, or arguments in JSON as JSON once more."""
+    for number, message in enumerate(conversation.messages, start=1):
+        content = message.get("content")
+        if isinstance(content, list) and str(content) in text:
+            raise ValueError(f"{template.name} prints the content of message {number}, a list of parts, as Python "
+                             f"({str(content)[:_SHOWN]}...); give the content as a string")
+        for call in message.get("tool_calls") or ():
+            arguments = (call.get("function") or call).get("arguments")
+            if isinstance(arguments, str) and json.dumps(arguments, ensure_ascii=False) in text:
+                raise ValueError(f"{template.name} encodes the arguments of a tool call in message {number}, which are "
+                                 "JSON text, as JSON once more; give them as an object")
 
 
 def _find_turn(template: ChatTemplate, conversation: Conversation, turn: int, whole: str) -> tuple[int, int]:

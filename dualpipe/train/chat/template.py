@@ -1,85 +1,80 @@
-"""Chat templates: the jinja2 templates of a tokenizer that render a conversation as text.
+"""Chat templates, rendered by transformers: `apply_chat_template` of the tokenizer.
 
-Templates are rendered the way transformers renders them: sandboxed, with trimmed blocks, `break` and `continue`, a
-`tojson` that does not escape HTML, `raise_exception`, `strftime_now`, and `{% generation %}` blocks around the
-assistant's text.
+It chooses one of several templates (`tool_use` for conversations with tools), drops keys that are null, and knows the
+names of reasoning. Added here are the bounds of `{% generation %}` blocks in the text.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-TEMPLATE_FILE = "chat_template.jinja"  # beside a tokenizer.json; used before the entry in the configuration
-TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"
+Tools = list[Any]
 # Unicode noncharacters, which no text contains, mark generation blocks in a rendered text.
 _BEGIN = "\ufdd0"
 _END = "\ufdd1"
 _MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# The line end behind the macro is removed, as behind any block.
+_MACRO = f"{{% macro mark_generation() %}}{_BEGIN}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 
 
 class Rendered(NamedTuple):
     """A rendered conversation.
 
     text: the output of the template.
-    generated: bounds, in characters, of the generation blocks.
+    generated: bounds, in characters, of the generation blocks. None: the template has none.
     """
 
     text: str
-    generated: list[tuple[int, int]]
+    generated: list[tuple[int, int]] | None
 
 
 class ChatTemplate:
-    """A chat template.
+    """The chat template of a tokenizer, or the templates of which transformers chooses one for each conversation.
 
     Attributes:
         name: origin of the template, for messages.
-        marks_generation: True if the template has generation blocks.
-        content: the template and its variables as bytes, to hash.
+        content: the templates and their variables as bytes, to hash.
 
     Args:
-        source: the text of the template.
-        variables: special tokens by name, such as bos_token.
-        name: see above.
+        tokenizer: has the templates and the variables.
+        path: a file with a template to use instead. "": those of the tokenizer.
 
     Raises:
-        ValueError: the template is not valid.
+        ValueError: there is no template, or the file cannot be read.
     """
 
-    def __init__(self, source: str, variables: Mapping[str, str], name: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-        try:
-            self._template = environment.from_string(source)
-        except TemplateError as error:
-            raise ValueError(f"{name} is not a valid template: {error}") from error
-        self._source = source
-        self._variables = dict(variables)
-        self.name = name
-        self.marks_generation = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", source) is not None
-        self.content = json.dumps([source, sorted(self._variables.items())]).encode()
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._own: str | None = None
+        self.name = f"the chat template in {tokenizer.name_or_path}"
+        if path:
+            self.name = f"the chat template {path}"
+            try:
+                self._own = Path(path).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read {self.name}: {error}") from error
+        elif not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has no chat template; use the tokenizer of a "
+                             "model that was trained to chat, or give a template with --chat-template or "
+                             "data.chat_template")
+        variables = sorted(tokenizer.special_tokens_map.items())
+        self.content = json.dumps([self._own or tokenizer.chat_template, variables], default=str).encode()
 
-    def names(self, role: str) -> bool:
+    def names(self, role: str, tools: Tools | None = None) -> bool:
         """Return True if the text of the template contains a role as a string."""
-        return f"'{role}'" in self._source or f'"{role}"' in self._source
+        source = self._source(tools)
+        return f"'{role}'" in source or f'"{role}"' in source
 
     def render(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None, *, prompts: bool = False
+        self, messages: list[dict[str, Any]], tools: Tools | None = None, *, prompts: bool = False
     ) -> Rendered:
         """Render messages.
 
@@ -91,13 +86,53 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or they contain a character that marks generation blocks.
         """
+        source = self._source(tools)
+        text = self._apply(source, messages, tools, prompts=prompts)
+        marked_source = _GENERATION.sub(_call_mark, source)
+        if marked_source == source:
+            return Rendered(text, None)
+        rendered = _remove_marks(self._apply(_MACRO + marked_source, messages, tools, prompts=prompts))
+        if rendered.text != text:
+            raise ValueError(f"{self.name} changes the text of its generation blocks after rendering them, so their "
+                             "bounds are unknown; print the blocks as they are")
+        return rendered
+
+    def _source(self, tools: Tools | None) -> str:
+        """Return the template for a conversation. Raises ValueError if there are several and none is the default."""
         try:
-            marked = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._variables
-            )
-        except (TemplateError, TypeError) as error:
-            raise ValueError(f"{self.name} refuses the conversation: {error}") from error
-        return _remove_marks(marked)
+            return self._tokenizer.get_chat_template(self._own, tools)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot be chosen: {_one_line(error)}") from error
+
+    def _apply(
+        self, source: str, messages: list[dict[str, Any]], tools: Tools | None, *, prompts: bool
+    ) -> str:
+        """Return the output of a template. Raises ValueError if it fails."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            if not messages:  # before a first turn of the assistant; `apply_chat_template` requires a message
+                variables: dict[str, Any] = self._tokenizer.special_tokens_map
+                texts: Any = render_jinja_template(
+                    [[]], tools, chat_template=source, add_generation_prompt=prompts, **variables)
+                return texts[0][0]
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=source, add_generation_prompt=prompts, tokenize=False)
+            assert isinstance(text, str), "one conversation, not tokenized"
+            return text
+        except Exception as error:  # of any expression in the template
+            raise ValueError(f"{self.name} refuses the conversation: {_one_line(error)}") from error
+
+
+def _call_mark(tag: re.Match[str]) -> str:
+    """Return the tag that calls the macro around a generation block, or ends the call, with the same white space."""
+    before, end, after = tag.groups()
+    return f"{{%{before} {'endcall' if end else 'call mark_generation()'} {after}%}}"
+
+
+def _one_line(error: Exception) -> str:
+    """Return the text of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _remove_marks(marked: str) -> Rendered:
@@ -109,85 +144,3 @@ def _remove_marks(marked: str) -> Rendered:
                          "is inside another; remove them from the text, or the inner block from the template")
     bounds = list(accumulate(map(len, pieces[:-1])))
     return Rendered("".join(pieces), list(zip(bounds[::2], bounds[1::2])))
-
-
-class _GenerationBlock(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`, rendered with a mark at each end."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        """Parse a block into a call of `_mark` with its body."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
-
-    def _mark(self, caller: Callable[[], str]) -> str:
-        return f"{_BEGIN}{caller()}{_END}"
-
-
-def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Return JSON text, with the arguments that transformers' `tojson` takes."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    """Refuse a conversation with the template's own message."""
-    raise TemplateError(message)
-
-
-def find_template(folder: Path, path: str = "") -> ChatTemplate:
-    """Return the chat template of a tokenizer.
-
-    Args:
-        folder: directory of the tokenizer's files. `chat_template.jinja` is used before the entry in
-            `tokenizer_config.json`. Of a list of templates there, the one with the name "default" is used.
-        path: a file to use instead. "": the template of the tokenizer.
-
-    Raises:
-        ValueError: there is no template, or a file cannot be read.
-    """
-    settings = _read_object(folder / TOKENIZER_CONFIG)
-    variables = _special_tokens(_read_object(folder / SPECIAL_TOKENS) | settings)
-    file = Path(path) if path else folder / TEMPLATE_FILE
-    if path or file.is_file():
-        try:
-            source = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read the chat template {file}: {error}") from error
-        return ChatTemplate(source, variables, f"the chat template {file}")
-    entry = settings.get("chat_template")
-    if isinstance(entry, list):
-        by_name = {named.get("name"): named.get("template") for named in entry if isinstance(named, Mapping)}
-        entry = by_name.get("default")
-    if not isinstance(entry, str):
-        raise ValueError(f"the tokenizer in {folder} has no chat template: no {TEMPLATE_FILE}, and no chat_template in "
-                         f"{TOKENIZER_CONFIG}; use the tokenizer of a model that was trained to chat, or give a "
-                         "template with --chat-template or data.chat_template")
-    return ChatTemplate(entry, variables, f"the chat template in {folder / TOKENIZER_CONFIG}")
-
-
-def _read_object(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if the file is missing. Raises ValueError for anything else."""
-    if not file.is_file():
-        return {}
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {file}: {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"{file} holds a {type(values).__name__}; it must hold a JSON object")
-    return values
-
-
-def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens in a tokenizer's settings, by name, such as bos_token."""
-    tokens = {}
-    for name, value in settings.items():
-        content = value.get("content") if isinstance(value, Mapping) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens

@@ -38,7 +38,7 @@ def batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
 
 def write_bundle(
     runner: StepRunner, state: TrainingState, step: int, batch: TokenBatch, values: Mapping[str, Any],
-    rerun: Mapping[str, Any], *, expert_gemm: str,
+    rerun: Mapping[str, Any], *, expert_gemm: str, attention: str,
 ) -> Path:
     """Write all that a rerun of a step needs, and return the path of the bundle. Collective.
 
@@ -49,13 +49,14 @@ def write_bundle(
         batch: of the step.
         values: metrics of the step.
         rerun: record of the rerun, from `Rerun.to_record`.
-        expert_gemm: the library of the experts' GEMMs. The bundle has it as model.expert_gemm, because a replay that
-            timed them for "auto" again could choose another, with other bits.
+        expert_gemm, attention: the kernels of the run. The bundle has them in [model], because a replay that timed them
+            for "auto" again could choose others, with other bits.
 
     Raises:
         OSError: on all ranks, if the bundle cannot be written.
     """
     config = replace_field(runner.config, "model", "expert_gemm", expert_gemm)
+    config = replace_field(config, "model", "attention", attention)
     model = runner.model
     job = runner.job
     losses = job.ranks.gather(lambda: values["loss"])

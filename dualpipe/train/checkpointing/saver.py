@@ -13,17 +13,17 @@ from datetime import timedelta
 from typing import Any, Self
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load
-from dualpipe.checkpoint.directory import scan
+from dualpipe.checkpoint.directory import AllDamaged, scan
 from dualpipe.checkpoint.manifest import Checkpoint, Manifest
 from dualpipe.models import HubConfig
 from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
-from dualpipe.runtime.storage.location import Location
+from dualpipe.runtime.storage import Location
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
-from dualpipe.train.config.source import find_source, saved_settings
+from dualpipe.train.config.source import START_ANEW, find_source, saved_settings
 from dualpipe.train.launch.distributed import Job
 
 # Tensors that a checkpoint of `dualpipe hf import`, which has step 0, does not contain.
@@ -87,6 +87,8 @@ class Saver:
             loaded = self._load(self.source, state)
         except ValueError as error:
             hint = _mtp_hint(state.model.config, self.source_dtypes or ())
+            if isinstance(error, AllDamaged):
+                hint = START_ANEW
             raise ValueError(f"{error}{hint}") from error
         manifest = loaded.manifest
         self._loaded = Checkpoint(loaded.path, manifest)

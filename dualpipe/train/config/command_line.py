@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, Union, get_args, get_orig
 
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.config import schema
-from dualpipe.train.config.schema import REMOVED_FIELDS, RENAMED_FIELDS, Config, DataSource, DTypeRule, OptimizerGroup
+from dualpipe.train.config.schema import Config, DataSource, DTypeRule, OptimizerGroup
 
 # Field names of other trainers whose spelling is not close to the name of the field here.
 FIELDS_BY_FOREIGN_NAME = {
@@ -35,15 +35,10 @@ FIELDS_BY_FOREIGN_NAME = {
 def suggest_name(name: str, valid: Collection[str]) -> str:
     """Return the part of an error message that suggests a replacement for an unknown name.
 
-    For a removed field, this is the remedy in `REMOVED_FIELDS`.
-
     Args:
         name: a table, a key in a table, or an option "--table.field".
         valid: the names of the same kind that exist.
     """
-    for removed, remedy in REMOVED_FIELDS.items():
-        if name in (f"--{removed}", removed.rpartition(".")[2]):
-            return f"{removed} has been removed: {remedy}"
     key = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
     path = FIELDS_BY_FOREIGN_NAME.get(key) or _paths_of_unique_fields().get(key)
     if path is None:
@@ -101,10 +96,9 @@ def apply_options(config: Config, options: Sequence[str]) -> Config:
 
 
 def _normalize_option(option: str) -> str:
-    """Replace "-" by "_" in the name of an option, not in its value, and the former name of a field by its name."""
+    """Replace "-" by "_" in the name of an option, not in its value."""
     name, equals, value = option[2:].partition("=")
-    name = name.replace("-", "_")
-    return f"--{RENAMED_FIELDS.get(name, name)}{equals}{value}"
+    return f"--{name.replace('-', '_')}{equals}{value}"
 
 
 class _Parser(argparse.ArgumentParser):

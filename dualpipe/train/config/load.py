@@ -19,12 +19,10 @@ from dualpipe.train.config.command_line import apply_options, describe_type, sug
 from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
-    REMOVED_CHOICES,
-    REMOVED_FIELDS,
     STDLIB,
     TOKENIZER,
+    TOKENIZER_CONFIG,
     Config,
-    rename_fields,
     replace_field,
 )
 
@@ -51,7 +49,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     tables = read_toml(path, "the config ")
-    _rename_all_fields(tables)
     config = _convert(Config, tables, f"{path}")
     config = _resolve_input_paths(config, path.parent)
     if overrides:
@@ -94,9 +91,10 @@ def _resolve_tokenizer(config: Config) -> Config:
     """Replace the tokenizer "auto" by the one of the checkpoint if it has one, else by "bytes"."""
     if config.data.tokenizer != AUTO:
         return config
-    checkpoint_tokenizer = Path(config.init.from_hf, TOKENIZER)
-    exists = bool(config.init.from_hf) and checkpoint_tokenizer.is_file()
-    return replace_field(config, "data", "tokenizer", str(checkpoint_tokenizer) if exists else BYTES)
+    checkpoint = config.init.from_hf
+    exists = bool(checkpoint) and any(Path(checkpoint, name).is_file() for name in (
+        TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json"))
+    return replace_field(config, "data", "tokenizer", checkpoint if exists else BYTES)
 
 
 def recorded_config(tables: Mapping[str, Any]) -> Config:
@@ -108,21 +106,7 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
     Raises:
         ValueError: `tables` is not a configuration of this version.
     """
-    recorded = _drop_none(tables)
-    _rename_all_fields(recorded)
-    # Drop removed fields that were off, as in every run that did not set them; `_convert` refuses those that were on.
-    for removed in REMOVED_FIELDS:
-        table, name = removed.split(".")
-        if not recorded.get(table, {}).get(name, True):
-            del recorded[table][name]
-    return cast(Config, _convert(Config, recorded, "the recorded configuration"))
-
-
-def _rename_all_fields(tables: dict[str, Any]) -> None:
-    """Rename the fields of all tables, as `rename_fields` does."""
-    for table, settings in tables.items():
-        if isinstance(settings, dict):
-            tables[table] = rename_fields(table, settings)
+    return cast(Config, _convert(Config, _drop_none(tables), "the recorded configuration"))
 
 
 def _drop_none(value: Any) -> Any:
@@ -156,9 +140,7 @@ def _convert(annotation: Any, value: Any, where: str) -> Any:
         return float(value)
     if origin is Literal:
         if value not in arguments:
-            removed = f"; {REMOVED_CHOICES[value]}" if value in REMOVED_CHOICES else ""
-            raise ValueError(
-                f"{where} = {value!r} is not a valid choice; it must be {describe_type(annotation)}{removed}")
+            raise ValueError(f"{where} = {value!r} is not a valid choice; it must be {describe_type(annotation)}")
         return value
     if type(value) is annotation:
         return value

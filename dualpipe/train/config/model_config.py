@@ -139,12 +139,10 @@ def check_settings(config: Config, model: TransformersModel) -> None:
         ValueError: a setting is not supported; the message has one line and names the first such setting.
     """
     _check_unsupported_fields(config, model)
-    ep = config.parallel.ep
-    if ep > 1 and not model.num_experts:
-        raise ValueError(f"parallel.ep = {ep}: {model.model_type} has no experts; set it to 1, and raise parallel.dp")
-    if ep > 1 and model.num_experts % ep:
-        raise ValueError(f"parallel.ep = {ep} does not divide the {model.num_experts} experts of a layer; give a "
-                         "divisor")
+    try:
+        model.check_expert_division(config.parallel.ep)
+    except ValueError as error:
+        raise ValueError(f"parallel.ep = {config.parallel.ep}: {error}") from error
     if config.data.separate_documents and model.mixes_documents:
         raise ValueError(f"data.separate_documents = True: {_trained_by(model)}, and some of its layers see from one "
                          "document into the next; set it to False")
@@ -207,5 +205,5 @@ def stages_on_meta(
 def flops_per_token(model: TrainedModel, sequence_length: int) -> float:
     """Return the FLOPs of a token, forward and backward."""
     if isinstance(model, HubConfig):
-        return flops.flops_per_token(model, sequence_length).both
+        return flops.flops_per_token(model, sequence_length).total
     return model.flops_per_token(sequence_length)

@@ -17,7 +17,7 @@ from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.runtime.storage.location import Location
+from dualpipe.runtime.storage import Location
 from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config, DTypeRule, replace_field
 from dualpipe.train.config.source import find_source, saved_settings

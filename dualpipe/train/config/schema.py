@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 from dualpipe.runtime.errors import nearest
-from dualpipe.runtime.storage.location import Location, as_location
+from dualpipe.runtime.storage import Location, as_location
 
 STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
 BYTES = "bytes"  # value of data.tokenizer: one token per byte
 AUTO = "auto"  # value of data.tokenizer: the checkpoint's tokenizer; value of export.to_hf: a folder in output.dir
 TOKENIZER = "tokenizer.json"  # name in a checkpoint of the file of the package `tokenizers`
+TOKENIZER_CONFIG = "tokenizer_config.json"  # name in a checkpoint of what transformers knows of the tokenizer
 TEXT_KEY = "text"  # default of data.text_key
 Algorithm = Literal["muon", "adamw"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # values of optimizer.name that are not the path of a class
@@ -63,9 +64,9 @@ class ModelConfig:
     it has the family"""
     attention: Literal["auto", "default", "fa3", "fa4", "flash", "cudnn", "efficient"] = "auto"
     """kernel of plain causal attention on CUDA; auto: the fastest for the GPU that runs; default: torch's own order"""
-    expert_gemm: Literal["dualpipe", "grouped_mm", "quack", "auto"] = "dualpipe"
-    """library of the experts' GEMMs in the forward and the input gradient: this one, torch or quack-kernels; auto: the
-    fastest, timed at the start; weight gradients are this library's"""
+    expert_gemm: Literal["dualpipe", "grouped_mm", "auto"] = "dualpipe"
+    """library of the experts' GEMMs in the forward and the input gradient: this one or torch; auto: the fastest, timed
+    at the start; weight gradients are this library's"""
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,14 @@ class DataConfig:
     """[data]: the source of the tokens."""
 
     path: str = _rule(bool, 'give a packed directory, a folder of text, or "stdlib"')(STDLIB)
-    """directory made by `dualpipe data pack`, file or folder of text or records (.jsonl, .jsonl.gz, .jsonl.zst,
+    """directory made by `dualpipe data pack`, file or folder of text or records (.jsonl, .json, .jsonl.gz, .jsonl.zst,
     .parquet), or "stdlib" (Python's own source code)"""
-    tokenizer: str = _rule(bool, 'give "auto", "bytes" or the path of a tokenizer.json')(AUTO)
-    """"bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json; "auto": the one in
-    init.from_hf if there is one, else "bytes"; ignored if path is packed already"""
+    tokenizer: str = _rule(bool, 'give "auto", "bytes" or the directory of a tokenizer')(AUTO)
+    """"bytes", or the directory of a model's tokenizer, which transformers loads, or the path of a tokenizer.json
+    without settings beside it; "auto": the one in init.from_hf if there is one, else "bytes"; ignored if path is packed
+    already"""
+    end_token: str = ""
+    """token that ends a document of text; default: the tokenizer's eos_token; ignored if path is packed already"""
     text_key: str = _rule(bool, "give the key of a record's text")(TEXT_KEY)
     """key of the text in a record, for files of records; with `chat`, key of the messages, by default "messages" or
     "conversations" """
@@ -136,8 +140,7 @@ class DataConfig:
     """pack conversations, in OpenAI's or ShareGPT's form, through the tokenizer's chat template; only the assistant's
     tokens count for the loss; ignored if path is packed already"""
     chat_template: str = ""
-    """file with a chat template (jinja2); default: chat_template.jinja beside the tokenizer, or chat_template in
-    tokenizer_config.json"""
+    """file with a chat template (jinja2); default: the tokenizer's"""
     validation_fraction: float = _below_1(0.02)
     """fraction of the documents reserved for validation, selected by a hash of their content; if that selects none or
     all of them (such as the only file): the last tokens, this fraction of all tokens"""
@@ -147,9 +150,12 @@ class DataConfig:
     """several texts with weights, instead of path: tables [[data.sources]], or on the command line PATH,weight=W for
     each; the weights may change when a run resumes"""
     separate_documents: bool = False
-    """mask attention between documents packed into one sequence, and restart positions at each document"""
+    """mask attention between documents packed into one sequence, restart positions at each document, and predict no
+    document's first token from the one before"""
 
     def __post_init__(self) -> None:
+        _require(not self.end_token or not self.chat, "data.end_token", self.end_token,
+                 "leave it out, because the chat template ends conversations")
         _require(not self.sources or self.path == STDLIB, "data.path", self.path,
                  "leave it out, because data.sources names the texts")
 
@@ -174,14 +180,10 @@ class ParallelConfig:
     heads of the whole sequence; auto: the one that sends fewer bytes, if the numbers of heads allow both"""
     ep: int = _at_least_1(1)
     """expert-parallel ranks: each has some of the experts and its own data, and dispatches tokens to the others"""
-    all_to_all: Literal["nccl", "copy_engine"] = "nccl"
-    """how rows reach experts on other ranks: nccl, which is gloo on the CPU; copy_engine: copies into the memory of the
-    other ranks, which leave the multiprocessors to computing; for ranks in one NVLink domain, or on one CPU host"""
-    dispatch: Literal["auto", "all_to_all", "two_hop", "deep_ep"] = "auto"
+    dispatch: Literal["auto", "all_to_all", "two_hop"] = "auto"
     """way of tokens to experts on other ranks: all_to_all sends a token to each rank with experts of it; two_hop sends
     it once to each node with experts of it, and then within the node, with the same results; auto: two_hop if the ranks
-    of ep are in several nodes, with the same number of them in each and more than one; deep_ep: by the kernels of the
-    package deep_ep, in bf16 on CUDA, with other rounding; never run"""
+    of ep are in several nodes, with the same number of them in each and more than one"""
     ranks_per_node: int = _at_least_0(0)
     """successive ranks that share a node, for dispatch; 0: as torchrun or SLURM has started them"""
     overlap: bool = True
@@ -206,10 +208,6 @@ class ParallelConfig:
     """seconds without progress after which a rank stops waiting for another rank, or for a checkpoint, and fails"""
     interface: str = ""
     """network interface for communication between nodes, such as ib0; default: the one of each host's name"""
-
-    def __post_init__(self) -> None:
-        _require(self.dispatch != "deep_ep" or self.all_to_all == "nccl", "parallel.all_to_all", self.all_to_all,
-                 "deep_ep sends rows by kernels of its own; leave it out, or give another parallel.dispatch")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -289,31 +287,6 @@ class TrainConfig:
 
 DTypeName = Literal["fp32", "bf16", "fp16", "fp64"]
 FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4"]
-REMOVED_FIELDS = {  # fields of earlier versions, with the remedy
-    f"router.{name}": "only benchmarks/bench_training.py needs routes that are balanced regardless of the router; "
-                      "leave it out, and set router.balance to keep loads even in training"
-    for name in ("balanced", "balanced_stride")
-}
-RENAMED_FIELDS = {"dtypes.products": "dtypes.gemm_precision"}  # former name of a field: its name
-
-
-def rename_fields(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a table by the current names of their fields.
-
-    If `settings` has both names of a field, the former one stays, and is refused later as an unknown key.
-    """
-    renamed = dict(settings)
-    for former, name in RENAMED_FIELDS.items():
-        former_table, _, former_field = former.partition(".")
-        current_field = name.partition(".")[2]
-        if former_table == table and former_field in renamed and current_field not in renamed:
-            renamed[current_field] = renamed.pop(former_field)
-    return renamed
-
-
-REMOVED_CHOICES = {  # values of earlier versions, with the remedy
-    "fp8_tensor": "FP8 with a single scale for a whole matrix has been removed: choose fp8_block or mxfp8",
-}
 
 
 @dataclass(frozen=True)
@@ -365,10 +338,9 @@ class DTypeRule(PatternRule):
             values[name] = dtype
         choices = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
         is_valid = all(dtype in choices.get(name, ()) for name, dtype in values.items())
-        removed = "".join(f"; {REMOVED_CHOICES[dtype]}" for dtype in values.values() if dtype in REMOVED_CHOICES)
         _require(is_valid, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where FIELD is one of "
                  f"{', '.join(choices)}, and DTYPE one of {', '.join(get_args(DTypeName))}; gather takes formats, "
-                 f"storage takes both: {', '.join(get_args(FormatName))}{removed}")
+                 f"storage takes both: {', '.join(get_args(FormatName))}")
         return cls(pattern, **values)
 
 
@@ -386,11 +358,6 @@ class DTypesConfig:
     fp8_dispatch: bool = False
     """dispatch tokens to the experts of other ranks in FP8, half of the bytes; results and gradients are not
     quantized"""
-
-    @property
-    def products(self) -> str:
-        """Alias of `gemm_precision`, its former name."""
-        return self.gemm_precision
 
 
 @dataclass(frozen=True)

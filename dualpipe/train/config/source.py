@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.directory import FoundCheckpoints, find, raise_none_complete
+from dualpipe.checkpoint.directory import AllDamaged, FoundCheckpoints, find, raise_none_complete
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import restart_count
-from dualpipe.runtime.storage.location import Location, as_location, contains, resolve
-from dualpipe.train.config.schema import Config, rename_fields
+from dualpipe.runtime.storage import Location, as_location, contains, resolve
+from dualpipe.train.config.schema import Config
+
+# Ends the error of a run whose checkpoints are all damaged.
+START_ANEW = (
+    '\ncheckpoint.resume = "never" starts from the initial weights; a path there resumes from another checkpoint')
 
 
 class ResumeSource(NamedTuple):
@@ -28,14 +32,11 @@ class ResumeSource(NamedTuple):
 
 
 def saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
-    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it.
-
-    Fields that have been renamed since have their current names.
-    """
+    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it."""
     settings = manifest_config
     for name in ("run", table):
         settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return rename_fields(table, settings) if isinstance(settings, Mapping) else {}
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def find_source(config: Config) -> ResumeSource:
@@ -80,7 +81,8 @@ def _select_newest(path: Location, checkpoints: FoundCheckpoints, *notes: str) -
         try:
             raise_none_complete(path, checkpoints.damaged.values())
         except ValueError as error:
-            raise ValueError(f"checkpoint.resume: {error}") from error
+            hint = START_ANEW if isinstance(error, AllDamaged) else ""
+            raise ValueError(f"checkpoint.resume: {error}{hint}") from error
     dtypes = checkpoints.committed[0].manifest.dtypes
     compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in dtypes.items()}
     return ResumeSource(path, compute_dtypes, list(notes))

@@ -142,26 +142,19 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> str:
         """Continue from a state; return a note to print, or "".
 
-        A state of an early version, which does not name its order, continues from its position in the present order.
-
         Raises:
             ValueError: data, sizes or seed differ, or the state names another order.
         """
-        saved = {"order": ORDER} | state
-        differences = [f"{key} {saved.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
-                       if key not in ("step", "passed_over", "mixture") and saved.get(key) != value]
+        differences = [f"{key} {state.get(key)!r} (now {value!r})" for key, value in self.state_dict().items()
+                       if key not in ("step", "passed_over", "mixture") and state.get(key) != value]
         if differences:
             raise ValueError(f"the loader's state is of another run: {', '.join(differences)}; use the same data, "
                              "sizes and seed")
         self.step = int(state["step"])
-        self.skipped_batches = int(state.get("passed_over", 0))
+        self.skipped_batches = int(state["passed_over"])
         if self.mixture is not None:
             return self._resume_mixture(state["mixture"])
-        if "order" in state:
-            return ""
-        return ("the checkpoint is from a version that ordered the data in another way: from here on, batches differ "
-                "from those that version would have read, and in the current epoch some sequences are read twice and "
-                "some not at all")
+        return ""
 
     def _resume_mixture(self, state: dict[str, Any]) -> str:
         """Continue from a saved mixture; return a note to print if the weights have changed, else ""."""
@@ -187,9 +180,10 @@ def _find_windows(stream: TokenStream, size: int) -> Windows:
         raise ValueError(f"no token of the {stream.num_documents} conversations in {stream.packed.path} counts for the "
                          "loss after they are cut; raise train.sequence_length, or give other conversations")
     if not windows.num_windows:
+        lower = f", or lower train.sequence_length to at most {stream.num_tokens - 1}" if stream.num_tokens > 1 else ""
         raise ValueError(
-            f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = {size}; lower "
-            "train.sequence_length or give more text"
+            f"the text has {stream.num_tokens} tokens, but a sequence needs train.sequence_length + 1 = {size}; give "
+            f"more text{lower}"
         )
     return windows
 

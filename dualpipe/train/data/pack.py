@@ -18,7 +18,7 @@ import hashlib
 import json
 import struct
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from io import BytesIO
 from itertools import groupby
@@ -39,6 +39,7 @@ from dualpipe.train.data.sources import (
     NotText,
     Source,
     file_kind,
+    list_left_out,
     read_checked,
     read_conversations,
     read_documents,
@@ -88,7 +89,7 @@ def pack(
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent, ignore_cleanup_errors=True) as folder:
             new = Path(folder, "new")
-            new.mkdir(0o755)
+            new.mkdir()
             index = _write_files(text_sources, tokenizer, new, shard_tokens, text_key, skipped)
             _check_target(out, overwrite=overwrite)  # a second time, as hours may have passed
             _replace_directory(out, new, backup=Path(folder, "old"))
@@ -97,7 +98,7 @@ def pack(
         shown = out / file.name if file.parent == new else out
         raise ValueError(f"{shown} cannot be written: {error.strerror}; choose another place") from error
     if skipped:
-        warnings.warn(f"files that are not text are skipped: {_list_skipped(skipped)}", stacklevel=1)
+        warnings.warn(f"files that are not text are skipped: {list_left_out(skipped)}", stacklevel=1)
     return index
 
 
@@ -142,13 +143,6 @@ def _check_sources(sources: Sequence[Source], *, needs_records: bool) -> tuple[l
     return text_sources, skipped
 
 
-def _list_skipped(skipped: Mapping[str, str], limit: int = 10) -> str:
-    """Return the number of skipped files, and the first `limit` names with the reasons."""
-    first = ", ".join(f"{name} ({reason})" for name, reason in list(skipped.items())[:limit])
-    rest = len(skipped) - limit
-    return f"{len(skipped)}: {first}{f' and {rest} more' if rest > 0 else ''}"
-
-
 def _replace_directory(target: Path, new: Path, backup: Path) -> None:
     """Move `new` to `target`. The old directory moves to `backup`, and back if that fails."""
     try:
@@ -171,42 +165,51 @@ def _write_files(
         skipped: files are added that turn out not to be text, with the reasons.
     """
     is_chat = isinstance(tokenizer, ChatTokenizer)
+    unread: set[str] = set()
     # Closing the temporary files may write, and fail.
     with name_file_in_errors(out / DOCUMENTS), TemporaryFile(dir=out) as records, TemporaryFile(dir=out) as masks:
         writer = _Writer(out, tokenizer, records, masks, shard_tokens)
         with PackProgress([source.path for source in sources]) as progress:
-            documents = _read_all(sources, text_key, skipped, progress, is_chat=is_chat)
+            documents = _read_all(sources, text_key, skipped, unread, progress, is_chat=is_chat)
             shards = writer.write_shards(progress.count_tokens(encode_documents(documents, tokenizer)))
         if not writer.num_documents:
-            not_text = f"; not text are {_list_skipped(skipped)}" if skipped else ""
-            raise ValueError(f"there is no text to pack: {len(sources)} files were found and all are empty"
-                             f"{writer.describe_left_out(', or ')}{not_text}")
+            not_text = f"; not text are {list_left_out(skipped)}" if skipped else ""
+            num_read = sum(source.name not in skipped for source in sources)
+            found = f"all files are empty ({num_read} read)" if num_read else "no files with text were found"
+            raise ValueError(f"there is no text to pack: {found}{writer.describe_left_out(', or ')}{not_text}")
         index: dict[str, Any] = {
             "format": MASKED_FORMAT if is_chat else FORMAT, "tokenizer": tokenizer.identity,
-            "vocab_size": tokenizer.vocab_size, "dtype": writer.dtype.name,
+            "tokenizer_file": tokenizer.file_checksum, "vocab_size": tokenizer.vocab_size, "dtype": writer.dtype.name,
         }
         if not isinstance(tokenizer, ChatTokenizer):
             index["end_of_document"] = tokenizer.end_of_document
+            index["end_token"] = tokenizer.end_token
         index |= {"largest": writer.largest, "documents": writer.num_documents, "tokens": writer.num_tokens}
         if is_chat:
             index["counted"] = writer.num_counted
             index["masks"] = writer.write_masks()
         index |= {"document_index": writer.write_documents(), "shards": shards}
         writer.write_file(INDEX, [(json.dumps(index, indent=1) + "\n").encode()])
+    if unread:
+        warnings.warn(f"keys of records that are not read: {', '.join(map(repr, sorted(unread)))}", stacklevel=1)
     if writer.num_left_out:
         warnings.warn(f"conversations are left out{writer.describe_left_out(': ')}", stacklevel=1)
     return index
 
 
 def _read_all(
-    sources: Sequence[Source], text_key: str, skipped: dict[str, str], progress: PackProgress, *, is_chat: bool
+    sources: Sequence[Source], text_key: str, skipped: dict[str, str], unread: set[str], progress: PackProgress, *,
+    is_chat: bool,
 ) -> Iterator[tuple[Document, str]]:
-    """Yield the documents of all files as `read_documents` does. Adds files that are not text to `skipped`."""
+    """Yield the documents of all files as `read_documents` does.
+
+    Adds files that are not text to `skipped`, and keys of conversations that are not read to `unread`.
+    """
     for source in sources:
         try:
             if is_chat:
                 key = "" if text_key == TEXT_KEY else text_key
-                yield from read_conversations(source.path, key, progress.set_position)
+                yield from read_conversations(source.path, key, progress.set_position, unread)
             else:
                 yield from read_documents(source.path, text_key, progress.set_position)
         except NotText as error:

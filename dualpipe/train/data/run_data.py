@@ -59,11 +59,16 @@ class RunData:
         min_validation_tokens = train.sequence_length + 1 if train.eval_batches else 0
         cache = Path(config.output.dir)
         paths = ranks.first(partial(_prepare, config))
-        self.sources = [
-            open_splits(train_path, validation_path, config.data.validation_fraction, at_least=min_validation_tokens,
-                        cache=cache, is_mixed=len(paths) > 1)
-            for train_path, validation_path in paths
-        ]
+
+        def open_sources() -> list[Splits]:
+            fraction = config.data.validation_fraction
+            return [
+                open_splits(train_path, validation_path, fraction, at_least=min_validation_tokens, cache=cache,
+                            is_mixed=len(paths) > 1)
+                for train_path, validation_path in paths
+            ]
+
+        self.sources = ranks.agree(open_sources)  # one node alone may lack the files
         self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
         _check_tokenizers(self.sources)
         if not self.has_loss_mask and self.evaluated[0].validation.has_loss_mask:
@@ -127,13 +132,10 @@ class RunData:
         self, splits: Splits, config: Config, batch_size: int, limit: int, rows: range
     ) -> list[Span]:
         """Return the bounds of the windows of every validation batch in one source."""
-        text, validation = splits
+        validation = splits.validation
         sequence_length = config.train.sequence_length
-        fraction_of = 0 if config.data.validation_path else text.num_tokens + validation.num_tokens
         batches = choose_evaluation_windows(
-            validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows,
-            fraction_of=fraction_of,
-        )
+            validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows)
         if validation.has_loss_mask and batches:
             return choose_conversations(validation, sequence_length + 1, batch_size, limit, rows)
         return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
@@ -160,7 +162,7 @@ def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
     data = config.data
     cache = Path(config.output.dir)
     pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
-                        chat_template=data.chat_template)
+                        chat_template=data.chat_template, end_token=data.end_token)
     paths = [source.path for source in data.sources] or [data.path]
     train_paths = [pack_text(path) for path in paths]
     validation_path = pack_text(data.validation_path) if data.validation_path else None

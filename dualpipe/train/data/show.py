@@ -11,9 +11,9 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from dualpipe.train.config.schema import BYTES, TOKENIZER
+from dualpipe.train.config.schema import BYTES
 from dualpipe.train.data.token_stream import PackedTokens
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer_file
+from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer
 
 COUNTED = "bold green"
 UNCOUNTED = "dim"
@@ -29,7 +29,7 @@ def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int
 
     Args:
         path: the packed directory.
-        tokenizer: the tokenizer that the directory was packed with, as in `load_tokenizer`.
+        tokenizer: the tokenizer that the directory was packed with, "bytes" or as in `read_tokenizer`.
         first: number of the first document, from 0.
         count: number of documents.
 
@@ -55,19 +55,18 @@ def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int
 
 def _decoder(packed: PackedTokens, name: str) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes tokens. Raises ValueError if the directory has another tokenizer."""
-    path = Path(name, TOKENIZER) if Path(name).is_dir() else Path(name)
     if name == BYTES:
         is_same = packed.tokenizer == BYTES
     else:
-        hub_tokenizer, content = read_tokenizer_file(path)
-        is_same = packed.is_of_tokenizer(content)
+        tokenizer = read_tokenizer(name)
+        is_same = packed.tokenizer.startswith(f"{tokenizer.identity}:")
     if not is_same:
         raise ValueError(f"--tokenizer {name}: {packed.path} was packed with the tokenizer {packed.tokenizer!r}; give "
                          "that one")
     if name == BYTES:
         return lambda tokens: "".join("<end>" if token == ByteTokenizer.end_of_document else chr(token)
                                       for token in tokens)
-    return lambda tokens: hub_tokenizer.decode(tokens, skip_special_tokens=False)
+    return lambda tokens: tokenizer.backend.decode(tokens, skip_special_tokens=False)
 
 
 def _pieces(

@@ -1,7 +1,7 @@
 """Files of text or records, and the documents in them.
 
-A file is a document, or has one per record if it is JSON lines (plain, gzip or zstd) or Parquet. Files are read in
-pieces, however large they are.
+A file is a document, or has one per record if it is JSON (plain, gzip or zstd) or Parquet. Files are read in pieces,
+however large they are, except arrays in JSON.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import gzip
 import importlib
 import json
 import os
+import re
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from io import BufferedReader
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,8 +36,14 @@ _Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 # Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-RECORD_KINDS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")  # suffixes of files with records; others are text
-PACKAGES = {".jsonl.zst": "zstandard", ".parquet": "pyarrow.parquet"}
+ANY_JSON = (".json", ".json.gz", ".json.zst")  # lines, an array or a single object
+# Suffixes of files with records; others are text.
+RECORD_KINDS = (
+    ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", *ANY_JSON, ".parquet",
+)
+TABLE_KINDS = (".csv", ".tsv")  # rows under a header: neither text nor records
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_JSON_ARRAY = re.compile(rb'\s*\[\s*\{\s*"')  # the start of an array of objects
 _CHAT_REMEDY = "pack conversations with --chat or data.chat = true"
 ZSTD_PIECE = 1 << 12  # bytes to decompress at a time: about 10 KB of text
 PARQUET_ROWS = 256  # rows to decode at a time
@@ -74,7 +82,9 @@ class Source(NamedTuple):
 def find_sources(paths: Iterable[str | Path]) -> list[Source]:
     """Return all files under `paths`, in the order of the arguments and sorted within a directory.
 
-    Skips hidden files and packed directories, such as earlier output next to its text.
+    Skips hidden files and packed directories, such as earlier output next to its text. Follows links. Warns about links
+    to nothing, and about links within a directory to what is read there already, such as the files that several
+    snapshots of the Hugging Face cache share, or a folder that is linked from within itself.
 
     Args:
         paths: files, directories, or "stdlib" for the sources of Python's standard library, which every machine has.
@@ -110,14 +120,45 @@ def _walk(directory: Path, skipped: Iterable[str] = (), suffix: str = "") -> lis
     def is_walked(root: str, folder: str) -> bool:
         return not folder.startswith(".") and folder not in skipped and not Path(root, folder, DOCUMENTS).exists()
 
-    sources = []
-    for root, folders, names in os.walk(directory, onerror=refuse):
-        folders[:] = [folder for folder in folders if is_walked(root, folder)]
-        for name in names:
-            file = Path(root, name)
-            if not name.startswith(".") and name.endswith(suffix) and file.is_file():
-                sources.append(Source(file, file.relative_to(directory).as_posix()))
-    return sorted(sources, key=lambda source: source.name)
+    sources: dict[str, Source] = {}  # by the path without links
+    linked: list[Source] = []
+    left_out: dict[str, str] = {}
+    visited = set()
+    pending = [directory]  # linked folders come last, so that a file has its name without links if it has one
+    for folder in pending:
+        for root, folders, names in os.walk(folder, onerror=refuse):
+            real_root = os.path.realpath(root)
+            if real_root in visited:
+                left_out[Path(root).relative_to(directory).as_posix()] = "a folder that is read already"
+                folders.clear()
+                continue
+            visited.add(real_root)
+            folders[:] = sorted(name for name in folders if is_walked(root, name))
+            pending += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+            for name in names:
+                file = Path(root, name)
+                if name.startswith(".") or not name.endswith(suffix):
+                    continue
+                shown = file.relative_to(directory).as_posix()
+                if not file.is_file():
+                    left_out[shown] = "a link to nothing" if file.is_symlink() else "no regular file"
+                elif file.is_symlink():
+                    linked.append(Source(file, shown))
+                else:
+                    sources[os.path.join(real_root, name)] = Source(file, shown)
+    for source in sorted(linked, key=lambda source: source.name):
+        if sources.setdefault(os.path.realpath(source.path), source) is not source:
+            left_out[source.name] = "a file that is read already"
+    if left_out:
+        warnings.warn(f"{directory}: left out: {list_left_out(dict(sorted(left_out.items())))}", stacklevel=1)
+    return sorted(sources.values(), key=lambda source: source.name)
+
+
+def list_left_out(reasons: Mapping[str, str], limit: int = 10) -> str:
+    """Return the number of files that are left out, and the first `limit` names with the reasons."""
+    first = ", ".join(f"{name} ({reason})" for name, reason in list(reasons.items())[:limit])
+    rest = len(reasons) - limit
+    return f"{len(reasons)}: {first}{f' and {rest} more' if rest > 0 else ''}"
 
 
 def read_documents(
@@ -139,6 +180,7 @@ def read_documents(
     kind = file_kind(path)
     if kind == "text":
         text = read_checked(path)
+        text = text.removeprefix(_BYTE_ORDER_MARK)
         if text:
             yield text, str(path)
         return
@@ -173,7 +215,7 @@ def _remedy_for_no_text(keys: Collection[str]) -> str:
 
 
 def read_conversations(
-    path: Path, key: str = "", on_position: Callable[[int], None] | None = None
+    path: Path, key: str = "", on_position: Callable[[int], None] | None = None, unread: set[str] | None = None
 ) -> Iterator[tuple[Conversation, str]]:
     """Yield the conversations of a file of records, each with its place as error messages name it.
 
@@ -184,6 +226,7 @@ def read_conversations(
         key: key of the messages in a record. "": the first of `MESSAGE_KEYS` with messages, or `TEXT_KEY` if the record
             has none of these keys.
         on_position: as in `read_documents`.
+        unread: gets the keys of records that are not read.
 
     Raises:
         ValueError: as `read_documents` does.
@@ -199,12 +242,17 @@ def read_conversations(
             present = [TEXT_KEY]
         if not present:
             raise ValueError(f"{no_messages}, but {_list_keys(keys)}; {hint or remedy}")
-        return [*present, *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
+        chosen = [*present, *(name for name in (TOOLS_KEY, SYSTEM_KEY) if name in keys)]
+        if unread is not None:
+            unread.update(name for name in keys if name not in chosen)
+        return chosen
 
     def read(record: dict[str, Any]) -> Conversation | None:
         present = [name for name in (*names, TEXT_KEY) if name in record]
         # All rows of a Parquet file have all of its columns, so that the first one may be empty.
         chosen = next((name for name in present if record[name]), present[0])
+        if unread is not None:
+            unread.update(name for name in present if name != chosen and record[name])
         if chosen not in names and not isinstance(record[chosen], list):
             raise ValueError(f"{no_messages}, and its {chosen!r} is not a list of messages but of type "
                              f"{type(record[chosen]).__name__}; {remedy}")
@@ -239,6 +287,8 @@ def _convert_records(
             number += 1
             if on_position is not None:
                 on_position(position)
+    except NotText:
+        raise
     except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # raised for damaged files
         raise ValueError(f"cannot read record {number} of {path}: {error}") from error
     if num_empty:
@@ -264,10 +314,17 @@ def read_checked(path: Path, size: int = -1) -> bytes:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     kind = file_kind(path)
-    if kind in PACKAGES:
-        _check_package(path, PACKAGES[kind])
-    elif kind != ".jsonl.gz":
+    if kind.endswith(".zst"):
+        _check_package(path, "zstandard")
+    elif kind == ".parquet":
+        _check_package(path, "pyarrow.parquet")
+    elif not kind.endswith(".gz"):
         _check_text(path, content)
+    if kind == "text" and path.name.lower().endswith(TABLE_KINDS):
+        raise NotText(f"{path} is a table, not text; convert its rows to records in a file named *.jsonl or *.parquet",
+                      "a table")
+    if kind == "text" and (_is_record(_strip(content.partition(b"\n")[0])) or _JSON_ARRAY.match(_strip(content))):
+        raise NotText(f"{path} starts with a JSON object; give records in files named *.jsonl or *.json", "JSON")
     return content
 
 
@@ -302,7 +359,12 @@ def _read_records(
         from pyarrow.parquet import ParquetFile
 
         with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # pre_buffer keeps the whole file
-            keys = choose_keys(file.schema_arrow.names)
+            names = file.schema_arrow.names
+            keys = choose_keys(names)
+            for key in keys:
+                if names.count(key) > 1:
+                    raise ValueError(f"the file has {names.count(key)} columns with the name {key!r}; expected one: "
+                                     "rename or drop the others")
             bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=keys, use_threads=False):
@@ -311,24 +373,111 @@ def _read_records(
                     yield {key: value.as_py() for key, value in zip(keys, row)}, int(number * bytes_per_row)
         return
     with path.open("rb") as file:
-        for line in _lines(file, kind):
-            if not line.strip():
-                yield {}, file.tell()
-                continue
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"it is not valid JSON ({error})") from error
-            if not isinstance(record, dict):
-                raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
-            yield {key: record[key] for key in choose_keys(record)}, file.tell()
+        for record in _json_records(path, _lines(file, kind), choose_keys):
+            yield {key: record[key] for key in choose_keys(record)} if record is not None else {}, file.tell()
+
+
+def _json_records(
+    path: Path, lines: Iterable[bytes], choose_keys: Callable[[Collection[str]], list[str]]
+) -> Iterator[dict[str, Any] | None]:
+    """Yield the objects of a JSON file, one in each line; None for an empty line.
+
+    A file named *.json may also have all of its objects in an array, or only one in several lines. It is read whole
+    unless its first line that is not empty is an object, with others after it.
+
+    Raises:
+        NotText: a file named *.json has no records, but for example settings.
+        ValueError: a record is not an object.
+    """
+    lines = iter(lines)
+    head: list[bytes] = []
+    filled: list[bytes] = []  # the first two lines of them that are not empty
+    while len(filled) < 2:
+        line = next(lines, None)
+        if line is None:
+            break
+        head.append(line)
+        if _strip(line):
+            filled.append(line)
+    if file_kind(path) in ANY_JSON and not (len(filled) == 2 and _is_record(_strip(filled[0]))):
+        content = b"\n".join(line.rstrip(b"\n") for line in chain(head, lines))
+        if _strip(content):
+            yield from _whole_file_records(path, content, choose_keys)
+        return
+    for line in chain(head, lines):
+        yield _parse_object(line) if _strip(line) else None
+
+
+def _whole_file_records(
+    path: Path, content: bytes, choose_keys: Callable[[Collection[str]], list[str]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a file with an array of them, or with a single one. Raises as `_json_records` does."""
+    no_records = NotText(f"{path} has no records: expected objects, one in each line or all in an array", "no records")
+    try:
+        value = _parse_json(content)
+    except ValueError as error:
+        if _strip(content).startswith(b"["):  # records that are cut off or damaged
+            raise
+        raise no_records from error
+    if isinstance(value, dict):
+        try:
+            choose_keys(value)
+        except ValueError as error:
+            raise NotText(f"{path} has one object, but {error}", "no records") from error
+    records = value if isinstance(value, list) else [value]
+    if records and not any(isinstance(record, dict) for record in records):
+        raise no_records
+    yield from map(_check_object, records)
+
+
+def _parse_object(line: bytes) -> dict[str, Any]:
+    """Return the object in a line of JSON. Raises ValueError."""
+    return _check_object(_parse_json(line))
+
+
+def _check_object(record: Any) -> dict[str, Any]:
+    """Return a record that is an object. Raises ValueError for any other value."""
+    if not isinstance(record, dict):
+        raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
+    return record
+
+
+def _parse_json(content: bytes) -> Any:
+    """Return the value of a JSON text. Raises ValueError, also for an object that has a key twice."""
+    try:
+        return json.loads(content, object_pairs_hook=_make_object)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it is not valid JSON ({error})") from error
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object with the keys and values. Raises ValueError if a key is there twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} is there twice; leave one out")
+    return values
+
+
+def _is_record(line: bytes) -> bool:
+    """Return True if a line is a JSON object."""
+    try:
+        return line.startswith(b"{") and isinstance(json.loads(line), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _strip(line: bytes) -> bytes:
+    """Return a line without white space and a byte order mark."""
+    return line.strip(b" \t\r\n").removeprefix(_BYTE_ORDER_MARK)
 
 
 def _lines(file: BufferedReader, kind: str) -> Iterable[bytes]:
-    """Return the lines of a file of JSON lines, decompressed."""
-    if kind == ".jsonl.gz":
+    """Return the lines of a file of JSON, decompressed."""
+    if kind.endswith(".gz"):
         return gzip.GzipFile(fileobj=file)
-    return _zstd_lines(file) if kind == ".jsonl.zst" else file
+    return _zstd_lines(file) if kind.endswith(".zst") else file
 
 
 def _zstd_lines(file: BufferedReader) -> Iterator[bytes]:

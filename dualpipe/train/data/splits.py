@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,17 +61,17 @@ def split_documents(
 
     The selection depends on nothing else: it is the same in every run, and copies of a document are on the same side.
     If it leaves one side without a document, as for a single file, the last `fraction` of all tokens is the validation
-    text instead. If either way selects fewer than `at_least` tokens, the last `at_least` tokens are the validation
-    text, provided that as many are left for training.
+    text instead. If either way leaves one side fewer than `at_least` tokens, the last tokens of the text are the
+    validation text, as many as leave both sides enough.
 
     Args:
         packed: the packed directory.
         fraction: 0: no validation text.
-        at_least: tokens of validation text to have if possible.
+        at_least: tokens that training and validation need each.
         cache: as in `TokenStream`.
 
     Raises:
-        ValueError: the last `fraction` of all tokens is not even one token.
+        ValueError: the text has too few tokens for both.
     """
     all_documents = range(len(packed.documents))
     border = min(int(fraction * 2.0**64), 2**64 - 1)
@@ -81,19 +80,27 @@ def split_documents(
         validation=TokenStream(packed, TextPart(all_documents, range(border)), cache=cache),
     )
     total = splits.train.num_tokens + splits.validation.num_tokens
-    can_have_enough = 2 * at_least <= total
-    has_enough = splits.validation.num_tokens >= at_least or not can_have_enough
+    if fraction and total < 2 * at_least:
+        raise ValueError(f"{packed.path} has {total} tokens, but training and validation need one sequence each, of "
+                         f"train.sequence_length + 1 = {at_least}; {_remedies_for_short_text(total, at_least)}")
+    has_enough = min(splits.train.num_tokens, splits.validation.num_tokens) >= at_least
     if not fraction or (splits.train.num_documents and splits.validation.num_documents and has_enough):
         return splits
-    count = int(total * fraction)
-    if can_have_enough:
-        count = max(count, at_least)
+    count = min(max(int(total * fraction), at_least), total - at_least)
     if not count:
-        raise ValueError(
-            f"data.validation_fraction = {fraction} reserves none of the {total} tokens in {packed.path} for "
-            f"validation; give at least {sufficient_fraction(total, 1):g}, more text, or data.validation_path"
-        )
+        raise ValueError(f"data.validation_fraction = {fraction} reserves none of the {total} tokens in {packed.path} "
+                         "for validation; give more text, or set it to 0")
     return _split_at(packed, total - count, cache)
+
+
+def _remedies_for_short_text(total: int, window: int) -> str:
+    """Return the remedies, in words, for a text of fewer than two windows; each of them is enough."""
+    remedies = ["give more text"]
+    if total >= 4:
+        remedies.append(f"lower train.sequence_length to at most {total // 2 - 1}")
+    if total >= window:
+        remedies += ["give data.validation_path", "set data.validation_fraction = 0"]
+    return ", or ".join(filter(None, [", ".join(remedies[:-1]), remedies[-1]]))
 
 
 def _split_at(packed: PackedTokens, cut: int, cache: Path | None) -> Splits:
@@ -108,27 +115,20 @@ def _split_at(packed: PackedTokens, cut: int, cache: Path | None) -> Splits:
     return Splits(TokenStream(packed, train_part, cache=cache), TokenStream(packed, validation_part, cache=cache))
 
 
-def sufficient_fraction(total: int, tokens: int) -> float:
-    """Return a fraction of `total`, with few digits, that gives at least `tokens` tokens."""
-    unit = 10 ** (math.ceil(math.log10(total / tokens)) + 2)
-    numerator = -(-tokens * unit // total)
-    while int(total * (numerator / unit)) < tokens:  # after rounding in floating point
-        numerator += 1
-    return numerator / unit
-
-
 def ensure_packed(
-    path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY, chat: bool = False, chat_template: str = ""
+    path: str, *, tokenizer: str, cache: Path, text_key: str = TEXT_KEY, chat: bool = False, chat_template: str = "",
+    end_token: str = "",
 ) -> Path:
     """Return the packed directory of a `[data]` path. Packs text into a directory below `cache`, on first use.
 
     Args:
         path: a packed directory, a file or folder of text or records, or "stdlib".
-        tokenizer: as in `load_tokenizer`, or with `chat` in `ChatTokenizer`.
+        tokenizer: "bytes", or as in `read_tokenizer`.
         cache: parent of directories that are packed here.
         text_key: as in `pack`.
         chat: pack conversations.
         chat_template: as in `ChatTokenizer`.
+        end_token: as in `load_tokenizer`.
 
     Raises:
         ValueError: there is no text, or as `pack` does.
@@ -146,7 +146,7 @@ def ensure_packed(
     if chat:
         loaded = ChatTokenizer(tokenizer, chat_template)
     else:
-        loaded = load_tokenizer(tokenizer)
+        loaded = load_tokenizer(tokenizer, end_token)
     format = MASKED_FORMAT if chat else FORMAT
     digest = hashlib.sha256(f"{format}\n{loaded.identity}\n{text_key}\n".encode())
     for source in sources:  # files of the same name, size and time are taken for unchanged, without reading them
@@ -221,16 +221,15 @@ def check_tokenizer(packed: PackedTokens, checkpoint: str) -> str:
         checkpoint: directory of the checkpoint that the model starts from, or "".
     """
     path = Path(checkpoint, TOKENIZER)
-    if not checkpoint or not path.is_file() or packed.tokenizer.startswith(f"sha256:{checksum_of(path, 'sha256')}:"):
+    if not checkpoint or not path.is_file() or packed.tokenizer_file == checksum_of(path, "sha256"):
         return ""
     used = "as bytes" if packed.tokenizer == BYTES else "with another tokenizer"
     return (f"{packed.path} was packed {used}, but the model starts from a checkpoint with its own tokenizer; set "
-            f"data.tokenizer = {str(path)!r}, or pack the text with it")
+            f"data.tokenizer = {checkpoint!r}, or pack the text with it")
 
 
 def choose_evaluation_windows(
-    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None,
-    fraction_of: int = 0,
+    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None
 ) -> list[list[int]]:
     """Return the starts of the windows of every evaluation batch, spread evenly over the validation text.
 
@@ -243,7 +242,6 @@ def choose_evaluation_windows(
         batch_size: sequences of the global batch.
         limit: maximum number of batches.
         rows: sequences of a batch that this rank reads. None: all.
-        fraction_of: number of tokens that the text is a fraction of, for the error message. 0: it is a separate text.
 
     Raises:
         ValueError: the text is shorter than a window.
@@ -252,8 +250,8 @@ def choose_evaluation_windows(
     num_windows = stream.num_tokens // window
     if limit and not num_windows:
         raise ValueError(f"the validation text has {stream.num_tokens} tokens, but a sequence needs "
-                         f"train.sequence_length + 1 = {window}; {_remedy_for_short_text(window, fraction_of)}, or set "
-                         "train.eval_batches = 0")
+                         f"train.sequence_length + 1 = {window}; give more text in data.validation_path, lower "
+                         "train.sequence_length, or set train.eval_batches = 0")
     if num_windows >= batch_size:
         count = min(limit, num_windows // batch_size)
         starts = np.linspace(0, num_windows - 1, count * batch_size, dtype=np.int64) * window
@@ -261,14 +259,3 @@ def choose_evaluation_windows(
         count = min(limit, 1)
         starts = np.linspace(0, stream.num_tokens - window, count * batch_size, dtype=np.int64)
     return starts.reshape(count, batch_size)[:, range(batch_size) if rows is None else rows].tolist()
-
-
-def _remedy_for_short_text(window: int, fraction_of: int) -> str:
-    """Return the remedies, in words, for a validation text with fewer tokens than a window."""
-    if not fraction_of:
-        return "give more text in data.validation_path, lower train.sequence_length"
-    if fraction_of < 2 * window:
-        return (f"the whole text has {fraction_of}, and training needs as many: give more text, lower "
-                f"train.sequence_length to at most {fraction_of // 2 - 1}, give data.validation_path")
-    return (f"raise data.validation_fraction to at least {sufficient_fraction(fraction_of, window):g}, as the whole "
-            f"text has {fraction_of}, give data.validation_path")

@@ -34,6 +34,8 @@ class PackedTokens:
         vocab_size: of the tokenizer.
         largest: largest token in the text.
         tokenizer: identity of the tokenizer.
+        tokenizer_file: SHA-256 of its tokenizer.json; "" if it has none.
+        end_token: name of the token that ends documents; "" for bytes and conversations.
         shards: memory-mapped tokens of every shard.
         masks: memory-mapped loss mask of every shard, uint8. Empty: all tokens count.
         documents: memory-mapped records of type `DOCUMENT_TYPE`.
@@ -49,6 +51,8 @@ class PackedTokens:
             self.vocab_size = int(index["vocab_size"])
             self.largest = int(index["largest"])
             self.tokenizer = str(index["tokenizer"])
+            self.tokenizer_file = str(index["tokenizer_file"])
+            self.end_token = str(index.get("end_token", ""))
             dtype = np.dtype(index["dtype"]).newbyteorder("<")
             masks = index["masks"] if index["format"] == MASKED_FORMAT else []
             num_shards = len(index["shards"])
@@ -96,10 +100,6 @@ class PackedTokens:
     def has_vocabulary_of(self, other: PackedTokens) -> bool:
         """Return True if both have the same tokenizer, whatever their chat templates and ends of documents."""
         return self.tokenizer.split(":")[:2] == other.tokenizer.split(":")[:2]
-
-    def is_of_tokenizer(self, content: bytes) -> bool:
-        """Return True if the text was packed with the tokenizer.json with this content."""
-        return self.tokenizer.startswith(f"sha256:{hashlib.sha256(content).hexdigest()}:")
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if the text has tokens that a model with `vocab_size` entries cannot embed."""
@@ -196,7 +196,7 @@ class TokenStream:
             window: T + 1 tokens.
             columns: (C,) the tokens of each sequence to read. None: all. Positions are always of all tokens.
             depth: of `shift_targets`.
-            separate_documents: targets at a depth must be in the same document.
+            separate_documents: targets must be in the same document.
             stops: (B,) ends of the windows. Tokens from there on only fill the sequence and are not targets. None:
                 windows are full.
         """
@@ -216,8 +216,8 @@ class TokenStream:
                 size = window if stops is None else int(stops[row]) - start
                 counts = self.read_mask(start, start + size)
                 labels[row, :size] = np.where(counts, rows[row, :size], NO_TARGET)
-        positions = positions[:, :-1]
         targets = shift_targets(labels, depth, positions if separate_documents else None)
+        positions = positions[:, :-1]
         selected: Any = slice(None) if columns is None else columns.numpy()
         arrays = rows[:, :-1][:, selected], targets[:, selected], positions
         return TokenBatch(*(torch.from_numpy(array.copy()) for array in arrays))
@@ -227,26 +227,23 @@ def shift_targets(rows: np.ndarray, depth: int = 0, positions: np.ndarray | None
     """Return the targets of all tokens but the last of each row.
 
     Target k of a token is the token k + 1 places ahead. The MTP layer of depth k also gets the k tokens between the two
-    as input: if one of them is not among the T tokens or, with `positions`, is in another document, target k is
-    NO_TARGET.
+    as input: if they are not all among the T tokens, target k is NO_TARGET. With `positions`, it is NO_TARGET too if it
+    is in another document, which the token does not see.
 
     Args:
         rows: (B, T + 1) windows.
         depth: D.
-        positions: (B, T) of the tokens in their documents. None: documents are not separate.
+        positions: (B, T + 1) of the tokens in their documents. None: documents are not separate.
 
     Returns:
         (B, T), or with a depth (B, T, 1 + D).
     """
-    targets = rows[:, 1:]
-    if not depth:
-        return targets
-    length = targets.shape[1]
-    by_depth = np.full((*targets.shape, 1 + depth), NO_TARGET)
+    length = rows.shape[1] - 1
+    by_depth = np.full((len(rows), length, 1 + depth), NO_TARGET)
     for k in range(min(1 + depth, length)):
-        ahead = targets[:, k:]
+        ahead = rows[:, k + 1 :]
         if positions is not None:
-            in_document = positions[:, k:] == positions[:, : length - k] + k
+            in_document = positions[:, k + 1 :] == positions[:, : length - k] + k + 1
             ahead = np.where(in_document, ahead, NO_TARGET)
         by_depth[:, : length - k, k] = ahead
-    return by_depth
+    return by_depth if depth else by_depth[..., 0]

@@ -1,4 +1,1 @@
-"""Hangs and lost ranks: a watchdog on each rank, the messages between watchdogs, and the diagnosis of waits.
-
-Imports `runtime`.
-"""
+"""Hangs and lost ranks: a watchdog on each rank, the messages between watchdogs, and the diagnosis of waits."""

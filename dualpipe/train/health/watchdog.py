@@ -90,7 +90,6 @@ class Watchdog:
             return
         if kind is not None:
             self._announce_error()
-        self._store.stop()
         if kind is None:
             if self._opening is not None:
                 self._opening.join(ASK)
@@ -143,6 +142,7 @@ class Watchdog:
     def _check(self) -> None:
         """Check this rank for a loss or a hang, and the store for messages."""
         now = time.monotonic()
+        self._store.read()
         asked = self._store.asked
         progress = self.recorder.progress()
         if progress != self._progress:

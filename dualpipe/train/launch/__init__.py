@@ -1,4 +1,1 @@
-"""Start of ranks: on this machine, by torchrun or by SLURM; their rendezvous, and their end.
-
-Imports `train.config`, `train.health`, `parallel.mesh`, `trace.file` and `runtime`.
-"""
+"""Start of ranks: on this machine, by torchrun or by SLURM; their rendezvous, and their end."""

@@ -107,6 +107,9 @@ def join_prepared(
     def prepare_device(settings: dict[str, Any]) -> tuple[ParallelConfig, T, torch.device]:
         settings["number of ranks"] = info.world_size
         parallel, prepared = prepare(settings)
+        if parallel.ep > 1:  # tokens go to experts by nodes, which all ranks must see alike
+            settings["parallel.ranks_per_node (else LOCAL_WORLD_SIZE)"] = (
+                parallel.ranks_per_node or info.local_world_size)
         confine(info, layout.interface)
         device = choose_device(info, layout.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
         settings["kind of device"] = device.type

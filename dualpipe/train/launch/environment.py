@@ -6,35 +6,56 @@ Does not import torch: the process that starts ranks uses this file and stays sm
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dualpipe.runtime.rank_process import CONFIG_FILE, RankInfo
 from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.schema import Config
 
+_Content = TypeVar("_Content")
+# Other launchers: the variable of a process's rank, and that of the number of processes, which some do not set.
+_LAUNCHERS = {
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
+    "PMI_RANK": "PMI_SIZE",  # MPICH, Intel MPI, Cray
+    "PMIX_RANK": "PMIX_SIZE",
+    "MV2_COMM_WORLD_RANK": "MV2_COMM_WORLD_SIZE",  # MVAPICH2
+    "MVP_COMM_WORLD_RANK": "MVP_COMM_WORLD_SIZE",  # MVAPICH
+    "JSM_NAMESPACE_RANK": "JSM_NAMESPACE_SIZE",  # jsrun
+    "PALS_RANKID": "PALS_SIZE",
+    "FLUX_TASK_RANK": "FLUX_JOB_SIZE",
+    "HOROVOD_RANK": "HOROVOD_SIZE",
+}
+
 
 def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
     """Return the configuration and the rank of this process; None for the rank if the ranks are not yet started.
+
+    Raises ValueError as `read_everywhere` does.
+    """
+    config, info = read_everywhere(lambda: _config_from_launcher() or load_config(path, overrides))
+    if info is None and config.parallel.world_size == 1:
+        info = RankInfo(0, 1, 0, 1)
+    return config, info
+
+
+def read_everywhere(read: Callable[[], _Content]) -> tuple[_Content, RankInfo | None]:
+    """Return the result of `read` and the rank of this process; None for the rank if the ranks are not yet started.
 
     Raises ValueError if either is invalid. If that happens on this rank alone, the other ranks raise the same error; it
     takes up to 30 s to tell them.
     """
     info = rank_of_job()
     try:
-        config = _config_from_launcher() or load_config(path, overrides)
+        return read(), info
     except ValueError as error:
         if info is not None and info.world_size > 1:
             _raise_everywhere(error, info)
         raise
-    if info is None and config.parallel.world_size == 1:
-        info = RankInfo(0, 1, 0, 1)
-    return config, info
 
 
 def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
@@ -54,11 +75,20 @@ def rank_of_job(world_size: int = 0) -> RankInfo | None:
 
     Sets MASTER_ADDR and MASTER_PORT under SLURM. world_size: the number of ranks to start, if known. A single rank is
     not started: it is this process.
+
+    Raises ValueError as `rank_from_environment` does, on the other ranks too if only the place of this rank on its
+    machine is wrong.
     """
-    info = rank_from_environment(os.environ)
-    if info is not None and "RANK" not in os.environ:
+    ranks = _global_rank(os.environ)
+    if ranks is None:
+        return RankInfo(0, 1, 0, 1) if world_size == 1 else None
+    if "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))
-    return RankInfo(0, 1, 0, 1) if info is None and world_size == 1 else info
+    try:
+        return rank_from_environment(os.environ)
+    except ValueError as error:
+        _raise_everywhere(error, RankInfo(*ranks, 0, 1))
+        raise
 
 
 def _config_from_launcher() -> Config | None:
@@ -73,31 +103,82 @@ def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:
     A batch script run by SLURM is not a task of `srun`, although it has SLURM_PROCID = 0 and the SLURM_NTASKS of the
     job.
 
-    Raises ValueError if variables of torchrun are missing, are no numbers, or contradict each other.
+    Raises ValueError if variables of torchrun are missing, are no numbers, or contradict each other; if one node has
+    more ranks than another, or the ranks of a node do not follow each other; or if another launcher has started several
+    processes.
     """
-
-    def number(name: str, default: object = "") -> int:
-        text = environment.get(name, f"{default}")
-        if not text.isdecimal():
-            raise ValueError(f"{name} = {text!r} must be a number from 0; start the job by torchrun, or set RANK and "
-                             "WORLD_SIZE, both, on every rank")
-        return int(text)
-
-    if "RANK" in environment or "WORLD_SIZE" in environment:
-        rank = number("RANK")
-        world_size = number("WORLD_SIZE")
-        info = RankInfo(rank, world_size, number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world_size))
-    elif "SLURM_PROCID" in environment and number("SLURM_STEP_NUM_TASKS", 1) > 1:
-        world_size = number("SLURM_STEP_NUM_TASKS")
-        nodes = max(1, number("SLURM_STEP_NUM_NODES", 1))
-        info = RankInfo(number("SLURM_PROCID"), world_size, number("SLURM_LOCALID", 0), math.ceil(world_size / nodes))
-    else:
+    ranks = _global_rank(environment)
+    if ranks is None:
         return None
-    if info.rank >= info.world_size or info.local_rank >= info.local_world_size:
-        raise ValueError(f"got rank {info.rank} of {info.world_size} and, on its machine, rank {info.local_rank} of "
-                         f"{info.local_world_size}, but ranks count from 0; correct RANK, WORLD_SIZE, LOCAL_RANK and "
-                         "LOCAL_WORLD_SIZE")
-    return info
+    rank, world_size = ranks
+    if "RANK" in environment:
+        local_rank = _number(environment, "LOCAL_RANK", rank)
+        local_world_size = _number(environment, "LOCAL_WORLD_SIZE", world_size)
+        remedy = "set LOCAL_RANK and LOCAL_WORLD_SIZE as torchrun does"
+    else:
+        local_rank = _number(environment, "SLURM_LOCALID", 0)
+        local_world_size = world_size // _num_nodes(environment)
+        remedy = "give srun --distribution=block and --ntasks-per-node"
+    if local_world_size == 0 or world_size % local_world_size or local_rank != rank % local_world_size:
+        raise ValueError(f"got rank {rank} of {world_size} as rank {local_rank} of {local_world_size} on its machine; "
+                         "expected as many on every machine, and the ranks of a machine one after the other, so that "
+                         f"groups of ranks stay within machines: {remedy}")
+    return RankInfo(rank, world_size, local_rank, local_world_size)
+
+
+def _global_rank(environment: Mapping[str, str]) -> tuple[int, int] | None:
+    """Return the rank of this process among all ranks, and their number; None if they are not yet started."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        rank = _number(environment, "RANK")
+        world_size = _number(environment, "WORLD_SIZE")
+    else:
+        _refuse_other_launchers(environment)
+        if "SLURM_PROCID" not in environment or _number(environment, "SLURM_STEP_NUM_TASKS", 1) <= 1:
+            return None
+        rank = _number(environment, "SLURM_PROCID")
+        world_size = _number(environment, "SLURM_STEP_NUM_TASKS")
+        nodes = _num_nodes(environment)
+        tasks_per_node = environment.get("SLURM_STEP_TASKS_PER_NODE", "")  # such as 8(x2), or 3,1
+        if world_size % nodes or len({count.partition("(")[0] for count in tasks_per_node.split(",")}) > 1:
+            raise ValueError(f"SLURM runs {world_size} tasks on {nodes} nodes, {tasks_per_node or 'unevenly'}; give "
+                             "srun --ntasks-per-node, so that every node runs the same number")
+    if rank >= world_size:
+        raise ValueError(f"got rank {rank} of {world_size}, but ranks count from 0; correct RANK and WORLD_SIZE")
+    return rank, world_size
+
+
+def _num_nodes(environment: Mapping[str, str]) -> int:
+    """Return the number of nodes of a SLURM step."""
+    return max(1, _number(environment, "SLURM_STEP_NUM_NODES", 1))
+
+
+def _number(environment: Mapping[str, str], name: str, default: object = "") -> int:
+    """Return the value of a variable. Raises ValueError if it is no number from 0."""
+    text = environment.get(name, f"{default}")
+    if not text.isdecimal():
+        raise ValueError(f"{name} = {text!r} must be a number from 0; start the job by torchrun, or set RANK and "
+                         "WORLD_SIZE, both, on every rank")
+    return int(text)
+
+
+def _refuse_other_launchers(environment: Mapping[str, str]) -> None:
+    """Raise ValueError if a launcher that sets no RANK has started several processes: each would be a whole run.
+
+    `srun` may give its tasks variables of MPI, which say the same as its own.
+    """
+    task = (environment.get("SLURM_PROCID"), environment.get("SLURM_STEP_NUM_TASKS"))
+    sizes = [environment[size] for size in (*_LAUNCHERS.values(), "SLURM_STEP_NUM_TASKS") if size in environment]
+    for rank_name, size_name in _LAUNCHERS.items():
+        if rank_name not in environment:
+            continue
+        rank = environment[rank_name]
+        size = environment.get(size_name, sizes[0] if sizes else "several")
+        if size == "1" or (rank, size) == task:
+            continue
+        raise ValueError(f"{rank_name} = {rank!r} of {size}: a launcher other than torchrun and srun has started "
+                         "several processes, and each would be a whole run; start them by `torchrun -m dualpipe ...` "
+                         "or `srun dualpipe ...`, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR "
+                         f"and MASTER_PORT in each; for a single process unset {rank_name}")
 
 
 def slurm_rendezvous(environment: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
-from dualpipe.runtime.storage.location import Location, RemotePath
+from dualpipe.runtime.storage import Location, RemotePath
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.diagnose import FOLDER
 from dualpipe.train.health.signals import STOPPING

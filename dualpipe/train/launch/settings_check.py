@@ -1,8 +1,8 @@
 """The check that all ranks of a job were started with the same settings.
 
 Ranks with different seeds, learning rates or models do not fail; they spoil the result. So before any process group
-exists, each rank puts a digest of its settings into the store at MASTER_ADDR and MASTER_PORT, and rank 0 compares them.
-The settings themselves are exchanged only if digests differ: a job of thousands of ranks sends 64 bytes per rank.
+exists, rank 0 compares digests of all settings, through the store at MASTER_ADDR and MASTER_PORT. The settings
+themselves are sent only if digests differ: a job of thousands of ranks sends 64 bytes per rank.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ import torch.distributed as dist
 
 from dualpipe import __version__
 from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.runtime.ranks.objects import StoreObjects
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 
-ANSWER = timedelta(seconds=5)  # other ranks wait this much longer than rank 0, for it to name the missing rank
 PATIENCE = timedelta(seconds=30)  # time that a failing rank waits for the others to arrive and read its error
 _MAX_FIELDS = 8  # different settings in an error
 _MAX_CHARACTERS = 80  # of a value in an error
@@ -82,13 +83,16 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
         result = prepare(settings)
     except Exception as raised:  # sent to the other ranks first, and raised below
         error = raised
-    error_text = "" if error is None else _text_of(error)
-    record = json.dumps({"settings": settings, "error": error_text}, sort_keys=True, default=str)
-    with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
-        problem = _compare(store, info, record, bool(error_text), timeout)
-    if problem:
+    record = {"settings": settings, "error": "" if error is None else _text_of(error)}
+    objects = StoreObjects(store, info.rank, info.world_size, topic="settings", timeout=timeout)
+    problem = ""
+    try:
+        with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
+            _compare(RankSync(None, objects=objects), record)
+    except ValueError as refusal:
+        problem = str(refusal)
         with suppress(TimeoutError, dist.DistError):  # rank 0 serves the store, so it stays until others have read
-            _gather(store, info, "read", "", PATIENCE)
+            objects.gather("read", PATIENCE)
     if error is not None and not isinstance(error, ValueError):
         raise error
     if problem:
@@ -102,44 +106,25 @@ def _text_of(error: Exception) -> str:
     return text or repr(error)
 
 
-def _compare(store: dist.Store, info: RankInfo, record: str, failed: bool, timeout: timedelta) -> str:
-    """Return the problem in the records of all ranks, the same text on each; "" if there is none.
+def _compare(ranks: RankSync, record: Mapping[str, Any]) -> None:
+    """Compare the records of all ranks on rank 0. Raises ValueError on all ranks if there is a problem in them.
 
-    failed: the record of this rank contains an error.
+    record: the settings of this rank, as far as `prepare` got, and the text of its error, "" without one.
     """
-    # Longer than rank 0 waits: rank 0 names the missing rank, and its message must come first.
-    answer_timeout = timeout if info.rank == 0 else timeout + ANSWER
-    try:
-        digests = _gather(store, info, "digest", hashlib.sha256(record.encode()).hexdigest(), timeout)
-        if info.rank == 0:
-            # "yes": rank 0 asks for the settings themselves; "": all digests are equal.
-            store.set("settings/asked", "yes" if failed or len(set(digests)) > 1 else "")
-        store.wait(["settings/asked"], answer_timeout)
-        if not store.get("settings/asked"):
-            return ""
-        records = [json.loads(text) for text in _gather(store, info, "record", record, timeout)]
-        if info.rank == 0:
-            store.set("settings/wrong", "; ".join(_problems(records)))
-        store.wait(["settings/wrong"], answer_timeout)
-        return str(store.get("settings/wrong").decode())
-    except dist.DistError as lost:
-        raise TimeoutError(f"rank {info.rank} lost rank 0, or waited {answer_timeout.total_seconds():g} s for it, "
-                           "while all ranks compared their settings; see what rank 0 printed") from lost
+    text = json.dumps(record, sort_keys=True, default=str)
+    digest = "failed" if record["error"] else hashlib.sha256(text.encode()).hexdigest()
+    digests = set(ranks.collect(digest) or ())
+    if ranks.first(lambda: len(digests) == 1 and "failed" not in digests):
+        return
+    records = ranks.collect(record) or []
+    ranks.first(lambda: _raise_problems(records))
 
 
-def _gather(store: dist.Store, info: RankInfo, name: str, value: str, timeout: timedelta) -> list[bytes]:
-    """Return the value of every rank on rank 0, [] on others. Raises TimeoutError on rank 0, naming missing ranks."""
-    store.set(f"settings/{name}/{info.rank}", value)
-    if info.rank != 0:
-        return []
-    keys = [f"settings/{name}/{rank}" for rank in range(info.world_size)]
-    try:
-        store.wait(keys, timeout)
-    except dist.DistError as error:
-        missing = rank_ranges([rank for rank, key in enumerate(keys) if not store.check([key])])
-        raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {info.world_size}; they were "
-                           "not started or have failed: see what they printed") from error
-    return store.multi_get(keys)
+def _raise_problems(records: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError about different settings and errors. records: of each rank; see `_compare`."""
+    problems = list(_problems(records))
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _problems(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -50,12 +50,21 @@ def check_model(
 
     title = f"{text}, {layout}, {dtype}"
     with join_prepared(layout, info, prepare) as (job, model):
+        allowed = 0.0
+        comparison: Bf16Comparison | ModelComparison
         if dtype == BF16:
-            bf16_report = Bf16Comparison(model, job).run()
-            return 0 if job.rank else print_bf16_report(bf16_report, title, worst)
-        allowed = TOLERANCES[dtype] if tolerance is None else tolerance
-        report = ModelComparison(model, job, dtype_of(dtype), allowed).run()
-    return 0 if job.rank else print_report(report, title, allowed, worst)
+            comparison = Bf16Comparison(model, job)
+        else:
+            allowed = TOLERANCES[dtype] if tolerance is None else tolerance
+            comparison = ModelComparison(model, job, dtype_of(dtype), allowed)
+        if comparison.note and not job.rank:
+            say(comparison.note)
+        report = comparison.run()
+    if job.rank:
+        return 0
+    if isinstance(report, Bf16Report):
+        return print_bf16_report(report, title, worst)
+    return print_report(report, title, allowed, worst)
 
 
 def print_report(report: Report, title: str, allowed: float, worst: int) -> int:

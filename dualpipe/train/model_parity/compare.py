@@ -39,6 +39,7 @@ from dualpipe.train.model_parity.models.unpipelined import (
     compare_by_first_name,
     make_batches,
     names_of,
+    stop_random_numbers,
     sum_by_first_name,
     tied_names,
     train_whole,
@@ -85,6 +86,9 @@ class ModelComparison:
     """A model, unpipelined and in a pipeline, on the same batches. Construction and methods are collective.
 
     Raises ValueError, on all ranks, if the stages lack parameters of the unpipelined model.
+
+    Attributes:
+        note: see `stop_random_numbers`.
     """
 
     def __init__(self, model: ComparedModel, job: Job, dtype: torch.dtype, tolerance: float) -> None:
@@ -95,7 +99,8 @@ class ModelComparison:
         self._whole = job.ranks.agree(lambda: model.build_whole(dtype, job.device))
         self._tied = tied_names(self._whole)
         self._batches = job.ranks.agree(lambda: make_batches(model, job.place.replicas, dtype, job.device))
-        self._pipelined = PipelinedModel(model, job, dtype)
+        self.note = job.ranks.agree(lambda: stop_random_numbers(model, self._whole, self._batches[0]))
+        self._pipelined = PipelinedModel(model, job, dtype, training=self._whole.training)
         self._rank_batch = self._batches[job.place.replica]
         self._stages_of = self._gather_names()
 
@@ -233,6 +238,9 @@ class ModelComparison:
         """Build all stages in this process, unsharded."""
         count = self._pipelined.schedule.num_stages
         stages = self._model.build_stages(count, range(count), self._dtype, self._job.device, None)
+        if not self._whole.training:
+            for stage in stages:
+                stage.module.eval()
         return StagesInSequence(self._model, stages)
 
     def _first_in_sequence(self, step: UnpipelinedStep, expected: UnpipelinedStep) -> _Place | None:

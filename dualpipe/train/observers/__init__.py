@@ -1,4 +1,1 @@
-"""Tools that observe steps of a run: their health, traces of all ranks, torch.profiler, and memory snapshots.
-
-Imports `train.launch`, `train.anomaly`, `train.config`, `pipeline`, `trace`, `schedule` and `runtime`.
-"""
+"""Tools that observe steps of a run: their health, traces of all ranks, torch.profiler, and memory snapshots."""

@@ -1,4 +1,1 @@
-"""Optimizers over sharded parameters: AdamW, Muon or a custom class, parameter groups, learning rates, QK-clip.
-
-Imports `train.config`, `checkpoint`, `models`, `parallel`, `quantized`, `nn` and `runtime`.
-"""
+"""Optimizers over sharded parameters: AdamW, Muon or a custom class, parameter groups, learning rates, QK-clip."""

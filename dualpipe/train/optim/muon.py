@@ -152,7 +152,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients. Collective over the ranks that share matrices.
 
-        A missing gradient of a shared matrix counts as zero. Other parameters without a gradient do not change.
+        Parameters without a gradient do not change: all ranks that share a matrix have one, or none has.
         """
         assert closure is None, "closures are not supported"
         for batch in self._unsharded:
@@ -199,7 +199,8 @@ class Muon(torch.optim.Optimizer):
     def _apply_all(self, exchange: _Exchange, batches: _Round) -> None:
         """Wait for the results of a round and update the parameters."""
         for batch, orthogonalized in zip(batches, exchange.wait()):
-            self._apply(batch, orthogonalized)
+            if batch.parameter.grad is not None:
+                self._apply(batch, orthogonalized)
 
     def _advance_momentum(self, batch: _MatrixBatch) -> Tensor:
         """Update the momentum of this rank's rows, and return the rows to orthogonalize."""
@@ -207,7 +208,9 @@ class Muon(torch.optim.Optimizer):
         group = self._group_of[parameter]
         stored = batch.local_rows(self.state[parameter][MOMENTUM])
         momentum = stored.to(parameter.dtype)
-        grad = torch.zeros_like(momentum) if parameter.grad is None else batch.local_rows(parameter.grad)
+        if parameter.grad is None:
+            return torch.zeros_like(momentum)  # of a shared matrix: the ranks exchange it, and do not apply the result
+        grad = batch.local_rows(parameter.grad)
         if self.found_inf is not None:
             grad = torch.where(self.found_inf > 0, momentum, grad)  # the momentum then stays as it is
         momentum.lerp_(grad, 1 - group["momentum"])

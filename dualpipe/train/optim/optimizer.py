@@ -26,7 +26,7 @@ from dualpipe.checkpoint.optimizer_state import ParameterState
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import requantize
-from dualpipe.quantized.quantize_model import placed_as, quantized_part, untrained
+from dualpipe.quantized.quantize_model import distribute_like, missing_master_message, quantized_part
 from dualpipe.train.config.schema import ALGORITHMS
 from dualpipe.train.optim.groups import ParameterGroup, choose_update, find_trainable_parameters
 from dualpipe.train.optim.muon import Muon
@@ -250,8 +250,8 @@ def _make_master(parameter: nn.Parameter, values: Tensor | None = None) -> Tenso
     quantized = quantized_part(parameter)
     if quantized is not None:
         if quantized.master is None:
-            raise ValueError(untrained(f"a parameter of shape {tuple(parameter.shape)}", quantized))
-        master: Tensor = placed_as(parameter, quantized.master)
+            raise ValueError(missing_master_message(f"a parameter of shape {tuple(parameter.shape)}", quantized))
+        master: Tensor = distribute_like(parameter, quantized.master)
     elif parameter.dtype in (torch.bfloat16, torch.float16):
         assert values is None or values.dtype is torch.float32, f"a master in {values.dtype} would lose small updates"
         master = parameter.detach().float() if values is None else values

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dualpipe.models import HubConfig
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.experts.deep_ep import check_rows
 from dualpipe.parallel.experts.dispatcher import check_dispatch, experts_per_rank
 from dualpipe.quantized.quantize_model import check_sharding
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
@@ -30,9 +29,8 @@ def check_layout(config: Config, model: TrainedModel, plan: DTypePlan | None, ra
         check_dispatch(p.dispatch, range(first, first + p.ep), ranks_per_node)
     if plan is None or not isinstance(model, HubConfig):
         return
-    fp8_rows = fp8_dispatch_block(plan, config.dtypes.gemm_precision) if config.dtypes.fp8_dispatch else None
-    if p.dispatch == "deep_ep" and p.ep > 1:
-        check_rows(model.hidden_size, plan.policy.param_dtype, fp8_rows)
+    if config.dtypes.fp8_dispatch:
+        fp8_dispatch_block(plan, config.dtypes.gemm_precision)
     if any(dtypes.format for dtypes in plan.tensors.values()):
         _check_formats(model, plan, p.dense_shards)
 

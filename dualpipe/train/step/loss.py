@@ -5,6 +5,9 @@ each depth k = 1 ... D, from the text up to token i + k (DeepSeek-V3, arXiv:2412
 
     loss = L_0 + weight / D * (L_1 + ... + L_D)        L_k: sum of the cross-entropies at depth k / number of tokens
 
+If some tokens have no next token to predict, such as the last ones of documents, all L_k are divided by the number of
+those that have one.
+
 Dimension letters: B sequences, T tokens of a sequence, C of them on this context-parallel rank, D depths, V vocabulary.
 """
 
@@ -26,8 +29,8 @@ class MicroBatchLoss:
     Args:
         num_microbatches: micro-batches in the step; context-parallel ranks divide it by their `token_weight`.
         mtp_weight: `weight` in the formula above.
-        denominator: divisor of the sum over the tokens of every micro-batch, a tensor with one element. It replaces the
-            number of tokens times `num_microbatches` if micro-batches have different numbers of targets.
+        denominator: divisor of the sums over the tokens of every micro-batch, a tensor with one element. It replaces
+            the number of tokens times `num_microbatches` if micro-batches have different numbers of targets.
 
     Attributes:
         depth_losses: for each micro-batch, the detached losses by depth (1 + D,); their sum over the step is the mean.
@@ -51,16 +54,17 @@ class MicroBatchLoss:
         tensors: logits (B, C, V) and targets (B, C); with MTP the logits of each depth and targets (B, C, 1 + D).
         """
         *logits, targets = tensors
-        if self._denominator is not None:
-            assert len(logits) == 1, "multi-token prediction has a denominator of its own"
-            return cross_entropy_loss(logits[0], targets, ignore_index=NO_TARGET, denominator=self._denominator)
+        denominator: Tensor | int | None = self._denominator
+        scale = 1.0
+        if denominator is None:
+            # The number of all tokens, also those without a target: otherwise tokens of micro-batches with many
+            # documents would weigh more.
+            denominator = logits[0].shape[:-1].numel()
+            scale = self._num_microbatches
+        depth_loss = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=denominator)
         if len(logits) == 1:
-            return cross_entropy_loss(logits[0], targets) / self._num_microbatches
-        # Divided by the number of all tokens, also those without a target: otherwise tokens of micro-batches with many
-        # documents would weigh more.
-        depth_loss = partial(cross_entropy_loss, ignore_index=NO_TARGET, denominator=targets[..., 0].numel())
-        losses = torch.stack([depth_loss(logits_k, targets[..., k]) for k, logits_k in enumerate(logits)])
-        losses = losses / self._num_microbatches
+            return depth_loss(logits[0], targets) / scale
+        losses = torch.stack([depth_loss(logits_k, targets[..., k]) for k, logits_k in enumerate(logits)]) / scale
         self.depth_losses.append(losses.detach())
         if not torch.is_grad_enabled():
             self.greedy.append((torch.stack([logits_k.argmax(-1) for logits_k in logits], -1), targets))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import Schedule, build
-from dualpipe.schedule.by_name.build import search_with_progress
+from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.train.config.schema import ParallelConfig
 
@@ -28,7 +28,7 @@ def _search(parallel: ParallelConfig, num_microbatches: int, ranks: RankSync | N
     def find() -> Schedule:
         try:
             costs = parse_costs(parallel.schedule_costs)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(f"parallel.schedule_costs = {parallel.schedule_costs!r}: {error}") from error
         return search_with_progress(parallel.pp, num_microbatches, costs=costs, memory=parallel.schedule_memory or None)
 

@@ -11,7 +11,6 @@ from torch import nn
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel.context.context_parallel import ContextParallel
-from dualpipe.parallel.experts.shared_loads import share_loads
 from dualpipe.train.config.schema import Config
 from dualpipe.train.step.loss import token_weight
 
@@ -31,13 +30,10 @@ def build_routers(
     router = config.router
     train = config.train
     parallel = config.parallel
-    split = SequenceSplit() if context is None else context.split
-    if context is not None and split.size > 1 and router.balance and router.balance_level != "global":
-        parts = train.micro_batch_size if router.balance_level == "sequence" else 1
-        share_loads(stages, context.stream.all_to_all, parts)
     return RouterSet(
         stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1), balance=router.balance,
         level=router.balance_level, z=router.z_loss, bias_update_rate=router.bias_update_rate,
-        weight=token_weight(split, train.sequence_length), group=group, replicas=1 if whole else parallel.replicas,
-        device=device,
+        weight=token_weight(SequenceSplit() if context is None else context.split, train.sequence_length),
+        sequence_group=context.stream.group if context is not None and context.split.size > 1 else None,
+        group=group, replicas=1 if whole else parallel.replicas, device=device,
     )

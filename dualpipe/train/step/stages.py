@@ -20,8 +20,6 @@ from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.parallel import DTypePlan, shard, shard_stages
 from dualpipe.parallel.context.context_parallel import ContextParallel
-from dualpipe.parallel.copy_engine.exchange import expert_ranks
-from dualpipe.parallel.experts.deep_ep import check_rows
 from dualpipe.parallel.experts.dispatcher import Dispatch, ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh
@@ -48,7 +46,6 @@ class StageOptions:
         gemm_precision, fp8_weight_grad: precision of GEMMs with quantized weights, see `dualpipe.nn.quantized_matmul`.
         dispatch: way of rows to experts on other ranks, see `ExpertParallel`.
         fp8_dispatch: send rows to experts on other ranks in the FP8 format of their GEMMs, see `ExpertParallel`.
-        all_to_all: how rows reach experts on other ranks, see `dualpipe.parallel.copy_engine.exchange.expert_ranks`.
     """
 
     seed: int = 0
@@ -60,7 +57,6 @@ class StageOptions:
     fp8_weight_grad: bool = False
     fp8_dispatch: bool = False
     dispatch: Dispatch = "auto"
-    all_to_all: str = "nccl"
 
     @classmethod
     def of(cls, config: Config, from_hf: str = "") -> StageOptions:
@@ -69,9 +65,7 @@ class StageOptions:
             seed=config.train.seed, from_hf=from_hf, layers_per_stage=config.parallel.layers_per_stage,
             recompute=config.memory.recompute, compiled=config.train.compile,
             gemm_precision=config.dtypes.gemm_precision, fp8_weight_grad=config.dtypes.fp8_weight_grad,
-            fp8_dispatch=config.dtypes.fp8_dispatch, dispatch=config.parallel.dispatch,
-            all_to_all=config.parallel.all_to_all,
-        )
+            fp8_dispatch=config.dtypes.fp8_dispatch, dispatch=config.parallel.dispatch)
 
 
 class Model(NamedTuple):
@@ -114,7 +108,7 @@ def build_model(
         built = build_transformers_stages(
             config, schedule.num_stages, numbers, plan=plan, device=device, mesh=mesh, seed=options.seed,
             from_hf=options.from_hf, layers_per_stage=options.layers_per_stage, recompute=options.recompute,
-            dispatch=options.dispatch, all_to_all=options.all_to_all)
+            dispatch=options.dispatch)
         return Model(config, built, plan, has_first, has_last, {})
     fp8_block = fp8_dispatch_block(plan, options.gemm_precision) if options.fp8_dispatch else None
 
@@ -142,26 +136,17 @@ def _shard_over(
     """Shard the stages over the pipelines of `mesh`.
 
     fp8_block: elements per scale of rows that are dispatched in FP8; None for a dispatch in the compute dtype. Raises
-    ValueError, on all ranks, for quantized weights whose blocks cannot be split over the ranks, for a dispatch that
-    does not fit their nodes, and if any rank fails in `expert_ranks`.
+    ValueError, on all ranks, for quantized weights whose blocks cannot be split over the ranks, and for a dispatch that
+    does not fit their nodes.
     """
     place = Mesh.of(mesh)
-    # One object for all stages: by copies, it numbers the exchanges of all of them in one sequence. Memory may be
-    # missing for some of the "ep" groups alone.
-    ranks = RankSync.of_mesh(mesh if options.all_to_all == "copy_engine" else None).agree(
-        lambda: expert_ranks(mesh["ep"], options.all_to_all))
-
-    def expert_parallel(stage: Stage) -> ExpertParallel:
-        return ExpertParallel(stage.config.num_experts, ranks, fp8_rows=fp8_block, dispatch=options.dispatch,
-                              ranks_per_node=place.ranks_per_node, hidden_size=stage.config.hidden_size)
 
     def expert_parallels() -> list[ExpertParallel]:
-        if options.dispatch == "deep_ep":  # its buffers are large: one for all stages
-            shared = expert_parallel(stages[0])
-            if shared.size > 1:
-                check_rows(stages[0].config.hidden_size, plan.policy.param_dtype, fp8_block)
-            return [shared] * len(stages)
-        return [expert_parallel(stage) for stage in stages]
+        return [
+            ExpertParallel(stage.config.num_experts, mesh["ep"], fp8_rows=fp8_block, dispatch=options.dispatch,
+                           ranks_per_node=place.ranks_per_node)
+            for stage in stages
+        ]
 
     # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
     experts = RankSync.of_mesh(None if options.dispatch == "auto" else mesh).agree(expert_parallels)

@@ -53,9 +53,11 @@ class PipelinedModel:
         self.schedule = build_schedule(config.parallel, config.train.num_chunks, job.ranks)
         context = ContextParallel(job.place.part("cp"), method=config.parallel.cp_method)
         self.split = context.split
-        # True if the data has a loss mask, so that batches have different numbers of targets.
-        self.has_loss_mask = False
-        # Number of targets in the latest global batch. None without a loss mask, and on ranks without the last stage.
+        # True if batches have different numbers of targets: there is none across the end of a separate document, and
+        # none at a token that a loss mask leaves out.
+        self.counts_targets = config.data.separate_documents
+        # Number of targets in the latest global batch. None unless they are counted, and on ranks without the last
+        # stage.
         self.num_targets: Tensor | None = None
         self.model = build_model(
             resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
@@ -78,22 +80,27 @@ class PipelinedModel:
         That call may run fewer micro-batches than the step has; each is weighted as one of the whole step.
 
         Args:
-            batch: of the whole step. If the data has a loss mask, its targets are counted over all pipelines, which is
-                collective, and the loss is the mean over them. None: the loss is the mean over all tokens.
+            batch: of the whole step. With `counts_targets`, its targets are counted over all pipelines, which is
+                collective, and the loss is the mean over them. None: the loss is divided by the number of all tokens.
         """
         train = self.config.train
-        if self.has_loss_mask and batch is not None and self.model.has_last:
+        mtp_weight = self.config.mtp.weight_of(step, train.steps)
+        if self.counts_targets and batch is not None and self.model.has_last:
             self.num_targets = self._count_targets(batch)
             # Gradients are averaged over the replicas: dividing by the number of targets per replica gives the gradient
             # of the mean over the global batch.
             denominator = self.num_targets.clamp(min=1) / self.config.parallel.replicas
-            return MicroBatchLoss(train.num_chunks, denominator=denominator)
+            return MicroBatchLoss(train.num_chunks, mtp_weight, denominator=denominator)
         num_microbatches = train.num_chunks / token_weight(self.split, train.sequence_length)
-        return MicroBatchLoss(num_microbatches, self.config.mtp.weight_of(step, train.steps))
+        return MicroBatchLoss(num_microbatches, mtp_weight)
 
     def _count_targets(self, batch: TokenBatch) -> Tensor:
-        """Count the targets of the global batch, a float32 scalar. Collective over the ranks of the last stage."""
-        count = (batch.targets != NO_TARGET).sum()
+        """Count the targets of the global batch, a float32 scalar. Collective over the ranks of the last stage.
+
+        Counts the next tokens, also with multi-token prediction.
+        """
+        targets = batch.targets if batch.targets.dim() == 2 else batch.targets[..., 0]
+        count = (targets != NO_TARGET).sum()
         self.all_reduce("targets", "the number of targets", count, self.job.place.group(*DENSE))
         return count.float()
 

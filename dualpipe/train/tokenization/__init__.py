@@ -1,4 +1,1 @@
-"""Tokenizers of texts and conversations, and the encoding of many documents in batches.
-
-Imports `train.chat` and `train.config`.
-"""
+"""Tokenizers of texts and conversations, and the encoding of many documents in batches."""

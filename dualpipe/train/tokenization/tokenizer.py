@@ -1,4 +1,4 @@
-"""Tokenizers of documents: one token per byte, or a `tokenizers` JSON file.
+"""Tokenizers of documents: one token per byte, or those of a model, loaded by transformers.
 
 The `identity` of a tokenizer is recorded in packed data, so that data of one tokenizer is not read as data of another.
 """
@@ -6,25 +6,30 @@ The `identity` of a tokenizer is recorded in packed data, so that data of one to
 from __future__ import annotations
 
 import hashlib
+import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
+from dualpipe.runtime.files import checksum_of
 from dualpipe.train.chat.messages import Conversation
-from dualpipe.train.config.schema import BYTES, TOKENIZER
+from dualpipe.train.config.schema import BYTES, TOKENIZER, TOKENIZER_CONFIG
 
 if TYPE_CHECKING:
     from tokenizers import Encoding
     from tokenizers import Tokenizer as HubTokenizer
+    from transformers import PreTrainedTokenizerFast
 
 Document: TypeAlias = bytes | Conversation
 
-# End-of-document tokens of common vocabularies: the first of them that a vocabulary has is used.
-END_OF_DOCUMENT_NAMES = (
-    "<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]",
-)
+# End-of-document tokens of common vocabularies. One is used if a vocabulary has no other of them, and nothing names an
+# end.
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "[SEP]")
+_SETTINGS = (TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")  # files with tokens beside TOKENIZER
+_LISTED_END_TOKENS = ", ".join(END_TOKENS)
 
 
 class PreparedText(NamedTuple):
@@ -54,7 +59,9 @@ class ByteTokenizer:
 
     vocab_size = 257
     end_of_document = 256
+    end_token = ""
     identity = "bytes"
+    file_checksum = ""
 
     def encode(self, document: Document) -> np.ndarray:
         """Return the ids of a document without its end, uint8 (len(document),)."""
@@ -62,30 +69,61 @@ class ByteTokenizer:
         return np.frombuffer(document, dtype=np.uint8)
 
 
-class FileTokenizer:
-    """A `tokenizers` JSON file.
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer of a model.
 
-    Args:
-        path: the file.
-        end_of_document: name of the token that ends a document. None: the first of `END_OF_DOCUMENT_NAMES` in the
-            vocabulary.
-
-    Raises:
-        ValueError: the file cannot be read, or has no end-of-document token.
+    path: the directory or the file.
+    backend: encodes text, on all cores.
+    identity: hash of all that the tokens of a text depend on.
+    file_checksum: SHA-256 of the tokenizer.json; "" if there is none.
+    vocab_size: of the tokenizer, with the tokens that were added to it.
+    begins: tokens that the tokenizer puts before a text unless told not to, such as ["<s>"].
+    model: the tokenizer of transformers. None: read from a file by `tokenizers` alone.
     """
 
-    def __init__(self, path: str | Path, end_of_document: str | None = None) -> None:
-        self._tokenizer, content = read_tokenizer_file(path)
-        names = [end_of_document] if end_of_document else END_OF_DOCUMENT_NAMES
-        end_ids = [self._tokenizer.token_to_id(name) for name in names]
-        end_id = next((token_id for token_id in end_ids if token_id is not None), None)
+    path: Path
+    backend: HubTokenizer
+    identity: str
+    file_checksum: str
+    vocab_size: int
+    begins: list[str]
+    model: PreTrainedTokenizerFast | None
+
+
+class FileTokenizer:
+    """The tokenizer of a model, for text.
+
+    Attributes:
+        vocab_size: of the tokenizer.
+        end_token: name of the token that ends a document.
+        end_of_document: its id.
+        identity: hash of the tokenizer, and `end_of_document`.
+        file_checksum: as in `LoadedTokenizer`.
+
+    Args:
+        name: as in `read_tokenizer`.
+        end_token: name of the token that ends a document. "": the tokenizer's eos_token, or else that of the files
+            beside it, or else the only one of `END_TOKENS` in the vocabulary.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or does not have the token, or it is not clear which one it is.
+    """
+
+    def __init__(self, name: str | Path, end_token: str = "") -> None:
+        tokenizer = read_tokenizer(name)
+        self._backend = tokenizer.backend
+        self.vocab_size = tokenizer.vocab_size
+        self.file_checksum = tokenizer.file_checksum
+        self.end_token = end_token or _choose_end(tokenizer)
+        end_id = self._backend.token_to_id(self.end_token)
         if end_id is None:
-            missing = f"no token {end_of_document!r}" if end_of_document else f"none of {', '.join(names)}"
-            raise ValueError(f"{path} has {missing}; name its end-of-document token with `dualpipe data pack "
-                             "--end-of-document`")
-        self.end_of_document = end_id
-        self.vocab_size = max(self._tokenizer.get_vocab().values(), default=-1) + 1
-        self.identity = f"sha256:{hashlib.sha256(content).hexdigest()}:{end_id}"
+            raise ValueError(f"{tokenizer.path} has no token {self.end_token!r}; name the token that ends a document "
+                             "with data.end_token or --end-of-document")
+        self.end_of_document: int = end_id
+        self.identity = f"{tokenizer.identity}:{end_id}"
+        if tokenizer.begins:
+            warnings.warn(f"{tokenizer.path} begins texts with {' '.join(tokenizer.begins)}; documents are packed "
+                          "without it", stacklevel=1)
 
     def prepare(self, document: Document) -> PreparedText:
         """Return the text of a document. Raises ValueError unless it is UTF-8."""
@@ -97,28 +135,127 @@ class FileTokenizer:
 
     def encode_texts(self, texts: Sequence[PreparedText]) -> list[Encoding]:
         """Return the encodings of texts, without the ends of documents, in parallel."""
-        return self._tokenizer.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
+        return self._backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
 
     def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
         """Return the tokens in an encoding."""
         return MaskedTokens(token_ids(encoding), None)
 
 
-def read_tokenizer_file(path: str | Path) -> tuple[HubTokenizer, bytes]:
-    """Return the tokenizer in a `tokenizers` JSON file, and the content of the file. Raises ValueError."""
+def _choose_end(tokenizer: LoadedTokenizer) -> str:
+    """Return the name of the token that ends a document. Raises ValueError if it is not clear.
+
+    It is the tokenizer's eos_token; without one, the eos_token_id of the model beside it; without that, the only one of
+    `END_TOKENS` in the vocabulary that does not begin texts.
+    """
+    model = tokenizer.model
+    if model is not None and model.eos_token is not None:
+        return str(model.eos_token)
+    begin = None if model is None else model.bos_token
+    lack = "the settings of a model, with an eos_token" if model is None else "eos_token"
+    stated = [tokenizer.backend.id_to_token(number) for number in _read_end_ids(tokenizer.path)]
+    candidates = [name for name in stated if name is not None]
+    if candidates:
+        has = f"its model ends texts with {' and '.join(candidates)}"
+    else:
+        present = [name for name in END_TOKENS if tokenizer.backend.token_to_id(name) is not None]
+        candidates = [name for name in present if name != begin]
+        has = f"its vocabulary has {' and '.join(candidates) or f'none of {_LISTED_END_TOKENS}'}"
+        if begin in present:
+            has += f", besides {begin}, which begins texts"
+    if len(candidates) == 1:
+        return candidates[0]
+    raise ValueError(f"{tokenizer.path} has no {lack}, and {has}; name the token that ends a document with "
+                     "data.end_token or --end-of-document")
+
+
+def _read_end_ids(path: Path) -> list[int]:
+    """Return the ids of the tokens that end texts by the files of a model in a directory; [] if they name none."""
+    for name in ("generation_config.json", "config.json"):
+        try:
+            ids = json.loads((path / name).read_text(encoding="utf-8"))["eos_token_id"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue
+        numbers = ids if isinstance(ids, list) else [ids]
+        if all(type(number) is int for number in numbers):
+            return numbers
+    return []
+
+
+def read_tokenizer(name: str | Path, *, needs_model: bool = False) -> LoadedTokenizer:
+    """Read the tokenizer of a model.
+
+    Args:
+        name: a directory, which transformers loads; or a tokenizer.json, which stands for its directory if that has
+            more of the tokenizer's settings, and otherwise is read by `tokenizers` alone.
+        needs_model: load the file by transformers as well.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or transformers is missing.
+    """
+    from tokenizers.processors import ByteLevel
+
+    path = Path(name)
+    if path.name == TOKENIZER and any((path.parent / name).is_file() for name in _SETTINGS):
+        path = path.parent
+    model = None
+    if path.is_dir() or needs_model:
+        model = _load_model_tokenizer(path)
+        backend = model.backend_tokenizer
+    else:
+        backend = _read_file(path)
+    backend.no_truncation()  # a file may hold the settings of whoever saved it
+    backend.no_padding()
+    begins = backend.encode("").tokens
+    # The file's own post-processor adds these tokens, which are not wanted, and may cut white space off the offsets,
+    # which the loss mask of conversations needs.
+    backend.post_processor = ByteLevel(trim_offsets=False)
+    identity = f"sha256:{hashlib.sha256(backend.to_str().encode()).hexdigest()}"
+    vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+    file = path / TOKENIZER if path.is_dir() else path
+    file_checksum = checksum_of(file, "sha256") if file.is_file() else ""
+    return LoadedTokenizer(path, backend, identity, file_checksum, vocab_size, begins, model)
+
+
+def _load_model_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer by transformers, from a directory or a file. Raises ValueError."""
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ValueError(f"the tokenizer {path} needs transformers: pip install 'dualpipe[hf]'") from error
+    if not path.exists():
+        raise ValueError(f"there is no tokenizer {path}; give 'bytes' or the directory of a model's tokenizer")
+    try:
+        if path.is_dir():
+            model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        else:
+            model = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path))
+    except Exception as error:  # of any kind, for files that are missing or damaged
+        problem = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot load the tokenizer in {path} ({problem}); give 'bytes', the directory "
+                         "of a model's tokenizer or the path of a tokenizer.json") from error
+    if not isinstance(model, PreTrainedTokenizerFast):
+        raise ValueError(f"the tokenizer in {path} is a {type(model).__name__}, which runs in Python; expected one of "
+                         "the package tokenizers: save it with a tokenizer.json")
+    # Without files, transformers makes an empty tokenizer of the model's class.
+    names = (TOKENIZER, "tekken.json", *model.vocab_files_names.values())
+    if path.is_dir() and not any(path.glob("*.model")) and not any((path / name).is_file() for name in names):
+        raise ValueError(f"there is no vocabulary in {path}; give a directory with a tokenizer.json or a "
+                         "tokenizer.model")
+    return model
+
+
+def _read_file(path: Path) -> HubTokenizer:
+    """Return the tokenizer in a `tokenizers` JSON file. Raises ValueError."""
     from tokenizers import Tokenizer as HubTokenizer
 
     try:
-        content = Path(path).read_bytes()
-        tokenizer = HubTokenizer.from_str(content.decode("utf-8"))
+        return HubTokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes' or the path of a "
-                         "tokenizer.json, or of a directory with one") from error
+        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes', the directory of a "
+                         "model's tokenizer or the path of a tokenizer.json") from error
     except Exception as error:  # `tokenizers` raises nothing narrower
         raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
-    tokenizer.no_truncation()  # a file may hold the settings of whoever saved it
-    tokenizer.no_padding()
-    return tokenizer, content
 
 
 def token_ids(encoding: Encoding) -> np.ndarray:
@@ -129,20 +266,19 @@ def token_ids(encoding: Encoding) -> np.ndarray:
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
 
 
-def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
-    """Load a tokenizer.
+def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+    """Load a tokenizer for text.
 
     Args:
-        name: "bytes", or the path of a `tokenizers` JSON file or of a directory with a tokenizer.json.
-        end_of_document: as in `FileTokenizer`.
+        name: "bytes", or as in `read_tokenizer`.
+        end_token: as in `FileTokenizer`.
 
     Raises:
-        ValueError: as `FileTokenizer` does, or `end_of_document` is given for bytes.
+        ValueError: as `FileTokenizer` does, or `end_token` is given for bytes.
     """
     if name != BYTES:
-        path = Path(name, TOKENIZER) if Path(name).is_dir() else name
-        return FileTokenizer(path, end_of_document)
-    if end_of_document is not None:
-        raise ValueError(f"--end-of-document {end_of_document!r}: the tokenizer 'bytes' has an end-of-document id of "
-                         "its own; leave it out, or give the path of a tokenizer.json")
+        return FileTokenizer(name, end_token)
+    if end_token:
+        raise ValueError(f"the end token {end_token!r}: the tokenizer 'bytes' has an end-of-document id of its own; "
+                         "leave it out, or give the tokenizer of a model")
     return ByteTokenizer()

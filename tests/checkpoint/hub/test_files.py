@@ -57,10 +57,9 @@ def absolute(folder):
     rename_in_index(folder, "/etc/passwd")
 
 
-def link(folder):
-    outside = folder.parent / "linked.safetensors"
-    shutil.move(shard(folder), outside)
-    (folder / "model-00002-of-00007.safetensors").symlink_to(outside)
+def dead_link(folder):
+    shard(folder).unlink()
+    (folder / "model-00002-of-00007.safetensors").symlink_to(folder.parent / "gone.safetensors")
 
 
 def no_name(folder):
@@ -104,6 +103,11 @@ def overlapping(folder):
     entry = {"dtype": "F32", "shape": [2]}
     header = json.dumps({"a": entry | {"data_offsets": [0, 8]}, "b": entry | {"data_offsets": [4, 12]}}).encode()
     shard(folder).write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+
+
+def dead_index(folder):
+    (folder / INDEX).unlink()
+    (folder / INDEX).symlink_to("gone.json")
 
 
 def misshapen(folder):
@@ -153,7 +157,8 @@ BROKEN = {
     wrong_file: f"where {INDEX} says it is",
     traversal: "'../outside.safetensors' is not the plain name of a file; refused",
     absolute: "'/etc/passwd' is not the plain name of a file; refused",
-    link: "out of the directory; refused",
+    dead_link: "gone.safetensors, which does not exist",
+    dead_index: "gone.json, which does not exist",
     no_name: "is not the plain name of a file; refused",
     no_safetensors: "cannot be opened as safetensors",
     no_json: f"{INDEX} is no JSON",
@@ -350,18 +355,21 @@ def test_stages_that_nobody_has(tmp_path):
     assert not (tmp_path / "target").exists()
 
 
-def test_the_blobs_of_the_cache_may_be_linked(tmp_path):
-    """Links to the blobs of the cache are followed, as huggingface_hub makes them; links anywhere else are refused."""
-    blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "1234"
+def test_links_are_followed(tmp_path):
+    """The cache of huggingface_hub 2.x links a snapshot's files to blobs, and these to blobs of all repositories."""
+    repository = tmp_path / "models--a--b"
+    blobs, snapshot, shared = repository / "blobs", repository / "snapshots" / "1234", tmp_path / "blobs" / "ab"
     save_qwen(tmp_path / "source")
-    blobs.mkdir(parents=True)
-    snapshot.mkdir(parents=True)
+    for folder in (blobs, snapshot, shared):
+        folder.mkdir(parents=True)
     for number, path in enumerate(sorted((tmp_path / "source").iterdir())):
-        shutil.move(path, blobs / str(number))
+        shutil.copy(path, shared / str(number))
+        (blobs / str(number)).symlink_to(Path("../../blobs/ab") / str(number))
         (snapshot / path.name).symlink_to(Path("../../blobs") / str(number))
-    stages, mesh, plan = stages_on_meta(snapshot)
-    load_hf(stages, snapshot, mesh, plan)
-    shutil.move(blobs, tmp_path / "blobs")
-    blobs.symlink_to(tmp_path / "blobs")
-    with pytest.raises(ValueError, match="refused"):
-        load_hf(stages, snapshot, mesh, plan)
+    loaded = [stages_on_meta(folder) for folder in (tmp_path / "source", snapshot)]
+    for folder, (stages, mesh, plan) in zip((tmp_path / "source", snapshot), loaded):
+        load_hf(stages, folder, mesh, plan)
+    (original, _, _), (linked, _, _) = loaded
+    for stage, copy in zip(original, linked):
+        for name, tensor in stage.state_dict().items():
+            assert torch.equal(copy.state_dict()[name], tensor), name

@@ -254,6 +254,16 @@ def test_the_files_of_deepseek_v3_are_those_published():
     assert "model.layers.61.mlp.experts.255.up_proj.weight_scale_inv" in tensors
 
 
+def test_a_copy_with_other_values_is_refused(tmp_path):
+    """It would be trained apart from the model's head; the model has one for both."""
+    save_family(tmp_path, "deepseek_v3")
+    tensors = add_mtp(tmp_path)
+    rewrite(tmp_path, tensors | {"model.layers.4.shared_head.head.weight": tensors["lm_head.weight"] * 2})
+    with pytest.raises(ValueError, match=r"model.layers.4.shared_head.head.weight differs from"):
+        stages_on_meta(tmp_path, mtp=True)
+    stages_on_meta(tmp_path)
+
+
 def test_copies_may_be_in_fp8_or_not_there_and_layers_must_be(published, tmp_path):
     config = stages_on_meta(published, mtp=True)[0][0].config
     assert config.hub_copies == {

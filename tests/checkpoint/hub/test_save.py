@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import warnings
 from math import prod
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.init import local_part
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes
 from dualpipe.parallel.fsdp.materialize import build_on_meta
-from hub import FAMILIES, read_all, reads_of, rewrite, save_family, save_qwen, stages_on_meta
+from hub import FAMILIES, TINY, read_all, reads_of, rewrite, save_family, save_qwen, stages_on_meta
 from models import from_hub
 from ranks import run_ranks
 
@@ -138,12 +139,28 @@ def test_tied_stages_of_one_rank(tmp_path):
     assert theirs.lm_head.weight is theirs.model.embed_tokens.weight
 
 
-def test_a_tied_head_on_the_hub_is_passed_over(tmp_path):
-    save_qwen(tmp_path, tie_word_embeddings=True)
-    tensors = read_all(tmp_path)
-    rewrite(tmp_path, tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])})
-    stage, _ = whole(tmp_path)
-    assert torch.equal(stage.lm_head.weight, tensors["model.embed_tokens.weight"])
+def test_a_head_is_tied_unless_the_files_have_another_one(tmp_path, monkeypatch):
+    """As in transformers; an export of an untied model says so."""
+    source = tmp_path / "source"
+    save_qwen(source, tie_word_embeddings=True)
+    tensors = read_all(source)
+    embedding = tensors.pop("model.embed_tokens.weight")
+    for head_only in ({}, {"model.embed_tokens.weight": embedding}):
+        rewrite(source, tensors | head_only | {"lm_head.weight": embedding.clone()})
+        assert torch.equal(whole(source)[0].lm_head.weight, embedding)
+    head = embedding.roll(1)
+    rewrite(source, tensors | {"model.embed_tokens.weight": embedding, "lm_head.weight": head})
+    with pytest.raises(ValueError, match=r"lm_head.weight differs from the embedding"):
+        hub_dtypes(source, config_from_dict(TINY | {"model_type": "qwen3_moe", "tie_word_embeddings": True}))
+    with pytest.warns(UserWarning, match=r"lm_head.weight beside it differs from the embedding"):
+        stage, plan = whole(source)
+        save_hf([stage], tmp_path / "target", None, plan, source=source)
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings(action="error"):  # rank 0 has warned
+        read_config(source)
+    assert torch.equal(stage.embed_tokens.weight, embedding) and torch.equal(stage.lm_head.weight, head)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(read_all(tmp_path / "target")["lm_head.weight"], head)
 
 
 def test_fused_experts(tmp_path):
@@ -281,6 +298,8 @@ def test_kimi_k2_is_deepseek_v3_by_its_own_name(tmp_path):
     rewrite(source, read_all(source), model_type="kimi_k2", **code)
     for name in ("configuration_deepseek.py", "modeling_deepseek.py", "tiktoken.model"):
         (source / name).write_text(f"{name} of the source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates/tool_use.jinja").write_text("a second template")
     stage, plan = whole(source)
     assert type(stage.config) is KimiK2Config
     assert_same(stage.state_dict(), expected.state_dict())
@@ -304,6 +323,7 @@ def test_kimi_k2_is_deepseek_v3_by_its_own_name(tmp_path):
         assert again.config == stage.config
         assert_same(again.state_dict(), stage.state_dict())
     assert (tmp_path / "carried" / "tiktoken.model").read_text() == "tiktoken.model of the source"
+    assert (tmp_path / "carried/additional_chat_templates/tool_use.jinja").read_text() == "a second template"
     assert torch.equal(logits_and_loss(stage, 61)[0], logits_and_loss(expected, 61)[0])
     torch.testing.assert_close(logits_and_loss(stage, 61)[0], logits_and_loss(theirs, 61)[0], rtol=1e-5, atol=1e-5)
 

@@ -117,6 +117,6 @@ def test_what_cuda_would_run_is_the_reference(window, packed, with_sinks, monkey
     torch.testing.assert_close(attend(q, k, v, context, **options), expected)
     assert calls == ([attention_flex] if window == 3 or packed or with_sinks else [])
     with pytest.raises(NotImplementedError, match="max scores is not supported on CPU"):
-        attend(q, k, v, context, **options, peaks_A=torch.zeros(4))
+        attend(q, k, v, context, **options, max_logits_A=torch.zeros(4))
     half = v.bfloat16()  # beside queries and keys that a norm kept in float32
     assert attend(q, k, half, context, **options).dtype is torch.bfloat16

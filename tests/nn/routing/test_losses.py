@@ -1,5 +1,6 @@
 """Router losses against plain formulas, for any split of the batch; and the loads counted with them."""
 
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -23,6 +24,7 @@ from dualpipe.nn.routing.losses import (
     max_over_mean,
     z_loss,
 )
+from dualpipe.nn.routing.router import Scoring
 from routers import OPTIONS, E, router, tokens
 from routes import BalancedRoutes, Routes
 
@@ -123,9 +125,45 @@ def test_injected_gradients_are_those_of_the_terms(level, options):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("scale", [1024, torch.tensor(1024.0)], ids=["number", "tensor"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_loss_scale_scales_gradients_and_not_metrics(level, scale):
+    r, x = router(), tokens(4, 9).requires_grad_()
+    totals = make_totals(E)
+    step = step_of(r, x, level, loss_scale=scale, totals=totals)
+    expected = torch.autograd.grad(terms(r, x, step), (r.weight, x))
+    for a, b in zip(gradients(r, x, step), expected):
+        torch.testing.assert_close(a / 1024, b)
+    scaled_losses = losses_of(totals).clone()
+    totals.zero_()
+    gradients(r, x, replace(step, loss_scale=None))
+    assert torch.equal(losses_of(totals), scaled_losses)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_losses_in_float16_need_a_loss_scale(autocast):
+    r, x = router(), tokens(4, 9)
+    r, x = (r.float(), x.float()) if autocast else (r.half(), x.half())
+    r.step = RouterStep(balance=0.5)
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        with pytest.raises(ValueError, match="loss_scale"):
+            r(x)
+        with torch.no_grad():
+            r(x)
+        for step in (RouterStep(balance=0.5, loss_scale=1), RouterStep(totals=make_totals(E))):
+            r.step = step
+            r(x)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, math.inf, math.nan, "8", torch.ones(1), torch.ones((), requires_grad=True)])
+def test_invalid_loss_scales(scale):
+    with pytest.raises(ValueError, match="loss_scale"):
+        RouterStep(z=0.1, loss_scale=scale)
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_injected_gradients_are_finite_differences(level):
-    r, x = router(score="sigmoid", bias=True), tokens(2, 3)
+    r, x = router(scoring=Scoring("sigmoid"), bias=True), tokens(2, 3)
     step = step_of(r, x, level)
     dweight, dx = gradients(r, x, step)
     for parameter, gradient in ((r.weight.data, dweight), (x, dx)):
@@ -220,7 +258,7 @@ class Gated(nn.Module):
 
     def __init__(self, seed):
         super().__init__()
-        self.router = router(seed=seed, norm_topk_prob=True)
+        self.router = router(seed=seed, scoring=Scoring(norm_topk_prob=True))
 
     def forward(self, x_BSH):
         weights_TK, experts_TK = self.router(x_BSH)

@@ -1,6 +1,7 @@
 """The router against transformers' and against plain formulas: choices and weights, its own and from outside."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.routing.losses import RouterStep, count_load, load_of, make_totals, max_over_mean
-from dualpipe.nn.routing.router import Router
+from dualpipe.nn.routing.router import ExpertGroups, Router, Scoring
 from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from routers import OPTIONS, V3, E, H, over_experts, router, tokens
 from routes import Routes
@@ -30,15 +31,17 @@ def hf_config(**changes):
 
 FAMILIES = {
     "qwen3": (Qwen3MoeTopKRouter, {}, {}),
-    "qwen3, normalised": (Qwen3MoeTopKRouter, dict(norm_topk_prob=True), dict(norm_topk_prob=True)),
+    "qwen3, normalised": (Qwen3MoeTopKRouter, dict(norm_topk_prob=True),
+                          dict(scoring=Scoring(norm_topk_prob=True))),
     "deepseek-v2, greedy": (DeepseekV2TopkRouter, dict(routed_scaling_factor=16.0),
-                            dict(routed_scaling_factor=16.0, wide_logits=True)),
+                            dict(scoring=Scoring(routed_scaling_factor=16.0), wide_logits=True)),
     "deepseek-v2, groups": (DeepseekV2TopkRouter, dict(topk_method="group_limited_greedy", n_group=4, topk_group=2),
-                            dict(n_group=4, topk_group=2, wide_logits=True)),
+                            dict(groups=ExpertGroups(4, 2), wide_logits=True)),
     "deepseek-v3": (DeepseekV3TopkRouter,
                     dict(n_group=4, topk_group=2, norm_topk_prob=True, routed_scaling_factor=2.5), V3),
-    "deepseek-v3, one group": (DeepseekV3TopkRouter, {}, dict(score="sigmoid", correction_bias=True, wide_logits=True)),
-    "gpt-oss": (GptOssTopKRouter, {}, dict(score="softmax_topk", bias=True)),
+    "deepseek-v3, one group": (DeepseekV3TopkRouter, {},
+                               dict(scoring=Scoring("sigmoid"), correction_bias=True, wide_logits=True)),
+    "gpt-oss": (GptOssTopKRouter, {}, dict(scoring=Scoring("softmax_topk"), bias=True)),
 }
 
 
@@ -71,7 +74,7 @@ def test_equals_transformers(family, dtype):
 
 
 def test_groups_worked_example():
-    r = Router(4, 4, 2, n_group=2, topk_group=1)
+    r = Router(4, 4, 2, groups=ExpertGroups(2, 1))
     torch.nn.init.eye_(r.weight)  # logits are x
     x = torch.tensor([[3.0, 0.0, 2.0, 2.0]])
     assert r(x)[1].tolist() == [[0, 1]]  # the best expert's group
@@ -81,7 +84,7 @@ def test_groups_worked_example():
 
 
 def test_bias_changes_the_choice_and_not_the_weights():
-    r = router(1, torch.float32, score="sigmoid", correction_bias=True)
+    r = router(1, torch.float32, scoring=Scoring("sigmoid"), correction_bias=True)
     r.e_score_correction_bias.zero_()
     r.e_score_correction_bias[5] = 9.0
     x = tokens(7, dtype=torch.float32)
@@ -91,7 +94,7 @@ def test_bias_changes_the_choice_and_not_the_weights():
 
 
 def test_bias_follows_the_loads():
-    r = Router(2, 4, 1, score="sigmoid", correction_bias=True)
+    r = Router(2, 4, 1, scoring=Scoring("sigmoid"), correction_bias=True)
     r.update_bias(torch.tensor([3, 1, 2, 2]), 0.5)
     r.update_bias(torch.tensor([4.0, 0.0, 0.0, 0.0], dtype=torch.float64), 0.25)
     assert r.e_score_correction_bias.tolist() == [-0.75, 0.75, 0.25, 0.25]
@@ -100,7 +103,8 @@ def test_bias_follows_the_loads():
 
 
 def test_bias_update_evens_the_loads():
-    r, x = router(2, torch.float32, score="sigmoid", correction_bias=True), tokens(500, dtype=torch.float32) / 4
+    r = router(2, torch.float32, scoring=Scoring("sigmoid"), correction_bias=True)
+    x = tokens(500, dtype=torch.float32) / 4
     loads = []
     for _ in range(200):
         loads.append(count_load(r(x)[1].view(1, -1), E)[0])
@@ -163,7 +167,7 @@ def test_wide_logits_of_a_pruned_weight():
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_torch_func_goes_through(options):
+def test_torch_func_and_forward_mode_go_through(options):
     r, x = router(2, **options), tokens(3, 6)
     weights, experts = r(x.flatten(0, 1))
     weights.square().sum().backward()
@@ -172,6 +176,11 @@ def test_torch_func_goes_through(options):
         return torch.func.functional_call(r, {"weight": weight}, (x.flatten(0, 1),))[0].square().sum()
 
     torch.testing.assert_close(torch.func.grad(loss)(r.weight.detach()), r.weight.grad)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.flatten(0, 1), torch.ones_like(x.flatten(0, 1)))
+        tangent = torch.autograd.forward_ad.unpack_dual(r(dual)[0]).tangent
+    _, expected = torch.func.jvp(lambda x: r(x)[0], (x.flatten(0, 1),), (torch.ones_like(x.flatten(0, 1)),))
+    torch.testing.assert_close(tangent, expected)
     mapped = torch.func.vmap(r)(x)
     torch.testing.assert_close(mapped[0].flatten(0, 1), weights)
     assert torch.equal(mapped[1].flatten(0, 1), experts)
@@ -182,7 +191,8 @@ def test_torch_func_goes_through(options):
 @pytest.mark.parametrize("top_k", [1, E])
 def test_odd_and_empty_sizes(top_k, shape, options):
     if top_k == E:
-        options = {**options, "topk_group": options.get("n_group", 1)}
+        groups = options.get("groups", ExpertGroups())
+        options = {**options, "groups": replace(groups, topk_group=groups.n_group)}
     r, count = router(top_k, **options), torch.Size(shape).numel()
     level = "sequence" if len(shape) == 2 else "microbatch"
     totals = make_totals(E)
@@ -201,11 +211,12 @@ def test_odd_and_empty_sizes(top_k, shape, options):
 
 
 def test_replay_takes_recorded_experts_and_current_scores():
-    r, routes, batch = router(norm_topk_prob=True), Routes(2), [tokens(5, seed=s) for s in (1, 2)]
+    r = router(scoring=Scoring(norm_topk_prob=True))
+    routes, batch = Routes(2), [tokens(5, seed=s) for s in (1, 2)]
     r.choice = routes.record("layer")
     recorded = [r(x)[1] for x in batch]
     assert list(routes.experts) == [("layer", 0), ("layer", 1)]
-    later = router(norm_topk_prob=True, seed=9)
+    later = router(scoring=Scoring(norm_topk_prob=True), seed=9)
     own = [later(x)[1] for x in batch]
     later.choice = routes.replay("layer")
     for x, experts, others in zip(batch, recorded, own):
@@ -246,11 +257,11 @@ def test_recomputed_forwards_are_recorded_once_and_replayed_alike():
     [
         ((8, 9), {}, r"top_k must be 1 to the 8 experts of topk_group \(1\) groups of 8; got 9"),
         ((8, 0), {}, "top_k must be 1 to"),
-        ((8, 5), dict(n_group=4, topk_group=2), r"top_k must be 1 to the 4 experts .* got 5"),
-        ((8, 2), dict(n_group=3), r"n_group must divide the number of experts \(8\); got 3"),
-        ((8, 2), dict(n_group=4, topk_group=5), r"topk_group must be 1 to n_group \(4\); got 5"),
-        ((8, 2), dict(n_group=8, topk_group=4, group_best=2), r"group_best must be 1 to the size of a group \(1\)"),
-        ((8, 2), dict(score="relu"), "score must be 'softmax', 'sigmoid' or 'softmax_topk'; got 'relu'"),
+        ((8, 5), dict(groups=ExpertGroups(4, 2)), r"top_k must be 1 to the 4 experts .* got 5"),
+        ((8, 2), dict(groups=ExpertGroups(3)), r"n_group must divide the number of experts \(8\); got 3"),
+        ((8, 2), dict(groups=ExpertGroups(4, 5)), r"topk_group must be 1 to n_group \(4\); got 5"),
+        ((8, 2), dict(groups=ExpertGroups(8, 4, 2)), r"group_best must be 1 to the size of a group \(1\)"),
+        ((8, 2), dict(scoring=Scoring("relu")), "score must be 'softmax', 'sigmoid' or 'softmax_topk'; got 'relu'"),
     ],
 )
 def test_refuses_sizes(sizes, options, message):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualpipe.nn import Linear, Router
+from dualpipe.nn import Linear, Router, Scoring
 from dualpipe.nn.routing.losses import LOSSES, RouterLoss, RouterStep, count_load, load_of
 from dualpipe.nn.routing.router_set import RouterSet
 from ranks import run_ranks
@@ -20,7 +20,7 @@ def stage(*layers, bias=True):
     made = nn.ModuleDict()
     for layer in layers:
         torch.manual_seed(layer)
-        made[f"layer{layer}"] = Router(H, E, K, score="sigmoid", correction_bias=bias).double()
+        made[f"layer{layer}"] = Router(H, E, K, scoring=Scoring("sigmoid"), correction_bias=bias).double()
         made[f"layer{layer}"].e_score_correction_bias = torch.zeros(E) if bias else None
     return made
 
@@ -48,7 +48,7 @@ OPTIONS = dict(balance=0.5, z=0.1, bias_update_rate=0.01)
 def two_steps_on_four_ranks(rank, level):
     replica, pipeline_rank = rank % 2, rank // 2
     stages = [stage(0), stage(3)] if pipeline_rank == 0 else [stage(1, 2)]
-    routers = RouterSet(stages, num_chunks=2, level=level, group=dist.group.WORLD, replicas=2, **OPTIONS)
+    routers = RouterSet(stages, num_microbatches=2, level=level, group=dist.group.WORLD, replicas=2, **OPTIONS)
     for step in range(2):
         run(routers, stages, tokens(8, step).tensor_split(2)[replica].tensor_split(2))
     metrics = {name: value.item() for name, value in routers.metrics().items()}
@@ -59,7 +59,7 @@ def two_steps_on_four_ranks(rank, level):
 @pytest.mark.parametrize("level", [pytest.param("sequence", marks=pytest.mark.slow), "global"])
 def test_four_ranks_as_one(level):
     stages = [stage(0, 1, 2, 3)]
-    routers = RouterSet(stages, num_chunks=4, level=level, **OPTIONS)
+    routers = RouterSet(stages, num_microbatches=4, level=level, **OPTIONS)
     for step in range(2):
         loads = run(routers, stages, tokens(8, step).tensor_split(4))
     metrics = routers.metrics()
@@ -78,8 +78,8 @@ def test_four_ranks_as_one(level):
 def sizes_on_two_ranks(rank):
     LOSSES.clear()
     LOSSES.update(dict.fromkeys(("first_loss", "second_loss", "third_loss"), RouterLoss("z", None)))
-    routers = RouterSet([nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})], num_chunks=1, replicas=2, z=1.0,
-                        group=dist.group.WORLD)
+    stage = nn.ModuleDict({"a": Router(H, 3, 1), "b": Router(H, 2, 1)})
+    routers = RouterSet([stage], num_microbatches=1, replicas=2, z=1.0, group=dist.group.WORLD)
     with routers.step():
         routers.totals["a"] += torch.tensor([1.0, 2.0, 3.0, 0.5, 4.0 * rank, 6.0])
         routers.totals["b"] += torch.tensor([rank, 10.0, 0.0, 1.0, 8.0 * rank])
@@ -95,7 +95,7 @@ def test_loads_are_summed_and_losses_averaged_for_routers_of_different_sizes():
 
 def test_coefficients_of_zero_are_not_reported():
     stages = [stage(0)]
-    routers = RouterSet(stages, num_chunks=1, z=1.0)
+    routers = RouterSet(stages, num_microbatches=1, z=1.0)
     run(routers, stages, [tokens(2, 0)])
     assert routers.metrics().keys() == {"load_max_over_mean", "dropped", "z_loss"}
 
@@ -103,7 +103,7 @@ def test_coefficients_of_zero_are_not_reported():
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_its_argument_and_its_metric(name):
     stages, coefficient = [stage(0)], LOSSES[name].coefficient
-    routers = RouterSet(stages, num_chunks=1, **{coefficient: 0.5})
+    routers = RouterSet(stages, num_microbatches=1, **{coefficient: 0.5})
     with routers.step():
         assert stages[0]["layer0"].step.coefficients == {name: 0.5}
     run(routers, stages, [tokens(2, 0)])
@@ -117,7 +117,7 @@ def test_every_coefficient_is_that_of_a_loss():
 
 def test_outside_of_a_step_nothing_is_counted():
     stages = [stage(0)]
-    routers = RouterSet(stages, num_chunks=1, balance=1.0)
+    routers = RouterSet(stages, num_microbatches=1, balance=1.0)
     run(routers, stages, [tokens(2, 0)])
     before = routers.totals["layer0"].clone()
     stages[0]["layer0"](tokens(3, 1))[0].sum().backward()
@@ -128,7 +128,7 @@ def test_outside_of_a_step_nothing_is_counted():
 
 
 def no_router_and_names(rank):
-    routers = RouterSet([Linear(2, 2)], num_chunks=1, group=dist.group.WORLD, replicas=2)
+    routers = RouterSet([Linear(2, 2)], num_microbatches=1, group=dist.group.WORLD, replicas=2)
     reduced, dist.all_reduce = dist.all_reduce, None
     with routers.step():
         pass
@@ -136,7 +136,7 @@ def no_router_and_names(rank):
     messages = []
     for stages, replicas in (([stage(rank)], 2), ([stage(0)], 1), ([stage(0, bias=False)], 2)):
         with pytest.raises(ValueError) as error:
-            RouterSet(stages, num_chunks=1, group=dist.group.WORLD, replicas=replicas, bias_update_rate=0.1)
+            RouterSet(stages, num_microbatches=1, group=dist.group.WORLD, replicas=replicas, bias_update_rate=0.1)
         messages.append(str(error.value))
     return routers.metrics(), messages
 
@@ -151,13 +151,13 @@ def test_a_model_without_routers_and_what_is_refused():
 
 def test_the_load_is_that_of_the_experts_of_a_rank():
     stage = nn.ModuleDict({"a": Router(8, 4, top_k=2), "b": Router(8, 8, top_k=2)})
-    routers = RouterSet([stage], num_chunks=1)
+    routers = RouterSet([stage], num_microbatches=1)
     for totals in routers.totals.values():
         totals.fill_(0.5)
     load_of(routers.totals["a"])[:] = torch.tensor([1.0, 2, 4, 8])
     load_of(routers.totals["b"])[:] = torch.tensor([10.0] * 6 + [50, 60])
     assert routers.load(0, 2) == 3 + 40
-    assert RouterSet([stage], num_chunks=1).load(1, 2) == 0
-    routers = RouterSet([stage], num_chunks=1)
+    assert RouterSet([stage], num_microbatches=1).load(1, 2) == 0
+    routers = RouterSet([stage], num_microbatches=1)
     load_of(routers.totals["b"])[:] = torch.arange(8.0)
     assert routers.load(3, 4) == 6 + 7

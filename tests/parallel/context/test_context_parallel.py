@@ -26,9 +26,9 @@ from dualpipe.parallel.context import ring
 from dualpipe.parallel.context import ulysses as heads
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
+from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
-from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.runtime.errors import PipelineError
 from ranks import run_ranks
@@ -106,7 +106,7 @@ def shared(rank: Rank, config, cp: int, method: str, length: int, recompute=(), 
     stage.use_context_parallelism(context)
     stage.recompute = Recompute(recompute)
     pipe = Pipeline([stage], process_group=rank.group(f"pp of {rank.number}", (rank.number,)))
-    step(pipe, context.split.own(length), length, packed)
+    step(pipe, context.split.token_indices(length), length, packed)
     return gradients(stage), context.sent_bytes
 
 
@@ -178,7 +178,7 @@ def outside(rank: Rank, config, method: str):
     context = ContextParallel(rank.all_to_all("cp", range(2)), method=method)
     stage.use_context_parallelism(context)
     tokens, labels, positions = batch(11)
-    own = context.split.own(11)
+    own = context.split.token_indices(11)
     with torch.no_grad():
         alone = stage(tokens[:, own], positions)
     logits = stage(tokens[:, own], positions)
@@ -191,6 +191,27 @@ def outside(rank: Rank, config, method: str):
 def test_outside_of_a_pipeline(method):
     for config in (DEEPSEEK, GPT_OSS):
         assert error_of_sum(run_threads(outside, 2, config, method), whole_gradients(config, 11)) < 1e-10
+
+
+def of_inputs(rank: Rank, method: str) -> Tensor:
+    """Return the gradient of the embeddings by `autograd.grad`, which must leave the weights alone."""
+    (stage,) = make(QWEN, 1, torch.float64)
+    context = ContextParallel(rank.all_to_all("cp", range(2)), method=method)
+    stage.use_context_parallelism(context)
+    tokens, labels, positions = batch(11)
+    own = context.split.token_indices(11)
+    embeddings: list[Tensor] = []
+    stage.embed_tokens.register_forward_hook(lambda *args: embeddings.append(args[-1]))
+    loss = criterion(stage(tokens[:, own], positions), labels[:, own])
+    (gradient,) = torch.autograd.grad(loss, embeddings)
+    assert set(gradients(stage).values()) == {None}
+    return gradient
+
+
+def test_gradients_of_inputs_alone():
+    assert all(gradient.abs().max() > 0 for gradient in run_threads(of_inputs, 2, "all_to_all"))
+    with pytest.raises(ValueError, match="ring attention was differentiated"):
+        run_threads(of_inputs, 2, "ring")
 
 
 # -- pipelines, with experts on several ranks
@@ -219,7 +240,7 @@ def in_layout(
     group = rank.group(f"pp {e} {c}", [(p * ep + e) * cp + c for p in range(pp)])
     pipe = Pipeline(stages, process_group=group, schedule="dualpipev", overlap=overlap)
     for _ in range(steps):
-        step(pipe, context.split.own(length), length, seed=e, device=rank.device)
+        step(pipe, context.split.token_indices(length), length, seed=e, device=rank.device)
     return e, {name: grad for stage in stages for name, grad in gradients(stage).items()}
 
 
@@ -244,7 +265,7 @@ def test_pipelines_with_experts_on_several_ranks(pp, ep, cp, overlap):
 
 def of_windows(length: int, cp: int, window: int, rank: int) -> int:
     """Return the number of a rank's tokens that other ranks need, counted one by one."""
-    own = [SequenceSplit(r, cp).own(length).tolist() for r in range(cp)]
+    own = [SequenceSplit(r, cp).token_indices(length).tolist() for r in range(cp)]
     reached = [{key for query in mine for key in range(max(0, query - window + 1), query + 1)} for mine in own]
     return sum(len(reached[other] & set(own[rank])) for other in range(cp) if other != rank)
 
@@ -279,7 +300,7 @@ def test_windows_send_what_they_reach_each_token_once(window):
 
 def reached_here(length: int, cp: int, window: int, rank: int) -> int:
     """Return the number of other ranks' tokens that a rank needs: their gradients go back."""
-    own = SequenceSplit(rank, cp).own(length).tolist()
+    own = SequenceSplit(rank, cp).token_indices(length).tolist()
     return len({key for query in own for key in range(max(0, query - window + 1), query + 1)} - set(own))
 
 
@@ -302,7 +323,7 @@ def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
     (stage,) = make(config, 1, torch.float32)
     context = ContextParallel(rank.all_to_all("cp", range(cp)), method=method)
     stage.use_context_parallelism(context)
-    x = torch.randn(1, len(context.split.own(length)), config.hidden_size, requires_grad=True)
+    x = torch.randn(1, len(context.split.token_indices(length)), config.hidden_size, requires_grad=True)
     store, state = WeightGradStore(), MicrobatchState()
     segmented = StageRunner(compile_segments(stage.segments()[1:-1], ("x",)), store)  # no embedding, no head
     state.begin({"x": x, "positions": torch.arange(length).unsqueeze(0)}, ("x",))
@@ -367,7 +388,7 @@ def compiled(rank: int, family: str, method: str) -> tuple[float, list[str]]:
     context = ContextParallel(mesh, method=method)
     stage.compile_dense(backend=record)
     stage.use_context_parallelism(context)
-    step(Pipeline([stage], process_group=pp["pp"].get_group()), context.split.own(11), 11)
+    step(Pipeline([stage], process_group=pp["pp"].get_group()), context.split.token_indices(11), 11)
     found = gradients(stage)
     for grad in found.values():
         dist.all_reduce(grad)
@@ -407,7 +428,7 @@ def failing(rank: int, where: str, method: str) -> tuple[str, float]:
         part.forward = fails
     began = time.monotonic()
     try:
-        step(pipe, context.split.own(11), 11)
+        step(pipe, context.split.token_indices(11), 11)
     except PipelineError as error:
         return str(error), time.monotonic() - began
     raise AssertionError("nothing was raised")
@@ -445,7 +466,7 @@ def on_device(rank: Rank, config, method: str, recompute) -> None:
     stage.recompute = Recompute(recompute)
     pipe = Pipeline([stage], process_group=rank.group(f"pp of {rank.number}", (rank.number,)))
     for _ in range(2):
-        step(pipe, context.split.own(16), 16, device=rank.device)
+        step(pipe, context.split.token_indices(16), 16, device=rank.device)
 
 
 @pytest.mark.parametrize("config, method, recompute", [

@@ -384,6 +384,54 @@ def test_experts_with_values_keep_their_part():
     assert run_ranks(in_parts, 2) == [[False, True]] * 2
 
 
+def experts_of_other_forms(rank):
+    """Return the errors of shard_experts for modules without GroupedLinear; "" for those without experts."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+
+    def modules(**children):
+        return nn.ModuleDict(children)
+
+    def linears():
+        return nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    stacked = nn.Module()
+    stacked.w1 = nn.Parameter(torch.zeros(4, 4, 4))
+    named = nn.Sequential()
+    named.add_module("experts", nn.Linear(4, 16))
+    block = nn.TransformerEncoderLayer(4, 2)
+    texts = {}
+    for name, module in {
+        "list": modules(gate=nn.Linear(4, 4), mlps=linears()),
+        "in a layer": modules(layers=nn.ModuleList([modules(mlp=modules(w=linears()))])),
+        "stacked": modules(moe=stacked),
+        "named": named,
+        "dense": modules(embed=nn.Embedding(4, 4), layers=nn.ModuleList([block, block]), conv=nn.Conv1d(4, 4, 2)),
+        "empty": nn.Identity(),
+        "mixed": modules(shared_experts=nn.Linear(4, 4), routed=GroupedLinear(4, 4, 4)),
+    }.items():
+        texts[name] = ""
+        try:
+            shard_experts(module, mesh)
+        except ValueError as error:
+            texts[name] = str(error)
+    return texts
+
+
+def test_experts_that_are_not_stacked_are_refused_with_the_recipe():
+    for texts in run_ranks(experts_of_other_forms, 2):
+        places = {"list": "mlps (ModuleList)", "in a layer": "layers.0.mlp.w (ModuleList)", "stacked": "moe (Module)",
+                  "named": "experts (Linear)"}
+        assert {name for name, text in texts.items() if text} == places.keys()
+        for name, place in places.items():
+            assert texts[name].startswith(f"{place} is no GroupedLinear") and "torch.stack(" in texts[name]
+
+
+def tied_experts():
+    first, second = Experts(torch.float32), Experts(torch.float32)
+    second.down.weight = first.down.weight
+    return first, second
+
+
 def what_is_refused(rank):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
     messages, uneven = [], nn.Sequential(GroupedLinear(5, 4, 4))
@@ -391,6 +439,7 @@ def what_is_refused(rank):
         lambda: ExpertParallel(15, mesh),
         lambda: shard_experts(uneven, mesh),
         lambda: [shard_experts(experts, mesh) for experts in [Experts(torch.float32)] * 2],
+        lambda: [shard_experts(experts, mesh) for experts in tied_experts()],
     ):
         with pytest.raises(ValueError) as raised:
             call()
@@ -411,10 +460,11 @@ def what_is_refused(rank):
 
 
 def test_what_does_not_fit_is_refused_with_the_sizes_that_would():
-    for model, layer, twice, disagree, combine in run_ranks(what_is_refused, 2):
+    for model, layer, twice, tied, disagree, combine in run_ranks(what_is_refused, 2):
         assert "15 experts" in model and "2 expert-parallel ranks" in model and "1, 3, 5, 15" in model
         assert "0.weight: 5 experts" in layer and "1, 5" in layer
         assert "sharded already" in twice
+        assert "down.weight is tied to experts that are sharded already" in tied
         assert "[(64, 24, 12, 0), (128, 24, 12, 0)]" in disagree
         assert "one row of 128 bytes" in combine and "torch.float32" in combine
 

@@ -9,7 +9,7 @@ from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import dequantize_rows, quantize_rows
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from dualpipe.parallel.experts.fp8_rows import SCALES
+from dualpipe.parallel.experts.one_hop import SCALES
 from dualpipe.parallel.fsdp.shard import _cast
 from ranks import run_ranks
 

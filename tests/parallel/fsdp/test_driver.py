@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard, shard_experts, shard_stages
 from dualpipe.parallel.fsdp import driver
 from dualpipe.pipeline import PipelineError
 from ranks import run_ranks
@@ -176,7 +177,6 @@ def user_closures(rank: int, microbatches: int) -> list[tuple]:
         torch.distributed.all_reduce(total)
         error = relative_error(full(stage.up.weight.grad).double(), total / 2)
         found += [(n, p.dtype, p.grad is not None and p.grad.dtype, error) for n, p in stage.named_parameters()]
-        found.append(("unused is zero", None, bool((full(stage.unused.grad) == 0).all()), 0.0))
     return [*found, ("accumulators", None, seen, 0.0)]
 
 
@@ -187,9 +187,7 @@ def test_a_users_bf16_closures_accumulate_in_fp32_and_lose_nothing(microbatches)
         assert accumulators[2] <= {torch.float32}
         assert microbatches == 1 or accumulators[2] == {torch.float32}
         for name, dtype, grad, error in params:
-            if name == "unused is zero":
-                assert grad, "a parameter without a gradient is reduced as zeros"
-            elif name == "frozen":
+            if name in ("unused", "frozen"):
                 assert (dtype, grad) == (torch.float32, False)
             else:
                 assert (dtype, grad) == (torch.float32, torch.float32), name
@@ -294,7 +292,7 @@ def unsharded(rank: int) -> list[tuple[torch.dtype, float]]:
 
 def test_unsharded_modules_accumulate_by_the_same_mechanism():
     found = run_ranks(unsharded, 1)[0]
-    assert len(found) == 7, "the unused one too"
+    assert len(found) == 6, "all but the unused one"
     for dtype, error in found:
         assert dtype is torch.float32 and error < 1e-6
 
@@ -765,6 +763,188 @@ def test_hybrid_sharding_reduces_over_both_dimensions():
     assert max(run_ranks(hybrid, 4)) < 1e-10
 
 
+class Optional(nn.Module):
+    """A layer and, if `uses_extra`, experts and a scale beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uses_extra = False
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.extra = GroupedLinear(4, WIDTH, WIDTH)
+        self.scale = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        if not self.uses_extra:
+            return y
+        num_local = self.extra.weight.shape[0]
+        if isinstance(self.extra.weight, DTensor):
+            num_local = self.extra.weight.to_local().shape[0]
+        rows = torch.full((num_local,), len(x), dtype=torch.int32)  # all rows to the first expert of this rank
+        return y + self.scale(self.extra(x, rows))
+
+
+# By step: the ranks that use the extra parameters, and whether the step reduces its gradients.
+USES = ((), True), ((), False), ((1,), False), ((), True), ((0, 2), True), ((), True)
+
+
+def unused(rank: int, world: int, dtype: torch.dtype, ep: int) -> list[list[float]]:
+    """Train with parameters that only some ranks use in some steps; return the errors of all parameters by update.
+
+    The reference is one process, with the mean of the ranks' gradients, None where no rank has one.
+    """
+    mesh = init_device_mesh("cpu", (world // ep, ep), mesh_dim_names=("dp", "ep"))
+    torch.manual_seed(0)
+    expected = [Optional().to(dtype) for _ in range(2)]
+    stages = copy.deepcopy(expected)
+    reduce_dtype = torch.promote_types(dtype, torch.float32)
+    plan = resolve_dtypes(stages, DTypePolicy(dtype, reduce_dtype, dtype), sharded=False)
+    for stage in stages:
+        defer_weight_grads(stage)
+        if ep > 1:
+            shard_experts(stage, mesh["ep"])
+    if world > 1:
+        shard_stages(stages, mesh._flatten(), plan, expert_mesh=mesh["dp"])
+    else:
+        for stage in stages:
+            shard(stage, None, plan)
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    settings = {"lr": 0.1, "weight_decay": 0.5, "foreach": False}
+    # AdamW cannot update bfloat16 parameters from float32 gradients.
+    kind = torch.optim.SGD if dtype is torch.bfloat16 else torch.optim.AdamW
+    optimizer = kind(pipe.parameters(), **settings)
+    expected_optimizer = kind([p for stage in expected for p in stage.parameters()], **settings)
+    errors: list[list[float]] = []
+    for number, (users, reduces) in enumerate(USES):
+        x, y = (part.to(dtype) for part in batch(4 * world, 1))
+        x, y = x + number, y - number
+        for stage in stages:
+            stage.uses_extra = rank in users
+        mine = slice(rank * 8, rank * 8 + 8)
+        pipe.step(x[mine], num_chunks=2, criterion=F.mse_loss, labels=(y[mine],), sync=reduces)
+        for other in range(world):
+            for a, b in zip(x[other * 8 : other * 8 + 8].chunk(2), y[other * 8 : other * 8 + 8].chunk(2)):
+                for stage in expected:
+                    stage.uses_extra = other in users
+                    local_experts = 4 // ep
+                    first = torch.zeros(4, dtype=torch.int32)
+                    first[other % ep * local_experts :] = len(a)
+                    a = expected_forward(stage, a, first)
+                (F.mse_loss(a, b) / world).backward()
+        if reduces:
+            pipe.clip_grad_norm_(1e9)
+            optimizer.step()
+            expected_optimizer.step()
+            optimizer.zero_grad()
+            expected_optimizer.zero_grad()
+            pairs = zip(pipe.parameters(), expected_optimizer.param_groups[0]["params"], strict=True)
+            errors.append([relative_error(full(p.detach()).double(), q.detach().double()) for p, q in pairs])
+    return errors
+
+
+def expected_forward(stage: Optional, x: Tensor, rows: Tensor) -> Tensor:
+    """Compute `Optional` with all experts on one rank. rows: the end of each expert's rows."""
+    y = stage.layer(x)
+    return y + stage.scale(stage.extra(x, rows)) if stage.uses_extra else y
+
+
+@pytest.mark.parametrize("world, dtype, ep", [
+    (1, torch.float64, 1), (2, torch.float64, 1), (2, torch.float64, 2), (2, torch.bfloat16, 1),
+    (1, torch.bfloat16, 1), pytest.param(4, torch.float64, 2, marks=pytest.mark.slow),
+])
+def test_parameters_that_no_rank_uses_have_no_gradient_and_do_not_decay(world, dtype, ep):
+    for errors in run_ranks(unused, world, world, dtype, ep):
+        assert len(errors) == 4
+        assert max(map(max, errors)) < (1e-10 if dtype is torch.float64 else 0.5)
+        assert errors[0][2:5] == [0.0] * 3, "weights that nobody has used are what they were"
+
+
+class PartlyUsed(nn.Module):
+    """Three layers: used on both ranks, on rank 0 alone, on none."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH, bias=False).double() for _ in range(3)])
+        self.rank = rank
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[0](x) + self.layers[1](x) if self.rank == 0 else self.layers[0](x)
+
+
+def with_hooks(rank: int) -> tuple[list[float], list[bool]]:
+    """Run a step with hooks on sharded parameters of which rank 0 alone uses some, and no rank others."""
+    stages = [PartlyUsed(rank), PartlyUsed(rank)]
+    for stage in stages:
+        fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
+    seen: list[float] = []
+    params = [layer.weight for stage in stages for layer in stage.layers]
+    for param in params:
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(float(full(param.grad).abs().sum())))
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    for _ in range(2):
+        pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
+        pipe.zero_grad()
+    pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
+    return seen, [param.grad is None for param in params]
+
+
+def test_hooks_of_sharded_parameters_see_reduced_gradients_and_none_of_unused_ones():
+    for seen, missing in run_ranks(with_hooks, 2):
+        assert missing == [False, False, True] * 2
+        assert len(seen) == 3 * 4 and min(seen) > 0, "two parameters of each of two stages, in each of three steps"
+
+
+def changed_between_steps(rank: int) -> dict[str, str | float]:
+    """Change sharded stages between two steps; return the error of the second, or of its gradients."""
+    results: dict[str, str | float] = {}
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+    for change in ("module", "parameter", "parameter at once", "frozen module", "unreduced", "call", "clip"):
+        torch.manual_seed(0)
+        stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).double() for _ in range(2)]
+        for stage in stages:
+            shard_nested_first(stage)
+        params = [param for stage in stages for param in stage.parameters()]
+        pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0],
+                         unreduced=("1.*",) if change == "unreduced" else ())
+        if change != "parameter at once":
+            pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
+        grads = [full(param.grad) for param in params]
+        if change in ("module", "frozen module", "unreduced"):
+            stages[1][1] = nn.Linear(WIDTH, WIDTH).double().requires_grad_(change != "frozen module")
+        elif change in ("parameter", "parameter at once"):
+            stages[1][1].weight = nn.Parameter(torch.zeros(WIDTH, WIDTH).double())
+        else:
+            with torch.no_grad():
+                stages[1](stages[0](x))
+        if change == "clip":
+            norm = torch.stack([grad.norm() for grad in grads]).norm()
+            results[change] = relative_error(pipe.clip_grad_norm_(1e9), norm)
+            continue
+        pipe.zero_grad()
+        try:
+            pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
+            results[change] = max(relative_error(full(p.grad), grad) for p, grad in zip(params[:1], grads))
+        except ValueError as error:
+            results[change] = str(error)
+    return results
+
+
+def shard_nested_first(stage: nn.Sequential) -> None:
+    fully_shard(stage[0], mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(stage, mesh=init_device_mesh("cpu", (2,)))
+
+
+def test_a_change_of_a_sharded_stage_between_steps_is_refused_or_gives_the_right_gradients():
+    for results in run_ranks(changed_between_steps, 2):
+        assert "sharded in part, but not 1.weight, 1.bias" in results["module"]
+        for change in ("parameter", "parameter at once"):
+            assert "the parameter weight of a Linear was replaced after it was sharded" in results[change]
+        assert isinstance(results["frozen module"], float) and isinstance(results["unreduced"], float)
+        assert results["call"] < 1e-12, "zero_grad has dropped the gradients of the first step"
+        assert results["clip"] < 1e-12
+
+
 class Experts(nn.Module):
     """Stacked weights (E, N, H), a DTensor Shard(0) over ep: every rank applies its own to the rows of all ranks."""
 
@@ -852,6 +1032,46 @@ def test_a_group_of_one_rank_keeps_its_accumulators_as_gradients():
     for same, error in run_ranks(handed_over, 1):
         assert same and all(same)
         assert error < 1e-10
+
+
+class Caching(Stage):
+    """Makes a table in its first forward and keeps it."""
+
+    table: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.linspace(1, 2, WIDTH, dtype=torch.float64)
+        return super().forward(x) * self.table
+
+
+def inference_first(rank: int) -> tuple[float, list[bool]]:
+    """Evaluate under inference_mode, by the pipeline and by a stage alone, then train: return the gradient error, and
+    whether losses are those of no_grad.
+    """
+    mesh = init_device_mesh("cpu", (2,))
+    expected = [*make_stages(1), *make_stages(1, Caching)]
+    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
+    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    x, y = batch(2, 2)
+    mine = slice(rank * 4, rank * 4 + 4)
+    step = {"num_chunks": 2, "criterion": F.mse_loss, "labels": (y[mine],), "return_outputs": True}
+    with torch.inference_mode():
+        stages[0](x[mine])
+        losses, outputs = pipe.step(x[mine], **step)
+        stages[1](x[mine])
+        again, _ = pipe.step(x[mine] + 0, **step)  # an inference tensor as input
+    with torch.no_grad():
+        losses_no_grad, outputs_no_grad = pipe.step(x[mine], **step)
+    same = [torch.equal(losses, losses_no_grad), torch.equal(outputs, outputs_no_grad), torch.equal(losses, again)]
+    pipe.step(x[mine], **step)
+    reference(expected, x, y, 4, criterion=lambda a, b: F.mse_loss(a, b) / 2)
+    return gradient_errors(stages, (0, 1), expected), same
+
+
+def test_inference_mode_before_the_first_training_step():
+    for error, same in run_ranks(inference_first, 2):
+        assert error < 1e-10 and all(same)
 
 
 def outside(rank: int) -> tuple[float, float, bool]:

@@ -45,9 +45,11 @@ def with_parameter(mesh, placements=None, ignored=False) -> nn.Module:
 def experts(mesh) -> nn.Module:
     """Build a stage whose parameters are all sharded over the ranks of a mesh."""
     stage = Stage()
-    for module in (stage.norm, stage.up, stage.down):
-        for name, p in list(module.named_parameters()):
-            setattr(module, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+    for layer in ("norm", "up", "down"):
+        sharded = nn.Module()  # a linear layer would be tensor parallel
+        for name, p in getattr(stage, layer).named_parameters():
+            setattr(sharded, name, nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])))
+        setattr(stage, layer, sharded)
     return stage
 
 

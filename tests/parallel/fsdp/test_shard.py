@@ -11,8 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dualpipe import DualPipeV, Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
-from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard
+from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard, shard_stages
 from dualpipe.parallel.precision.fsdp_units import ModuleUnits
 from ranks import run_ranks
 from toys import param_groups, relative_error
@@ -353,6 +354,98 @@ def tied(rank):
 def test_given_tied_parameters_in_different_layers_then_they_are_one_unit_and_stay_tied():
     for same, error in run_ranks(tied, 2):
         assert same == [False, True] and error < 1e-6
+
+
+class Ends(nn.Module):
+    """An embedding in the first stage of two, and a head in the last."""
+
+    def __init__(self, end):
+        super().__init__()
+        self.end = end
+        self.dense = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return self.dense(self.end(x)) if isinstance(self.end, nn.Embedding) else self.end(self.dense(x))
+
+
+def tied_ends():
+    torch.manual_seed(0)
+    first, last = Ends(nn.Embedding(11, WIDTH)), Ends(nn.Linear(WIDTH, 11, bias=False))
+    last.end.weight = first.end.weight
+    return [first.double(), last.double()]
+
+
+def tied_stages(rank):
+    """Shard two stages of a rank that share a weight in many ways; return errors, and gradient errors without one."""
+    mesh = init_device_mesh("cpu", (2,))
+    fp64 = policy(param=torch.float64, reduce=torch.float64, output=torch.float64)
+    tokens = torch.randint(11, (2, 8), generator=torch.Generator().manual_seed(0))
+
+    def shard_alone(module, stages):
+        shard(module, mesh, resolve_dtypes(stages, fp64))
+
+    def apart(stages):
+        for stage in stages:
+            shard_alone(stage, stages)
+
+    def by_hand(stages):
+        for stage in stages:
+            fully_shard(stage, mesh=mesh)
+
+    def in_part(stages):
+        shard_alone(stages[0], stages)
+        fully_shard(stages[1], mesh=mesh)
+
+    def first_alone(stages):
+        fully_shard(stages[0], mesh=mesh)
+
+    def ends_alone(stages):
+        for stage in stages:
+            shard(stage.end, mesh, resolve_dtypes(stage.end, fp64))
+
+    def frozen(stages):
+        stages[0].end.weight.requires_grad_(False)
+        apart(stages)
+
+    def together(stages):
+        shard_stages(stages, mesh, resolve_dtypes(stages, fp64))
+
+    errors, gradient_errors = {}, {}
+    for way in (apart, by_hand, in_part, first_alone, ends_alone, frozen, together):
+        stages, plain = tied_ends(), tied_ends()
+        plain[0].end.weight.requires_grad_(way is not frozen)
+        errors[way.__name__] = ""
+        try:
+            way(stages)
+            pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+        except ValueError as error:
+            errors[way.__name__] = str(error)
+            continue
+        x = tokens[rank]
+        pipe.step(x, num_chunks=2, criterion=lambda a, b: F.cross_entropy(a, b) / 2, labels=(x,))
+        for x in tokens:
+            (F.cross_entropy(plain[1](plain[0](x)), x) / 2).backward()
+        found = [gradients(stage) for stage in stages]
+        gradient_errors[way.__name__] = max(
+            float((grads[name] - p.grad).abs().max() / p.grad.abs().max())
+            for grads, stage in zip(found, plain) for name, p in stage.named_parameters() if p.requires_grad)
+    stage = nn.Sequential(*tied_ends())  # both ends in one stage, in units of their own
+    fully_shard(stage[0], mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    try:
+        Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0])
+    except ValueError as error:
+        errors["one stage"] = str(error)
+    return errors, gradient_errors
+
+
+def test_given_tied_stages_then_they_are_one_weight_or_refused():
+    for errors, gradient_errors in run_ranks(tied_stages, 2, fresh=True):
+        assert {way for way, text in errors.items() if not text} == gradient_errors.keys() == {"frozen", "together"}
+        assert max(gradient_errors.values()) < 1e-12
+        for way, text in errors.items():
+            assert not text or ("tied" in text and "shard_stages" in text and "weight" in text), (way, text)
+        assert "end.weight of module 0 and end.weight of module 1 of this rank" in errors["by_hand"]
 
 
 # -- what cannot be kept apart is refused at plan time

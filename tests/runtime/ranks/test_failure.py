@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import dualpipe.runtime.ranks.board as board_module
 import dualpipe.runtime.ranks.failure as failure_module
 from dualpipe.runtime.errors import PipelineError, RankLost, mark_names_ranks
+from dualpipe.runtime.ranks.board import Board
 from dualpipe.runtime.ranks.failure import Cause, FailureBoard, StepFailure, default_store, hang_up, watch
 from dualpipe.runtime.recorder import Recorder
 from ranks import run_ranks
@@ -22,7 +24,7 @@ from ranks import run_ranks
 
 def test_the_first_published_cause_is_that_of_all_ranks():
     store = dist.HashStore()
-    board = FailureBoard(lambda: store, "one")
+    board = FailureBoard(Board(lambda: store), "one")
     assert board.cause() is None
     assert board.publish(Cause("first")) == Cause("first")
     assert board.publish(Cause("second", is_loss=True)) == Cause("first") == board.cause()
@@ -45,8 +47,8 @@ class Stopped:
 
 @pytest.mark.parametrize("store", [Gone, Stopped])
 def test_a_store_that_does_not_answer_is_asked_once_for_a_moment(store, monkeypatch):
-    monkeypatch.setattr(failure_module, "ANSWER", 0.5)
-    board = FailureBoard(store, "one")
+    monkeypatch.setattr(board_module, "ANSWER", 0.5)
+    board = FailureBoard(Board(store), "one")
     began = time.monotonic()
     assert board.publish(Cause("mine")) == Cause("mine")
     assert board.cause() is None and not board.is_any_waiting([0]) and not board.is_reachable()
@@ -67,17 +69,17 @@ def test_a_watching_thread_hangs_up_and_ends_with_the_watched_failure(monkeypatc
 
     group = Group()
     before = threading.active_count()
-    watched = StepFailure(FailureBoard(lambda: store, "one"), [group])
-    watch(watched, FailureBoard(lambda: store, "one"))
-    FailureBoard(lambda: store, "one").publish(Cause("elsewhere"))
+    watched = StepFailure(FailureBoard(Board(lambda: store), "one"), [group])
+    watch(watched, FailureBoard(Board(lambda: store), "one"))
+    FailureBoard(Board(lambda: store), "one").publish(Cause("elsewhere"))
     deadline = time.monotonic() + 20
     while not ended:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     with pytest.raises(PipelineError, match=r"an earlier step failed .* It failed with: elsewhere"):
         watched.check()
-    other = StepFailure(FailureBoard(lambda: store, "two"), [group])
-    watch(other, FailureBoard(lambda: store, "two"))
+    other = StepFailure(FailureBoard(Board(lambda: store), "two"), [group])
+    watch(other, FailureBoard(Board(lambda: store), "two"))
     del other
     while threading.active_count() > before:
         assert time.monotonic() < deadline + 20
@@ -85,7 +87,7 @@ def test_a_watching_thread_hangs_up_and_ends_with_the_watched_failure(monkeypatc
 
 
 def test_a_failure_without_other_ranks_ends_nothing():
-    failure = StepFailure(FailureBoard(dist.HashStore, "one"), [])
+    failure = StepFailure(FailureBoard(Board(dist.HashStore), "one"), [])
     with pytest.raises(PipelineError, match=r"^rank 0: action: KeyError: 'x'$") as raised, \
             failure.ending_step(lambda: "action: "):
         raise KeyError("x")
@@ -154,7 +156,7 @@ def test_a_partly_received_message_is_not_cut_off(source):
 
 def lost(rank: int, size: int) -> tuple[str, bool, bool]:
     """Let ranks wait in a chain for the last one, which does not come; return their errors."""
-    failure = StepFailure(FailureBoard(partial(default_store, dist.group.WORLD), "one"), [dist.group.WORLD])
+    failure = StepFailure(FailureBoard(Board(partial(default_store, dist.group.WORLD)), "one"), [dist.group.WORLD])
     if rank == size - 1:
         store = dist.distributed_c10d._get_default_store()
         while not all(store.check([f"told {other}"]) for other in range(size - 1)):

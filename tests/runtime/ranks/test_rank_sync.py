@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dualpipe.runtime.errors import PipelineError
+from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.failure import hang_up
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import ScheduleError
@@ -53,13 +53,7 @@ def test_errors_of_the_work_of_all_ranks_and_of_the_first():
 
 def long_record(rank):
     ranks = RankSync(dist.group.WORLD)
-
-    def tell(value):
-        with ranks.together(ValueError) as told:
-            told.value = value
-        return told.values
-
-    return caught(tell, "x" * 9000 if rank == 1 else ""), tell(rank)
+    return caught(ranks.exchange, "x" * 9000 if rank == 1 else ""), ranks.exchange(rank)
 
 
 def test_a_record_that_is_too_long_is_an_error_on_every_rank():
@@ -71,37 +65,26 @@ def test_a_record_that_is_too_long_is_an_error_on_every_rank():
 
 @pytest.mark.parametrize("error", [ScheduleError("refused"), ValueError("refused")])
 def test_a_value_error_has_no_type_in_its_text(error):
-    with pytest.raises(ValueError, match=r"^rank 0: refused$"), RankSync(None).together(ValueError):
-        raise error
+    with pytest.raises(ValueError, match=r"^rank 0: refused$"):
+        RankSync(None).exchange(error)
 
 
 def unfit_record(rank):
     ranks = RankSync(dist.group.WORLD)
-
-    def tell(value):
-        with ranks.together(ValueError) as told:
-            told.value = value
-
-    return caught(tell, {1, 2} if rank == 1 else 0), caught(tell, 0)
+    return caught(ranks.exchange, {1, 2} if rank == 1 else 0), ranks.exchange(rank)
 
 
 def test_a_record_that_json_cannot_hold_is_an_error_on_every_rank():
     for told, afterwards in run_ranks(unfit_record, 2):
         assert told == ("ValueError", "rank 1: TypeError: Object of type set is not JSON serializable")
-        assert afterwards is None
+        assert afterwards == [0, 1]
 
 
 def equal_errors(rank):
     ranks = RankSync(dist.group.WORLD)
 
-    def attempt(errors):
-        with ranks.together(ValueError):
-            if rank in errors:
-                raise ValueError("the same")
-            if errors:
-                raise ValueError("another")
-
-    return caught(attempt, (0, 1, 2)), caught(attempt, (0, 2))
+    same, another = ValueError("the same"), ValueError("another")
+    return caught(ranks.exchange, same), caught(ranks.exchange, another if rank == 1 else same)
 
 
 def test_equal_errors_are_joined():
@@ -113,12 +96,13 @@ def one_has_left(rank):
     """Return the error of the ranks that wait for one that has left, after a wait for a late one."""
     ranks = RankSync(dist.new_group())
     if rank == 2:
-        hang_up([ranks._group])
+        hang_up(ranks.groups)
         return None
     if rank == 0:
         time.sleep(0.5)
-    with pytest.raises(PipelineError) as error, ranks.together(ValueError):
-        pass
+    with pytest.raises(RankLost) as error:
+        ranks.exchange(None)
+    assert error.value.ranks == (2,)
     return str(error.value)
 
 

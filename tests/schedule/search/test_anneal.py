@@ -7,8 +7,7 @@ import random
 import pytest
 
 from dualpipe.schedule import ScheduleError, build, simulate, validate
-from dualpipe.schedule.search.anneal import Timing, orders_of, plays, with_steps
-from dualpipe.schedule.search.changes import random_change
+from dualpipe.schedule.search.anneal import Timing, orders_of, plays, random_change, with_steps
 from searches import held, overlapped
 
 

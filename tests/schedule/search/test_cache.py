@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dualpipe.schedule import Costs, build, validate
-from dualpipe.schedule.search import cache, driver
+from dualpipe.schedule.search import driver
 from searches import QUICK, overlapped
 
 
@@ -59,8 +59,8 @@ def test_where_nothing_can_be_written(monkeypatch, tmp_path):
 
 def test_the_key_tells_all_inputs_apart():
     plain = Costs()
-    keys = [cache.key_of(each) for each in (
+    keys = [driver.cache_key(each) for each in (
         plain, Costs(F=1.5), Costs(pairs={("F", "F"): 1.5}), Costs(per_stage={0: plain}), Costs(per_stage={1: plain}),
         Costs(F=np.float32(1.1)), Costs(F=np.nextafter(1.1, 2)), Costs(pairs=MappingProxyType({("F", "F"): 1.6})))]
     assert len(set(keys)) == len(keys)
-    assert cache.key_of(Costs(F=1.5)) == keys[1]
+    assert driver.cache_key(Costs(F=1.5)) == keys[1]

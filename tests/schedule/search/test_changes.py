@@ -6,8 +6,7 @@ from collections import Counter
 from random import Random
 
 from dualpipe.schedule import build
-from dualpipe.schedule.search.anneal import orders_of
-from dualpipe.schedule.search.changes import random_change
+from dualpipe.schedule.search.anneal import orders_of, random_change
 
 
 def whole_work(order):

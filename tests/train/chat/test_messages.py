@@ -1,5 +1,7 @@
 """Conversations of records in the forms of OpenAI and ShareGPT, and records that are neither."""
 
+import json
+
 import pytest
 
 from dualpipe.train.chat.messages import read_conversation
@@ -19,13 +21,32 @@ def test_an_empty_conversation_is_none(record):
     assert read_conversation(record, "messages") is None
 
 
-def test_content_in_parts_nulls_of_parquet_and_tools():
+def test_content_in_parts_nulls_and_tools():
+    """Nulls go, as in transformers, and parts stay, for the template."""
     parts = {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}
     tool = {"role": "tool", "content": "3", "tool_calls": None}
     found = read_conversation({"messages": [parts, call, tool], "tools": '[{"type": "function"}]'}, "messages")
-    assert found.messages == [{"role": "user", "content": "ab"}, call, {"role": "tool", "content": "3"}]
+    call = {"role": "assistant", "tool_calls": [{"id": 1}]}
+    assert found.messages == [parts, call, {"role": "tool", "content": "3"}]
     assert found.tools == [{"type": "function"}]
+
+
+def test_tools_and_tool_calls_as_json_texts_are_objects():
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    for tools, calls in ((['{"name": "f"}'], [json.dumps(call)]), ('[{"name": "f"}]', json.dumps([call])),
+                         ([{"name": "f"}], [call])):
+        messages = [ROUND[0], {"role": "assistant", "tool_calls": calls}]
+        found = read_conversation({"messages": messages, "tools": tools}, "messages")
+        assert found.tools == [{"name": "f"}] and found.messages[1]["tool_calls"] == [call]
+    for tools in ([], "[]", None):
+        assert read_conversation({"messages": ROUND, "tools": tools}, "messages").tools is None
+
+
+def test_other_keys_of_a_message_stay():
+    message = {"from": "gpt", "value": "b", "reasoning": "c", "weight": 1}
+    found = read_conversation({"conversations": [message]}, "conversations")
+    assert found.messages == [{"role": "assistant", "content": "b", "reasoning": "c"}]
 
 
 def test_a_system_prompt_beside_the_messages_is_the_first_message():
@@ -63,6 +84,8 @@ def test_messages_with_the_weight_0():
     ([{"from": ["gpt"], "value": "Hi"}], "is from ['gpt']; give one of human, user, gpt"),
     ([{"from": "gpt"}], "from 'gpt' has no 'value' that is a string"),
     ([ROUND[1] | {"weight": 0.5}], "has the weight 0.5; give 0 or 1"),
+    ([ROUND[1] | {"tool_calls": "f()"}], "has 'tool_calls' that is a string that is not JSON"),
+    ([ROUND[1] | {"tool_calls": ["1"]}], "has 'tool_calls' that has an item that is not an object but of type int"),
 ])
 def test_what_is_no_conversation_is_refused(messages, text):
     with pytest.raises(ValueError) as raised:

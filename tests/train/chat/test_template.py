@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from chats import CHATML, MARKED, save_chat_tokenizer, turns
-from dualpipe.train.chat.template import ChatTemplate, find_template
+from dualpipe.train.chat.template import ChatTemplate
 
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "<&>\u00e9"}}]
 MANY_FEATURES = """
@@ -23,55 +23,94 @@ MANY_FEATURES = """
 {% set state = namespace(count=0) %}{% for message in messages %}{% set state.count = state.count + 1 %}{% endfor %}
 {{ state.count }} {{ documents is none }}
 """
+WHITE_SPACE = """   {% for m in messages %}
+    {%- if m.role == 'assistant' -%}
+      {%- generation -%}
+        {{ m.content }}
+      {%- endgeneration -%}
+    {%- else %}
+    {% generation %}
+    {{ m.role }}
+    {% endgeneration %}
+    {% endif %}
+{% endfor %}"""
+IN_A_MACRO = (
+    "{% macro turn(m) %}{{ '<|im_start|>' + m.role + '\n' }}{% generation %}{{ m.content + '<|im_end|>' }}"
+    "{% endgeneration %}{% endmacro %}{% for m in messages %}{{ turn(m) }}{% endfor %}"
+)
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, MANY_FEATURES])
+def template_of(folder, source, **settings):
+    save_chat_tokenizer(folder, source)
+    if settings:
+        file = folder / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return ChatTemplate(AutoTokenizer.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, MANY_FEATURES, WHITE_SPACE, IN_A_MACRO])
 @pytest.mark.parametrize("prompts", [False, True])
 def test_renders_as_transformers(tmp_path, template, prompts):
-    save_chat_tokenizer(tmp_path, template)
+    found = template_of(tmp_path, template)
     hub = AutoTokenizer.from_pretrained(tmp_path)
     messages = turns("Hi <b>", "Hello\n 'you' \u00e9", system="Be brief.")
     expected = hub.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=prompts)
-    assert find_template(tmp_path).render(messages, TOOLS, prompts=prompts).text == expected
+    assert found.render(messages, TOOLS, prompts=prompts).text == expected
 
 
-def test_generation_blocks_give_their_bounds():
-    template = ChatTemplate(MARKED, {}, "it")
-    text, generated = template.render(turns("a", "bc", "d", "e"))
-    assert template.marks_generation and not ChatTemplate(CHATML, {}, "it").marks_generation
-    assert [text[begin:end] for begin, end in generated] == ["bc<|im_end|>", "e<|im_end|>"]
-    assert ChatTemplate(CHATML, {}, "it").render(turns("a")).generated == []
+def test_generation_blocks_give_their_bounds(tmp_path):
+    for name, template, expected in (
+        ("marked", MARKED, ["bc<|im_end|>", "e<|im_end|>"]), ("plain", CHATML, None),
+        ("space", WHITE_SPACE, ["    user\n", "bc", "    user\n", "e"]),
+        ("macro", IN_A_MACRO, ["a<|im_end|>", "bc<|im_end|>", "d<|im_end|>", "e<|im_end|>"]),
+    ):
+        text, generated = template_of(tmp_path / name, template).render(turns("a", "bc", "d", "e"))
+        assert (generated and [text[begin:end] for begin, end in generated]) == expected
+    assert template_of(tmp_path / "marked", MARKED).render(turns("a")).generated == []
 
 
 def test_where_a_template_is_found(tmp_path):
-    save_chat_tokenizer(tmp_path, "in the configuration")
-    assert find_template(tmp_path).render([]).text == "in the configuration"
+    chat = turns("a")
+    assert template_of(tmp_path, "in the configuration").render(chat).text == "in the configuration"
     (tmp_path / "chat_template.jinja").write_text("in a file, {{ bos_token }}")
-    assert find_template(tmp_path).render([]).text == "in a file, <|endoftext|>"
+    hub = AutoTokenizer.from_pretrained(tmp_path)
+    assert ChatTemplate(hub).render(chat).text == "in a file, <|endoftext|>"
     (tmp_path / "other").write_text("another")
-    assert find_template(tmp_path, str(tmp_path / "other")).render([]).text == "another"
-    (tmp_path / "chat_template.jinja").unlink()
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert find_template(tmp_path).render([]).text == "yes"
+    assert ChatTemplate(hub, str(tmp_path / "other")).render(chat).text == "another"
+    assert len({ChatTemplate(hub).content, ChatTemplate(hub, str(tmp_path / "other")).content}) == 2
+
+
+@pytest.mark.parametrize("has_files", [False, True])
+def test_the_template_for_tools_renders_conversations_with_tools(tmp_path, has_files):
+    if has_files:
+        save_chat_tokenizer(tmp_path, None)
+        (tmp_path / "chat_template.jinja").write_text("no tools")
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }} tools")
+        found = ChatTemplate(AutoTokenizer.from_pretrained(tmp_path))
+    else:
+        named = [{"name": "tool_use", "template": "{{ tools | length }} tools"},
+                 {"name": "default", "template": "no tools"}]
+        found = template_of(tmp_path, None, chat_template=named)
+    assert found.render(turns("a"), TOOLS).text == "1 tools" and found.render(turns("a")).text == "no tools"
 
 
 def test_what_is_refused(tmp_path):
+    def refusal(source, messages, **settings):
+        with pytest.raises(ValueError) as raised:
+            template_of(tmp_path, source, **settings).render(messages)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    assert "has no chat template; use the tokenizer of a model that was trained to chat" in refusal(None, turns("a"))
     with pytest.raises(ValueError, match="cannot read the chat template none: "):
-        find_template(tmp_path, "none")
-    with pytest.raises(ValueError, match=r"has no chat template: no chat_template.jinja, and no chat_"):
-        find_template(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"tokenizer_config.json holds a list; it must hold a JSON object"):
-        find_template(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"cannot read .*tokenizer_config.json: "):
-        find_template(tmp_path)
-    with pytest.raises(ValueError, match="it is not a valid template: "):
-        ChatTemplate("{% for %}", {}, "it")
-    with pytest.raises(ValueError, match="it refuses the conversation: roles must alternate"):
-        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}, "it").render(turns("a"))
-    with pytest.raises(ValueError, match=r"it refuses the conversation: .*unsafe"):
-        ChatTemplate("{{ messages.__class__.__mro__ }}", {}, "it").render(turns("a"))
-    with pytest.raises(ValueError, match=r"contains U\+FDD0"):
-        ChatTemplate(MARKED, {}, "it").render(turns("a", "b\ufdd0"))
+        ChatTemplate(AutoTokenizer.from_pretrained(tmp_path), "none")
+    chat = turns("a", "b\ufdd0")
+    assert "refuses the conversation: Expected an expression, got" in refusal("{% for %}", chat)
+    assert "refuses the conversation: roles must al" in refusal("{{ raise_exception('roles must al') }}", chat)
+    assert "refuses the conversation: access to attribute '__class__'" in refusal("{{ messages.__class__.x }}", chat)
+    assert "contains U+FDD0" in refusal(MARKED, chat)
+    assert "changes the text of its generation blocks" in refusal(
+        "{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", turns("a"))
+    assert "cannot be chosen: This model has multiple chat templates" in refusal(
+        None, chat, chat_template=[{"name": "x", "template": "a"}])

@@ -15,7 +15,6 @@ from dualpipe.train.config.command_line import FIELDS_BY_FOREIGN_NAME
 from dualpipe.train.config.load import load_config, recorded_config
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
-from dualpipe.train.config.source import saved_settings
 from dualpipe.train.metrics import StepMetrics
 from dualpipe.train.step.routers import build_routers
 
@@ -63,12 +62,12 @@ def test_auto_tokenizer_is_the_one_of_the_checkpoint(toml, tmp_path):
     (tmp_path / "start").mkdir()
     assert load_config(toml(started)).data.tokenizer == "bytes"
     (tmp_path / "start/tokenizer.json").write_text("{}")
-    assert load_config(toml(started)).data.tokenizer == str(tmp_path / "start/tokenizer.json")
+    assert load_config(toml(started)).data.tokenizer == str(tmp_path / "start")
     assert load_config(toml()).data.tokenizer == "bytes", "no checkpoint"
     assert load_config(toml(started), ["--data.tokenizer", "bytes"]).data.tokenizer == "bytes"
     other = started.replace('path = "text"', 'path = "text"\ntokenizer = "other"')
     assert load_config(toml(other)).data.tokenizer == str(tmp_path / "other")
-    assert load_config(toml(other), ["--data.tokenizer", "auto"]).data.tokenizer.endswith("start/tokenizer.json")
+    assert load_config(toml(other), ["--data.tokenizer", "auto"]).data.tokenizer.endswith("start")
 
 
 def test_a_path_called_none_is_a_path(toml, tmp_path):
@@ -120,14 +119,13 @@ def test_overrides_replace_the_file(toml):
         (GOOD.replace("pp = 2", "ep = 0"), "parallel.ep = 0: must be at least 1"),
         (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
-        (GOOD.replace("pp = 2", 'dispatch = "deep_ep"\nall_to_all = "copy_engine"'),
-         "parallel.all_to_all = 'copy_engine': deep_ep sends rows by kernels of its own"),
+        (GOOD.replace("pp = 2", 'dispatch = "deep_ep"'), "dispatch = 'deep_ep' .*'two_hop'"),
+        (GOOD.replace("pp = 2", 'all_to_all = "copy_engine"'), "unknown key 'all_to_all'"),
+        (GOOD.replace('"model/config.json"', '"model/config.json"\nexpert_gemm = "quack"'),
+         "expert_gemm = 'quack' .*'grouped_mm'"),
         (GOOD + "[router]\nbalance = -0.1", "router.balance = -0.1: must not be negative"),
         (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan: must not be negative"),
         (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),
-        (GOOD + "[router]\nbalanced = true", "key 'balanced'; router.balanced has been removed: .* leave it out"),
-        (GOOD + "[[dtypes.rules]]\npattern = '*'\nstorage = 'fp8_tensor'",
-         "storage = 'fp8_tensor' is not a valid choice; .* has been removed: choose fp8_block or mxfp8"),
         (GOOD + '[router]\nbalance_level = "layer"', "one of 'microbatch', 'sequence', 'global'"),
         ("[train]\nsteps = 3", "there is no model; give model.config"),
         ("[model]", "there is no model; give model.config"),
@@ -217,8 +215,6 @@ def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
         (["--parallel.overlap", "yes"], "^--parallel.overlap: 'yes' is not a valid value; it must be true or false$"),
         (["--optimizer.betas", "0.5"], "^--optimizer.betas: expected 2 arguments$"),
         (["--dtypes.rules", "*,storage=fp9"], "^dtypes.rules.*fp9"),
-        (["--dtypes.rules", "*,gather=fp8_tensor"], "^dtypes.rules.*; FP8 with a single scale .* choose fp8_block"),
-        (["--router.balanced_stride", "3"], "^unknown option '--router.balanced_stride'; .* has been removed"),
         (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
         (["extra"], "^unrecognized arguments: extra$"),
     ],
@@ -275,29 +271,13 @@ def test_a_file_that_is_not_text(tmp_path):
         load_config(tmp_path / "run.toml")
 
 
-def test_a_recorded_configuration_may_have_removed_fields_that_were_off(toml):
+def test_a_recorded_configuration_is_the_one_that_was_recorded(toml):
     config = load_config(toml())
     recorded = json.loads(json.dumps(asdict(config)))
     assert recorded_config(recorded) == config
-    recorded["router"] |= {"balanced": False, "balanced_stride": 0}
-    assert recorded_config(recorded) == config
-    recorded["router"] |= {"balanced": True}
-    with pytest.raises(ValueError, match=r"router\.balanced has been removed"):
+    recorded["router"]["unknown"] = 0
+    with pytest.raises(ValueError, match="unknown key 'unknown'"):
         recorded_config(recorded)
-
-
-def test_a_field_may_have_its_former_name(toml):
-    recorded = json.loads(json.dumps(asdict(load_config(toml()))))
-    recorded["dtypes"]["products"] = recorded["dtypes"].pop("gemm_precision")
-    assert recorded_config(recorded) == load_config(toml())
-    assert saved_settings({"run": recorded}, "dtypes")["gemm_precision"] == "auto"
-    assert load_config(toml()).dtypes.products == "auto"
-    for options in (["--dtypes.products", "weight-only"], ["--dtypes.products=weight-only"]):
-        assert load_config(toml(), options).dtypes.gemm_precision == "weight-only"
-    former = '\n[dtypes]\nproducts = "weight-only"\n'
-    assert load_config(toml(GOOD + former)).dtypes.gemm_precision == "weight-only"
-    with pytest.raises(ValueError, match="unknown key 'products'"):
-        load_config(toml(f'{GOOD}{former}gemm_precision = "auto"\n'))
 
 
 def test_missing_file(tmp_path):

@@ -61,7 +61,7 @@ def test_auto_backend_depends_on_family_and_options(folder):
 
 @pytest.mark.parametrize("options, message", [
     ("--parallel.cp 2", "parallel.cp = 2: olmoe is trained by transformers' implementation, and its attention does"),
-    ("--parallel.ep 3", "parallel.ep = 3 does not divide the 8 experts of a layer"),
+    ("--parallel.ep 3", "parallel.ep = 3: 8 experts cannot be divided evenly among 3"),
     ("--mtp.weight 0.3", "mtp.weight = 0.3: "),
     ("--optimizer.qk_clip 100", "optimizer.qk_clip = 100.0: "),
     ("--router.balance 0.01", "router.balance = 0.01: olmoe is trained by transformers' implementation, and it needs "
@@ -79,6 +79,12 @@ def test_unsupported_settings_are_refused_in_one_line(folder, capsys, options, m
     assert cli.main(["dtypes", "run.toml", *options.split()]) == 2
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+def test_experts_of_a_dense_model_are_not_divided(folder, capsys):
+    describe_model("llama")
+    assert cli.main(["dtypes", "run.toml", "--parallel.ep", "2"]) == 2
+    assert "parallel.ep = 2: a LlamaForCausalLM has no experts that transformers calls" in capsys.readouterr().err
 
 
 def test_other_commands_refuse_transformers_models_in_one_line(folder, capsys):

@@ -164,6 +164,7 @@ def rank_of(agent):
     return descendants(agent.pid)[0]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_torchrun_restarts_a_killed_worker(run_folder, agents):
@@ -175,6 +176,7 @@ def test_torchrun_restarts_a_killed_worker(run_folder, agents):
     assert sorted(losses(run_folder, "alone")) == list(range(1, 41))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -191,6 +193,7 @@ def test_a_signal_to_torchrun_stops_and_saves_the_run(run_folder, agents, number
     assert step and int(step[1]) == int(step[2]), log
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(1200)  # interpreters start four times, and torchrun's own waits are long
 def test_a_run_continues_without_a_killed_node(run_folder, agents, train_on, free_port):

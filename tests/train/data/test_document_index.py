@@ -37,8 +37,9 @@ def pretend(folder, count, length):
               "sha256": checksum_of(path, "sha256") if is_checked else "not looked at"}
              for path in (folder / "documents.npy", folder / "tokens-00000.bin")]
     (folder / INDEX).write_text(json.dumps({
-        "format": FORMAT, "tokenizer": "bytes", "vocab_size": 257, "dtype": "uint16", "end_of_document": 256,
-        "largest": 256, "documents": count, "tokens": count * length, "document_index": files[0], "shards": files[1:],
+        "format": FORMAT, "tokenizer": "bytes", "tokenizer_file": "", "vocab_size": 257, "dtype": "uint16",
+        "end_of_document": 256, "largest": 256, "documents": count, "tokens": count * length,
+        "document_index": files[0], "shards": files[1:],
     }))
     return folder
 

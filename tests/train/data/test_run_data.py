@@ -12,6 +12,7 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
+from dualpipe.train.data import run_data
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.splits import choose_evaluation_windows, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
@@ -21,31 +22,23 @@ from ranks import run_ranks
 
 
 @pytest.mark.slow
-def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys, monkeypatch):
-    """A single file trains as in nanoGPT. A run resumes only with the same validation tokens.
-
-    The order of an early version may differ.
-    """
-    state_dict, folder = Loader.state_dict, run_toml.parent
+def test_a_single_file_of_records_trains_with_the_default_validation_fraction(run_toml, capsys):
+    """A single file trains as in nanoGPT. A run resumes only with the same validation tokens."""
+    folder = run_toml.parent
     record = {"body": "the quick brown fox jumps over the lazy dog. " * 300}
     (folder / "one.jsonl.gz").write_bytes(gzip.compress(json.dumps(record).encode()))
     text = re.sub("validation_fraction.*", 'text_key = "body"', run_toml.read_text())
     run_toml.write_text(text.replace('"text"', '"one.jsonl.gz"', 1))
     run = ["train", str(run_toml), "--parallel.pp", "1", "--output.dir", str(folder / "out")]
     run += ["--checkpoint.interval", "1"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Loader, "state_dict", lambda loader: {name: value for name, value in state_dict(loader).items()
-                                                            if name != "order"})  # as earlier versions wrote it
-        assert cli.main([*run, "--train.steps", "2"]) == 0
+    assert cli.main([*run, "--train.steps", "2"]) == 0
     said = capsys.readouterr().out
     assert "data: 13,231 tokens in 1 documents for training, 270 in 1 for validation" in said
     assert "a unigram model of the same text has a validation loss of " in said
     assert read_metrics(folder / "out" / "metrics.jsonl")[-1]["eval_loss"] > 0
     assert cli.main([*run, "--train.steps", "3", "--data.validation_fraction", "0.03"]) == 2
     assert "the loader's state is of another run: data '" in capsys.readouterr().err
-    for steps, warns in (("3", True), ("4", False)):
-        assert cli.main([*run, "--train.steps", steps]) == 0
-        assert ("WARNING: the checkpoint is from a version that ordered" in capsys.readouterr().out) is warns
+    assert cli.main([*run, "--train.steps", "3"]) == 0
     assert cli.main([*run, "--data.text_key", "text", "--checkpoint.resume", "never"]) == 2
     assert "it has no 'text', but 'body'; name the key" in capsys.readouterr().err
 
@@ -95,3 +88,23 @@ def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml)
     assert f"{said}data.validation_fraction = 0.02 would be 60\n" in done.stdout
     rows = [json.loads(line) for line in (run_toml.parent / "out" / "metrics.jsonl").read_text().splitlines()]
     assert rows[-1]["eval_loss"] > 0
+
+
+def _train_without_files(rank, folder, port):
+    """Return the error of this rank, where rank 1 cannot open the packed text."""
+    def open_splits(path, *options, **more):
+        raise ValueError(f"{path} is not here")
+
+    dist.destroy_process_group()
+    if rank == 1:
+        run_data.open_splits = open_splits
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.chdir(folder)
+    with pytest.raises(ValueError) as raised:
+        train(load_config("run.toml"), RankInfo(rank, 2, rank, 2))
+    return str(raised.value)
+
+
+def test_text_that_one_rank_cannot_open_is_an_error_on_all(run_toml, free_port):
+    said = run_ranks(_train_without_files, 2, str(run_toml.parent), free_port, fresh=True)
+    assert said[0] == said[1] and re.fullmatch(r"rank 1 \(pp 1\): out/data-\w+ is not here", said[0])

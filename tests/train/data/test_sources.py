@@ -73,13 +73,101 @@ def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
 def test_kinds_can_be_mixed_and_the_last_line_needs_no_newline(tmp_path):
     folder = tmp_path / "texts"
     folder.mkdir()
-    (folder / "c.txt").write_text("plain")
+    (folder / "c.txt").write_text("\ufeffplain", encoding="utf-8")
     (folder / "b.jsonl").write_bytes("\ufeff".encode() + lines_of(["with a BOM", "open end"]).rstrip())
     write(folder / "d.jsonl.gz", ["zipped"])
     write(folder / "a.parquet", ["columnar", "and so on"])
     assert packed_texts([folder], tmp_path / "out") == [
         "columnar", "and so on", "with a BOM", "open end", "plain", "zipped",
     ]
+
+
+@pytest.mark.parametrize("packer", [bytes, gzip.compress, zstandard.compress])
+def test_json_in_lines_in_an_array_or_alone(tmp_path, packer):
+    """Names that other tools give: a file named .json may have any of the forms."""
+    suffix = {gzip.compress: ".gz", zstandard.compress: ".zst"}.get(packer, "")
+    records = [{"text": text} for text in TEXTS]
+    for name, content, expected in (
+        ("a.ndjson", lines_of(TEXTS), TEXTS), ("b.json", lines_of(TEXTS), TEXTS),
+        ("c.json", json.dumps(records).encode(), TEXTS), ("d.json", json.dumps(records, indent=2).encode(), TEXTS),
+        ("e.json", lines_of(["alone"]), ["alone"]), ("f.json", json.dumps({"text": "x"}, indent=1).encode(), ["x"]),
+        ("g.json", b"\xef\xbb\xbf" + json.dumps(records).encode(), TEXTS),
+        ("h.json", b"\n\n" + lines_of(TEXTS), TEXTS), ("i.json", b"\n" + lines_of(["alone"]) + b"\n", ["alone"]),
+    ):
+        (tmp_path / f"{name}{suffix}").write_bytes(packer(content))
+        assert packed_texts([tmp_path / f"{name}{suffix}"], tmp_path / "out") == expected
+
+
+def test_conversations_in_an_array(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"messages": OPENAI}, {"conversations": SHAREGPT}]))
+    assert [conversation.messages for conversation, _ in read_conversations(tmp_path / "a.json")] == [OPENAI] * 2
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("settings.json", '{"a": 1}'), ("settings.json", '{\n "a": 1\n}\n'), ("settings.json", '{\n // no JSON\n}\n'),
+    ("numbers.json", "[1, 2]"), ("lines.txt", '{"text": "a"}\n{"text": "b"}\n'), ("array.txt", '[{"text": "a"}]'),
+    ("array.data", '[\n {\n  "text": "a"}]'), ("table.csv", "text\na\n"), ("table.TSV", "text\tn\na\t1\n"),
+])
+def test_json_that_holds_no_records_is_left_out_by_name(tmp_path, name, content):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / name).write_text(content)
+    (folder / "plain.txt").write_text("plain")
+    with pytest.warns(UserWarning, match=rf"files that are not text are skipped: 1: {name} \("):
+        assert packed_texts([folder], tmp_path / "out") == ["plain"]
+    with pytest.raises(ValueError, match=rf"{name} (has no records: expected objects|has one object, but it has no "
+                                         "'text', but 'a'|starts with a JSON object; give rec|is a table, not text)"):
+        packed_texts([folder / name], tmp_path / "out")
+
+
+@pytest.mark.parametrize(("content", "text"), [
+    ('[{"text": "a"}, {"other": "b"}]', r"cannot read record 2 of .*a.json: it has no 'text', but 'other'"),
+    ('[{"text": "a"}, null]', "cannot read record 2 of .*a.json: it is not a JSON object but of type NoneType"),
+    ('[{"text": "a"}, {"tex', "cannot read record 1 of .*a.json: it is not valid JSON"),
+    ('{"text": "a"}\n{"text": "b", "text": "c"}', "record 2 of .*a.json: it is not valid JSON .the key 'text' is th"),
+])
+def test_damaged_json_is_refused(tmp_path, content, text):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ValueError, match=text):
+        packed_texts([tmp_path], tmp_path / "out")
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path):
+    table = pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="parquet: the file has 2 columns with the name 'text'; expected one"):
+        packed_texts([tmp_path / "a.parquet"], tmp_path / "out")
+
+
+def test_links_are_followed_and_everything_is_read_once(tmp_path):
+    folder = tmp_path / "texts"
+    for path, text in (("texts/z.txt", "here"), ("disk/a.txt", "linked"), ("disk/deep/b.txt", "deeper")):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    (folder / "a").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk/up").symlink_to(folder)
+    (folder / "b").symlink_to(tmp_path / "disk/deep")
+    (folder / "file.txt").symlink_to(tmp_path / "disk/a.txt")
+    (folder / "gone.txt").symlink_to("nothing")
+    os.mkfifo(folder / "pipe")
+    with pytest.warns(UserWarning) as warned:
+        assert packed_texts([folder], tmp_path / "out") == ["linked", "deeper", "here"]
+    assert str(warned[0].message) == (
+        f"{folder}: left out: 5: a/up (a folder that is read already), b (a folder that is read already), "
+        "file.txt (a file that is read already), gone.txt (a link to nothing), pipe (no regular file)")
+
+
+def test_snapshots_that_share_a_file_give_it_once(tmp_path):
+    """The Hugging Face cache of a data set: another version has a new file, and a link to the same blob."""
+    cache = tmp_path / "datasets--a--b"
+    for folder in ("blobs", "snapshots/1", "snapshots/2"):
+        (cache / folder).mkdir(parents=True)
+    for blob, names in (("0a", ("1/old.txt", "2/old.txt")), ("0b", ("2/new.txt",))):
+        (cache / "blobs" / blob).write_text(blob)
+        for name in names:
+            (cache / "snapshots" / name).symlink_to(f"../../blobs/{blob}")
+    with pytest.warns(UserWarning, match="left out: 1: 2/old.txt .a file that is read already"):
+        assert packed_texts([cache / "snapshots"], tmp_path / "out") == ["0a", "0b"]
 
 
 def test_another_key(tmp_path, capsys):
@@ -105,15 +193,18 @@ OPENAI = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"
 def test_records_with_both_keys_are_read_by_the_one_with_messages(tmp_path, suffix):
     """Data sets that are joined in Parquet have the columns of both."""
     rows = [{"messages": OPENAI, "conversations": None}, {"messages": None, "conversations": SHAREGPT},
-            {"messages": [], "conversations": SHAREGPT}, {"messages": None, "conversations": []}]
+            {"messages": [], "conversations": SHAREGPT}, {"messages": None, "conversations": []},
+            {"messages": OPENAI, "conversations": SHAREGPT}]
     path = tmp_path / f"chats.{suffix}"
     if suffix == "parquet":
         parquet.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    unread = set()
     with pytest.warns(UserWarning, match="empty records are skipped: 1, the first is record 4"):
-        found = [conversation.messages for conversation, _ in read_conversations(path)]
-    assert found == [OPENAI] * 3
+        found = [conversation.messages for conversation, _ in read_conversations(path, unread=unread)]
+    assert found == [OPENAI] * 4
+    assert unread == {"conversations"}, "of the record with both"
 
 
 def test_messages_under_the_default_key_of_text_are_read(tmp_path):
@@ -318,7 +409,8 @@ def test_keys_that_parquet_fills_with_null_are_dropped(tmp_path):
     ]
     parquet.write_table(pa.Table.from_pylist([{"messages": messages, "tools": tools}]), tmp_path / "chat.parquet")
     ((conversation, _),) = read_conversations(tmp_path / "chat.parquet")
-    without_weight = [*messages[:3], {"role": "assistant", "content": "b"}]
+    without_weight = [messages[0], {"role": "assistant", "tool_calls": calls}, messages[2],
+                      {"role": "assistant", "content": "b"}]
     assert conversation == Conversation(without_weight, tools, frozenset({3}))
     explicit = [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [{"arguments": {"b": None}}]}]
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": explicit}))

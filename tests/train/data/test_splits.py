@@ -1,5 +1,6 @@
 """Split text into training and validation text, and choose evaluation windows."""
 
+import re
 import shutil
 
 import numpy as np
@@ -10,14 +11,7 @@ from dualpipe.train.config.schema import DataConfig
 from dualpipe.train.data import splits
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
-from dualpipe.train.data.splits import (
-    Splits,
-    choose_evaluation_windows,
-    ensure_packed,
-    open_splits,
-    split_documents,
-    sufficient_fraction,
-)
+from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.tokenization.tokenizer import ByteTokenizer
 from ranks import run_ranks
@@ -119,12 +113,6 @@ def test_fingerprints_of_whole_documents_equal_those_in_checkpoints(many):
     assert split_documents(PackedTokens(many), 0.2).train.fingerprint == "c771769c856f97cd"
 
 
-@pytest.mark.parametrize("total, tokens", [(30_000, 129), (1000, 129), (100, 29), (10**13, 4097), (258, 129)])
-def test_the_suggested_fraction_is_sufficient_and_little_more(total, tokens, tmp_path):
-    fraction = sufficient_fraction(total, tokens)
-    assert tokens <= int(total * float(f"{fraction:g}")) <= 1.1 * tokens + 1
-
-
 def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
     (tmp_path / "short.txt").write_text("0123456789" * 200)
     pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
@@ -135,8 +123,8 @@ def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
     assert choose_evaluation_windows(validation, **sizes, rows=range(1, 3)) == [[7, 15]]
     batch = validation.read_windows(starts[0], 17)
     assert batch.targets[-1, -1] == END and batch.tokens[1].tolist() == validation.read(7, 23).tolist()
-    with pytest.raises(ValueError, match=r"raise data.validation_fraction to at least 0\.0325, as the whole text has "):
-        choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8, fraction_of=2001)
+    with pytest.raises(ValueError, match=r"the validation text has 40 tokens, .* \+ 1 = 65; give more text in "):
+        choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8)
 
 
 def test_a_short_text_gives_one_sequence_for_validation_if_it_has_two(tmp_path):
@@ -150,16 +138,39 @@ def test_a_short_text_gives_one_sequence_for_validation_if_it_has_two(tmp_path):
     for name, total in (("one", 2001), ("some", 2000)):
         packed = PackedTokens(tmp_path / name)
         whole = TokenStream(packed)
-        for at_least, validation in ((129, 129), (1000, 1000), (1001, None), (20, None)):
+        for at_least, validation in ((129, 129), (1000, 1000), (20, None)):
             splits = split_documents(packed, 0.02, at_least=at_least)
-            if validation is None:  # too long for the text, or less than there is anyway
+            if validation is None:  # less than there is anyway
                 assert splits.validation.fingerprint == split_documents(packed, 0.02).validation.fingerprint
             else:
                 assert [stream.num_tokens for stream in splits] == [total - validation, validation]
                 assert (splits.validation.read(0, validation) == whole.read(total - validation, total)).all()
         assert split_documents(packed, 0.0, at_least=129).validation.num_documents == 0
+        assert split_documents(packed, 0.9, at_least=900).train.num_tokens == 900, "training has one sequence too"
     assert len(choose_evaluation_windows(split_documents(packed, 0.02, at_least=129).validation, sequence_length=128,
                                   batch_size=4, limit=8)) == 1
+
+
+@pytest.mark.parametrize("size", [3, 5, 12, 34, 50, 65, 66])
+@pytest.mark.parametrize("fraction", [0.0005, 0.05, 0.6])
+def test_each_remedy_for_a_text_that_is_too_short_works(tmp_path, size, fraction):
+    (tmp_path / "short.txt").write_text("x" * (size - 1))
+    pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
+    packed = PackedTokens(tmp_path / "out")
+
+    def tokens(fraction, length):
+        return [stream.num_tokens for stream in split_documents(packed, fraction, at_least=length + 1)]
+
+    if size >= 66:
+        assert min(tokens(fraction, 32)) >= 33
+        return
+    with pytest.raises(ValueError, match=f"has {size} tokens, but training and validation need .* = 33; give") as error:
+        tokens(fraction, 32)
+    length = re.search(r"lower train.sequence_length to at most (\d+)", str(error.value))
+    if length:
+        assert min(tokens(fraction, int(length[1]))) > int(length[1])
+    assert bool(length) == (size >= 4)
+    assert ("set data.validation_fraction = 0" in str(error.value)) == (size >= 33), "all of it is then for training"
 
 
 def test_evaluation_batches_are_whole_and_distinct(many):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from dualpipe.train.data.splits import ensure_packed, split_documents
-from dualpipe.train.data.token_stream import PackedTokens, TokenStream
+from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
 
 
 def truncate(path):
@@ -57,6 +57,23 @@ def test_positions_restart_at_each_document_and_each_sequence(many):
     assert (stream.positions(start, start + len(expected)) == expected).all()
     batch = stream.read_windows([0, 63], 21)
     assert batch.positions.shape == batch.tokens.shape and (batch.positions[0].numpy() == whole[:20]).all()
+
+
+def test_no_target_of_a_separate_document_is_in_another(many):
+    """Windows start and end within documents and at their bounds, and one goes on at the beginning of the text."""
+    stream = TokenStream(PackedTokens(many))
+    bounds = set(stream.document_bounds().tolist())
+    starts = [*range(300), stream.num_tokens - 8]
+    plain = stream.read_windows(starts, 15).targets
+    separate = stream.read_windows(starts, 15, separate_documents=True, depth=1).targets
+    for row, start in enumerate(starts):
+        for place in range(14):
+            targets = [start + place + 1, start + place + 2]
+            ends = [any(start + place < bound <= target for bound in bounds) for target in targets]
+            expected = [NO_TARGET if ends[0] else plain[row, place].item(),
+                        NO_TARGET if ends[1] or place == 13 else plain[row, min(place + 1, 13)].item()]
+            assert separate[row, place].tolist() == expected
+    assert plain.min() >= 0 and (separate[..., 0] == NO_TARGET).any(1).sum() > 20
 
 
 def test_vocabulary(many):

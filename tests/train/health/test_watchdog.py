@@ -234,7 +234,6 @@ def test_states_that_came_before_the_store_went_are_kept(monkeypatch):
     store.check.side_effect = lambda keys: keys != ["state 2"]
     there = PeerStore(store, 0)
     assert there.states(3) == {0: None, 1: {"asked": 0}, 2: None}
-    there.stop()
     store.check.side_effect = [True, RuntimeError("the store is gone")]
     assert PeerStore(store, 0).states(3) == {1: {"asked": 0}}
 

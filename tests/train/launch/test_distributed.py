@@ -3,6 +3,7 @@ configured timeout."""
 
 import json
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -118,7 +119,8 @@ def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
 
     with ThreadPoolExecutor(world_size) as pool:
         results = list(pool.map(rank, [r for r in range(world_size) if r not in absent]))
-    return results, [r for r in range(world_size) if store.check([f"settings/record/{r}"])]
+    # The third messages are the records, after the digests and rank 0's answer.
+    return results, [r for r in range(world_size) if store.check([f"settings/3/{r}"])]
 
 
 def test_settings_travel_only_where_they_differ():
@@ -165,17 +167,24 @@ def test_ranks_that_do_not_come_are_named():
     assert "waited 0.5 s for ranks 1, 3 of 4; they were not started or have failed" in str(errors[0])
 
 
-def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, capsys):
+@pytest.mark.parametrize("command, local_rank, message", [
+    ("train none.toml", "1", r"cannot read the config none\.toml"),
+    ("replay none", "1", ".*none has no manifest.json"),
+    ("train none.toml", "2", "got rank 1 of 2 as rank 2 of 2 on its machine"),
+    ("train none.toml", "x", "LOCAL_RANK = 'x' must be a number"),
+])
+def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, capsys, command, local_rank, message):
     """An error on one node alone, such as a missing file, is raised on all: otherwise they would wait for minutes."""
     port = str(free_ports(1)[0])
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2"}.items():
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": local_rank}
+    for name, value in place.items():
         monkeypatch.setenv(name, value)
     info, patience = RankInfo(0, 2, 0, 2), timedelta(seconds=20)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(lambda: agree(connect(info, patience), info, lambda settings: None, patience))
-        assert cli.main(["train", "none.toml"]) == 2
-        assert "cannot read the config none.toml" in capsys.readouterr().err
-        with pytest.raises(ValueError, match=r"rank 1: cannot read the config none\.toml"):
+        assert cli.main(command.split()) == 2
+        assert re.search(message, capsys.readouterr().err)
+        with pytest.raises(ValueError, match=f"rank 1: {message}"):
             other.result()
 
 
@@ -200,6 +209,22 @@ def test_ranks_that_see_one_device_each_do_not_share_it(run_toml, monkeypatch):
         monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
         with ThreadPoolExecutor(2) as pool:
             assert all(expected in said for said in pool.map(start, range(2)))
+
+
+def test_nodes_with_unequal_numbers_of_ranks_do_not_share_experts(run_toml, monkeypatch):
+    """As torchrun starts them with another --nproc-per-node on each node: the dispatch would differ between ranks."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_ports(1)[0]))
+    config = changed(changed(load_config(run_toml), "parallel.ep", 3), "parallel.pp", 1)
+
+    def start(info):
+        with pytest.raises(ValueError) as raised, join(config, info):
+            pass
+        return str(raised.value)
+
+    with ThreadPoolExecutor(3) as pool:
+        said = list(pool.map(start, [RankInfo(0, 3, 0, 2), RankInfo(1, 3, 1, 2), RankInfo(2, 3, 0, 1)]))
+    assert len(set(said)) == 1 and "parallel.ranks_per_node (else LOCAL_WORLD_SIZE) is 2 on ranks 0-1, 1 on" in said[0]
 
 
 def settings_of(config):

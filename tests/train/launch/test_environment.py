@@ -1,12 +1,14 @@
 """The rank of a process under torchrun and SLURM."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.distributed import choose_device
 from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
@@ -25,8 +27,13 @@ def test_torchrun_environment():
         ({"RANK": "0"}, "WORLD_SIZE = '' must be a number from 0"),
         ({"WORLD_SIZE": "2"}, "RANK = '' must be a number from 0"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE = 'two' must be a number"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "got rank 2 of 2 and, on its machine, rank 2 of 2, but ranks count from 0"),
-        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "rank 2 of 2, but ranks"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "got rank 2 of 2, but ranks count from 0"),
+        ({"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
+         "got rank 2 of 4 as rank 2 of 2 on its machine; expected as many on every machine"),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}, "as rank 1 of 4 on its machine.* as torchrun does"),
+        ({"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "as many on every machine"),
+        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "2"},
+         "rank 1 of 4 as rank 0 of 2 on .* one after the other.*: give srun --distribution=block"),  # cyclic
         ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "?"}, r"SLURM_STEP_NUM_TASKS = '\?' must be a number"),
     ],
 )
@@ -41,10 +48,65 @@ def test_slurm_environment():
     assert rank_from_environment({**e, "RANK": "0", "WORLD_SIZE": "2"}) == RankInfo(0, 2, 0, 2), "torchrun inside a job"
 
 
+@pytest.mark.parametrize("tasks", ["3,1", "2,1(x2)"])
+def test_every_task_of_an_uneven_slurm_step_is_refused(tasks):
+    """Otherwise only the fullest node would notice, and the others would wait for it."""
+    nodes = "2" if tasks == "3,1" else "3"
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": nodes, "SLURM_STEP_TASKS_PER_NODE": tasks}
+    for rank, local_rank in enumerate("0120"):
+        with pytest.raises(ValueError, match=f"4 tasks on {nodes} nodes, {re.escape(tasks)}; give srun --ntasks-per-n"):
+            rank_from_environment(step | {"SLURM_PROCID": f"{rank}", "SLURM_LOCALID": local_rank})
+    even = step | {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    assert rank_from_environment(even | {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}) == RankInfo(3, 4, 1, 2)
+
+
+SEVERAL = [
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+    {"PMI_RANK": "1", "PMI_SIZE": "2"},
+    {"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1"},  # says no size
+    {"MV2_COMM_WORLD_RANK": "0", "MV2_COMM_WORLD_SIZE": "4"},
+    {"JSM_NAMESPACE_RANK": "3", "JSM_NAMESPACE_SIZE": "4"},
+    {"PALS_RANKID": "0", "PMI_RANK": "0", "PMI_SIZE": "4"},
+    {"FLUX_TASK_RANK": "0", "FLUX_JOB_SIZE": "2"},
+    # mpirun in a SLURM job: the tasks of the step are its daemons, one on each node
+    {"OMPI_COMM_WORLD_RANK": "9", "OMPI_COMM_WORLD_SIZE": "16", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2",
+     "SLURM_STEP_NUM_NODES": "2"},
+    # and in its batch script
+    {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+]
+
+
+@pytest.mark.parametrize("environment", SEVERAL, ids=" ".join)
+def test_copies_by_another_launcher_are_refused(environment):
+    with pytest.raises(ValueError, match=r"`torchrun .* or `srun .* or set RANK, WORLD_SIZE"):
+        rank_from_environment(environment)
+    ranks = {"RANK": "1", "WORLD_SIZE": "2"}
+    assert rank_from_environment(environment | ranks) == RankInfo(1, 2, 1, 2), "a wrapper that says the rank"
+
+
+def test_variables_of_mpi_that_srun_sets_are_no_other_launcher():
+    task = {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "1"}
+    for mpi in ({"PMI_RANK": "1", "PMI_SIZE": "2"}, {"PMIX_RANK": "1"}):
+        assert rank_from_environment(task | mpi) == RankInfo(1, 2, 1, 2)
+
+
+def test_the_command_refuses_copies_before_it_writes(run_folder, monkeypatch, capsys):
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "2")
+    out = run_folder / "out"
+    assert cli.main(["train", str(run_folder / "run.toml"), "--output.dir", str(out)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: PMI_RANK = '0' of 2") and err.count("\n") == 1
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     "environment",
     [
         {},
+        {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1", "PMIX_RANK": "0"},  # mpirun -np 1
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "PMIX_RANK": "0"},  # srun --pty, with MPI
+        {"OMPI_COMM_WORLD_SIZE": "2"},  # no process of an MPI program
         {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_JOB_ID": "7"},
         {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"},  # a batch script that does not use srun
@@ -87,7 +149,7 @@ def test_a_device_for_every_rank(monkeypatch):
 SBATCH = Path(__file__).parents[3] / "examples" / "slurm.sbatch"
 
 
-def start_batch_script(folder, *arguments, srun="true"):
+def start_batch_script(folder, *arguments, srun="true", **environment):
     """Start the script as SLURM would on the nodes n7 and n8; its `srun` leaves what it was given, then runs `srun`."""
     tools = {
         "scontrol": 'echo "$@" >> calls; [ "$1" != show ] || printf "n7\\nn8\\n"',
@@ -98,7 +160,7 @@ def start_batch_script(folder, *arguments, srun="true"):
         (folder / name).chmod(0o755)
     job = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "123456", "SLURM_JOB_NODELIST": "n[7-8]",
            "SLURM_CPUS_PER_TASK": "6", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
-    return subprocess.Popen(["bash", SBATCH, *arguments], cwd=folder, env=job)
+    return subprocess.Popen(["bash", SBATCH, *arguments], cwd=folder, env=job | environment)
 
 
 def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
@@ -119,6 +181,12 @@ def test_the_batch_script_sets_what_the_ranks_read(tmp_path):
     assert asked["ntasks-per-node"] == asked["gpus-per-node"], "a task for each GPU"
     assert "#SBATCH --requeue" in asked
     assert asked["signal"].startswith("USR1@"), "to the ranks, not to the script"
+
+
+def test_the_batch_script_puts_a_container_before_the_command(tmp_path):
+    assert start_batch_script(tmp_path, "run.toml", CONTAINER="apptainer exec --nv a.sif").wait(200) == 0
+    assert (tmp_path / "arguments").read_text().splitlines()[3:] == [
+        "apptainer", "exec", "--nv", "a.sif", "dualpipe", "train", "run.toml"]
 
 
 @pytest.mark.parametrize("status", [0, 1, 7, 75, 138, 143])

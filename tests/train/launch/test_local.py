@@ -22,12 +22,12 @@ from sockets import listening
 
 SLOW = """
 import os, time
-from dualpipe.train import loop
-good = loop.run_learning_rate
+from dualpipe.train import trainer
+good = trainer.run_learning_rate
 def slow(step, *settings):
     time.sleep(0.3 * (step > 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"))
     return good(step, *settings)
-loop.run_learning_rate = slow
+trainer.run_learning_rate = slow
 """
 
 

@@ -35,6 +35,26 @@ def test_a_model_of_transformers_passes(folder, capsys):
     assert "parity passed: all 48 within 1e-10 relative" in out and "model.layers." in out
 
 
+@pytest.mark.parametrize("dtype", ["float64", "bf16"])
+def test_dropout_is_named_and_left_out(monkeypatch, capsys, dtype):
+    monkeypatch.syspath_prepend(Path(own_model.__file__).parent)
+    assert cli.main(["parity", "--model", "own_model:dropout", "--dtype", dtype]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("layers.0.dropout (Dropout) draws random numbers in training: ") and "eval mode" in out
+    assert cli.main(["parity", "--model", "own_model:right", "--dtype", dtype]) == 0
+    assert "eval mode" not in capsys.readouterr().out
+
+
+def test_dropout_of_a_model_of_transformers_is_left_out(folder, capsys):
+    config_file = folder / "qwen" / "config.json"
+    config = config_file.read_text()
+    config_file.write_text(config.replace('"attention_dropout": 0.0', '"attention_dropout": 0.2'))
+    assert cli.main(["parity", "--model", str(folder / "qwen")]) == 0
+    config_file.write_text(config)
+    out = capsys.readouterr().out
+    assert out.startswith("model.layers.0.self_attn (Qwen3MoeAttention) draws random numbers") and "all 48" in out
+
+
 @pytest.mark.slow
 def test_a_model_of_transformers_passes_with_experts_over_ranks(folder, dualpipe):
     done = dualpipe(folder, "parity", "--model", "qwen", "--pp", "2", "--ep", "2")
@@ -90,6 +110,7 @@ def test_bf16_passes_for_a_model_of_transformers_with_experts_over_ranks(folder,
     (["no_such_module:build"], "error: --model 'no_such_module:build': there is no module 'no_such_module'"),
     (["own_model:no_model", "--tolerance", "1"], "error: --model 'own_model:no_model' returned a str"),
     (["own_model:right", "--dtype", "bf16", "--tolerance", "1"], "error: --tolerance 1: the bounds of bf16"),
+    (["own_model:always_dropping"], "error: layers.0 (AlwaysDroppingLayer) draws random numbers also in eval mode"),
     (["own_model:right", "--pp", "0"], "error: --pp 0 must be at least 1"),
     (["own_model:right", "--cp", "2"], "error: --cp 2 is not for --model"),
     (["own_model:right", "run.toml"], "error: --model own_model:right: got run.toml as well"),

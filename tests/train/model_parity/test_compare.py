@@ -28,10 +28,9 @@ def compare(rank, layout, names, tolerance=1e-10):
 
 
 def test_models_that_are_right_pass():
-    for found in run_ranks(compare, 2, PP2, ["right", "defaults", "copied_cut", "tied"]):
-        assert found == {
-            "right": (25, 0, None), "defaults": (25, 0, None), "copied_cut": (25, 0, None), "tied": (25, 0, None),
-        }
+    names = ["right", "defaults", "copied_cut", "tied", "dropout", "side_inputs"]
+    for found in run_ranks(compare, 2, PP2, names):
+        assert found == dict.fromkeys(names, (25, 0, None))
 
 
 def test_experts_over_ranks_pass():
@@ -44,7 +43,8 @@ FAULTS = {
     "bf16_accumulation": ("norm.weight", "stage 3, micro-batch 0)", "bfloat16"),
     "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0)", ""),
     "swapped_weights": ("layers.1.experts.down.weight", "the weights of stage 1, before any step", ""),
-    "tied_without_sum": ("embed.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
+    "tied_without_sum": ("layers.0.norm.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
+    "side_inputs_swapped": ("layers.", "without a pipeline: the split into stages changes the result", ""),
     "wrong_cut": ("norm.", "without a pipeline: the split into stages changes the result", "no stage uses it"),
 }
 

@@ -12,6 +12,7 @@ from dualpipe.checkpoint import Checkpoints, load, training_state
 from dualpipe.hf.model import TransformersModel
 from dualpipe.models import read_config
 from dualpipe.nn import Linear
+from dualpipe.nn.deferral import local
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
@@ -180,6 +181,24 @@ def _matrices_in_flight(rank):
 
 def test_at_most_one_more_matrix_is_in_flight():
     assert run_ranks(_matrices_in_flight, 2) == [[2, 2, 2, 1], [2, 2, 2]]
+
+
+def _without_gradient(rank):
+    """Return whether each of three shared matrices and its momentum change, where the second has no gradient."""
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))["dp"]
+    parameters = [nn.Parameter(DTensor.from_local(torch.ones(4, 8), mesh, [Shard(0)])) for _ in range(3)]
+    optimizer = Muon(parameters, lr=0.1, weight_decay=0.5)
+    for parameter in parameters:
+        optimizer.state[parameter]["momentum_buffer"].fill_(1.0)
+        parameter.grad = torch.full_like(parameter, 2.0)
+    parameters[1].grad = None
+    optimizer.step()
+    return [[not bool((local(tensor) == 1).all()) for tensor in (p.detach(), optimizer.state[p]["momentum_buffer"])]
+            for p in parameters]
+
+
+def test_a_shared_matrix_without_a_gradient_does_not_change():
+    assert run_ranks(_without_gradient, 2) == [[[True, True], [False, False], [True, True]]] * 2
 
 
 # -- groups, rates and other classes

@@ -186,6 +186,7 @@ def test_bf16_moments_decay_by_the_betas_that_are_allowed(beta, decays):
     assert torch.all(moment < before) if decays else torch.equal(moment, before)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_with_bf16_moments_has_the_same_loss(run_toml, tmp_path):
     """Within a hundredth, over the last third of its steps."""

@@ -11,9 +11,9 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch import MicrobatchState
 from dualpipe.pipeline.overlap import walk
-from dualpipe.pipeline.stage_program import compile_segments
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.optim.qk_clip import QKClip

@@ -15,13 +15,6 @@ REFUSED = {
     "two hops in one node": (
         ["--parallel.dispatch", "two_hop"],
         r"dispatch = 'two_hop' between 2 expert-parallel ranks with \[2\] on a node, but it needs several nodes"),
-    "DeepEP in float32": (
-        [*ON_GPUS, "--parallel.dispatch", "deep_ep"],
-        r"dispatch = 'deep_ep' got rows of 128 columns in torch\.float32, expected bfloat16; give"),
-    "DeepEP with other blocks": (
-        [*ON_GPUS, *BF16, "--parallel.dispatch", "deep_ep", "--dtypes.fp8_dispatch", "True",
-         "--dtypes.rules", "*.experts,storage=mxfp8"],
-        r"fp8_rows is 32 with dispatch = 'deep_ep', which takes rows in FP8 with a scale for 128 elements"),
     "FP8 rows without FP8 experts": (
         ["--dtypes.fp8_dispatch", "True"],
         r"dtypes\.fp8_dispatch: got experts with None in fp32 and gemm_precision 'auto', but it needs expert GEMMs"),
@@ -40,8 +33,7 @@ def test_the_memory_of_a_layout_that_a_run_refuses_is_not_estimated(name, capsys
 
 @pytest.mark.parametrize("options", [
     ["--parallel.dispatch", "two_hop", "--parallel.ranks_per_node", "1"],
-    [*ON_GPUS, *BF16, "--parallel.dispatch", "deep_ep"],
-    [*ON_GPUS, *BF16, *FP8_BLOCK, "--parallel.dispatch", "deep_ep", "--dtypes.fp8_dispatch", "True"],
+    [*ON_GPUS, *BF16, *FP8_BLOCK, "--dtypes.fp8_dispatch", "True"],
 ])
 def test_a_layout_that_a_run_may_accept_is_estimated(options, capsys):
     assert cli.main(["memory", TOML, "--parallel.ep", "2", *options]) == 0

@@ -13,7 +13,7 @@ import dualpipe.runtime.ranks.rank_sync
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import build, validate
-from dualpipe.schedule.by_name.build import search_with_progress
+from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.train.config.schema import ParallelConfig
 from dualpipe.train.step import pipeline_schedule
 from ranks import run_ranks

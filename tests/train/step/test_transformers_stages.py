@@ -123,6 +123,29 @@ def test_losses_are_those_of_a_plain_loop(folder, family, layout):
     assert expected[-1] < expected[0]
 
 
+def edit_config(remove=(), **values):
+    """Change the config.json of the model on the hub, and nothing else of it."""
+    content = json.loads(Path("hub/config.json").read_text()) | values
+    Path("hub/config.json").write_text(json.dumps({key: content[key] for key in content if key not in remove}))
+
+
+def test_a_head_that_differs_from_the_embedding_is_trained_though_the_configuration_ties_it(folder):
+    save_model("llama")
+    edit_config(tie_word_embeddings=True)
+    steps = ("--train.steps", "2")
+    losses = [row["loss"] for row in train("alone", "out", *steps, "--export.to_hf", "exported")]
+    assert losses == pytest.approx(plain_losses([*steps, "--parallel.pp", "1", "--train.num_chunks", "4"]), rel=1e-5)
+    assert json.loads(Path("exported/config.json").read_text())["tie_word_embeddings"] is False
+
+
+def test_a_head_that_only_the_files_have_is_refused_if_the_family_ties_it(folder):
+    """transformers' default for Gemma 2 ties, and the config.json says nothing, so that the files decide."""
+    save_model("gemma2", tie_word_embeddings=False)
+    edit_config(remove=("tie_word_embeddings",))
+    with pytest.raises(AssertionError, match="'hub' has a head that differs from the embedding, but the model ties"):
+        train("alone", "out")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["pp2-ep2", pytest.param("pp2-dp2", marks=pytest.mark.slow)])
 def test_layers_that_are_computed_again_give_the_same_losses(folder, layout):

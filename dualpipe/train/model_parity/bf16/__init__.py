@@ -1,4 +1,1 @@
-"""The comparison in bfloat16: the errors of both models against float64, with the routes of the float64 model.
-
-Imports `train.model_parity.models`, `train.parity_errors`, `train.launch`, `pipeline`, `nn`, `schedule` and `runtime`.
-"""
+"""The comparison in bfloat16: the errors of both models against float64, with the routes of the float64 model."""

@@ -76,6 +76,7 @@ class Bf16Comparison:
         self._job = job
         self._num_chunks = model.num_chunks
         self._models = ReplayedModels(model, job)
+        self.note = self._models.note
         # One per micro-batch, and two per replica.
         self._num_additions = model.num_chunks + 2 * job.place.replicas
 

@@ -20,6 +20,7 @@ from dualpipe.train.model_parity.models.unpipelined import (
     StagesInSequence,
     UnpipelinedStep,
     make_batches,
+    stop_random_numbers,
     tied_names,
     train_whole,
 )
@@ -39,6 +40,9 @@ class ReplayedModels:
     """The models, with weights rounded to bfloat16, and routed like the unpipelined model in float64.
 
     Construction and `train` are collective.
+
+    Attributes:
+        note: see `stop_random_numbers`.
     """
 
     def __init__(self, model: ComparedModel, job: Job) -> None:
@@ -47,13 +51,14 @@ class ReplayedModels:
         self._replica = job.place.replica
         narrow = job.ranks.agree(lambda: model.build_whole(BF16, job.device))
         batches = job.ranks.agree(lambda: make_batches(model, job.place.replicas, BF16, job.device))
+        self.note = job.ranks.agree(lambda: stop_random_numbers(model, narrow, batches[0]))
         exact = job.ranks.agree(lambda: copy.deepcopy(narrow).double())
         self.tied = tied_names(narrow)
         self.routes = Routes()
         self._names = ModuleNames(narrow, self.tied)
         self._narrow = UnpipelinedModel(narrow, self._names.of_whole(narrow), batches)
         self._exact = UnpipelinedModel(exact, self._names.of_whole(exact), [batch.double() for batch in batches])
-        self.pipelined = PipelinedModel(model, job, BF16)
+        self.pipelined = PipelinedModel(model, job, BF16, training=narrow.training)
         self.modules: dict[nn.Module, str] = {}  # names in the unpipelined model of the modules of this rank's stages
         self._stage_of: dict[nn.Module, int] = {}
         for stage in self.pipelined.stages:
@@ -94,6 +99,8 @@ class ReplayedModels:
         stages = self._model.build_stages(count, range(count), BF16, self._device, None)
         modules: dict[nn.Module, str] = {}
         for stage in stages:
+            if not self._narrow.whole.training:
+                stage.module.eval()
             stage.module.to(dtype)  # float64 keeps the values rounded to bfloat16
             modules |= self._names.of(stage.module, stage.names)
         sequence = StagesInSequence(self._model, stages)

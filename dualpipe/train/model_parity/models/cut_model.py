@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,8 +50,8 @@ class ComparedModel(Protocol):
         dtype: compute dtype; see `storage_dtype`. mesh: to shard the stages over; None: not sharded.
         """
 
-    def make_batch(self, seed: int) -> tuple[Tensors, Tensors]:
-        """Return inputs and labels of a step of one pipeline."""
+    def make_batch(self, seed: int) -> tuple[Tensors, Tensors, Mapping[str, Tensor]]:
+        """Return inputs, labels and side inputs of a step of one pipeline."""
 
     def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch."""
@@ -65,7 +65,8 @@ class CutModel:
         whole: the unpipelined model. Parity works on copies of it.
         cut: `cut(model, num_stages)` returns the stages, made of the modules of `model`, a copy of `whole`.
         batch: `batch(seed)` returns inputs and labels of a step of one pipeline, each a tensor or several with the
-            batch as the first dimension. Every pipeline gets another seed.
+            batch as the first dimension. Every pipeline gets another seed. A third value is a dict of side inputs, such
+            as position ids, by name: `whole` gets all of them by keyword, and stages as in `Pipeline.step`.
         loss: `loss(*outputs, *labels)` of a micro-batch, as in training: gradients are summed over micro-batches.
         place: `place(stages, mesh, dtype)` prepares a rank's stages in place as for training: it shards them, sets the
             dispatchers of their experts, and defers weight gradients. dtype: compute dtype. By default weight gradients
@@ -78,7 +79,7 @@ class CutModel:
 
     whole: nn.Module
     cut: Callable[[nn.Module, int], Sequence[nn.Module]]
-    batch: Callable[[int], tuple[Tensors, Tensors]]
+    batch: Callable[[int], tuple[Tensors, Tensors] | tuple[Tensors, Tensors, Mapping[str, Tensor]]]
     loss: Callable[..., Tensor]
     place: Callable[[list[nn.Module], DeviceMesh, torch.dtype], object] | None = None
     names: Callable[[int, str], str] | None = None
@@ -111,13 +112,14 @@ class CutModel:
         self._place([stage.module for stage in stages], dtype, mesh)
         return stages
 
-    def make_batch(self, seed: int) -> tuple[Tensors, Tensors]:
-        """Return inputs and labels."""
-        pair = self.batch(seed)
-        if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise ValueError(f"batch({seed}) returned a {type(pair).__name__}; it must return (inputs, labels)")
-        inputs, labels = pair
-        return inputs, labels
+    def make_batch(self, seed: int) -> tuple[Tensors, Tensors, Mapping[str, Tensor]]:
+        """Return inputs, labels and side inputs."""
+        parts = self.batch(seed)
+        if not isinstance(parts, tuple | list) or len(parts) not in (2, 3):
+            raise ValueError(f"batch({seed}) returned a {type(parts).__name__}; it must return (inputs, labels), or "
+                             "(inputs, labels, side) with a dict of side inputs by name")
+        inputs, labels, *rest = parts
+        return inputs, labels, rest[0] if rest else {}
 
     def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
         """Return the loss of a micro-batch."""

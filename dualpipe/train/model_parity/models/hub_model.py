@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,12 @@ class HubModel:
             stages.append(NamedStage(number, module.to(device), {name: name for name in names}))
         return stages
 
-    def make_batch(self, seed: int) -> tuple[Tensors, Tensors]:
-        """Return random tokens and the next token of each, both (B, S)."""
+    def make_batch(self, seed: int) -> tuple[Tensors, Tensors, Mapping[str, Tensor]]:
+        """Return random tokens and the next token of each, both (B, S), and no side inputs."""
         generator = torch.Generator().manual_seed(seed)
         vocab_size = self._config.get_text_config().vocab_size
         rows = torch.randint(vocab_size, (self.num_chunks, SEQUENCE_LENGTH + 1), generator=generator, device="cpu")
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), {}
 
     def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
         """Return the contribution of a micro-batch to the mean cross-entropy over the batch."""

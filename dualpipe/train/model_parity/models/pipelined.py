@@ -43,9 +43,9 @@ class ActionResults(Observer):
 
 
 class PipelinedModel:
-    """This rank's stages in a pipeline. Collective over the mesh."""
+    """This rank's stages in a pipeline, in train or eval mode. Collective over the mesh."""
 
-    def __init__(self, model: ComparedModel, job: Job, dtype: torch.dtype) -> None:
+    def __init__(self, model: ComparedModel, job: Job, dtype: torch.dtype, *, training: bool = True) -> None:
         place = job.place
         self._model = model
         self._dtype = dtype
@@ -56,6 +56,9 @@ class PipelinedModel:
         if job.mesh is None:  # the stages of a single rank are not prepared
             accumulate_wide(stage.module for stage in self.stages)
         modules = [stage.module for stage in self.stages]
+        if not training:
+            for module in modules:
+                module.eval()
         self._pipeline = Pipeline(modules, process_group=place.group("pp"), schedule=self.schedule)
 
     @property
@@ -87,7 +90,7 @@ class PipelinedModel:
 
         losses, _ = self._pipeline.step(
             *(batch.inputs if self.has_first else ()), num_chunks=num_chunks,
-            criterion=criterion if self.has_last else None, labels=labels,
+            criterion=criterion if self.has_last else None, labels=labels, side=batch.side if self.has_first else None,
         )
         return losses
 

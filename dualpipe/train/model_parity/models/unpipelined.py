@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -10,27 +11,37 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from dualpipe.pipeline.stage_program import as_tuple
+from dualpipe.pipeline.arguments import validate_side_inputs
+from dualpipe.pipeline.compiled_stage import SideSpec, as_tuple
 from dualpipe.pipeline.stage_runner import run_backward
-from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage, Tensors
+from dualpipe.runtime.device import RandomState
+from dualpipe.train.model_parity.models.cut_model import ComparedModel, NamedStage
 from dualpipe.train.parity_errors import Difference, difference
 
 
 class Batch(NamedTuple):
-    """Inputs and labels of a step of one pipeline, or of a micro-batch."""
+    """Inputs, labels and side inputs of a step of one pipeline, or of a micro-batch."""
 
     inputs: tuple[Tensor, ...]
     labels: tuple[Tensor, ...]
+    side: dict[str, Tensor]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        """Return the batch with a function applied to every tensor."""
+        return Batch(
+            inputs=tuple(function(tensor) for tensor in self.inputs),
+            labels=tuple(function(tensor) for tensor in self.labels),
+            side={name: function(tensor) for name, tensor in self.side.items()},
+        )
 
     def split(self, num_chunks: int) -> list[Batch]:
         """Return the micro-batches, split like in `Pipeline.step`."""
-        inputs = [tensor.tensor_split(num_chunks) for tensor in self.inputs]
-        labels = [tensor.tensor_split(num_chunks) for tensor in self.labels]
-        return [Batch(tuple(part[m] for part in inputs), tuple(part[m] for part in labels)) for m in range(num_chunks)]
+        return [self.map(lambda tensor, m=m: tensor.tensor_split(num_chunks)[m])  # type: ignore[misc]
+                for m in range(num_chunks)]
 
     def double(self) -> Batch:
         """Return the batch with floating-point tensors in float64."""
-        return Batch(tuple(_double(tensor) for tensor in self.inputs), tuple(_double(tensor) for tensor in self.labels))
+        return self.map(_double)
 
 
 class Boundary(NamedTuple):
@@ -49,12 +60,16 @@ class UnpipelinedStep(NamedTuple):
 
 
 def make_batches(model: ComparedModel, replicas: int, dtype: torch.dtype, device: torch.device) -> list[Batch]:
-    """Return the batch of each pipeline. Raises ValueError for fewer rows than micro-batches."""
+    """Return the batch of each pipeline, with floating-point tensors in the dtype of the model.
+
+    Raises ValueError for fewer rows than micro-batches, and for values that are no tensors.
+    """
     batches = []
     for replica in range(replicas):
-        inputs, labels = model.make_batch(replica)
-        batch = Batch(_prepare(inputs, dtype, device), _prepare(labels, dtype, device))
-        for tensor in (*batch.inputs, *batch.labels):
+        inputs, labels, side = model.make_batch(replica)
+        batch = Batch(_tensors("inputs", inputs), _tensors("labels", labels), validate_side_inputs(side))
+        batch = batch.map(lambda t: t.detach().to(device, dtype if t.is_floating_point() else None))
+        for tensor in (*batch.inputs, *batch.labels, *batch.side.values()):
             rows = tensor.shape[0] if tensor.dim() else 0
             if rows < model.num_chunks:
                 raise ValueError(f"the batch has a tensor of shape {list(tensor.shape)}, whose first dimension must be "
@@ -63,13 +78,67 @@ def make_batches(model: ComparedModel, replicas: int, dtype: torch.dtype, device
     return batches
 
 
+def stop_random_numbers(model: ComparedModel, whole: nn.Module, batch: Batch) -> str:
+    """Put the unpipelined model into eval mode if it draws random numbers, as dropout does.
+
+    A pipeline draws others: the order of its micro-batches is another one, on ranks with random states of their own.
+
+    Returns a line that says so, or "" for a model that draws none. Raises ValueError if it draws them in eval mode too.
+    """
+    drawing = _first_drawing(model, whole, batch)
+    if not drawing:
+        return ""
+    whole.eval()
+    still_drawing = _first_drawing(model, whole, batch)
+    if still_drawing:
+        raise ValueError(f"{still_drawing} draws random numbers also in eval mode, and the pipeline draws others; give "
+                         "parity a model that draws none in eval mode, such as F.dropout(x, p, self.training)")
+    return f"{drawing} draws random numbers in training: both models are compared in eval mode, which draws none"
+
+
+def _first_drawing(model: ComparedModel, whole: nn.Module, batch: Batch) -> str:
+    """Return the first of the innermost modules that draw random numbers in a micro-batch; "" if none does."""
+    whole = copy.deepcopy(whole)  # a forward may count, or update buffers
+    names = {module: name for name, module in whole.named_modules()}
+    states_before: list[bytes] = []  # of the calls that run, the outermost first
+    drawing: list[str] = []
+
+    def begin(module: nn.Module, inputs: object) -> None:
+        states_before.append(_random_state())
+
+    def end(module: nn.Module, inputs: object, outputs: object) -> None:
+        if states_before.pop() != _random_state():
+            drawing.append(f"{names[module] or 'the model'} ({type(module).__name__})")
+
+    for module in whole.modules():
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+    microbatch = batch.split(model.num_chunks)[0]
+    with torch.no_grad():
+        outputs = as_tuple(whole(*microbatch.inputs, **microbatch.side))
+        state_before_loss = _random_state()
+        model.compute_loss(*outputs, *microbatch.labels)
+    if state_before_loss != _random_state():
+        drawing.append("the loss")
+    return drawing[0] if drawing else ""
+
+
+def _random_state() -> bytes:
+    """Return the state of torch's random number generators."""
+    return b"".join(bytes(state.numpy()) for state in RandomState.capture() if state is not None)
+
+
 def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _prepare(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
-    """Return tensors on the device, floating-point ones in the dtype of the model."""
-    return tuple(t.detach().to(device, dtype if t.is_floating_point() else None) for t in as_tuple(tensors))
+def _tensors(name: str, value: object) -> tuple[Tensor, ...]:
+    """Return the tensors of a batch's inputs or labels. Raises ValueError unless they are one or several tensors."""
+    tensors = (value,) if isinstance(value, Tensor) else value
+    if not isinstance(tensors, tuple | list) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        kinds = [type(item).__name__ for item in tensors] if isinstance(tensors, tuple | list) else type(value).__name__
+        raise ValueError(f"the {name} of the batch are {kinds}; give a tensor or a tuple of tensors")
+    return tuple(tensors)
 
 
 def microbatches(model: ComparedModel, batches: Sequence[Batch], only: int | None) -> Iterator[tuple[int, int, Batch]]:
@@ -98,7 +167,7 @@ def train_whole(
     losses = torch.zeros(len(batches), model.num_chunks, dtype=torch.float64, device="cpu")
     for replica, number, microbatch in microbatches(model, batches, only):
         begin(replica, number)
-        outputs = as_tuple(whole(*microbatch.inputs))
+        outputs = as_tuple(whole(*microbatch.inputs, **microbatch.side))
         loss = _check_loss(model.compute_loss(*outputs, *microbatch.labels))
         _run_backward([loss], [torch.full_like(loss, 1 / len(batches))])
         losses[replica, number] = loss.detach().double()
@@ -198,7 +267,9 @@ class StagesInSequence:
         for stage in self._stages:
             tensors = tuple(_leaf(tensor, needs_grad=stage.number > 0) for tensor in tensors)
             stage_inputs.append(tensors)
-            tensors = as_tuple(stage.module(*tensors))
+            spec = SideSpec.of(stage.module)
+            side = {name: tensor for name, tensor in batch.side.items() if spec.takes(name)}
+            tensors = as_tuple(stage.module(*tensors, **side))
             after_forward(stage.number, microbatch)
             stage_outputs.append(tensors)
             boundaries[Boundary("F", stage.number, microbatch)] = [tensor.detach() for tensor in tensors]

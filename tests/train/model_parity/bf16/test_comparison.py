@@ -57,7 +57,7 @@ FAULTS = {
     "no_policy": ("layers.3.norm.", "B(stage 3, micro-batch 1)", "all its elements are bfloat16 values"),
     "lost_microbatch": ("norm.weight", "B(stage 3, micro-batch 2)", "times the unpipelined model's error"),
     "swapped_experts": ("layers.1.", "F(stage 1, micro-batch 0)", ""),
-    "tied_without_sum": ("embed.weight", "micro-batch 0)", ""),
+    "tied_without_sum": ("layers.0.norm.weight", "micro-batch 0)", ""),
     "wrong_cut": ("layers.", "without a pipeline: the split into stages changes the result", "float64"),
 }
 

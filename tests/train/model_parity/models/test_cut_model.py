@@ -46,6 +46,12 @@ def test_invalid_batches_are_refused():
     model = replace(own_model.right(), batch=lambda seed: 3)
     with pytest.raises(ValueError, match=r"batch\(0\) returned a int; it must return \(inputs, labels\)"):
         make_batches(model, 1, torch.float64, CPU)
+    model = replace(own_model.right(), batch=lambda seed: (None, torch.zeros(8)))
+    with pytest.raises(ValueError, match=r"the inputs of the batch are NoneType; give a tensor or a tuple"):
+        make_batches(model, 1, torch.float64, CPU)
+    model = replace(own_model.right(), batch=lambda seed: (*own_model.batch(seed), {"positions": 3}))
+    with pytest.raises(ValueError, match=r"side input 'positions' must be a tensor, got int"):
+        make_batches(model, 1, torch.float64, CPU)
     model = replace(own_model.right(), num_chunks=9)
     with pytest.raises(ValueError, match=r"shape \[8, 6\], whose first dimension must be at least the 9 micro-batches"):
         make_batches(model, 1, torch.float64, CPU)

@@ -1,0 +1,128 @@
+"""Layers on the meta device, run as the pipeline runs a stage, to count their memory and operators.
+
+A model has a few kinds of layers; one layer of each kind is run. Experts on other ranks are pretended, see
+`dualpipe.plan.meta_dispatch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dualpipe.models.decoder import SparseMLP
+from dualpipe.models.flops import meta_layer
+from dualpipe.models.hub import HubConfig
+from dualpipe.models.stages import RECOMPUTE, Recompute, Stage
+from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.deferral import WeightGradStore
+from dualpipe.nn.segments import Segment
+from dualpipe.pipeline.compiled_stage import compile_segments
+from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.overlap import Task
+from dualpipe.pipeline.stage_runner import StageRunner
+from dualpipe.plan.meta_dispatch import MetaDispatcher
+
+MICROBATCH = 0  # key of the micro-batch's weight gradients in the store
+
+
+class MetaRun:
+    """Forward and backward of one micro-batch through the segments of a stage, as tasks for `walk`.
+
+    Args:
+        segments: segments of the stage.
+        result: name of the last segment's output.
+        store: weight gradient store, to be activated around the calls.
+    """
+
+    def __init__(self, segments: Sequence[Segment], result: str, store: WeightGradStore) -> None:
+        self.store = store
+        self._result = result
+        self._runner = StageRunner(compile_segments(segments, (result,)), store)
+        self._state = MicrobatchState()
+
+    def begin(self, carry: dict[str, Any], inputs: tuple[str, ...]) -> None:
+        """Start a micro-batch with the values `carry`, of which `inputs` come from the previous stage."""
+        self._state.begin(carry, inputs)
+
+    def forward(self) -> Task:
+        """Return the forward as a task."""
+        return self._runner.forward(self._state)
+
+    def begin_backward(self) -> int:
+        """Replace the result by a gradient of the same size, and return its bytes."""
+        gradient = torch.empty_like(self._state.carry.pop(self._result))
+        self._state.gradients = {self._result: gradient}
+        return gradient.untyped_storage().nbytes()
+
+    def backward(self, kind: Literal["B", "I"]) -> Task:
+        """Return a backward as a task: full ("B"), or for the input gradient only ("I")."""
+        return self._runner.backward(self._state, kind, MICROBATCH)
+
+    def drop_gradients(self) -> None:
+        """Release the input gradients, as the pipeline does after sending them."""
+        self._state.gradients = {}
+
+
+def meta_hidden(hidden_size: int, batch: int, length: int, dtype: torch.dtype) -> Tensor:
+    """Return hidden states of shape (batch, length, hidden_size) on the meta device, which require a gradient."""
+    return torch.empty((batch, length, hidden_size), dtype=dtype, device="meta", requires_grad=True)
+
+
+class LayerKind(NamedTuple):
+    """Kind of layers with equal costs: the index of its first layer in the model, and the parts that are recomputed."""
+
+    first: int
+    recomputed: tuple[str, ...]
+
+
+def kinds_of(config: HubConfig, layers: Iterable[int], recompute: Iterable[str] = ()) -> list[LayerKind]:
+    """Return the kind of each of the layers. recompute: rules of `Recompute`."""
+    rules = Recompute(recompute, len(config.all_layers))
+    firsts = _first_equal_layers(config)
+    return [LayerKind(firsts[i], tuple(part for part in RECOMPUTE if rules(part, i))) for i in layers]
+
+
+@lru_cache(maxsize=64)
+def _first_equal_layers(config: HubConfig) -> list[int]:
+    """Return for each layer the index of the first layer with the same modules."""
+    firsts: dict[str, int] = {}
+    return [firsts.setdefault(str(meta_layer(config, i)), i) for i in config.all_layers]
+
+
+def stage_of_kinds(
+    config: HubConfig, kinds: Iterable[LayerKind], ep: int, dtype: torch.dtype, last: bool = False, nodes: int = 1
+) -> Stage:
+    """Build a stage on the meta device, with one layer per kind.
+
+    The rank is one of `ep` expert-parallel ranks with the same number of tokens, and holds 1/ep of the experts. nodes:
+    number of nodes that these are on, if rows are dispatched in two hops.
+    """
+    with torch.device("meta"):
+        stage = Stage(replace(config, tie_word_embeddings=False), range(0), first=False, last=last)
+        stage.layers = nn.ModuleDict({str(i): config.layer(kind.first) for i, kind in enumerate(kinds)})
+    recomputed = [kind.recomputed for kind in kinds]
+    stage.recompute = lambda part, layer: part in recomputed[layer]  # type: ignore[assignment]
+    for _, layer in stage.numbered():
+        if isinstance(layer.mlp, SparseMLP) and ep > 1:
+            gate = layer.mlp.gate
+            layer.mlp.dispatcher = MetaDispatcher(
+                gate.out_features, ep, nodes=nodes, n_group=gate.n_group, topk_group=gate.topk_group)
+            for module in layer.mlp.experts.modules():
+                for name, param in list(module.named_parameters(recurse=False)):
+                    setattr(module, name, nn.Parameter(param.detach()[: len(param) // ep].clone()))
+    return stage.to(dtype)
+
+
+def summed_loss(*logits_and_labels: Tensor) -> Tensor:
+    """Return the sum of the losses of the next token and of the tokens that multi-token prediction predicts.
+
+    Args:
+        logits_and_labels: logits of each prediction, then the labels.
+    """
+    *all_logits, labels = logits_and_labels
+    return torch.stack([cross_entropy_loss(logits, labels) for logits in all_logits]).sum()

@@ -1,0 +1,172 @@
+"""Objects of any size between ranks: over a process group, or, before there is one, through the store of the job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from dualpipe.runtime.recorder import Recorder, rank_ranges
+
+_ANSWER = timedelta(seconds=5)  # other ranks wait this much longer than rank 0, for it to name the missing rank
+
+
+class Objects(Protocol):
+    """Collectives for objects; all ranks call the same ones in the same order.
+
+    global_ranks: names the ranks in errors.
+    """
+
+    rank: int
+    size: int
+    global_ranks: tuple[int, ...]
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on others."""
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's of the values that rank 0 passes, one per rank."""
+
+
+class GroupObjects:
+    """Picklable objects over a process group that can carry host tensors (gloo).
+
+    Args:
+        group: the process group; None: this process alone.
+        members: the group's ranks in another order, which numbers the ranks of this object (default: the group's).
+    """
+
+    def __init__(self, group: ProcessGroup | None, members: Sequence[int] = ()) -> None:
+        self.size = 1 if group is None else group.size()
+        self._members = list(members) or list(range(self.size))
+        self.rank = 0 if group is None else self._members.index(group.rank())
+        ranks: Sequence[int] = range(self.size)
+        if isinstance(group, ProcessGroup):
+            ranks = dist.get_process_group_ranks(group)
+            Recorder.current().rank = dist.get_rank()  # names this rank in errors
+        self.global_ranks = tuple(ranks[member] for member in self._members)
+        self._group: Any = group
+        self._is_cut_short = False
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values = [value] * self.size
+        self._collective(dist.all_gather_object, values, value)
+        return [values[member] for member in self._members]
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        values = [value]
+        device = torch.device("cpu")
+        self._collective(dist.broadcast_object_list, values, group_src=self._members[0], device=device)
+        return values[0]
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on others, which save the memory."""
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        self._collective(dist.gather_object, value, values, group_dst=self._members[0])
+        return None if values is None else [values[member] for member in self._members]
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's of the values that rank 0 passes, one per rank."""
+        received: list[Any] = [None]
+        by_member = None
+        if values is not None:
+            by_member = [values[self._members.index(rank)] for rank in range(self.size)]
+        self._collective(dist.scatter_object_list, received, by_member, group_src=self._members[0])
+        return received[0]
+
+    def _collective(self, call: Callable[..., object], *args: Any, **options: Any) -> None:
+        """Run a collective of the group.
+
+        Raises RuntimeError if an earlier one was cut short: this one could receive messages of that one.
+        """
+        if self._is_cut_short:
+            raise RuntimeError("an earlier exchange between the ranks was cut short, by an interrupt, a timeout or the "
+                               "loss of a rank, so that they can exchange nothing more; restart the processes")
+        self._is_cut_short = True
+        with Recorder.current().collective("agree", f"all in {call.__name__}", self.global_ranks):
+            call(*args, group=self._group, **options)
+        self._is_cut_short = False
+
+
+class StoreObjects:
+    """JSON values of ranks that have no process group yet, through a store.
+
+    No pickles: the store has no passwords, and a pickle can run any code. A wait that ends without the values raises
+    TimeoutError: on rank 0 it names the missing ranks, and other ranks refer to rank 0.
+
+    Args:
+        store: of the job.
+        rank: of this process.
+        size: number of ranks.
+        topic: names the values in keys and errors, such as "settings".
+        timeout: of every wait for other ranks.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, topic: str, timeout: timedelta) -> None:
+        self.rank = rank
+        self.size = size
+        self.global_ranks = tuple(range(size))
+        self._store = store
+        self._topic = topic
+        self._timeout = timeout
+        self._calls = 0  # the same on all ranks
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        values: list[Any] = self.broadcast(self.gather(value))
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0."""
+        key = self._next_key()
+        if self.rank == 0:
+            self._store.set(key, json.dumps(value))
+            return value
+        # Longer than rank 0 waits for others: rank 0 names the missing rank, and its message must come first.
+        seconds = self._timeout + _ANSWER
+        try:
+            self._store.wait([key], seconds)
+            return json.loads(self._store.get(key))
+        except dist.DistError as lost:
+            raise TimeoutError(f"rank {self.rank} lost rank 0, or waited {seconds.total_seconds():g} s for it, while "
+                               f"all ranks compared their {self._topic}; see what rank 0 printed") from lost
+
+    def gather(self, value: Any, timeout: timedelta | None = None) -> list[Any] | None:
+        """Return the values of all ranks on rank 0, and None on others, which do not wait.
+
+        timeout: another one for this call.
+        """
+        timeout = timeout or self._timeout
+        key = self._next_key()
+        self._store.set(f"{key}/{self.rank}", json.dumps(value, sort_keys=True, default=str))
+        if self.rank != 0:
+            return None
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        try:
+            self._store.wait(keys, timeout)
+        except dist.DistError as error:
+            missing = rank_ranges([rank for rank, key in enumerate(keys) if not self._store.check([key])])
+            raise TimeoutError(f"rank 0 waited {timeout.total_seconds():g} s for {missing} of {self.size}; they were "
+                               "not started or have failed: see what they printed") from error
+        return [json.loads(text) for text in self._store.multi_get(keys)]
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """Return this rank's of the values that rank 0 passes, one per rank."""
+        return self.broadcast(values)[self.rank]
+
+    def _next_key(self) -> str:
+        self._calls += 1
+        return f"{self._topic}/{self._calls}"
