@@ -23,8 +23,8 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print((os.cpu_count() or 1) + 1)")
 PYTEST  := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -P -m pytest --numprocesses $(WORKERS) \
                --maxprocesses 8 --dist worksteal
 
-# test-slow runs one part in 14 of the test matrices, chosen by the date: two weeks run all of them. Tests marked `long`,
-# of about a minute or more, run in test-all alone, as does the interpreted matrix of the kernels, which takes hours.
+# test-slow runs two cases of each slow test and a 14th of the test matrices, chosen by the date. Tests marked `long`, of
+# about half a minute or more, run in test-all alone, as does the interpreted matrix of the kernels, which takes hours.
 MATRIX_PART ?= $(shell expr $$(date +%s) / 86400 % 14)
 
 .PHONY: train test test-slow test-all test-idle test-gpu lint docs reference bench wheels gpu gpu-node clean
@@ -47,7 +47,7 @@ test: $(READY)-test
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-slow: $(READY)-test
-	@echo "part $(MATRIX_PART) of the matrices; MATRIX_PART=$(MATRIX_PART) runs the same one again"
+	@echo "part $(MATRIX_PART) of the cases; MATRIX_PART=$(MATRIX_PART) runs the same ones again"
 	$(PYTEST) -m "slow and not long and not idle and not gpu" --durations 15 --matrix-part $(MATRIX_PART) $(ARGS)
 
 test-all: $(READY)-test

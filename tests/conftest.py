@@ -11,22 +11,24 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from dualpipe.runtime.recorder import Recorder
-from gpu_cases import spread_cases
+from few_cases import few_cases
 from matrix_parts import PARTS, part_of
 from pictures import write_stand_in
 from run_files import write_files
 
 REAL = pytest.param("cuda", marks=pytest.mark.gpu)
+SLOW_CASES = 2  # of each slow test, where a part is run
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--matrix-part", type=int, metavar="N",
-        help=f"of the tests marked `matrix`, run only part N modulo {PARTS}; without it, all of them",
+        help=f"run only part N modulo {PARTS} of the tests marked `matrix`, and {SLOW_CASES} cases of each other slow "
+             "test, chosen by N; without it, all of them",
     )
     parser.addoption(
         "--gpu-cases", type=int, metavar="N",
-        help="of each test marked `gpu`, run N cases, spread over all: compiling takes longer than running them",
+        help="of each test marked `gpu`, run N cases: compiling takes longer than running them",
     )
 
 
@@ -47,16 +49,19 @@ def asks_for_gpu_alone(markexpr):
     return chosen.evaluate(lambda name, **_: name == "gpu") and not chosen.evaluate(lambda name, **_: False)
 
 
+@pytest.hookimpl(trylast=True)  # after -m has left out what it leaves out
 def pytest_collection_modifyitems(config, items):
-    """Leave out the tests of other parts of the matrices, and the cases of GPU tests beyond those asked for."""
+    """Leave out tests of other parts of the matrices, and cases of slow and of GPU tests beyond those asked for."""
     part, most = config.getoption("--matrix-part"), config.getoption("--gpu-cases")
     left_out = set()
     if part is not None:
-        left_out |= {item for item in items
-                     if item.get_closest_marker("matrix") and part_of(item.nodeid) != part % PARTS}
+        matrices = {item for item in items if item.get_closest_marker("matrix")}
+        left_out |= {item for item in matrices if part_of(item.nodeid) != part % PARTS}
+        slow = [item for item in items if item.get_closest_marker("slow") and item not in matrices]
+        left_out |= set(slow) - set(few_cases(slow, SLOW_CASES, turn=part))
     if most is not None:
         on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-        left_out |= set(on_gpu) - set(spread_cases(on_gpu, most))
+        left_out |= set(on_gpu) - set(few_cases(on_gpu, most))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -1,9 +1,10 @@
-"""A part of the matrices is run at a time; after all parts every test has run once."""
+"""A part of the slow tests' cases is run at a time; after all parts every case has run once."""
 
 from types import SimpleNamespace
 
 import pytest
 
+from few_cases import few_cases
 from matrix_parts import PARTS, part_of
 
 
@@ -28,6 +29,10 @@ def chosen(items, part, conftest):
     return kept
 
 
+def names(items):
+    return sorted(item.nodeid for item in items)
+
+
 @pytest.fixture
 def conftest(request):
     """This folder's conftest.py."""
@@ -44,6 +49,23 @@ def test_all_parts_together_run_every_test_once(conftest):
     assert min(map(len, runs)) > 8, "the parts are of about one size"
     assert chosen(matrix, PARTS + 3, conftest) == chosen(matrix, 3, conftest)
     assert chosen(matrix, None, conftest) == matrix
+
+
+@pytest.mark.parametrize("most", [1, 2, 4, 10, 20])
+def test_few_cases_of_each_test_and_in_the_end_all(most):
+    cases = [Item(f"tests/test_x.py::test_a[{number}]") for number in range(10)]
+    lone = Item("tests/test_x.py::test_b")
+    turns = [list(few_cases([*cases, lone], most, turn)) for turn in range(-(-10 // most))]
+    assert all(1 <= len(turn) - 1 <= most and lone in turn for turn in turns)
+    assert names(case for turn in turns for case in turn if case is not lone) == names(cases)
+
+
+def test_a_part_has_few_cases_of_each_slow_test(conftest):
+    slow = [Item(f"tests/test_x.py::test_y[{n}]", "slow") for n in range(9)]
+    runs = [chosen(slow, part, conftest) for part in range(5)]
+    assert [len(run) for run in runs] == [2, 2, 2, 2, 1]
+    assert names(item for run in runs for item in run) == names(slow)
+    assert chosen(slow, None, conftest) == slow
 
 
 def test_a_part_is_that_of_the_name_alone():

@@ -8,7 +8,6 @@ import time
 
 import pytest
 
-from gpu_cases import spread_cases
 from scripts import BENCHMARKS, run_script
 
 PLANTED = """
@@ -213,15 +212,3 @@ def pytest_of(tmp_path, *arguments):
 def test_those_marked_gpu_share_one_worker(tmp_path, marks, numbers, cases):
     done = pytest_of(tmp_path, "-m", marks, "--numprocesses", "2", *cases)
     assert numbers in done.stdout, done.stdout + done.stderr
-
-
-class Case:
-    def __init__(self, nodeid):
-        self.nodeid = nodeid
-
-
-@pytest.mark.parametrize("most, numbers", [(1, [0]), (2, [0, 9]), (4, [0, 3, 6, 9]), (20, list(range(10)))])
-def test_cases_are_spread(most, numbers):
-    cases = [Case(f"test_it.py::test_a[{number}]") for number in range(10)]
-    lone = Case("test_it.py::test_b")
-    assert list(spread_cases([*cases, lone], most)) == [*(cases[number] for number in numbers), lone]
