@@ -40,7 +40,7 @@ from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
-from dualpipe.schedule import Schedule, Step, build
+from dualpipe.schedule import Costs, Schedule, Step, build, simulate
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
@@ -117,17 +117,15 @@ def step_memory(
 ) -> tuple[Schedule, list[list[RankMemory]]]:
     """Return the schedule, and the memory of each of its ranks while each of its steps runs.
 
-    The schedule has at most four micro-batches per rank, because more do not increase the number alive at once, and one
-    micro-batch without activations; the schedule "auto" has all those of the run. Arguments and errors are those of
-    `estimate`.
+    The schedule has as few micro-batches as reach the peak of the run's, and one micro-batch without activations; the
+    schedule "auto" has all those of the run. Arguments and errors are those of `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
     train = config.train
     per_node = ranks_per_node or _configured_ranks_per_node(p)
     experts_per_rank("the model", model.num_experts or p.ep, p.ep)
-    # More micro-batches do not increase the number alive at once: the middle of a step repeats itself.
-    schedule = _schedule(config, min(train.num_chunks, 4 * p.pp) if activations else 1)
+    schedule = _schedule(config, _microbatches_at_peak(config) if activations else 1)
     stages = stages_on_meta(model, schedule.num_stages, p.layers_per_stage)
     ends_meet = schedule.placement[0] == schedule.placement[-1]
     sizes = [stage_bytes(config, model, stages, number, ends_meet) for number in range(len(stages))]
@@ -300,6 +298,26 @@ def _schedule(config: Config, chunks: int) -> Schedule:
     if has_pairs:
         return cached_schedule(p.schedule, p.pp, chunks)
     return _unpaired_schedule(p.schedule, p.pp, chunks)
+
+
+def _microbatches_at_peak(config: Config) -> int:
+    """Return a number of micro-batches with which as many are alive at once as with all those of the run.
+
+    The middle of most schedules repeats itself, so that with four micro-batches per rank as many are alive as with any
+    more. Where all forwards precede all backwards, the number alive still grows from three to four: all are needed.
+    """
+    p = config.parallel
+    of_run = config.train.num_chunks
+    few = 4 * p.pp
+    if of_run <= few or p.schedule == "auto":
+        return of_run
+    return few if _peak_activations(p.schedule, p.pp, 3 * p.pp) == _peak_activations(p.schedule, p.pp, few) else of_run
+
+
+@lru_cache(maxsize=64)
+def _peak_activations(name: str, ranks: int, chunks: int) -> tuple[int, ...]:
+    """Return the largest number of live stage activations of every rank."""
+    return simulate(cached_schedule(name, ranks, chunks), Costs()).peak_activations
 
 
 @lru_cache(maxsize=64)

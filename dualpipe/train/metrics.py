@@ -69,8 +69,9 @@ class StepMetrics:
     # None for a model without routers.
     load_max_over_mean: float | None = None
     dropped: float | None = None  # tokens beyond the capacity of their expert: 0, because capacity is unlimited
-    balance_loss: float | None = None  # mean over the layers, without its coefficient; None if that is 0
-    z_loss: float | None = None  # like balance_loss
+    # By name, as in `dualpipe.nn.routing.losses.LOSSES`: means over the layers, without coefficients, of the losses
+    # whose coefficients are not 0. In the line they are numbers beside the others.
+    router_losses: dict[str, float] | None = None
 
 
 class Throughput(NamedTuple):
@@ -160,6 +161,7 @@ class MetricsWriter:
     def _write_outputs(self, metrics: StepMetrics) -> None:
         """Write a step to every output that still works."""
         values = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
+        values |= values.pop("router_losses", {})
         step = values.pop("step")
         for name, write_step in list(self._outputs.items()):  # a copy: `_optional` removes outputs that fail
             with self._optional(name):

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.schedule import Schedule
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw
 
@@ -34,7 +35,9 @@ class RunReport:
         """
         if self.writer is None:
             return
-        self.writer.write(StepMetrics(**metrics))
+        router_losses = {name: value for name, value in metrics.items() if name in LOSSES}
+        others = {name: value for name, value in metrics.items() if name not in LOSSES}
+        self.writer.write(StepMetrics(**others, router_losses=router_losses))
         for text in (*self._remarks, *warnings):
             self.writer.say(text)
         self._remarks.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from dualpipe.plan import memory_timeline
 from dualpipe.plan.memory import estimate, step_memory
 from dualpipe.plan.memory_timeline import COLOURS, draw, timeline
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.schedule import build
+from dualpipe.schedule import Action, Schedule, build, by_name
 from dualpipe.train.config.load import load_config
 from schedules import SCHEDULES
 
@@ -60,6 +61,26 @@ def test_more_micro_batches_take_no_more(schedule):
         return [max(sum(moment.bytes) for moment in moments) for moments in timeline(config, model)]
 
     assert peaks(8) == peaks(9) == peaks(40)
+
+
+def gpipe(num_ranks, num_microbatches):
+    """All forwards before all backwards, so that all micro-batches are alive at once."""
+    ranks = []
+    for rank in range(num_ranks):
+        order = [Action(kind, rank, number) for kind in "FB" for number in range(num_microbatches)]
+        ranks.append(tuple((action,) for action in order))
+    return Schedule("gpipe", num_ranks, num_ranks, num_microbatches, tuple(ranks), tuple(range(num_ranks)))
+
+
+def test_every_micro_batch_counts_where_all_are_alive_at_once(monkeypatch):
+    monkeypatch.setitem(by_name.BUILDERS, "gpipe", gpipe)
+    config = load_config(TINY, ["--train.num_chunks", "40"])
+    config = replace(config, parallel=replace(config.parallel, schedule="gpipe"))
+    _, ranks = step_memory(config, read_config(config.model.config))
+    for rank in ranks:
+        activations = [memory.activations for memory in rank]
+        of_one = activations[1] - activations[0]
+        assert activations[39] == activations[0] + 39 * of_one
 
 
 @pytest.mark.parametrize("name, start", [("memory.svg", b"<?xml"), ("memory.png", b"\x89PNG"), ("memory.pdf", b"%PDF")])

@@ -19,12 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dualpipe.nn.routing.losses import LOSSES, Level, RouterStep, load_of, losses_of, max_over_mean
+from dualpipe.nn.routing.losses import LOSSES, RouterStep, load_of, losses_of, max_over_mean
 from dualpipe.nn.routing.router import Router
 from dualpipe.runtime.recorder import Recorder
 
@@ -33,22 +34,23 @@ class RouterSet:
     """Configures the routers in `stages` for a step, and collects the counts and losses of all routers of the model.
 
     Args:
-        num_microbatches, balance, level, z: see `RouterStep`; level "global" uses the loads of the previous step.
+        num_microbatches: see `RouterStep`.
         bias_update_rate: rate of `Router.update_bias` after each step, for routers with a correction bias.
-        weight, sequence_group: see `RouterStep`, if ranks share sequences.
         group: all ranks that train the model; None: this rank alone.
         replicas: number of ranks that hold each stage. A router must have the same name in its stage on all of them,
             and no other router may have this name.
+        settings: of `RouterStep`: the coefficients balance and z, level ("global" uses the loads of the previous step),
+            and weight and sequence_group, if ranks share sequences.
 
     Raises:
+        TypeError: a setting that `RouterStep` does not have.
         ValueError: on all ranks, if names differ or repeat, or if there is a rate but no correction bias.
     """
 
     def __init__(
-        self, stages: Iterable[nn.Module], *, num_microbatches: int, balance: float = 0.0, level: Level = "sequence",
-        z: float = 0.0, bias_update_rate: float = 0.0, weight: float = 1.0,
-        sequence_group: dist.ProcessGroup | None = None, group: dist.ProcessGroup | None = None, replicas: int = 1,
-        device: torch.device | str | None = None,
+        self, stages: Iterable[nn.Module], *, num_microbatches: int, bias_update_rate: float = 0.0,
+        group: dist.ProcessGroup | None = None, replicas: int = 1, device: torch.device | str | None = None,
+        **settings: Any,
     ) -> None:
         self._local_routers = [
             (name, module) for stage in stages for name, module in stage.named_modules() if isinstance(module, Router)
@@ -74,8 +76,7 @@ class RouterSet:
         self.totals = dict(zip(sizes, self._packed.split(list(sizes.values()))))
         """`RouterStep.totals` of the last step, of all routers of the model by name, in the same order on all ranks."""
         self._load_mask: Tensor | None = None  # 1 at the counts that `load` sums
-        self._make_step = partial(
-            RouterStep, num_microbatches, balance, level, z=z, weight=weight, sequence_group=sequence_group)
+        self._make_step = partial(RouterStep, num_microbatches, **settings)
         # A step for its coefficients only; the empty tensor stands for the loads that level "global" requires.
         step = self._make_step(load_E=torch.zeros(0, dtype=torch.int64, device="cpu"))
         self._losses = list(step.coefficients)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -160,7 +161,6 @@ def _trained_by(model: TransformersModel) -> str:
 
 def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
     """Raise ValueError if a field that models of transformers do not support is not at its neutral value."""
-    router = config.router
     dtypes = config.dtypes
     layer_parts = [rule for rule in config.memory.recompute if rule.partition(":")[0] not in ("layer", "none")]
     formats = [str(rule) for rule in dtypes.rules if rule.gather or rule.storage in FORMATS]
@@ -170,9 +170,6 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
         "parallel.cp": (config.parallel.cp, 1, "its attention does not support sharded sequences"),
         "mtp.weight": (config.mtp.weight, 0, "transformers has no layers for multi-token prediction"),
         "optimizer.qk_clip": (config.optimizer.qk_clip, 0, "it needs this library's attention"),
-        "router.balance": (router.balance, 0, no_routers),
-        "router.z_loss": (router.z_loss, 0, no_routers),
-        "router.bias_update_rate": (router.bias_update_rate, 0, no_routers),
         "model.expert_gemm": (config.model.expert_gemm, "dualpipe", "its experts_implementation chooses the GEMMs"),
         "memory.recompute": (layer_parts, [], "its layers are recomputed as a whole: layer, or layer:0-7 for some"),
         "train.compile": (config.train.compile, False, "its layers are not compiled"),
@@ -182,6 +179,9 @@ def _check_unsupported_fields(config: Config, model: TransformersModel) -> None:
         "dtypes.fp8_dispatch": (dtypes.fp8_dispatch, False, no_formats),
         "export.quantized": (config.export.quantized, False, no_formats),
     }
+    for setting in fields(config.router):
+        if setting.default == 0:  # a coefficient or a rate
+            supported[f"router.{setting.name}"] = (getattr(config.router, setting.name), 0, no_routers)
     for name, (value, only, reason) in supported.items():
         if value != only:
             raise ValueError(f"{name} = {value!r}: {_trained_by(model)}, and {reason}; set it to {only!r}, or leave it "
