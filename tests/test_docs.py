@@ -193,8 +193,9 @@ def test_the_formulas_of_schedules(num_ranks):
         "dualpipev": (2 * P + 1, 2 * P + 1), "dualpipev_full": (2 * P + 1, 2 * P + 1),
     }
     for name, bubble in bubbles.items():
-        size = 2 if name == "1f1b" else 1
-        timeline = simulate(build(name, P, 4 * P), costs.scaled(size))
+        schedule = build(name, P, 4 * P)
+        size = 2 * P // schedule.num_stages  # of a stage
+        timeline = simulate(schedule, costs.scaled(size))
         assert max(timeline.bubble) == pytest.approx(bubble), name
         peaks = [size * peak for peak in timeline.peak_activations]
         assert (peaks[0], peaks[-1]) == memory[name], name

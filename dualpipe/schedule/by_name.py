@@ -18,8 +18,7 @@ def build(name: str, num_ranks: int, num_microbatches: int, **options: Any) -> S
     """Build the schedule called `name`.
 
     Args:
-        name: "dualpipev", "dualpipev_full", "zbv", "v_half", "1f1b", "interleaved_1f1b" or "auto", which searches for
-            the best schedule.
+        name: one of `builders.KNOWN`, such as "dualpipev", or "auto", which searches for the best schedule.
         num_ranks: number of pipeline ranks, 1 or more.
         num_microbatches: number of micro-batches in a step of training, 1 or more.
         options: `stages_per_rank` (2) for "interleaved_1f1b"; `costs`, `memory`, `seed`, `effort` and `progress` for
