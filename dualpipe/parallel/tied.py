@@ -85,9 +85,11 @@ class TiedGradients:
         earlier_sums = self._earlier_sums or [None] * len(parameters)
         for parameter, earlier in zip(parameters, earlier_sums, strict=True):
             unused[parameter] = earlier is None and unused.get(parameter, parameter.grad is None)
-        flags = [float(unused[parameter]) for parameter in parameters]
         device = parameters[0].device if parameters else None
-        peer_flags = self._exchange(torch.tensor(flags, device=device))
+        flags = torch.zeros(len(parameters), device=device)
+        for flag, parameter in zip(flags, parameters, strict=True):
+            flag.fill_(unused[parameter])  # on the device: the host does not wait for a copy
+        peer_flags = self._exchange(flags)
         for parameter, peer_flag, earlier in zip(parameters, peer_flags, earlier_sums, strict=True):
             unused[parameter] = unused[parameter] and bool(peer_flag)  # the host waits for the flag of unused ones only
             if parameter.grad is None:
