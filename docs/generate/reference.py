@@ -9,18 +9,17 @@ A test compares the files with what this script makes. The other pictures in doc
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import MISSING, fields, is_dataclass
-from importlib import import_module
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 from dualpipe.schedule import Costs, build, simulate, to_svg
+from dualpipe.train.config.load import Kind, kinds_of, read_documentation
+from dualpipe.train.config.schema import Config
 
 DOCS = Path(__file__).parents[1]
 NOTE = "<!-- Written by docs/generate/reference.py from the code: change the code, then run `make reference`. -->\n"
@@ -64,46 +63,25 @@ all fields with the values of your file. A field that does not exist is an error
 """
 
 
-def field_documents(module: ModuleType) -> dict[tuple[str, str], str]:
-    """Return the text below each field in the source of a module, by class and field."""
-    documents = {}
-    for node in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef):
-            for name, text in documented_fields(node):
-                documents[node.name, name] = text
-    return documents
-
-
-def documented_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    """Yield the annotated fields of a class with the string below each, "" without one."""
-    for statement, below in zip(node.body, [*node.body[1:], None]):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            is_text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            text = " ".join(str(below.value.value).split()) if is_text else ""  # type: ignore[union-attr]
-            yield statement.target.id, text
-
-
 def config_page() -> str:
     """Return the page of all tables and fields of a run's TOML file."""
-    schema = import_module("dualpipe.train.config.schema")
-    documents = field_documents(schema)
+    documentation = read_documentation()
     lines = [CONFIG_HEAD]
-    kinds = get_type_hints(schema.Config)
+    classes = {name: kind.base for name, kind in kinds_of(Config).items()}
     lines += table(("table", "subject"), (
-        (f"[`[{name}]`](#{name})", cell(subject(kind, name))) for name, kind in kinds.items()))
-    for name, kind in kinds.items():
-        lines += [f"## {name}", "", f"`[{name}]`: {cell(sentence(subject(kind, name)))}", ""]
-        lines += field_table(kind, documents)
-        for field_name, hint in get_type_hints(kind).items():
-            (rule, *_) = get_args(hint) or (None,)
-            if is_dataclass(rule):
-                lines += rule_section(f"{name}.{field_name}", rule, documents)
+        (f"[`[{name}]`](#{name})", cell(subject(table_class, name))) for name, table_class in classes.items()))
+    for name, table_class in classes.items():
+        lines += [f"## {name}", "", f"`[{name}]`: {cell(sentence(subject(table_class, name)))}", ""]
+        lines += field_table(table_class, documentation)
+        for field_name, kind in kinds_of(table_class).items():
+            if is_dataclass(kind.base):
+                lines += rule_section(f"{name}.{field_name}", kind, documentation)
     return "\n".join(lines)
 
 
-def subject(kind: type, name: str) -> str:
+def subject(table_class: type, name: str) -> str:
     """Return the first line of the docstring of a table's class, without the table's name."""
-    (first, *_) = inspect.cleandoc(kind.__doc__ or "").splitlines()
+    (first, *_) = inspect.cleandoc(table_class.__doc__ or "").splitlines()
     return first.removeprefix(f"[{name}]:").strip()
 
 
@@ -112,24 +90,24 @@ def sentence(text: str) -> str:
     return text if text.endswith(".") else f"{text}."
 
 
-def rule_section(name: str, kind: Any, documents: dict[tuple[str, str], str]) -> list[str]:
-    """Return the lines on the elements of a list of rules."""
-    text = " ".join(inspect.cleandoc(kind.__doc__ or "").split())
+def rule_section(name: str, kind: Kind, documentation: dict[str, dict[str, str]]) -> list[str]:
+    """Return the lines on the elements of a list of tables."""
+    text = " ".join(inspect.cleandoc(kind.base.__doc__ or "").split())
     return [f"### {name}", "", f"`[[{name}]]`: {cell(sentence(text))} On the command line each is "
-            f'`"PATTERN,FIELD=VALUE,..."`, and they replace those of the file.', "", *field_table(kind, documents)]
+            f'`"{kind.metavar}"`, and they replace those of the file.', "", *field_table(kind.base, documentation)]
 
 
-def field_table(kind: Any, documents: dict[tuple[str, str], str]) -> list[str]:
+def field_table(table_class: Any, documentation: dict[str, dict[str, str]]) -> list[str]:
     """Return a table of the fields of a table's class: names, values, defaults and meanings."""
-    hints = get_type_hints(kind)
-    classes = [each.__name__ for each in kind.__mro__]
+    kinds = kinds_of(table_class)
+    texts = documentation[table_class.__name__]
     rows = []
-    for each in fields(kind):
-        (text,) = [documents[name, each.name] for name in classes if (name, each.name) in documents][:1] or [""]
-        remedy = each.metadata.get("remedy", "")
+    for field in fields(table_class):
+        kind = kinds[field.name]
+        values = ", ".join(f'`"{choice}"`' for choice in kind.choices) or kind.noun
+        remedy = field.metadata.get("remedy", "")
         limit = f"; {remedy}" if "must" in remedy else ""
-        default = "" if each.default is MISSING else shown_value(each.default)
-        rows.append((f"`{each.name}`", values_of(hints[each.name]), default, cell(text + limit)))
+        rows.append((f"`{field.name}`", values, shown_value(field.default), cell(texts[field.name] + limit)))
     return table(("field", "value", "default", "meaning"), rows)
 
 
@@ -142,20 +120,6 @@ def shown_value(value: Any) -> str:
     if isinstance(value, tuple):
         return "`[" + ", ".join(map(str, value)) + "]`"
     return f"`{value:g}`" if isinstance(value, float) else f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
-
-
-def values_of(kind: Any) -> str:
-    """Return the values of an annotation: the choices, or the kind of value."""
-    inside = get_args(kind)
-    if get_origin(kind) is Literal:
-        return ", ".join(f'`"{choice}"`' for choice in inside)
-    if get_origin(kind) in (UnionType, Union):
-        return ", ".join(values_of(part) for part in inside if part is not NoneType)
-    if get_origin(kind) is tuple:
-        if is_dataclass(inside[0]):
-            return "rules"
-        return f"list of {values_of(inside[0])}s" if inside[-1] is ... else f"{len(inside)} {values_of(inside[0])}s"
-    return {int: "integer", float: "number", str: "string", bool: "true or false"}[kind]
 
 
 # -- cli.md

@@ -43,20 +43,20 @@ def test_settings(folder):
     assert config.data.sources == (DataSource("text", 3.0), DataSource("more", 1.0))
     assert recorded_config(json.loads(json.dumps(dataclasses.asdict(config)))) == config
     assert load_config("run.toml", MIXED) == config
-    assert DataSource.parse(str(config.data.sources[0])) == config.data.sources[0]
     assert load_config(str(folder / "run.toml")).data.sources[1].path == str(folder / "more")
-    assert DataSource.parse("a,b=c.jsonl") == DataSource("a,b=c.jsonl")
+    written = ["--data.sources", str(config.data.sources[0]), "a,b=c.jsonl"]
+    assert load_config("run.toml", written).data.sources == (config.data.sources[0], DataSource("a,b=c.jsonl"))
 
 
 @pytest.mark.parametrize(("text", "message"), [
     ("a,weight=0", "data.sources = 'a,weight=0': give a positive, finite weight"),
-    ("a,weight=much", "data.sources = 'a,weight=much': could not convert string to float: 'much'; give PATH,weight=W"),
-    ("a,wieght=3", "data.sources = 'a,wieght=3': 'wieght' is no field; the nearest is 'weight'"),
+    ("a,weight=much", "--data.sources: weight = 'much' has the wrong type; it must be a number"),
+    ("a,wieght=3", "--data.sources: unknown key 'wieght'; the nearest valid name is 'weight'"),
     (",weight=1", "data.sources: path = '': give a packed directory or a folder of text"),
 ])
-def test_sources_that_are_refused(text, message):
+def test_sources_that_are_refused(folder, text, message):
     with pytest.raises(ValueError) as refused:
-        DataSource.parse(text)
+        load_config("run.toml", ["--data.sources", text])
     assert str(refused.value) == message
 
 
@@ -142,7 +142,7 @@ def test_text_and_packed_conversations_of_one_tokenizer(folder, capsys):
 @pytest.mark.parametrize(("options", "text"), [
     (["--data.path", "text"], "data.path = 'text': leave it out, because data.sources names the texts"),
     (["--data.sources", "text,weight=0"], "data.sources = 'text,weight=0': give a positive, finite weight"),
-    (["--data.sources", "text,weight=x"], "could not convert string to float: 'x'; give PATH,weight=W"),
+    (["--data.sources", "text,weight=x"], "--data.sources: weight = 'x' has the wrong type; it must be a number"),
     (["--data.sources", ""], "data.sources: path = '': give a packed directory or a folder of text"),
     (["--data.sources", "text", "nowhere"], "data.sources: there is no file or directory nowhere; give a packed"),
 ])

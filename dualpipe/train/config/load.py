@@ -1,21 +1,28 @@
-"""Load the configuration of a training run from a TOML file and command-line overrides.
+"""Load the configuration of a training run from a TOML file and command-line options.
 
     config = load_config("examples/tiny-cpu.toml", ["--optimizer.lr", "3e-4"])
 
-The tables and fields are in `schema`. A TOML value must have the type of its field; only integers are converted, to
-floats.
+The tables and fields are in `schema`. `Kind` reads the annotation of a field, for TOML values, the texts of options
+`--table.field VALUE`, the help, and docs/config.md. An option becomes the TOML value that its text stands for, so one
+conversion checks both. A TOML value must have the type of its field; only integers are converted, to floats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import argparse
+import ast
+import inspect
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, NoReturn, Union, cast, get_args, get_origin, get_type_hints
 
+from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.files import read_toml
-from dualpipe.train.config.command_line import apply_options, describe_type, suggest_name
+from dualpipe.train.config import schema
 from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
@@ -31,6 +38,21 @@ INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"config": ()}, "init": {"from_hf": ()},
     "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": (), "chat_template": ()},
 }
+# Field names of other trainers whose spelling is not close to the name of the field here.
+FIELDS_BY_FOREIGN_NAME = {
+    "learning_rate": "optimizer.lr", "max_lr": "optimizer.lr", "min_lr": "optimizer.min_lr_ratio",
+    "lr_scheduler": "optimizer.schedule", "lr_scheduler_type": "optimizer.schedule", "decay_lr": "optimizer.schedule",
+    "grad_clip": "optimizer.clip_norm", "max_norm": "optimizer.clip_norm", "max_grad_norm": "optimizer.clip_norm",
+    "num_train_steps": "train.steps", "max_steps": "train.steps", "max_iters": "train.steps",
+    "seq_len": "train.sequence_length", "seq_length": "train.sequence_length", "block_size": "train.sequence_length",
+    "global_batch_size": "train.batch_size", "local_batch_size": "train.micro_batch_size",
+    "num_microbatches": "train.num_chunks", "gradient_accumulation_steps": "train.num_chunks",
+    "save_interval": "checkpoint.interval", "save_steps": "checkpoint.interval", "tokenizer_path": "data.tokenizer",
+    "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
+}
+_ANY_NUMBER = "*"  # argparse's nargs
+_NOUNS = {bool: "true or false", int: "integer", float: "number", str: "string"}
+_METAVARS = {bool: "True|False", int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -49,14 +71,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     path = Path(path)
     tables = read_toml(path, "the config ")
-    config = _convert(Config, tables, f"{path}")
+    config = _convert(Kind(Config), tables, f"{path}")
     config = _resolve_input_paths(config, path.parent)
     if overrides:
-        config = apply_options(config, overrides)
+        config = _apply_options(config, overrides)
     if not config.model_path:
         raise ValueError(f"{path}: there is no model; give model.config, the path of a hub-style config.json, or "
                          "init.from_hf, a directory with a checkpoint")
     return _resolve_tokenizer(config)
+
+
+def recorded_config(tables: Mapping[str, Any]) -> Config:
+    """Return the configuration that a run has recorded.
+
+    Args:
+        tables: the result of `dataclasses.asdict`, as read back from JSON.
+
+    Raises:
+        ValueError: `tables` is not a configuration of this version.
+    """
+    return cast(Config, _convert(Kind(Config), tables, "the recorded configuration"))
+
+
+# -- paths
 
 
 def _resolve_input_paths(config: Config, folder: Path) -> Config:
@@ -97,65 +134,252 @@ def _resolve_tokenizer(config: Config) -> Config:
     return replace_field(config, "data", "tokenizer", checkpoint if exists else BYTES)
 
 
-def recorded_config(tables: Mapping[str, Any]) -> Config:
-    """Return the configuration that a run has recorded.
+# -- the annotations of the schema, and the strings below the fields
 
-    Args:
-        tables: the result of `dataclasses.asdict`, as read back from JSON.
 
-    Raises:
-        ValueError: `tables` is not a configuration of this version.
+class Kind(NamedTuple):
+    """The values of a field.
+
+    base: type of a value, or of each element of a list: bool, int, float, str, or the class of a table.
+    choices: the valid values; empty: all of the type.
+    nargs: number of elements of a list, as argparse has it; None: the value is not a list.
+    optional: True if None is a value too.
     """
-    return cast(Config, _convert(Config, _drop_none(tables), "the recorded configuration"))
+
+    base: type
+    choices: tuple[str, ...] = ()
+    nargs: int | str | None = None
+    optional: bool = False
+
+    @classmethod
+    def of(cls, annotation: Any) -> Kind:
+        """Read an annotation: a dataclass, a scalar type, a Literal, a tuple of these, or one of these with None."""
+        origin = get_origin(annotation)
+        if origin is None:
+            return cls(annotation)
+        arguments = get_args(annotation)
+        if origin is Literal:
+            return cls(str, choices=arguments)
+        if origin in (UnionType, Union):
+            return cls.of(arguments[0])._replace(optional=True)
+        return cls.of(arguments[0])._replace(nargs=_ANY_NUMBER if arguments[-1] is ... else len(arguments))
+
+    @property
+    def is_table(self) -> bool:
+        """True for a table, False for other values and for a list of tables."""
+        return self.nargs is None and is_dataclass(self.base)
+
+    @property
+    def noun(self) -> str:
+        """The name of the type, such as "integer" or "list of 2 numbers"."""
+        noun = _NOUNS.get(self.base, "table")
+        if self.nargs is None:
+            return noun
+        return f"list of {noun}s" if self.nargs == _ANY_NUMBER else f"list of {self.nargs} {noun}s"
+
+    @property
+    def expected(self) -> str:
+        """The end of an error message: the valid values."""
+        if self.choices:
+            return "it must be one of " + ", ".join(map(repr, self.choices))
+        if self.base is bool:
+            return f"it must be {self.noun}"
+        return f"it must be an {self.noun}" if self.noun == "integer" else f"it must be a {self.noun}"
+
+    @property
+    def metavar(self) -> str:
+        """The form of a value, or of each element of a list, as the text of an option."""
+        return "|".join(self.choices) or _METAVARS.get(self.base) or self.base.text_form  # type: ignore[attr-defined]
 
 
-def _drop_none(value: Any) -> Any:
-    """Return nested JSON without the keys whose value is null, which TOML does not have."""
-    if isinstance(value, dict):
-        return {key: _drop_none(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_drop_none(inner) for inner in value]
-    return value
+@cache
+def kinds_of(table_class: type) -> dict[str, Kind]:
+    """Return the kind of every field of a table, or of every table of `Config`, by name."""
+    return {name: Kind.of(annotation) for name, annotation in get_type_hints(table_class).items()}
 
 
-def _convert(annotation: Any, value: Any, where: str) -> Any:
-    """Return a TOML value as an instance of `annotation`. Converts integers to floats, and no other scalar type.
+def read_documentation() -> dict[str, dict[str, str]]:
+    """Return the string below each field in the source of the schema, on one line, by class and field."""
+    documentation: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        documentation[node.name] = texts = {}
+        for base in node.bases:
+            texts |= documentation.get(ast.unparse(base), {})
+        for statement, below in zip(node.body, node.body[1:]):
+            if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+                continue
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                texts[statement.target.id] = " ".join(str(below.value.value).split())
+    return documentation
+
+
+# -- conversion
+
+
+def _convert(kind: Kind, value: Any, where: str) -> Any:
+    """Return a TOML value as a value of `kind`. Converts integers to floats, and no other scalar type.
 
     Args:
-        annotation: a dataclass, tuple, Literal, scalar type, or one of these with None.
+        value: may be None for an optional value: TOML has no null, but JSON and options have one.
         where: the place of the value, which error messages begin with.
 
     Raises:
         ValueError: an unknown key, or a value of the wrong type.
     """
-    origin = get_origin(annotation)
-    arguments = get_args(annotation)
-    if is_dataclass(annotation):
-        return _convert_table(annotation, value, where)
-    if origin in (UnionType, Union):
-        return _convert(arguments[0], value, where)  # X | None: TOML has no null, so the value is an X
-    if origin is tuple and isinstance(value, list) and (arguments[-1] is ... or len(arguments) == len(value)):
-        return tuple(_convert(arguments[0], element, where) for element in value)
-    if annotation is float and type(value) is int:
-        return float(value)
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{where} = {value!r} is not a valid choice; it must be {describe_type(annotation)}")
-        return value
-    if type(value) is annotation:
-        return value
-    raise ValueError(f"{where} = {value!r} has the wrong type; it must be {describe_type(annotation)}")
+    if value is None and kind.optional:
+        return None
+    if kind.nargs is not None and isinstance(value, list) and kind.nargs in (_ANY_NUMBER, len(value)):
+        element_kind = kind._replace(nargs=None)
+        return tuple(_convert(element_kind, element, where) for element in value)
+    if kind.is_table:
+        return _convert_table(kind.base, value, where)
+    if kind.choices and value not in kind.choices:
+        raise ValueError(f"{where} = {value!r} is not a valid choice; {kind.expected}")
+    if kind.base is float and type(value) is int:
+        value = float(value)
+    if kind.nargs is not None or type(value) is not kind.base:
+        raise ValueError(f"{where} = {value!r} has the wrong type; {kind.expected}")
+    return value
 
 
 def _convert_table(table_class: Any, value: Any, where: str) -> Any:
     """Return a TOML table as an instance of a dataclass. Raises as `_convert` does."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be a table, got {value!r}")
-    field_types = get_type_hints(table_class)
+    kinds = kinds_of(table_class)
     converted = {}
     for key, inner in value.items():
-        if key not in field_types:
-            raise ValueError(f"{where}: unknown key {key!r}; {suggest_name(key, field_types)}")
-        name = f"[{key}]" if is_dataclass(field_types[key]) else key
-        converted[key] = _convert(field_types[key], inner, f"{where}: {name}")
+        if key not in kinds:
+            raise ValueError(f"{where}: unknown key {key!r}; {_suggest_name(key, kinds)}")
+        name = f"[{key}]" if kinds[key].is_table else key
+        converted[key] = _convert(kinds[key], inner, f"{where}: {name}")
     return table_class(**converted)
+
+
+def _suggest_name(name: str, valid: Collection[str]) -> str:
+    """Return the part of an error message that suggests a replacement for an unknown name.
+
+    Args:
+        name: a table, a key in a table, or an option "--table.field".
+        valid: the names of the same kind that exist.
+    """
+    key = name.rpartition(".")[2].removeprefix("--").replace("-", "_")
+    path = FIELDS_BY_FOREIGN_NAME.get(key)
+    if path is None:
+        same_name = [f"{table}.{key}" for table, kind in kinds_of(Config).items() if key in kinds_of(kind.base)]
+        if len(same_name) != 1:
+            return f"the nearest valid name is {nearest(name, valid, cutoff=0)[0]!r}"
+        path = same_name[0]
+    for candidate in (f"--{path}", path.rpartition(".")[2]):
+        if candidate in valid:
+            return f"the nearest valid name is {candidate!r}"
+    return f"this setting is in another table: {path!r}"
+
+
+# -- options
+
+
+def _apply_options(config: Config, options: Sequence[str]) -> Config:
+    """Return `config` with the values of command-line options. `--help` prints all options and exits.
+
+    Raises:
+        ValueError: an option does not exist (the message names the nearest one), or a value is not valid.
+    """
+    kinds = {f"--{table}.{name}": kind for table, table_kind in kinds_of(Config).items()
+             for name, kind in kinds_of(table_kind.base).items()}
+    normalized = [_normalize_option(option) if option.startswith("--") else option for option in options]
+    for option, as_written in zip(normalized, options):
+        name = option.partition("=")[0]
+        if option.startswith("--") and name not in (*kinds, "--help"):
+            name_as_written = as_written.partition("=")[0]
+            raise ValueError(f"unknown option {name_as_written!r}; {_suggest_name(name, list(kinds))}")
+    parser = _build_parser(config, with_help="--help" in options)
+    changes: dict[str, dict[str, Any]] = {}  # applied together: a table checks its fields together
+    for option, text in vars(parser.parse_args(normalized)).items():
+        table, name = option.removeprefix("--").split(".")
+        value = _read_text(kinds[option], text)
+        changes.setdefault(table, {})[name] = _convert(kinds[option], value, option)
+    tables = {table: replace(getattr(config, table), **values) for table, values in changes.items()}
+    return replace(config, **tables)
+
+
+def _normalize_option(option: str) -> str:
+    """Replace "-" by "_" in the name of an option, not in its value."""
+    name, equals, value = option[2:].partition("=")
+    return f"--{name.replace('-', '_')}{equals}{value}"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Raise ValueError instead of printing the message."""
+        raise ValueError(message.removeprefix("argument "))
+
+
+def _build_parser(config: Config, *, with_help: bool) -> argparse.ArgumentParser:
+    """Return a parser of the options for all fields, which leaves their values as text.
+
+    (tyro draws boxes around its errors, and takes half a second to import.)
+
+    Args:
+        config: the current values, which the help shows.
+        with_help: read the documentation of the fields from the source of the schema.
+    """
+    parser = _Parser(
+        prog="dualpipe train CONFIG", description="Options for all fields of the TOML file.", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    documentation = read_documentation() if with_help else {}
+    for table, table_kind in kinds_of(Config).items():
+        table_class = table_kind.base
+        texts = documentation.get(table_class.__name__, {})
+        group = parser.add_argument_group(inspect.cleandoc(table_class.__doc__ or "").partition("\n")[0])
+        for name, kind in kinds_of(table_class).items():
+            current = _format_value(getattr(getattr(config, table), name))
+            text = f"{texts.get(name, '')} (now: {current})".replace("%", "%%")
+            metavar = (kind.metavar,) * kind.nargs if isinstance(kind.nargs, int) else kind.metavar
+            option = f"--{table}.{name}"
+            group.add_argument(option, dest=option, nargs=kind.nargs, metavar=metavar, help=text)
+    return parser
+
+
+def _format_value(value: object) -> str:
+    """Return the value of a field as text for the help."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value)) or "none"
+    return "none" if value is None else f"{value}" or '""'
+
+
+def _read_text(kind: Kind, text: Any) -> Any:
+    """Return the TOML value that the text of an option stands for; the text itself if it is no value of `kind`.
+
+    text: a list of texts for a list.
+    """
+    if kind.nargs is not None:
+        return [_read_text(kind._replace(nargs=None), element) for element in text]
+    if kind.optional and text == "None":
+        return None
+    if kind.is_table:
+        return _read_table(kinds_of(kind.base), text)
+    if kind.base is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    with suppress(ValueError):
+        return kind.base(text)
+    return text
+
+
+def _read_table(kinds: Mapping[str, Kind], text: str) -> dict[str, Any]:
+    """Return the TOML table of the text "FIRST,FIELD=VALUE,...", with the value of the first field before others.
+
+    A comma begins another field if a name that resembles one, and "=", follow: a path may have commas.
+    """
+    first, *names = kinds
+    values: dict[str, Any] = {}
+    while True:
+        rest, _, assignment = text.rpartition(",")
+        name, equals, value = assignment.partition("=")
+        if not equals or not nearest(name, names):
+            return {first: text, **values}
+        values.setdefault(name, _read_text(kinds[name], value) if name in kinds else value)
+        text = rest

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
-from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.storage import Location, as_location
 
 STDLIB = "stdlib"  # value of data.path: the source code of Python's standard library
@@ -92,6 +91,7 @@ class ExportConfig:
 class DataSource:
     """An element of data.sources: one of several texts to train on."""
 
+    text_form = "PATH,weight=W"  # of `str`, and of an element on the command line
     path: str = ""
     """as data.path"""
     weight: float = 1.0
@@ -102,22 +102,7 @@ class DataSource:
         _require(0 < self.weight < math.inf, "data.sources", str(self), "give a positive, finite weight")
 
     def __str__(self) -> str:
-        """Return the text that `parse` takes."""
         return f"{self.path},weight={self.weight:g}"
-
-    @classmethod
-    def parse(cls, text: str) -> DataSource:
-        """Parse the source "PATH,weight=W" of a command line. Raises ValueError for any other text."""
-        path, comma, assignment = text.rpartition(",")
-        name, equals, value = assignment.partition("=")
-        if not comma or not equals or not nearest(name, ["weight"]):
-            return cls(text)  # a path may have commas
-        _require(name == "weight", "data.sources", text, f"{name!r} is no field; the nearest is 'weight'")
-        try:
-            weight = float(value)
-        except ValueError as error:
-            raise ValueError(f"data.sources = {text!r}: {error}; give PATH,weight=W") from None
-        return cls(path, weight)
 
 
 @dataclass(frozen=True)
@@ -293,11 +278,11 @@ FormatName = Literal["mxfp8", "nvfp4", "fp8_block", "fp8_block_pow2", "mxfp4"]
 class PatternRule:
     """An element of a list of rules: settings for the names that `pattern` matches. A field that is None is not set."""
 
+    text_form = "PATTERN,FIELD=VALUE,..."  # of `str`, and of an element on the command line
     pattern: str = ""
     """segments of a tensor's or module's name, joined by dots: *.mlp.gate; "*" is any number of whole segments"""
 
     def __str__(self) -> str:
-        """Return the text that the rule's `parse` takes."""
         values = {setting.name: getattr(self, setting.name) for setting in fields(self)[1:]}
         return ",".join([self.pattern, *(f"{name}={value}" for name, value in values.items() if value is not None)])
 
@@ -327,21 +312,6 @@ class DTypeRule(PatternRule):
                  "weights are either stored or gathered in a format; give storage a dtype, or leave one of them out")
         _require(all(self.pattern.split(".")), "dtypes.rules: pattern", self.pattern,
                  "give segments joined by dots, such as *.mlp.gate")
-
-    @classmethod
-    def parse(cls, text: str) -> DTypeRule:
-        """Parse the rule "PATTERN,FIELD=DTYPE,..." of a command line. Raises ValueError for any other text."""
-        pattern, *assignments = text.split(",")
-        values: dict[str, Any] = {}
-        for assignment in assignments:
-            name, _, dtype = assignment.partition("=")
-            values[name] = dtype
-        choices = {name: get_args(get_args(hint)[0]) for name, hint in get_type_hints(cls).items() if name != "pattern"}
-        is_valid = all(dtype in choices.get(name, ()) for name, dtype in values.items())
-        _require(is_valid, "dtypes.rules", text, f"give PATTERN,FIELD=DTYPE,..., where FIELD is one of "
-                 f"{', '.join(choices)}, and DTYPE one of {', '.join(get_args(DTypeName))}; gather takes formats, "
-                 f"storage takes both: {', '.join(get_args(FormatName))}")
-        return cls(pattern, **values)
 
 
 @dataclass(frozen=True)
@@ -420,34 +390,12 @@ class OptimizerGroup(PatternRule):
     algorithm: Algorithm | None = None
     """update rule, with optimizer.name muon or adamw"""
 
-    @classmethod
-    def parse(cls, text: str) -> OptimizerGroup:
-        """Parse the group "PATTERN,FIELD=VALUE,..." of a command line. Raises ValueError for any other text."""
-        pattern, *assignments = text.split(",")
-        try:
-            values: dict[str, Any] = dict(assignment.split("=", 1) for assignment in assignments)
-            values |= {name: float(values[name]) for name in values.keys() - {"algorithm"}}
-        except ValueError as error:
-            raise _bad_group_text(text, error) from None
-        try:
-            return cls(pattern, **values)  # raises its own ValueErrors, which name the group
-        except TypeError as error:
-            raise _bad_group_text(text, error) from None
-
     def __post_init__(self) -> None:
         has_setting = any(value is not None for value in (self.lr, self.weight_decay, self.algorithm))
         _require(all(self.pattern.split(".")) and has_setting, "optimizer.groups", str(self),
                  "a group needs a pattern and at least one of lr, weight_decay, algorithm")
         _require((self.lr is None or 0 < self.lr < math.inf) and 0 <= (self.weight_decay or 0) < math.inf,
                  "optimizer.groups", str(self), "lr must be positive, weight_decay not negative, and both finite")
-        _require(self.algorithm in (None, *ALGORITHMS), "optimizer.groups", str(self),
-                 "algorithm must be muon or adamw")
-
-
-def _bad_group_text(text: str, error: Exception) -> ValueError:
-    """Return the error for the text of a group that cannot be parsed."""
-    return ValueError(f"optimizer.groups = {text!r}: {error}; give PATTERN,FIELD=VALUE,..., where FIELD is lr, "
-                      "weight_decay or algorithm")
 
 
 @dataclass(frozen=True)
@@ -511,10 +459,10 @@ class OptimizerConfig:
                  f"only adamw and muon support it, optimizer.name is {self.name}; leave it out")
         _require(not self.offload or self.name == "adamw", "optimizer.offload", self.offload,
                  f"only adamw supports it, optimizer.name is {self.name}; leave it out")
-        for group in self.groups:  # still strings while the command line is parsed
-            _require(not self.offload or getattr(group, "algorithm", None) != "muon", "optimizer.groups", str(group),
+        for group in self.groups:
+            _require(not self.offload or group.algorithm != "muon", "optimizer.groups", str(group),
                      "optimizer.offload serves adamw only; leave out algorithm, or offload")
-            _require(not is_custom or getattr(group, "algorithm", None) is None, "optimizer.groups", str(group),
+            _require(not is_custom or group.algorithm is None, "optimizer.groups", str(group),
                      f"algorithm requires optimizer.name adamw or muon, not {self.name}")
         try:
             options = json.loads(self.options) if self.options else {}
