@@ -25,7 +25,7 @@ from dualpipe.nn.routing.router import Router
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
-from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.optimizer import Optimizer

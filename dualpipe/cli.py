@@ -205,9 +205,9 @@ def _show_data(args: argparse.Namespace) -> None:
 
 def _dtypes(args: argparse.Namespace) -> None:
     """Print the dtypes of all tensors of a run."""
+    from dualpipe.train.checkpointing.source import find_source
+    from dualpipe.train.config.fit import resolve
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.config.resolve import resolve
-    from dualpipe.train.config.source import find_source
     from dualpipe.train.step.dtype_plan import plan_run
 
     config = load_config(args.config, args.overrides)

@@ -41,8 +41,8 @@ from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Costs, Schedule, Step, build, simulate
+from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.optim.offload import buffer_bytes
 from dualpipe.train.step.layout_check import check_layout

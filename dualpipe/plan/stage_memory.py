@@ -15,8 +15,8 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.experts.dispatcher import parameter_sizes, stacked_parameters
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.dtypes import dtype_of
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
 from dualpipe.train.step.dtype_plan import plan_run

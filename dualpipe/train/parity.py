@@ -34,8 +34,8 @@ from dualpipe.runtime.device import deterministic
 from dualpipe.runtime.dtypes import dtype_of, long_name
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import read_own_model_config
-from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.parity_errors import (

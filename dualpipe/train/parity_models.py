@@ -23,7 +23,7 @@ from dualpipe.nn.routing.router import Router
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan
 from dualpipe.pipeline.compiled_stage import as_tuple
-from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import TokenBatch, shift_targets
 from dualpipe.train.launch.distributed import Job

@@ -21,7 +21,7 @@ from dualpipe.models import HubConfig
 from dualpipe.nn.deferral import local
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
-from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.splits import check_tokenizer

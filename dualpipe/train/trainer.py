@@ -30,9 +30,10 @@ from dualpipe.train.anomaly.guard import BadStep, Guard
 from dualpipe.train.anomaly.rank_checks import RankChecks
 from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.checkpointing.source import find_saved_batch
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
+from dualpipe.train.config.fit import Resolved, keep_batch
 from dualpipe.train.config.model_config import flops_per_token
-from dualpipe.train.config.resolve import Resolved, find_saved_batch, keep_batch
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.token_stream import TokenBatch

@@ -28,8 +28,8 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
+from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.routers import build_routers

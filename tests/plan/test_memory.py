@@ -33,9 +33,9 @@ from dualpipe.plan.communication import context_numbers
 from dualpipe.plan.memory import RankMemory, _activations, _schedule, check_run, estimate, table, unit_for
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import TrainedModel, read_model_config
-from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.optim import offload
 from dualpipe.train.optim.offload import MomentStorage

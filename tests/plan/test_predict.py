@@ -12,8 +12,8 @@ from dualpipe.models.stages import meta_stages
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.predict import PARTS, Prediction, simulate_long
 from dualpipe.schedule import Costs, build, simulate
+from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import fit_world
 from plans import EXAMPLES, prediction
 from schedules import SCHEDULES
 

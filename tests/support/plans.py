@@ -10,8 +10,8 @@ from dualpipe.cli import main
 from dualpipe.models import read_config
 from dualpipe.plan.machines import read_machine
 from dualpipe.plan.predict import Prediction
+from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import fit_world
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = EXAMPLES / "tiny-cpu.toml"

@@ -14,8 +14,8 @@ from dualpipe.nn.routing import router_set
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.communication import context_numbers
 from dualpipe.train import parity
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.launch.distributed import Job

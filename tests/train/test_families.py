@@ -9,8 +9,8 @@ import torch
 from dualpipe.checkpoint import save_hf
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer

@@ -11,9 +11,9 @@ from dualpipe.models import build_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import Resolved, resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.step import stages
 from dualpipe.train.step.dtype_plan import plan_run

@@ -14,9 +14,9 @@ from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets

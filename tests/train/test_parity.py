@@ -13,8 +13,8 @@ from dualpipe.nn.attention.sequence_split import WHOLE, SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train import parity, parity_models
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.parity_errors import difference, print_table
 from dualpipe.train.parity_models import EvenRoutes, ParityModels

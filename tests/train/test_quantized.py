@@ -12,8 +12,8 @@ import torch.distributed as dist
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import parity
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import Trainer

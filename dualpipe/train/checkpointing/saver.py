@@ -20,10 +20,10 @@ from dualpipe.parallel.mesh import TRAFFIC
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.storage import Location
+from dualpipe.train.checkpointing.source import START_ANEW, find_source, saved_settings
 from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
-from dualpipe.train.config.source import START_ANEW, find_source, saved_settings
 from dualpipe.train.launch.distributed import Job
 
 # Tensors that a checkpoint of `dualpipe hf import`, which has step 0, does not contain.

@@ -1,1 +1,1 @@
-"""The configuration of a run: schema of the TOML file, the command line, loading, and sizes for a number of ranks."""
+"""The configuration of a run: its schema, its reader, the model it names, and the sizes for a number of ranks."""

@@ -1,6 +1,6 @@
 """The settings of a training run: one frozen dataclass per TOML table. Every field is also a command-line option.
 
-A field may have a rule that refuses values that can never work; `Config` checks it. `config.resolve.fit_world` checks
+A field may have a rule that refuses values that can never work; `Config` checks it. `config.fit.fit_world` checks
 the fields that depend on the number of ranks. Only the trainer uses these classes: code below it takes plain sizes and
 process groups. The string below a field is its help text.
 """

@@ -19,7 +19,7 @@ from dualpipe.runtime.nccl import TOTALS, nccl_options
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.config.resolve import Resolved, resolve
+from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.settings_check import agree, model_settings, run_settings

@@ -15,8 +15,8 @@ from dualpipe.models import HubConfig
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.ranks.rank_sync import RankSync
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.resolve import Resolved
 
 
 def plan_run(

@@ -20,7 +20,7 @@ from dualpipe.parallel import DTypePlan
 from dualpipe.parallel.context import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.config.resolve import Resolved
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer

@@ -11,8 +11,8 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
+from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import FIELDS_BY_FOREIGN_NAME, load_config, recorded_config
-from dualpipe.train.config.resolve import fit_world
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.step.routers import build_routers
 

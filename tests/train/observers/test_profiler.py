@@ -11,8 +11,8 @@ from dualpipe import cli
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import garbage_collection
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.observers import profiler
 from dualpipe.train.observers.step_window import Steps

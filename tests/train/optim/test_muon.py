@@ -18,8 +18,8 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.resolve import Resolved
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
 from dualpipe.train.optim.from_config import build_optimizer

@@ -17,9 +17,9 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.checkpointing.saver import Saver
+from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model_config
-from dualpipe.train.config.resolve import resolve
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics

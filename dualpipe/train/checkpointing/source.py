@@ -11,6 +11,7 @@ from dualpipe.checkpoint.directory import AllDamaged, FoundCheckpoints, find, ra
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.storage import Location, as_location, contains, resolve
+from dualpipe.train.config.fit import SavedBatch
 from dualpipe.train.config.schema import Config
 
 # Ends the error of a run whose checkpoints are all damaged.
@@ -73,6 +74,27 @@ def find_source(config: Config) -> ResumeSource:
                          f'{resume!r}; give another output.dir, or checkpoint.resume = "auto" to resume from there')
     note = f"this run began with checkpoint.resume = {resume!r}; it resumes from its own checkpoints"
     return _select_newest(directory, existing, note)
+
+
+def find_saved_batch(config: Config) -> SavedBatch | None:
+    """Return the global batch of the checkpoint that a run resumes from, if the run has to keep it.
+
+    None if the configuration sets parallel.dp or train.batch_size, the run is new, or no run saved the checkpoint (it
+    was imported).
+    """
+    if config.parallel.dp or config.train.batch_size:
+        return None
+    source = find_source(config).path
+    if source is None:
+        return None
+    saved = find(source).committed[0].manifest.config
+    train = saved_settings(saved, "train")
+    parallel = saved_settings(saved, "parallel")
+    try:
+        pipelines = parallel["dp"] * parallel["ep"]
+        return SavedBatch(train["micro_batch_size"] * train["num_chunks"] * pipelines, pipelines, source)
+    except (KeyError, TypeError):
+        return None
 
 
 def _select_newest(path: Location, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:

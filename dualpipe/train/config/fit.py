@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 
-from dualpipe.checkpoint.directory import find
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import check_replicate
@@ -20,7 +19,6 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.storage import Location
 from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config, DTypeRule, replace_field
-from dualpipe.train.config.source import find_source, saved_settings
 
 
 @dataclass(frozen=True)
@@ -206,27 +204,6 @@ def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, 
         f"start {_possible_world_sizes(config, saved)} ranks, or resume with batches of {batch} sequences by "
         'checkpoint.allow = ["loader"]'
     )
-
-
-def find_saved_batch(config: Config) -> SavedBatch | None:
-    """Return the global batch of the checkpoint that a run resumes from, if the run has to keep it.
-
-    None if the configuration sets parallel.dp or train.batch_size, the run is new, or no run saved the checkpoint (it
-    was imported).
-    """
-    if config.parallel.dp or config.train.batch_size:
-        return None
-    source = find_source(config).path
-    if source is None:
-        return None
-    saved = find(source).committed[0].manifest.config
-    train = saved_settings(saved, "train")
-    parallel = saved_settings(saved, "parallel")
-    try:
-        pipelines = parallel["dp"] * parallel["ep"]
-        return SavedBatch(train["micro_batch_size"] * train["num_chunks"] * pipelines, pipelines, source)
-    except (KeyError, TypeError):
-        return None
 
 
 def _possible_world_sizes(fitted: Config, saved: SavedBatch) -> str:

@@ -15,10 +15,10 @@ import torch
 
 from default_signals import set_default_signals
 from dualpipe.parallel import Rule
-from dualpipe.train.config import resolve
+from dualpipe.train.checkpointing import source
+from dualpipe.train.config import fit
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
-from dualpipe.train.config.source import ResumeSource
 from dualpipe.train.metrics import read_metrics
 
 OPTIONS = ["train", "run.toml", "--parallel.pp", "1", "--train.eval_batches", "0", "--checkpoint.interval", "1",
@@ -61,15 +61,15 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(resolve, "find_source", lambda config: ResumeSource(tmp_path, {}, []))
-    monkeypatch.setattr(resolve, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
+    monkeypatch.setattr(source, "find_source", lambda config: source.ResumeSource(tmp_path, {}, []))
+    monkeypatch.setattr(source, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
 
 
 def resume_on(config, world_size):
     """Return the configuration of a run that resumes on `world_size` ranks, and the line about it."""
-    known = resolve.Resolved.of(resolve.fit_world(config, world_size), None)
-    kept, note = resolve.keep_batch(known, resolve.find_saved_batch(config))
+    known = fit.Resolved.of(fit.fit_world(config, world_size), None)
+    kept, note = fit.keep_batch(known, source.find_saved_batch(config))
     return kept.config, note
 
 
@@ -221,9 +221,9 @@ def test_a_run_continues_without_a_killed_node(run_folder, agents, train_on, fre
 def test_resolve_reads_the_dtypes_and_the_model(run_folder):
     options = ["--parallel.pp", "1", "--train.dtype", "bf16", "--optimizer.moments", "bf16",
                "--dtypes.rules", "*.mlp.gate,compute=fp32"]
-    resolved = resolve.resolve(load_config(run_folder / "run.toml", options), 1)
+    resolved = fit.resolve(load_config(run_folder / "run.toml", options), 1)
     assert resolved.config.parallel.dp == 1
-    assert resolved.dtypes == resolve.RunDTypes(
+    assert resolved.dtypes == fit.RunDTypes(
         torch.bfloat16, torch.bfloat16, (Rule("*.mlp.gate", dtype=torch.float32),))
     other = resolved.with_config(replace(resolved.config, train=replace(resolved.config.train, dtype="fp32")))
     assert other.dtypes.compute is torch.float32 and other.model is resolved.model
