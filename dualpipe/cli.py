@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,12 +62,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(args: argparse.Namespace) -> int:
     """Train as a rank of the job, or start the ranks of this machine if torchrun or SLURM did not."""
     from dualpipe.runtime.rank_process import LAUNCHER, as_rank
-    from dualpipe.train.config.load import check_data_paths
+    from dualpipe.train.config.load import check_data_paths, load_config
     from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
     from dualpipe.train.launch.local import start_ranks
 
     args, overrides = _parse_after_config(args)
-    config, info = load_everywhere(args.config, overrides)
+    config, info = load_everywhere(partial(load_config, args.config, overrides))
     restarts = 0 if LAUNCHER in os.environ else args.max_restarts
     if restarts and rank_from_environment(os.environ) is not None:
         raise ValueError(f"--max-restarts {restarts} is for ranks that this command starts itself; give it to "
@@ -75,11 +76,11 @@ def _train(args: argparse.Namespace) -> int:
         check_data_paths(config)  # before ranks start, which takes them seconds
         return start_ranks(args.arguments, config, restarts=restarts, watched=True)
     with as_rank(info, config.parallel.sizes) as ending:
-        from dualpipe.train.observers import profiler, tracing
+        from dualpipe.train.observers.step_window import parse_steps
         from dualpipe.train.trainer import train
 
-        trace = tracing.parse_trace_option(args.trace, config.train.steps)
-        profile = profiler.parse_profile_option(args.profile, config.train.steps)
+        trace = parse_steps(args.trace, config.train.steps, "--trace", with_file=True)
+        profile = parse_steps(args.profile, config.train.steps, "--profile")
         ending.status = train(config, info, trace, profiled=profile, snapshot=args.memory_snapshot)
     return ending.status
 
@@ -87,6 +88,7 @@ def _train(args: argparse.Namespace) -> int:
 def _parity(args: argparse.Namespace) -> int:
     """Compare as a rank of the job, or start all ranks if nothing has started them."""
     from dualpipe.runtime.rank_process import as_rank
+    from dualpipe.train.config.load import load_config
     from dualpipe.train.launch.environment import load_everywhere
     from dualpipe.train.launch.local import start_ranks
 
@@ -98,7 +100,7 @@ def _parity(args: argparse.Namespace) -> int:
     for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
         if getattr(args, name) is not None:
             overrides += [f"--parallel.{name}", str(getattr(args, name))]
-    config, info = load_everywhere(args.config, overrides)
+    config, info = load_everywhere(partial(load_config, args.config, overrides))
     if info is None:
         return start_ranks(args.arguments, config)
     with as_rank(info, config.parallel.sizes) as ending:
@@ -111,12 +113,11 @@ def _parity(args: argparse.Namespace) -> int:
 def _model_parity(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare a custom model as a rank of the job, or start all ranks if nothing has started them."""
     from dualpipe.runtime.rank_process import as_rank
-    from dualpipe.train.launch.environment import rank_of_job
+    from dualpipe.train.launch.environment import load_everywhere
     from dualpipe.train.launch.local import start_ranks
 
-    config = _config_for_model(args, overrides)
+    config, info = load_everywhere(partial(_config_for_model, args, overrides))
     layout = config.parallel
-    info = rank_of_job(layout.world_size)
     if info is None:
         return start_ranks(args.arguments, config)
     with as_rank(info, layout.sizes) as ending:
@@ -153,18 +154,16 @@ def _config_for_model(args: argparse.Namespace, overrides: Sequence[str]) -> Con
 
 def _replay(args: argparse.Namespace) -> int:
     """Replay a step as a rank of the job, or start all ranks if nothing has started them."""
-    from dualpipe.runtime.rank_process import RankInfo, as_rank
-    from dualpipe.train.launch.environment import read_everywhere
+    from dualpipe.runtime.rank_process import as_rank
+    from dualpipe.train.launch.environment import load_everywhere
     from dualpipe.train.launch.local import start_ranks
     from dualpipe.train.replay import read_bundle, replay
 
-    (config, manifest), info = read_everywhere(lambda: read_bundle(args.bundle))
-    if info is None and config.parallel.world_size == 1:
-        info = RankInfo(0, 1, 0, 1)
+    config, info = load_everywhere(partial(read_bundle, args.bundle))
     if info is None:
         return start_ranks(args.arguments, config)
     with as_rank(info, config.parallel.sizes) as ending:
-        ending.status = replay(config, manifest, info)
+        ending.status = replay(config, info)
     return ending.status
 
 

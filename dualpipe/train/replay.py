@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dualpipe.checkpoint import load
-from dualpipe.checkpoint.manifest import Checkpoint, Manifest
+from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.models import read_hub_json
 from dualpipe.nn.attention import use_attention_kernel
 from dualpipe.runtime.device import deterministic
@@ -35,8 +35,8 @@ from dualpipe.train.step.kernel_choice import choose_kernels
 from dualpipe.train.step.step_runner import StepRunner
 
 
-def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
-    """Return the configuration to replay a bundle with, and the manifest of the bundle.
+def read_bundle(path: str | Path) -> Config:
+    """Return the configuration to replay a bundle with, which resumes from it.
 
     Raises ValueError if `path` is not a bundle, or its config.json was changed.
     """
@@ -54,16 +54,15 @@ def read_bundle(path: str | Path) -> tuple[Config, Manifest]:
     model = dataclasses.replace(config.model, config=str(path))
     no_directory = path / "none"  # does not exist, so the replay loads the bundle and no checkpoint of the run
     checkpoint = CheckpointConfig(dir=str(no_directory), resume=str(path))
-    config = dataclasses.replace(
-        config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
-    return config, manifest
+    return dataclasses.replace(config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
 
 
-def replay(config: Config, manifest: Manifest, info: RankInfo) -> int:
+def replay(config: Config, info: RankInfo) -> int:
     """Replay the step as rank `info` and return the exit status: 0 if it gives the same bits, else 1.
 
-    Rank 0 prints the result.
+    config: from `read_bundle`. Rank 0 prints the result.
     """
+    manifest = Checkpoint.read(Path(config.checkpoint.resume)).manifest
     recorder = Recorder(info.rank)
     with ExitStack() as resources:
         resources.enter_context(recorder.activate())

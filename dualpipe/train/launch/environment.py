@@ -8,16 +8,15 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dualpipe.runtime.rank_process import CONFIG_FILE, RankInfo
-from dualpipe.train.config.load import load_config, recorded_config
+from dualpipe.train.config.load import recorded_config
 from dualpipe.train.config.schema import Config
 
-_Content = TypeVar("_Content")
 # Other launchers: the variable of a process's rank, and that of the number of processes, which some do not set.
 _LAUNCHERS = {
     "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",  # Open MPI
@@ -32,30 +31,32 @@ _LAUNCHERS = {
 }
 
 
-def load_everywhere(path: str, overrides: Sequence[str]) -> tuple[Config, RankInfo | None]:
+def load_everywhere(load: Callable[[], Config]) -> tuple[Config, RankInfo | None]:
     """Return the configuration and the rank of this process; None for the rank if the ranks are not yet started.
 
-    Raises ValueError as `read_everywhere` does.
-    """
-    config, info = read_everywhere(lambda: _config_from_launcher() or load_config(path, overrides))
-    if info is None and config.parallel.world_size == 1:
-        info = RankInfo(0, 1, 0, 1)
-    return config, info
+    A single rank is not started: it is this process. Sets MASTER_ADDR and MASTER_PORT under SLURM.
 
-
-def read_everywhere(read: Callable[[], _Content]) -> tuple[_Content, RankInfo | None]:
-    """Return the result of `read` and the rank of this process; None for the rank if the ranks are not yet started.
+    Args:
+        load: loads the configuration. Not called in a process that `dualpipe` has started: the launcher passes on its
+            own.
 
     Raises ValueError if either is invalid. If that happens on this rank alone, the other ranks raise the same error; it
     takes up to 30 s to tell them.
     """
-    info = rank_of_job()
+    ranks = _global_rank(os.environ)
+    if ranks is not None and "RANK" not in os.environ:
+        os.environ.update(slurm_rendezvous(os.environ))
     try:
-        return read(), info
+        info = rank_from_environment(os.environ)
+        file = os.environ.get(CONFIG_FILE)
+        config = load() if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
     except ValueError as error:
-        if info is not None and info.world_size > 1:
-            _raise_everywhere(error, info)
+        if ranks is not None and ranks[1] > 1:
+            _raise_everywhere(error, RankInfo(*ranks, 0, 1))
         raise
+    if info is None and config.parallel.world_size == 1:
+        info = RankInfo(0, 1, 0, 1)
+    return config, info
 
 
 def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
@@ -68,33 +69,6 @@ def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
 
     with suppress(ValueError, TimeoutError):  # the caller raises the error on this rank
         agree(connect(info, PATIENCE), info, fail, PATIENCE)
-
-
-def rank_of_job(world_size: int = 0) -> RankInfo | None:
-    """Return the rank of this process in its job; None if the ranks are not yet started.
-
-    Sets MASTER_ADDR and MASTER_PORT under SLURM. world_size: the number of ranks to start, if known. A single rank is
-    not started: it is this process.
-
-    Raises ValueError as `rank_from_environment` does, on the other ranks too if only the place of this rank on its
-    machine is wrong.
-    """
-    ranks = _global_rank(os.environ)
-    if ranks is None:
-        return RankInfo(0, 1, 0, 1) if world_size == 1 else None
-    if "RANK" not in os.environ:
-        os.environ.update(slurm_rendezvous(os.environ))
-    try:
-        return rank_from_environment(os.environ)
-    except ValueError as error:
-        _raise_everywhere(error, RankInfo(*ranks, 0, 1))
-        raise
-
-
-def _config_from_launcher() -> Config | None:
-    """Return the configuration that the launcher has parsed for its ranks; None without a launcher."""
-    file = os.environ.get(CONFIG_FILE)
-    return None if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:

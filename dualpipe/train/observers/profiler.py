@@ -14,12 +14,7 @@ from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.printing import say
-from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
-
-
-def parse_profile_option(text: str, steps: int) -> Steps | None:
-    """Parse the value of --profile for a run with this number of steps; see `parse_steps`."""
-    return parse_steps(text, steps, "--profile")
+from dualpipe.train.observers.step_window import Steps, StepWindow
 
 
 class ProfiledSteps(StepWindow):

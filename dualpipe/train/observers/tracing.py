@@ -10,12 +10,7 @@ from dualpipe.pipeline.engine import Pipeline
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.trace.tracer import Tracer, check_path
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.observers.step_window import Steps, StepWindow, parse_steps
-
-
-def parse_trace_option(text: str, steps: int) -> Steps | None:
-    """Parse the value of --trace for a run with this number of steps; see `parse_steps`."""
-    return parse_steps(text, steps, "--trace", with_file=True)
+from dualpipe.train.observers.step_window import Steps, StepWindow
 
 
 class TracedSteps(StepWindow):

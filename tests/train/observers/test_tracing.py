@@ -12,8 +12,7 @@ from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.trace.file import read
 from dualpipe.trace.measured import Measured
 from dualpipe.trace.summary import Summary
-from dualpipe.train.observers.step_window import Steps
-from dualpipe.train.observers.tracing import parse_trace_option
+from dualpipe.train.observers.step_window import Steps, parse_steps
 from faults import planted, planting
 from ranks import run_ranks
 from traces import check_format
@@ -92,10 +91,10 @@ def test_a_trace_that_is_not_there(what, message, capsys):
 
 
 def test_which_steps():
-    assert parse_trace_option("", 5) is None
-    assert parse_trace_option("steps=10..12", 12) == Steps(10, 12)
-    assert parse_trace_option("steps=3", 3) == Steps(3, 3)
-    assert parse_trace_option("steps=1..2,file=a, b=c.json", 5) == Steps(1, 2, "a, b=c.json")
+    assert parse_steps("", 5, "--trace") is None
+    assert parse_steps("steps=10..12", 12, "--trace") == Steps(10, 12)
+    assert parse_steps("steps=3", 3, "--trace") == Steps(3, 3)
+    assert parse_steps("steps=1..2,file=a, b=c.json", 5, "--trace", with_file=True) == Steps(1, 2, "a, b=c.json")
 
 
 @pytest.mark.parametrize("text, message", [

@@ -110,7 +110,7 @@ def test_a_replay_uses_the_library_that_the_run_has_measured_to_be_fastest(run_t
     time_as_fastest(in_run)
     assert cli.main([*RUN, "--model.expert_gemm", "auto"]) == 1
     (bundle,) = Path("out/bundles").glob("step-*")
-    config, _ = replay.read_bundle(bundle)
+    config = replay.read_bundle(bundle)
     assert config.model.expert_gemm == in_run and config.model.attention == "default"
     time_as_fastest(in_replay)
     assert cli.main(["replay", str(bundle)]) == 0
