@@ -227,7 +227,7 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.plan.memory import check_run, estimate, table
     from dualpipe.runtime import device as cuda
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.config.model_config import read_model_config
+    from dualpipe.train.config.model_config import read_model
     from dualpipe.train.config.schema import replace_field
     from dualpipe.train.optim.from_config import check_optimizer
 
@@ -238,7 +238,7 @@ def _memory(args: argparse.Namespace) -> None:
     is_on_cpu = config.parallel.device == "auto" and not cuda.count()
     if is_on_cpu:
         config = replace_field(config, "parallel", "device", "cpu")
-    model = read_model_config(config)
+    model = read_model(config).config
     check_run(config, model)
     check_optimizer(config.optimizer, model)
     if is_on_cpu:

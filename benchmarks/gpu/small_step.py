@@ -12,7 +12,7 @@ import bench_training
 from rank_processes import RankProcesses
 
 from dualpipe.plan.memory import estimate
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import read_model
 from gpu.session import Output
 
 ROOT = Path(__file__).parents[2]
@@ -64,5 +64,5 @@ def measure_step(output: Output, folder: str) -> None:
 def counted_bytes(options: bench_training.Options, setting: bench_training.Row) -> int:
     """Return the bytes that `dualpipe memory` counts for the rank."""
     config = bench_training.config_of(options, setting)
-    (memory,) = estimate(config, read_model_config(config))
+    (memory,) = estimate(config, read_model(config).config)
     return memory.total

@@ -20,7 +20,7 @@ from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
 from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.search.progress import SearchProgress
-from dualpipe.train.config.load import INPUT_PATHS, load_config
+from dualpipe.train.config.load import load_config, replace_input_paths
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config
 
@@ -149,13 +149,11 @@ def to_toml(config: Config, path: Path) -> str:
     Paths that are relative to a configuration file are made relative to `path`, where the TOML will be written.
     """
     folder = path.resolve().parent
+    config = replace_input_paths(config, lambda value: os.path.relpath(Path(value).resolve(), folder))
     lines: list[str] = []
     for section, defaults in asdict(Config()).items():
         values: Mapping[str, Any] = asdict(getattr(config, section))
         changed = {name: value for name, value in values.items() if value != defaults[name]}
-        for name, keywords in INPUT_PATHS.get(section, {}).items():
-            if changed.get(name) and changed[name] not in keywords:
-                changed[name] = os.path.relpath(Path(changed[name]).resolve(), folder)
         subtables = {name: value for name, value in changed.items() if _is_list_of_tables(value)}
         plain = {name: value for name, value in changed.items() if name not in subtables}
         if plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,14 @@ def test_nodes_are_those_of_the_option_or_of_the_file(capsys, monkeypatch, tmp_p
     (request,) = requests
     assert request.machine.node == node
     assert load_config(toml).parallel.ranks_per_node in (0, node), "the plan is of the nodes that a run has"
+
+
+def test_paths_are_written_relative_to_the_file(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    plan(capsys, "--write", "1", "folder/row.toml", "--rows", "1", "--data.sources", "text,weight=2", "stdlib")
+    paths = [source.path for source in load_config("folder/row.toml").data.sources]
+    assert paths == ["folder/../text", "stdlib"]
 
 
 def test_lists_of_tables_are_written(capsys, tmp_path):

@@ -35,7 +35,7 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import TrainedModel, read_model_config
+from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config
 from dualpipe.train.optim import offload
 from dualpipe.train.optim.offload import MomentStorage
@@ -70,13 +70,13 @@ def test_examples_fit_their_gpus(path):
     for memory, ranks, options in ((80 * GB, gpus, []), (141 * GB, int(other), overrides.split())):
         config = load_config(path, options)
         assert config.parallel.world_size == ranks
-        worst = max(rank.total for rank in estimate(config, read_model_config(config)))
+        worst = max(rank.total for rank in estimate(config, read_model(config).config))
         assert 0.25 * memory < worst < memory - RUNTIME, f"{worst / GB:.1f} GB of {memory / GB:.0f}"
 
 
 def model_of(config: Config) -> TrainedModel:
     """Return the model, with its layers for multi-token prediction if it has any."""
-    model = read_model_config(config)
+    model = read_model(config).config
     return model.with_mtp() if isinstance(model, HubConfig) and model.carried_layers else model
 
 
@@ -473,7 +473,7 @@ def test_formats_take_their_bytes_beside_masters_and_blocks_are_transposed(forma
 def test_moments_are_those_of_what_updates_a_parameter(run_toml):
     def taken(*options: str) -> int:
         config = load_config(run_toml, ["--parallel.pp", "1", *options])
-        return estimate(config, read_model_config(config), activations=False)[0].optimizer
+        return estimate(config, read_model(config).config, activations=False)[0].optimizer
 
     adamw, muon = taken(), taken("--optimizer.name", "muon")
     assert muon < adamw == taken("--optimizer.name", "muon", "--optimizer.groups", "*,algorithm=adamw")
@@ -494,7 +494,7 @@ def test_activations_fall_with_the_ranks_that_share_a_sequence(run_toml, method)
         config = load_config(run_toml, ["--train.sequence_length", f"{length}", "--parallel.cp", f"{cp}",
                                         "--parallel.cp_method", method, "--parallel.device", "auto",
                                         "--train.dtype", "bf16"])
-        model = dataclasses.replace(read_model_config(config), num_attention_heads=4, num_key_value_heads=4)
+        model = dataclasses.replace(read_model(config).config, num_attention_heads=4, num_key_value_heads=4)
         held = context_numbers(model, 1, length, cp, method).held if cp > 1 else 0
         return _activations(config, model, meta_stages(model, 4)[1], 8), held
 

@@ -13,7 +13,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import read_model
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.step import stages
 from dualpipe.train.step.dtype_plan import plan_run
@@ -64,7 +64,7 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
 ])
 def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, precision, found):
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
-    model = read_model_config(config)
+    model = read_model(config).config
     plan = plan_run(Resolved.of(config, model), None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch: got experts with .*{found}.*needs expert GEMMs in FP8"):
         stages.build_model(model, stages.build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
@@ -75,7 +75,7 @@ def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
     monkeypatch.setattr(stages, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
-    model = read_model_config(config)
+    model = read_model(config).config
     plan, device = plan_run(Resolved.of(config, model), None), torch.device("cpu")
     (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))

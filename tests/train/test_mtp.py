@@ -16,7 +16,7 @@ from dualpipe.train import parity
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets
@@ -114,14 +114,14 @@ def test_what_cannot_be_is_refused(tmp_path, toml):
         load_config(toml, ["--mtp.last_steps", "2"])
     with pytest.raises(ValueError, match=r"^model\.config: a deepseek_v3 whose config\.json announces no layers for "
                                          r"multi-token prediction .* set mtp\.weight = 0"):
-        read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=0), WEIGHT))
-    assert read_model_config(load_config(written(tmp_path, num_nextn_predict_layers=2), WEIGHT)).mtp_depth == 2
-    assert read_model_config(load_config(toml)).mtp_depth == 0
+        read_model(load_config(written(tmp_path, num_nextn_predict_layers=0), WEIGHT))
+    assert read_model(load_config(written(tmp_path, num_nextn_predict_layers=2), WEIGHT)).config.mtp_depth == 2
+    assert read_model(load_config(toml)).config.mtp_depth == 0
     two = written(tmp_path, num_nextn_predict_layers=2)
     with pytest.raises(ValueError, match=r"train\.sequence_length = 2: .* 3 positions ahead, .* give at least 3"):
-        read_model_config(load_config(two, [*WEIGHT, "--train.sequence_length", "2"]))
+        read_model(load_config(two, [*WEIGHT, "--train.sequence_length", "2"]))
     assert estimate(load_config(toml, [*WEIGHT, "--memory.recompute", "experts:2"]),
-                    read_model_config(load_config(toml, WEIGHT))), "the layer counts"
+                    read_model(load_config(toml, WEIGHT)).config), "the layer counts"
 
 
 # -- a run

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
 from functools import cache
@@ -34,7 +34,7 @@ from dualpipe.train.config.schema import (
 )
 
 # Fields that hold the path of an input of the run, by table; and for each, the values that are not paths.
-INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
+_INPUT_PATHS: dict[str, dict[str, tuple[str, ...]]] = {
     "model": {"config": ()}, "init": {"from_hf": ()},
     "data": {"path": (STDLIB,), "tokenizer": (BYTES, AUTO), "validation_path": (), "chat_template": ()},
 }
@@ -51,8 +51,8 @@ FIELDS_BY_FOREIGN_NAME = {
     "tensorboard_dir": "output.dir", "wandb_project": "metrics.wandb",
 }
 _ANY_NUMBER = "*"  # argparse's nargs
-_NOUNS = {bool: "true or false", int: "integer", float: "number", str: "string"}
-_METAVARS = {bool: "True|False", int: "INT", float: "FLOAT", str: "TEXT"}
+_NOUNS: dict[type, str] = {bool: "true or false", int: "integer", float: "number", str: "string"}
+_METAVARS: dict[type, str] = {bool: "True|False", int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -72,7 +72,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     path = Path(path)
     tables = read_toml(path, "the config ")
     config = _convert(Kind(Config), tables, f"{path}")
-    config = _resolve_input_paths(config, path.parent)
+    config = replace_input_paths(config, lambda value: str(path.parent / value))
     if overrides:
         config = _apply_options(config, overrides)
     if not config.model_path:
@@ -96,19 +96,19 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
 # -- paths
 
 
-def _resolve_input_paths(config: Config, folder: Path) -> Config:
-    """Return `config` with paths relative to `folder` replaced by paths from the working directory."""
-    for table, names in INPUT_PATHS.items():
+def replace_input_paths(config: Config, new_path: Callable[[str], str]) -> Config:
+    """Return `config` with `new_path(path)` in place of the path of every input of the run."""
+    for table, names in _INPUT_PATHS.items():
         for name, words in names.items():
             value = getattr(getattr(config, table), name)
             if value and value not in words:
-                config = replace_field(config, table, name, str(folder / value))
-    sources = [source if source.path == STDLIB else replace(source, path=str(folder / source.path))
+                config = replace_field(config, table, name, new_path(value))
+    sources = [source if source.path == STDLIB else replace(source, path=new_path(source.path))
                for source in config.data.sources]
     config = replace_field(config, "data", "sources", tuple(sources))
     costs = config.parallel.schedule_costs
     if costs.endswith(".json"):
-        config = replace_field(config, "parallel", "schedule_costs", str(folder / costs))
+        config = replace_field(config, "parallel", "schedule_costs", new_path(costs))
     return config
 
 
@@ -204,7 +204,7 @@ def read_documentation() -> dict[str, dict[str, str]]:
     for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
-        documentation[node.name] = texts = {}
+        texts: dict[str, str] = {}
         for base in node.bases:
             texts |= documentation.get(ast.unparse(base), {})
         for statement, below in zip(node.body, node.body[1:]):
@@ -212,6 +212,7 @@ def read_documentation() -> dict[str, dict[str, str]]:
                 continue
             if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
                 texts[statement.target.id] = " ".join(str(below.value.value).split())
+        documentation[node.name] = texts
     return documentation
 
 

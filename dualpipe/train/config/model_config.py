@@ -31,11 +31,6 @@ class ModelFile(NamedTuple):
     positions: int | None
 
 
-def read_model_config(config: Config) -> TrainedModel:
-    """Return the model of `read_model`. Raises as `read_model` does."""
-    return read_model(config).config
-
-
 def read_own_model_config(config: Config, command: str) -> HubConfig:
     """Return the model of `read_model`, which must be one of this library's families.
 
@@ -45,7 +40,7 @@ def read_own_model_config(config: Config, command: str) -> HubConfig:
     Raises:
         ValueError: as `read_model` does, or for a model that transformers implements.
     """
-    model = read_model_config(config)
+    model = read_model(config).config
     if not isinstance(model, HubConfig):
         raise ValueError(f"{command} is for this library's own models ({', '.join(FAMILIES)}); {model.model_type} is "
                          "trained by transformers' implementation")

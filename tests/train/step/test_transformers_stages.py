@@ -19,7 +19,7 @@ from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.config.model_config import read_model_config
+from dualpipe.train.config.model_config import read_model
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
@@ -215,7 +215,7 @@ def test_a_rank_holds_as_many_bytes_as_are_estimated(folder, family, layout):
     options = [*MODEL_OF_HUB, *LAYOUTS[layout], "--train.dtype", "bf16", "--train.steps", "1",
                "--train.eval_batches", "0"]
     config = load_config("run.toml", options)
-    expected = estimate(config, read_model_config(config))
+    expected = estimate(config, read_model(config).config)
     for pp_rank, parameters, state in run_ranks(trained, SIZES[layout], options, timeout=240):
         assert expected[pp_rank].parameters == pytest.approx(parameters, rel=0.01)
         assert expected[pp_rank].optimizer == pytest.approx(state, rel=0.01)
