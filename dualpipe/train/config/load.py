@@ -231,18 +231,21 @@ def _convert(kind: Kind, value: Any, where: str) -> Any:
     """
     if value is None and kind.optional:
         return None
-    if kind.nargs is not None and isinstance(value, list) and kind.nargs in (_ANY_NUMBER, len(value)):
-        element_kind = kind._replace(nargs=None)
-        return tuple(_convert(element_kind, element, where) for element in value)
-    if kind.is_table:
+    if kind.nargs is not None:
+        if isinstance(value, list) and kind.nargs in (_ANY_NUMBER, len(value)):
+            element_kind = kind._replace(nargs=None)
+            return tuple(_convert(element_kind, element, where) for element in value)
+    elif kind.is_table:
         return _convert_table(kind.base, value, where)
-    if kind.choices and value not in kind.choices:
+    elif kind.choices:
+        if value in kind.choices:
+            return value
         raise ValueError(f"{where} = {value!r} is not a valid choice; {kind.expected}")
-    if kind.base is float and type(value) is int:
-        value = float(value)
-    if kind.nargs is not None or type(value) is not kind.base:
-        raise ValueError(f"{where} = {value!r} has the wrong type; {kind.expected}")
-    return value
+    elif kind.base is float and type(value) is int:
+        return float(value)
+    elif type(value) is kind.base:
+        return value
+    raise ValueError(f"{where} = {value!r} has the wrong type; {kind.expected}")
 
 
 def _convert_table(table_class: Any, value: Any, where: str) -> Any:
