@@ -270,8 +270,8 @@ def kept_on_disk(folder):
     ("options", "message"),
     [
         (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
-        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "give PATTERN,FIELD=DTYPE,..., where FIELD is one of storage"),
-        (["--dtypes.rules", "*.experts,gather=mxfp9"], "gather takes formats, storage takes both: mxfp8, nvfp4, fp8_"),
+        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "unknown key 'comput'; the nearest valid name is 'compute'"),
+        (["--dtypes.rules", "*.experts,gather=mxfp9"], "'mxfp9' is not a valid choice; it must be one of 'mxfp8'"),
         (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "and pinned ones, matches '*.mlp.gate' (stored"),
         (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
         (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "stores it in bf16, which is narrower"),
