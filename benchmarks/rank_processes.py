@@ -33,7 +33,7 @@ from dualpipe.train.launch.store import connect
 GRACE = 10.0
 _GROUP_TIMEOUT = timedelta(minutes=30)
 _PRELOADED = [
-    "torch", "dualpipe.train.step.stages", "torch.distributed.pipelining.schedules", "torch.distributed.tensor",
+    "torch", "dualpipe.train.step.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor",
 ]
 
 Found = dict[str, Any]

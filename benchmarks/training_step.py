@@ -31,7 +31,7 @@ from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import Model, StageOptions, build_model
+from dualpipe.train.step.model import Model, build_model
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
 
@@ -114,7 +114,7 @@ def training_step(
     model = build_model(
         described, schedule, place.rank("pp"), device=job.device, mesh=job.mesh,
         dtypes=plan_run(Resolved.of(config, described), None, job.mesh),
-        options=StageOptions(recompute=config.memory.recompute),
+        settings=Config(memory=config.memory),
     )
     for stage in model.stages:
         for router in (module for module in stage.modules() if isinstance(module, Router)):

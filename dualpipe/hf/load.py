@@ -22,16 +22,15 @@ from dualpipe.hf.experts import AUTO, NAME, choose_experts
 from dualpipe.hf.layers import CannotSplit, LayerArguments, SplitLayer, check_split
 from dualpipe.hf.stage import CausalLMStage
 from dualpipe.nn import defer_weight_grads
-from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard_stages
+from dualpipe.parallel import DTypePolicy, resolve_dtypes
 from dualpipe.parallel.experts.dispatcher import (
     Dispatch,
-    ExpertParallel,
     LocalDispatcher,
     check_dispatch_over,
     is_interface_experts,
-    shard_experts,
     stacked_parameters,
 )
+from dualpipe.parallel.fsdp.shard_over_mesh import shard_over_mesh
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
@@ -206,31 +205,14 @@ def _compute_dtype(stage: CausalLMStage) -> torch.dtype:
 def _shard(
     stages: Sequence[CausalLMStage], layout: Mesh, policy: DTypePolicy | None, dispatch: Dispatch
 ) -> None:
-    """Shard the stages over the mesh. Collective over all of its ranks.
-
-    Raises ValueError on all ranks if `dispatch` does not fit.
-    """
+    """Shard the stages over the mesh. Collective over all of its ranks. Raises ValueError as `shard_over_mesh` does."""
     if layout.replicas == 1 and policy is None:
         return
     dtype = _compute_dtype(stages[0])
     reduce_dtype = torch.promote_types(dtype, torch.float32)
     policy = policy or DTypePolicy(param_dtype=dtype, reduce_dtype=reduce_dtype, output_dtype=dtype)
     plan = resolve_dtypes(stages, policy, group=layout.group("pp"))
-    expert_mesh = layout.part("ep")
-    if expert_mesh is not None and expert_mesh.size() > 1:
-        modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
-        counts = {module.num_experts for module in modules}
-        per_node = layout.ranks_per_node
-
-        def by_number_of_experts() -> dict[int, ExpertParallel]:
-            return {
-                count: ExpertParallel(count, expert_mesh, dispatch=dispatch, ranks_per_node=per_node)
-                for count in counts
-            }
-
-        # "auto" fits any nodes, anything else may fit those of some ranks only: the ranks agree on an error.
-        by_count = RankSync.of_mesh(None if dispatch == "auto" else layout.device_mesh).agree(by_number_of_experts)
-        for stage in stages:
-            shard_experts(stage, expert_mesh, are_local=True)
-            stage.use_expert_parallelism(by_count)
-    shard_stages(stages, None if layout.replicas == 1 else layout.dense, plan, expert_mesh=layout.experts)
+    modules: list[Any] = [module for stage in stages for module in stage.modules() if is_interface_experts(module)]
+    shard_over_mesh(
+        stages, layout, plan, num_experts={module.num_experts for module in modules}, dispatch=dispatch,
+        experts_are_local=True)

@@ -8,7 +8,7 @@ Dimension letters: B rows of the batch, S positions, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -122,15 +122,16 @@ class CausalLMStage(nn.Module):
         layers = tuple((layer, self._split_of(number, layer)) for number, layer in self.layers.numbered())
         return self._segments_version, self.recompute, layers
 
-    def use_expert_parallelism(self, experts: Mapping[int, ExpertParallel]) -> None:
-        """Dispatch tokens to experts on other ranks. Does not shard the parameters: see `shard_experts`.
+    def use_expert_parallelism(self, experts: ExpertParallel) -> None:
+        """Dispatch tokens to experts on other ranks, in layers with as many experts as `experts` has.
 
-        experts: by the number of experts of a layer.
+        Does not shard the parameters: see `shard_experts`.
         """
         self._segments_version += 1
         modules: list[Any] = [module for module in self.modules() if is_interface_experts(module)]
         for module in modules:
-            module.dispatcher = experts[module.num_experts].dispatcher()
+            if module.num_experts == experts.num_experts:
+                module.dispatcher = experts.dispatcher()
 
     def tied_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that another stage also has: a tied embedding or head, unless this stage has both."""

@@ -32,12 +32,13 @@ from torch import nn
 
 from dualpipe.models import HubConfig
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.parallel.experts.dispatcher import experts_per_rank
+from dualpipe.parallel.experts.dispatcher import check_dispatch, experts_per_rank
 from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers, takes_two_hops
 from dualpipe.plan.machines import GPUS_PER_NODE
 from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
+from dualpipe.quantized.quantize_model import check_sharding
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS
 from dualpipe.schedule import Costs, Schedule, Step, build, simulate
@@ -45,8 +46,7 @@ from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.optim.offload import buffer_bytes
-from dualpipe.train.step.layout_check import check_layout
-from dualpipe.train.step.pipeline_schedule import build_schedule
+from dualpipe.train.step.model import build_schedule, fp8_dispatch_block
 
 __all__ = [
     "BINARY", "CHANNEL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "cached_schedule",
@@ -148,14 +148,24 @@ def step_memory(
 def check_run(config: Config, model: TrainedModel, ranks_per_node: int = 0) -> None:
     """Raise the ValueError with which a run would refuse its layout, dispatch or formats.
 
-    ranks_per_node: as in `estimate`.
+    These are the run's own checks, without ranks or devices. ranks_per_node: as in `estimate`.
     """
     config = fit_world(config, config.parallel.world_size)
     p = config.parallel
-    plan = None
-    if isinstance(model, HubConfig):
-        plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
-    check_layout(config, model, plan, ranks_per_node or _configured_ranks_per_node(p))
+    per_node = ranks_per_node or _configured_ranks_per_node(p)
+    experts_per_rank("the model", model.num_experts or p.ep, p.ep)
+    for first in range(0, p.world_size if p.ep > 1 else 0, p.ep):
+        check_dispatch(p.dispatch, range(first, first + p.ep), per_node)
+    if not isinstance(model, HubConfig):
+        return
+    plan = dtype_plan(config.dtypes, config.train.dtype, model, min(p.replicas, 2))  # the same for 2 and more
+    if config.dtypes.fp8_dispatch:
+        fp8_dispatch_block(plan, config.dtypes.gemm_precision)
+    (whole,) = stages_on_meta(model)
+    for name, param in whole.named_parameters():
+        format = plan.of(name).format
+        if format is not None:
+            check_sharding(name, param, format, p.dense_shards)
 
 
 def _configured_ranks_per_node(p: ParallelConfig) -> int:

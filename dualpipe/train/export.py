@@ -26,7 +26,7 @@ from dualpipe.runtime.storage import Location, RemotePath, as_location
 from dualpipe.train.config.schema import AUTO, Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import set_aside
-from dualpipe.train.step.stages import Model
+from dualpipe.train.step.model import Model
 
 EXPORT_FILE = "export.json"  # in output.dir
 

@@ -54,7 +54,7 @@ from dualpipe.train.parity_errors import (
 )
 from dualpipe.train.parity_models import ParityModels, gradients
 from dualpipe.train.step.dtype_plan import plan_model, plan_run
-from dualpipe.train.step.stages import build_whole
+from dualpipe.train.step.model import build_whole
 
 
 def check_parity(config: Config, info: RankInfo, *, dtype: str, tolerance: float | None, worst: int) -> int:

@@ -28,8 +28,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import TokenBatch, shift_targets
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
-from dualpipe.train.step.routers import build_routers
-from dualpipe.train.step.step_runner import PipelinedModel
+from dualpipe.train.step.step_runner import PipelinedModel, build_routers
 
 
 class ParityModels:

@@ -17,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 import dualpipe
+from dualpipe.kernels.grouped_gemm import HALF
+from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig
+from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.deferral import local
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
@@ -26,7 +29,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import TokenStream
-from dualpipe.train.step.stages import slow_fp8_weights
+from dualpipe.train.step.model import Model
 from dualpipe.train.step.step_runner import StepRunner
 
 RUN_FILE = "run.json"
@@ -193,6 +196,34 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     for warning in (positions, *tokenizers):
         if warning:
             yield f"WARNING: {warning}"
+
+
+def slow_fp8_weights(model: Model, tokens: int, device: torch.device) -> list[str]:
+    """Return the quantized weights whose GEMMs are slower in FP8 than in bfloat16, with the reason; empty on CPU.
+
+    tokens: number of tokens of a micro-batch on all expert-parallel ranks.
+    """
+    slow: list[str] = []
+    if not any(dtypes.format for dtypes in model.plan.tensors.values()):
+        return slow
+    top_k = model.config.num_experts_per_tok
+    for stage in model.stages:
+        for name, module in stage.named_modules():
+            if not isinstance(module, Linear | GroupedLinear) or module.gemm_precision == "weight-only":
+                continue
+            dtypes = model.plan.of(f"{name}.weight")
+            if not (dtypes.format and dtypes.format.computes and dtypes.compute in HALF):
+                continue
+            num_experts = 1
+            rows: float = tokens
+            if isinstance(module, GroupedLinear):
+                num_experts = module.num_groups
+                rows = tokens * top_k / num_experts
+            shape = (num_experts, module.out_features, module.in_features)
+            reason = slower_in_fp8(dtypes.format, shape, rows, device)
+            if reason:
+                slow.append(f"{name.rpartition('.')[2]}: {reason}")
+    return list(dict.fromkeys(slow))  # once for all layers
 
 
 def check_positions(resolved: Resolved) -> str:

@@ -197,7 +197,7 @@ def test_segments_are_offered_where_tokens_travel():
     whole.set_experts_implementation(NAME)
     stage = stages_of(whole)[2]
     key = stage.segments_key()
-    stage.use_expert_parallelism({8: ExpertParallel(8)})
+    stage.use_expert_parallelism(ExpertParallel(8))
     assert stage.segments_key() != key
     tokens, _ = batch_of(0, rows=2)
     hidden = torch.randn(*tokens.shape, 32, dtype=torch.float64)

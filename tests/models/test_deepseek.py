@@ -28,7 +28,7 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import build_model, build_whole
+from dualpipe.train.step.model import build_model, build_whole
 from models import (
     Float64Torch,
     batch,

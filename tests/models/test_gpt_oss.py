@@ -21,9 +21,10 @@ from dualpipe.parallel.experts.dispatcher import Received, run_experts
 from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
+from dualpipe.train.config.schema import Config, MemoryConfig
 from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import StageOptions, build_model, build_whole
+from dualpipe.train.step.model import build_model, build_whole
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole
 from ranks import run_ranks
 
@@ -316,7 +317,7 @@ def layout(rank: int, shape: tuple[int, int, int], schedule: str, packed: bool) 
     plan = build(schedule, shape[0], MICRO_BATCHES)
     recompute = ("layer", "dispatch") if packed else ()
     model = build_model(RANKED, plan, mesh["pp"].get_local_rank(), mesh=mesh,
-                        options=StageOptions(recompute=recompute), **common)
+                        settings=Config(memory=MemoryConfig(recompute=recompute)), **common)
     unpipelined = build_whole(RANKED, **common)
     for stage in (*model.stages, unpipelined):
         with_biases(stage)

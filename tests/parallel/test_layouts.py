@@ -25,9 +25,10 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta, materialize
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
+from dualpipe.train.config.schema import Config, MemoryConfig
 from dualpipe.train.parity_errors import difference
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import StageOptions, build_model, build_whole
+from dualpipe.train.step.model import build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
 from routes import BalancedRoutes, Routes
@@ -73,7 +74,7 @@ def run_both(
     common = {"dtypes": dtype, "device": torch.device("cpu")}
     plan = build(schedule, shape[0], MICRO_BATCHES)
     model = build_model(config, plan, mesh["pp"].get_local_rank(), mesh=mesh,
-                        options=StageOptions(recompute=recompute), **common)
+                        settings=Config(memory=MemoryConfig(recompute=recompute)), **common)
     wholes = [build_whole(config, **common)]
     if exact:
         wholes.append(build_whole(config, **common | {"dtypes": torch.float64}))
@@ -242,8 +243,8 @@ def counted(
     per_node: count those to other nodes of so many ranks, by two hops.
     """
     mesh, ranks = build_mesh(*shape, torch.device("cpu")), shape[2]
-    options = StageOptions(recompute=recompute)
-    common = {"dtypes": torch.bfloat16, "device": torch.device("cpu"), "options": options}
+    settings = Config(memory=MemoryConfig(recompute=recompute))
+    common = {"dtypes": torch.bfloat16, "device": torch.device("cpu"), "settings": settings}
     plan = build("dualpipev", shape[0], MICRO_BATCHES)
     model = build_model(CONFIG, plan, mesh["pp"].get_local_rank(), mesh=mesh, **common)
     experts, routes = ExpertParallel(CONFIG.num_experts, mesh["ep"], ranks_per_node=per_node), Routes(MICRO_BATCHES)
@@ -324,7 +325,7 @@ def broken(rank: int, shape: tuple[int, int, int], where: str, failing: int) -> 
     stage_rank, pp = mesh["pp"].get_local_rank(), shape[0]
     recompute = ("dispatch",)
     model = build_model(CONFIG, build("dualpipev", pp, 4), stage_rank, mesh=mesh,
-                        options=StageOptions(recompute=recompute), **common)
+                        settings=Config(memory=MemoryConfig(recompute=recompute)), **common)
     tokens = torch.randint(CONFIG.vocab_size, (4, 8), generator=torch.Generator().manual_seed(2))
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev")
     layers = [layer for stage in model.stages for layer in stage.layers.values()]
@@ -369,7 +370,7 @@ def losses_of_training(rank: int, overlap: bool, recompute: tuple[str, ...]) -> 
     schedule = build("dualpipev", 2, MICRO_BATCHES)
     model = build_model(
         CONFIG, schedule, mesh["pp"].get_local_rank(), mesh=mesh, dtypes=torch.bfloat16, device=torch.device("cpu"),
-        options=StageOptions(recompute=recompute),
+        settings=Config(memory=MemoryConfig(recompute=recompute)),
     )
     pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule="dualpipev", overlap=overlap)
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)

@@ -30,10 +30,11 @@ from dualpipe.plan.predict import Prediction
 from dualpipe.schedule import build
 from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import load_config
+from dualpipe.train.config.schema import Config
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.routers import build_routers
-from dualpipe.train.step.stages import StageOptions, build_model
+from dualpipe.train.step.model import build_model
+from dualpipe.train.step.step_runner import build_routers
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
@@ -98,7 +99,7 @@ def _prepared(path: str, layout: Layout, length: int) -> Callable[[], None]:
     place, world = Mesh.of(mesh), dist.new_subgroups(1)[0] if alone else dist.group.WORLD
     model = build_model(
         read_config(config.model.config), build(p.schedule, p.pp, t.num_chunks), place.rank("pp"),
-        dtypes=torch.float32, device=device, mesh=mesh, options=StageOptions(recompute=config.memory.recompute),
+        dtypes=torch.float32, device=device, mesh=mesh, settings=Config(memory=config.memory),
     )
     for layer in (layer for stage in model.stages for _, layer in stage.numbered()):
         layer.mlp.gate.choice = BalancedRoutes(random_like_stride(model.config.num_experts, 2, p.ep))

@@ -42,7 +42,7 @@ from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import StageOptions, build_model
+from dualpipe.train.step.model import build_model
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files
@@ -99,7 +99,7 @@ def measured(rank: int, path: str, options: list[str]) -> tuple[int, int]:
     place, schedule = Mesh.of(mesh), build(p.schedule, p.pp, t.num_chunks)
     model = build_model(
         model_of(config), schedule, place.rank("pp"), dtypes=torch.bfloat16, device=device, mesh=mesh,
-        options=StageOptions(recompute=config.memory.recompute),
+        settings=Config(memory=config.memory),
     )
     depth = model.config.mtp_depth
     optimizer = Optimizer(
@@ -422,16 +422,17 @@ def test_groups_that_a_run_refuses_are_refused(capsys, group, message):
 def test_memory_and_the_checks_of_a_run_take_the_same_nodes(monkeypatch, options, ranks_per_node):
     nodes: dict[str, set[int]] = {"checks": set(), "memory": set()}
 
-    def note_check(config: Config, model: object, plan: object, per_node: int) -> None:
+    def note_check(dispatch: str, ranks: range, per_node: int) -> None:
         nodes["checks"].add(per_node)
 
     def note_memory(config: Config, model: object, stage: object, per_node: int, *, is_last: bool) -> ActivationBytes:
         nodes["memory"].add(per_node)
         return ActivationBytes(0, 0, 0, 0, 0)
 
-    monkeypatch.setattr(plan_memory, "check_layout", note_check)
+    monkeypatch.setattr(plan_memory, "check_dispatch", note_check)
     monkeypatch.setattr(plan_memory, "_activations", note_memory)
-    config = load_config(EXAMPLES / "tiny-cpu.toml", ("--parallel.dp", "8", "--parallel.device", "cuda", *options))
+    mesh = "--parallel.dp", "4", "--parallel.ep", "2", "--parallel.device", "cuda"
+    config = load_config(EXAMPLES / "tiny-cpu.toml", (*mesh, *options))
     model = read_config(config.model.config)
     check_run(config, model)
     estimate(config, model)

@@ -37,7 +37,7 @@ from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import build_model
+from dualpipe.train.step.model import build_model
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
 from run_files import write_files

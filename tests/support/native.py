@@ -16,7 +16,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_model
-from dualpipe.train.step.stages import build_model
+from dualpipe.train.step.model import build_model
 
 # Five layers of two kinds over two or four stages; 6 experts, which do not divide over four ranks; buffers in float32.
 CONFIG = {

@@ -10,13 +10,16 @@ import torch
 from dualpipe.models import build_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
+from dualpipe.schedule import build
+from dualpipe.train import run_description
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
+from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step import stages
 from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.model import build_model
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 
@@ -67,21 +70,21 @@ def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype,
     model = read_model(config).config
     plan = plan_run(Resolved.of(config, model), None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch: got experts with .*{found}.*needs expert GEMMs in FP8"):
-        stages.build_model(model, stages.build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
-                           options=stages.StageOptions(gemm_precision=precision, fp8_dispatch=True))
+        build_model(model, build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
+                    settings=Config(dtypes=DTypesConfig(gemm_precision=precision, fp8_dispatch=True)))
 
 
 def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
-    monkeypatch.setattr(stages, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
+    monkeypatch.setattr(run_description, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
     model = read_model(config).config
     plan, device = plan_run(Resolved.of(config, model), None), torch.device("cpu")
     (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
-    assert stages.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
+    assert run_description.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
     assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
         ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
     for module in stage.modules():
         module.gemm_precision = "weight-only"
-    assert stages.slow_fp8_weights(built, 64, device) == []
+    assert run_description.slow_fp8_weights(built, 64, device) == []

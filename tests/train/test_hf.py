@@ -16,7 +16,7 @@ from dualpipe.models import read_config
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.step.dtype_plan import plan_model
-from dualpipe.train.step.stages import build_whole
+from dualpipe.train.step.model import build_whole
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 pytestmark = pytest.mark.usefixtures("without_evaluation")

@@ -15,7 +15,7 @@ from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.stages import Model
+from dualpipe.train.step.model import Model
 
 
 class TrainingState(NamedTuple):

@@ -6,30 +6,55 @@ the same step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from dualpipe import Pipeline
 from dualpipe.checkpoint.state import derive_random
 from dualpipe.models import HubConfig
+from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.deferral import local
+from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan
-from dualpipe.parallel.context import ContextParallel
+from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.fit import Resolved
+from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
 from dualpipe.train.step.dtype_plan import plan_run
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
-from dualpipe.train.step.pipeline_schedule import build_schedule
-from dualpipe.train.step.routers import build_routers
-from dualpipe.train.step.stages import StageOptions, build_model
+from dualpipe.train.step.model import build_model, build_schedule
+
+
+def build_routers(
+    config: Config, stages: Sequence[nn.Module], *, group: dist.ProcessGroup | None, device: torch.device,
+    context: ContextParallel | None = None, whole: bool = False,
+) -> RouterSet:
+    """Configure the routers in `stages` as `config.router` says and return them as a set. Collective over `group`.
+
+    Call it before the stages are put into a pipeline. Raises ValueError for options that the model's routers lack.
+
+    Args:
+        context: context parallelism of the stages; None without it.
+        whole: `stages` are the unpipelined model, and this rank runs the micro-batches of all pipelines.
+    """
+    router = config.router
+    train = config.train
+    parallel = config.parallel
+    return RouterSet(
+        stages, num_microbatches=train.num_chunks * (parallel.batch_shards if whole else 1), balance=router.balance,
+        level=router.balance_level, z=router.z_loss, bias_update_rate=router.bias_update_rate,
+        weight=token_weight(SequenceSplit() if context is None else context.split, train.sequence_length),
+        sequence_group=context.stream.group if context is not None and context.split.size > 1 else None,
+        group=group, replicas=1 if whole else parallel.replicas, device=device,
+    )
 
 
 class PipelinedModel:
@@ -61,7 +86,7 @@ class PipelinedModel:
         self.num_targets: Tensor | None = None
         self.model = build_model(
             resolved.model, self.schedule, job.place.rank("pp"), dtypes=dtypes, device=job.device,
-            options=StageOptions.of(config, from_hf), mesh=job.mesh, context=context,
+            settings=config, from_hf=from_hf, mesh=job.mesh, context=context,
         )
         self.routers = build_routers(config, self.model.stages, group=job.group, device=job.device, context=context)
         self.pipeline = Pipeline(

@@ -25,10 +25,11 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.schedule import build
+from dualpipe.train.config.schema import Config, TrainConfig
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_model
 from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.stages import StageOptions, build_model, build_whole
+from dualpipe.train.step.model import build_model, build_whole
 from ranks import run_ranks
 from toys import relative_error
 
@@ -178,7 +179,8 @@ WAYS: dict[str, Callable[[str, str], Rule]] = {
 def made(shape: tuple[int, int], rules: list[Rule], dtype: torch.dtype = FP32) -> tuple[nn.Module, DeviceMesh]:
     mesh = build_mesh(1, *shape, torch.device("cpu"))
     plan = plan_model(CONFIG, dtype, replicas=Mesh.of(mesh).replicas, rules=rules)
-    common = {"dtypes": plan, "device": torch.device("cpu"), "options": StageOptions(seed=3), "mesh": mesh}
+    settings = Config(train=TrainConfig(seed=3))
+    common = {"dtypes": plan, "device": torch.device("cpu"), "settings": settings, "mesh": mesh}
     return build_model(CONFIG, build("1f1b", 1, 1), 0, **common).stages[0], mesh
 
 

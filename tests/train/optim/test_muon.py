@@ -27,7 +27,7 @@ from dualpipe.train.optim.groups import find_trainable_parameters, is_hidden_mat
 from dualpipe.train.optim.muon import Muon, orthogonalize
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.dtype_plan import plan_run
-from dualpipe.train.step.stages import build_model
+from dualpipe.train.step.model import build_model
 from dualpipe.train.trainer import train
 from hf_families import config_of
 from ranks import run_ranks

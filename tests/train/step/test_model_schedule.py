@@ -15,7 +15,7 @@ from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.schedule import build, validate
 from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.train.config.schema import ParallelConfig
-from dualpipe.train.step import pipeline_schedule
+from dualpipe.train.step import model
 from ranks import run_ranks
 
 
@@ -34,9 +34,9 @@ def of_ranks(rank, world, cache, seconds, costs):
         time.sleep(seconds)
         return search_with_progress(*args, effort=0, **options)
 
-    one_search = mock.patch.object(pipeline_schedule, "search_with_progress", find)
+    one_search = mock.patch.object(model, "search_with_progress", find)
     with one_search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.2):
-        return pipeline_schedule.build_schedule(auto(pp=2, schedule_costs=costs), 5, RankSync(dist.group.WORLD))
+        return model.build_schedule(auto(pp=2, schedule_costs=costs), 5, RankSync(dist.group.WORLD))
 
 
 @pytest.mark.slow
@@ -63,10 +63,10 @@ def test_a_rank_that_is_lost_is_not_waited_for_with_the_search():
         may_end.wait(60)
         has_ended.set()
 
-    search = mock.patch.object(pipeline_schedule, "search_with_progress", search_long)
+    search = mock.patch.object(model, "search_with_progress", search_long)
     with search, mock.patch.object(dualpipe.runtime.ranks.rank_sync, "TURN", 0.1):
         with pytest.raises(RankLost):
-            pipeline_schedule.build_schedule(auto(pp=2), 5, Lost())
+            model.build_schedule(auto(pp=2), 5, Lost())
         assert not has_ended.is_set()
     may_end.set()
 
@@ -81,9 +81,9 @@ def test_an_error_of_rank_0_is_one_of_all(costs, message, tmp_path):
 
 def test_alone_and_by_name(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    found = pipeline_schedule.build_schedule(auto(pp=2, schedule_memory=3.0), 5)
+    found = model.build_schedule(auto(pp=2, schedule_memory=3.0), 5)
     assert found == build("auto", 2, 5, memory=3.0)
     named = ParallelConfig(pp=2, schedule="zbv")
-    assert pipeline_schedule.build_schedule(named, 5) == build("zbv", 2, 5)
+    assert model.build_schedule(named, 5) == build("zbv", 2, 5)
     with pytest.raises(ValueError, match=r"memory is 1\.0; give stage activations, 2 or more"):
-        pipeline_schedule.build_schedule(auto(pp=2, schedule_memory=1.0), 5)
+        model.build_schedule(auto(pp=2, schedule_memory=1.0), 5)
