@@ -29,7 +29,7 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.model import Model, build_model
 
@@ -113,7 +113,7 @@ def training_step(
     described = read_config(config.model.config)
     model = build_model(
         described, schedule, place.rank("pp"), device=job.device, mesh=job.mesh,
-        dtypes=plan_run(Resolved.of(config, described), None, job.mesh),
+        dtypes=resolve_run_dtypes(Resolved.of(config, described), None, job.mesh),
         settings=Config(memory=config.memory),
     )
     for stage in model.stages:

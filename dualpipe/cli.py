@@ -207,13 +207,13 @@ def _dtypes(args: argparse.Namespace) -> None:
     from dualpipe.train.checkpointing.source import find_source
     from dualpipe.train.config.fit import resolve
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.step.dtype_plan import plan_run
+    from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 
     config = load_config(args.config, args.overrides)
     resolved = resolve(config, config.parallel.world_size)
     config = resolved.config
     source, recorded, _ = find_source(config)
-    print(plan_run(resolved, recorded).table())
+    print(resolve_run_dtypes(resolved, recorded).table())
     start = source or config.init.from_hf
     origin = f", from {start}" if start else ""
     print(f"for {config.parallel}{origin}", file=sys.stderr)

@@ -37,7 +37,7 @@ from dualpipe.pipeline.lower import without_pairs
 from dualpipe.plan.activations import ActivationBytes, activation_bytes
 from dualpipe.plan.communication import context_numbers, takes_two_hops
 from dualpipe.plan.machines import GPUS_PER_NODE
-from dualpipe.plan.stage_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
+from dualpipe.plan.parameter_memory import StageBytes, StageSizes, dtype_plan, muon_shapes, stage_bytes, stage_sizes
 from dualpipe.quantized.quantize_model import check_sharding
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.nccl import CONTEXT, EXPERTS, LINK, SHARDS, TOTALS

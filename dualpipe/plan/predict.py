@@ -23,10 +23,10 @@ from dualpipe.plan.communication import ring_seconds, send_seconds
 from dualpipe.plan.machines import Machine
 from dualpipe.plan.memory import RankMemory, cached_schedule, estimate, sent_bytes, tokens_of_rank
 from dualpipe.plan.operators import NO_FP8, FP8Usage
+from dualpipe.plan.parameter_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.plan.stage_costs import OperatorTotal, Setting, StageCosts, stage_costs, total
-from dualpipe.plan.stage_memory import dtype_plan, muon_shapes, stage_sizes
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.schedule import Costs, Schedule, Timeline, simulate
+from dualpipe.schedule import Costs, Schedule, simulate
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.optim.muon import count_flops
 
@@ -153,12 +153,6 @@ class Prediction:
         """Seconds to gather the first stage of every rank. The other stages are gathered while these compute."""
         firsts = [self.shape.rank_stages(rank)[0] for rank in range(self.shape.num_ranks)]
         return max(self.shards[stage][0] for stage in firsts)
-
-    def timeline(self) -> Timeline:
-        """Simulate the schedule of a step, in seconds."""
-        p = self.config.parallel
-        schedule = cached_schedule(p.schedule, p.pp, self.config.train.num_chunks)
-        return simulate(schedule, self.costs(), merged_w=self.merged_w)
 
     @cached_property
     def optimizer(self) -> float:

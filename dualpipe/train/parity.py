@@ -53,7 +53,7 @@ from dualpipe.train.parity_errors import (
     worst_of,
 )
 from dualpipe.train.parity_models import ParityModels, gradients
-from dualpipe.train.step.dtype_plan import plan_model, plan_run
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes, resolve_run_dtypes
 from dualpipe.train.step.model import build_whole
 
 
@@ -121,7 +121,7 @@ def compare(resolved: Resolved, job: Job, dtype: torch.dtype) -> list[Difference
         Rule(rule.pattern, storage=rule.storage if rule.storage in FORMATS else None, gather=rule.gather)
         for rule in config.dtypes.rules if rule.gather or rule.storage in FORMATS
     ]
-    make_plan = partial(plan_model, resolved.model, dtype, rules=quantized_rules)
+    make_plan = partial(resolve_model_dtypes, resolved.model, dtype, rules=quantized_rules)
     make_whole = partial(build_whole, resolved.model, seed=config.train.seed, device=job.device)
     models = ParityModels(resolved, job, make_plan(replicas=config.parallel.replicas))
     values = models.run()
@@ -149,7 +149,7 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Acc
     Returns the errors of the tensors that this rank compares. All ranks together compare every tensor.
     """
     resolved = resolved.with_config(replace(resolved.config, train=replace(resolved.config.train, dtype="bf16")))
-    models = ParityModels(resolved, job, plan_run(resolved, {}), fixed_routes=True)
+    models = ParityModels(resolved, job, resolve_run_dtypes(resolved, {}), fixed_routes=True)
     values = {name: value.cpu() for name, value in models.run().items()}
     accumulation = _compare_with_microbatches(models)
     if job.place.replica:  # pipeline 0 compares
@@ -161,7 +161,7 @@ def compare_bf16(resolved: Resolved, job: Job) -> tuple[list[Rounding], list[Acc
         return {name: whole_values[name].cpu() for name in values}
 
     make_whole = partial(build_whole, resolved.model, seed=resolved.config.train.seed, device=job.device)
-    whole = make_whole(dtypes=plan_run(_single_rank(resolved), {}))
+    whole = make_whole(dtypes=resolve_run_dtypes(_single_rank(resolved), {}))
     unpipelined = run(whole)
     state = {name: tensor.cpu() for name, tensor in whole.state_dict().items()}
     del whole

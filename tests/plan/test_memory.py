@@ -40,7 +40,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.optim import offload
 from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.model import build_model
 from ranks import run_ranks
@@ -237,10 +237,10 @@ def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
     config = load_config(path, options)
     p = config.parallel
     mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), dp_replicate=p.dp_replicate)
+    hub = read_config(config.model.config)
     model = build_model(
-        read_config(config.model.config), build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
-        dtypes=plan_run(Resolved.of(config, read_config(config.model.config)), {}), device=torch.device("cpu"),
-        mesh=mesh,
+        hub, build(p.schedule, p.pp, config.train.num_chunks), mesh["pp"].get_local_rank(),
+        dtypes=resolve_run_dtypes(Resolved.of(config, hub), {}), device=torch.device("cpu"), mesh=mesh,
     )
     params = [param for stage in model.stages for param in stage.parameters()]
     plain = sum(param.numel() // (p.ep if param.dim() == 3 else 1) for param in params) * 2

@@ -146,7 +146,5 @@ def test_merged_weight_gradients_read_and_write_accumulators_once():
     assert saved == pytest.approx(merged.merged_seconds) and saved > 0
     assert merged.parts["all-to-all"] == pytest.approx(plain.parts["all-to-all"])
     assert merged.bound <= plain.bound
-    ends, plain_ends = ([spans[-1].end for spans in each.timeline().spans] for each in (merged, plain))
-    assert ends[0] == plain_ends[0] and all(a < b for a, b in zip(ends[1:], plain_ends[1:]))
     for off in (plain, run("--dtypes.fp8_weight_grad", "true")):
         assert off.merged_w == {} and off.merged_seconds == 0.0

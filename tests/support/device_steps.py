@@ -35,7 +35,7 @@ from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
 from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.model import build_model
 from pretend_cuda import PretendCuda, pretend_cuda
@@ -264,7 +264,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         device.of_thread.trace.name = f"rank {rank}"
         mesh = build_mesh(*shape, CUDA)
         schedule = build(name, shape[0], MICRO_BATCHES)
-        dtypes = plan_model(config, dtype, replicas=1) if narrow else dtype
+        dtypes = resolve_model_dtypes(config, dtype, replicas=1) if narrow else dtype
         model = build_model(config, schedule, mesh["pp"].get_local_rank(), dtypes=dtypes, device=CUDA, mesh=mesh)
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=name)
         optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,

@@ -15,7 +15,7 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 from dualpipe.train.step.model import build_model
 
 # Five layers of two kinds over two or four stages; 6 experts, which do not divide over four ranks; buffers in float32.
@@ -43,7 +43,7 @@ class Trainee:
         config = config.with_mtp() if mtp else config
         self.model = build_model(
             config, build(schedule, shape[0], 2 * shape[0]), rank, device=torch.device("cpu"), mesh=self.mesh,
-            dtypes=plan_model(config, dtype, replicas=shape[1] * shape[2], rules=rules, mesh=self.mesh),
+            dtypes=resolve_model_dtypes(config, dtype, replicas=shape[1] * shape[2], rules=rules, mesh=self.mesh),
         )
         terms = {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         self.optimizer, self.moments = Optimizer(self.model.stages, **terms, moments=moments), moments

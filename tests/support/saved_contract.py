@@ -11,7 +11,7 @@ from torch import nn
 
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.precision.contract import Differences
-from dualpipe.parallel.precision.plan import DTypePlan, checkpoint_dtypes, saved_slots
+from dualpipe.parallel.precision.dtype_plan import DTypePlan, checkpoint_dtypes, saved_slots
 
 
 def assert_saved_contract(

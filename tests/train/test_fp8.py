@@ -18,7 +18,7 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.model import build_model
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
@@ -68,7 +68,7 @@ def test_rows_that_are_dispatched_in_fp8_train_the_same(run_toml, rule):
 def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype, precision, found):
     config = load_config(run_toml, ["--dtypes.rules", rule, "--train.dtype", dtype])
     model = read_model(config).config
-    plan = plan_run(Resolved.of(config, model), None)
+    plan = resolve_run_dtypes(Resolved.of(config, model), None)
     with pytest.raises(ValueError, match=rf"fp8_dispatch: got experts with .*{found}.*needs expert GEMMs in FP8"):
         build_model(model, build("1f1b", 1, 1), 0, dtypes=plan, device=torch.device("cpu"),
                     settings=Config(dtypes=DTypesConfig(gemm_precision=precision, fp8_dispatch=True)))
@@ -79,7 +79,7 @@ def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     monkeypatch.setattr(run_description, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
     model = read_model(config).config
-    plan, device = plan_run(Resolved.of(config, model), None), torch.device("cpu")
+    plan, device = resolve_run_dtypes(Resolved.of(config, model), None), torch.device("cpu")
     (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
     assert run_description.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]

@@ -15,7 +15,7 @@ from dualpipe.checkpoint import save_hf
 from dualpipe.models import read_config
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 from dualpipe.train.step.model import build_whole
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
@@ -188,7 +188,7 @@ def test_the_lines_of_the_quickstart_generate_text_with_what_the_example_exports
     model = read_config(example.model_path)
     stage = build_whole(model, dtypes=torch.float32, device=torch.device("cpu"))
     folder.parent.mkdir(parents=True)
-    save_hf([stage], folder, None, plan_model(model, torch.float32, replicas=1))
+    save_hf([stage], folder, None, resolve_model_dtypes(model, torch.float32, replicas=1))
     exec(lines.replace("max_new_tokens=200", "max_new_tokens=8"), {})
     assert capsys.readouterr().out.startswith("def main(")
 

@@ -39,14 +39,23 @@ from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.nn.grouped_linear import GroupedLinear, refuse_transforms
 from dualpipe.parallel.all_to_all import AllToAll, CommStream
 from dualpipe.parallel.experts.interface import Dispatcher, LocalDispatcher, Received
-from dualpipe.parallel.experts.one_hop import SCALES, AllToAllDispatcher, Plan
+from dualpipe.parallel.experts.one_hop import SCALES, AllToAllDispatcher, DispatchPlan
 from dualpipe.parallel.experts.two_hop import TwoHopDispatcher
 from dualpipe.parallel.mesh import divisors, launched_ranks_per_node
 from dualpipe.parallel.tied import mark_sharded, original_number
 
 __all__ = [
-    "AllToAllDispatcher", "Dispatcher", "ExpertParallel", "LocalDispatcher", "Plan", "Received", "is_interface_experts",
-    "parameter_sizes", "run_experts", "shard_experts", "stacked_parameters",
+    "AllToAllDispatcher",
+    "DispatchPlan",
+    "Dispatcher",
+    "ExpertParallel",
+    "LocalDispatcher",
+    "Received",
+    "is_interface_experts",
+    "parameter_sizes",
+    "run_experts",
+    "shard_experts",
+    "stacked_parameters",
 ]
 
 Dispatch = Literal["auto", "all_to_all", "two_hop"]

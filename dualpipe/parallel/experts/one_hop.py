@@ -35,7 +35,7 @@ class NodeRows(NamedTuple):
     ids: Tensor  # (T * B, K) int32: a row's expert ids on its node, -1 for experts elsewhere
 
 
-class Plan(NamedTuple):
+class DispatchPlan(NamedTuple):
     """Destination ranks and experts of a rank's tokens."""
 
     tokens: SortedTokens  # one for each (token, destination rank) pair: the rows to send, sorted by rank
@@ -55,7 +55,7 @@ class AllToAllDispatcher(Dispatcher):
         self.dispatch = Dispatch(stream, self._local, fp8_rows)
         self.combine = Combine(stream)  # type: ignore[assignment]  # `recompute` is never called
 
-    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, Plan]:
+    def plan(self, x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> tuple[Tensor, Tensor, DispatchPlan]:
         """Return rows (T * D, H), float32 or wider weights (T * D, K) and the plan.
 
         The rows to send come first, sorted by rank; the rest is unassigned. Raises ValueError for operands of wrong
@@ -75,14 +75,16 @@ class AllToAllDispatcher(Dispatcher):
         rows = dispatch_tokens(x_TH, tokens, copies)
         weights = dispatch_tokens(destinations.weights.flatten(0, 1), tokens, 1)
         ids = destinations.local_experts.flatten(0, 1).index_select(0, tokens.order)
-        plan = Plan(tokens, copies, ids, destinations.counts)
+        plan = DispatchPlan(tokens, copies, ids, destinations.counts)
         return rows, weights, self._with_node_rows(plan, weights_TK.detach(), experts_TK, destinations.ranks)
 
-    def _with_node_rows(self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor) -> Plan:
+    def _with_node_rows(
+        self, plan: DispatchPlan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor
+    ) -> DispatchPlan:
         """Return the plan as it is: one hop has no rows for nodes."""
         return plan
 
-    def finish(self, rows: Tensor, plan: Plan) -> Tensor:
+    def finish(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """Sum each token's rows (S, H) in rank order, in float32 or wider; returns (T, H)."""
         return combine_tokens(rows, None, plan.tokens.cut(rows.shape[0]), top_k=plan.copies)
 
@@ -107,13 +109,13 @@ class Dispatch:
         self._fp8_rows = fp8_rows
         self.group = stream.group
 
-    def forward(self, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def forward(self, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> Pending:
         pending = self._start(inputs)
         if self._stream.device.type == "cpu":
             pending.start_rows()  # the engine would do so only after the host has computed other work
         return pending
 
-    def _start(self, inputs: tuple[Tensor, Tensor, Plan]) -> PendingDispatch:
+    def _start(self, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> PendingDispatch:
         return PendingDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
 
     def backward(self, context: DispatchContext, gradients: tuple[Tensor | None, ...]) -> Pending:
@@ -129,7 +131,7 @@ class Dispatch:
         pending.send(d_weights_RK, sizes.received, sizes.sent, capacity=context.num_plan_rows)
         return pending
 
-    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> Pending:
         """Send the rows alone: row counts, weights and choices are known from the forward."""
         sizes = context.sizes
         rows_SH = inputs[0][: sum(sizes.sent)]
@@ -144,12 +146,12 @@ class PendingDispatch(PendingRows):
     """Dispatch in flight: first the row counts, then the rows, with weights and choices as bytes beside them."""
 
     def __init__(
-        self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, Plan], fp8_rows: int | None
+        self, stream: CommStream, num_experts: int, inputs: tuple[Tensor, Tensor, DispatchPlan], fp8_rows: int | None
     ) -> None:
         super().__init__(stream)
         self._num_experts = num_experts
         self._fp8_rows = fp8_rows
-        self._inputs: tuple[Tensor, Tensor, Plan] | None = inputs
+        self._inputs: tuple[Tensor, Tensor, DispatchPlan] | None = inputs
         self._sizes: DispatchSizes | None = None  # known once the rows are sent
         rows, weights, plan = inputs
         row_format = _packed_format(rows, weights, plan.ids, fp8_rows)
@@ -231,7 +233,7 @@ class PendingDispatch(PendingRows):
         scales = _copied_columns(scales, 0, scales.shape[1])
         return dequantized(rows_RH, scales, self._fp8_rows, rows.dtype, weights_RK, received), context
 
-    def _unpacked(self, packed: Tensor, inputs: tuple[Tensor, Tensor, Plan]) -> tuple[Tensor, Tensor, Tensor]:
+    def _unpacked(self, packed: Tensor, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> tuple[Tensor, Tensor, Tensor]:
         """Return weights, choices and FP8 scales of received rows; the scales as a view of bytes, of 0 without FP8."""
         _, weights, plan = inputs
         weights_end = row_bytes_of(weights)

@@ -43,9 +43,9 @@ from dualpipe.parallel.experts.one_hop import (
     CombineContext,
     Dispatch,
     DispatchContext,
+    DispatchPlan,
     NodeRows,
     PendingDispatch,
-    Plan,
     dequantized,
 )
 from dualpipe.runtime import device
@@ -60,7 +60,9 @@ class TwoHopDispatcher(AllToAllDispatcher):
         self.dispatch = _TwoHopDispatch(stream, self._local, fp8_rows)
         self.combine = _TwoHopCombine(stream)  # type: ignore[assignment]  # `recompute` is never called
 
-    def _with_node_rows(self, plan: Plan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor) -> Plan:
+    def _with_node_rows(
+        self, plan: DispatchPlan, weights_TK: Tensor, experts_TK: Tensor, ranks_TD: Tensor
+    ) -> DispatchPlan:
         """Return the plan with the rows of the first hop.
 
         Each rank gets two more counts: of the rows for its node, and of those for each rank of its node.
@@ -87,10 +89,10 @@ class TwoHopDispatcher(AllToAllDispatcher):
 class _TwoHopDispatch(Dispatch):
     """Communication of rows and weights to their experts by two hops; the gradients return by one."""
 
-    def _start(self, inputs: tuple[Tensor, Tensor, Plan]) -> PendingDispatch:
+    def _start(self, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> PendingDispatch:
         return _PendingTwoHopDispatch(self._stream, self._num_experts, inputs, self._fp8_rows)
 
-    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, Plan]) -> Pending:
+    def recompute(self, context: DispatchContext, inputs: tuple[Tensor, Tensor, DispatchPlan]) -> Pending:
         """Send the rows alone: row counts, permutations, weights and choices are known from the forward."""
         hops = context.sizes.hops
         assert hops is not None, "a dispatch in two hops sets them"

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dualpipe.parallel.precision.plan import DTypePlan, Slot, saved_slots, slots
+from dualpipe.parallel.precision.dtype_plan import DTypePlan, Slot, saved_slots, slots
 from dualpipe.quantized.quantize_model import check_sharding, filling, quantize_param, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.errors import raise_for

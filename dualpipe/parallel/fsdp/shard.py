@@ -24,8 +24,8 @@ from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.fsdp.materialize import cast_to_storage
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gathers, attach_all
 from dualpipe.parallel.fsdp.units import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
+from dualpipe.parallel.precision.dtype_plan import DTypePlan, slots
 from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
-from dualpipe.parallel.precision.plan import DTypePlan, slots
 from dualpipe.parallel.tied import mark_sharded, original_number
 from dualpipe.runtime.dtypes import short_name
 

@@ -10,7 +10,7 @@ from torch import nn
 from dualpipe.parallel.experts.dispatcher import Dispatch, ExpertParallel, shard_experts
 from dualpipe.parallel.fsdp.shard import shard_stages
 from dualpipe.parallel.mesh import Mesh
-from dualpipe.parallel.precision.plan import DTypePlan
+from dualpipe.parallel.precision.dtype_plan import DTypePlan
 from dualpipe.runtime.ranks.rank_sync import RankSync
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dualpipe.kernels.formats import Format
-from dualpipe.parallel.precision.plan import DTypePlan, slots
+from dualpipe.parallel.precision.dtype_plan import DTypePlan, slots
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.dtypes import short_name
 

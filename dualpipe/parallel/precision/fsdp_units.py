@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dualpipe.parallel.precision.plan import DTypePlan
+from dualpipe.parallel.precision.dtype_plan import DTypePlan
 from dualpipe.runtime.dtypes import short_name
 
 CastDTypes = tuple[torch.dtype, torch.dtype | None]  # of a module's inputs and outputs; None: outputs are not cast

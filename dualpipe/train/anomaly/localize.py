@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.nn.deferral import local
-from dualpipe.parallel.experts.one_hop import Plan
+from dualpipe.parallel.experts.one_hop import DispatchPlan
 from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder
@@ -105,7 +105,7 @@ class ResultWatch(Observer):
     def _measure_all(self, outputs: object) -> Tensor | None:
         """Return the sum of the measurements of all floating-point tensors in `outputs`, None without one."""
         values = outputs if isinstance(outputs, tuple) else (outputs,)
-        plan = next((value for value in values if isinstance(value, Plan)), None)
+        plan = next((value for value in values if isinstance(value, DispatchPlan)), None)
         if plan is not None:
             # Rows for other ranks are in a buffer of the maximum size: those after the sent ones are not results.
             buffer_size = len(plan.ids)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from dualpipe.nn import RMSNorm, Router
-from dualpipe.parallel.precision.plan import matches
+from dualpipe.parallel.precision.dtype_plan import matches
 from dualpipe.runtime.errors import nearest
 from dualpipe.train.config.schema import OptimizerGroup
 

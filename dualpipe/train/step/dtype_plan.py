@@ -19,21 +19,21 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 
 
-def plan_run(
+def resolve_run_dtypes(
     resolved: Resolved, recorded: Mapping[str, torch.dtype] | None, mesh: DeviceMesh | None = None
 ) -> DTypePlan:
     """Return the plan that `dualpipe train` uses and `dualpipe dtypes` prints. parallel.dp must be resolved.
 
-    recorded: dtypes in the checkpoint to resume from, see `plan_model`; None without one.
+    recorded: dtypes in the checkpoint to resume from, see `resolve_model_dtypes`; None without one.
     """
     config = resolved.config
-    return plan_model(
+    return resolve_model_dtypes(
         resolved.model, resolved.dtypes.compute, replicas=config.parallel.replicas, rules=resolved.dtypes.rules,
         recorded=recorded, from_hf=config.init.from_hf if recorded is None else "", mesh=mesh,
     )
 
 
-def plan_model(
+def resolve_model_dtypes(
     config: TrainedModel, dtype: torch.dtype, *, replicas: int, rules: Sequence[Rule] = (), from_hf: str = "",
     recorded: Mapping[str, torch.dtype] | None = None, mesh: DeviceMesh | None = None,
 ) -> DTypePlan:

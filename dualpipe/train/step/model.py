@@ -30,7 +30,7 @@ from dualpipe.schedule.by_name import search_with_progress
 from dualpipe.schedule.read_costs import parse_costs
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config, ParallelConfig, TrainConfig
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 
 if TYPE_CHECKING:
     from dualpipe.hf import CausalLMStage
@@ -88,7 +88,7 @@ def build_model(
         config: the model.
         settings: seed, compilation, layers of a stage, recomputation, GEMM precision and dispatch; None: the defaults.
         from_hf: directory with a Hugging Face checkpoint to load instead of new weights, or "".
-        dtypes: plan of the whole model, from `plan_model`; or the dtype to compute in, for a default plan.
+        dtypes: plan of the whole model, from `resolve_model_dtypes`; or the dtype to compute in, for a default plan.
         mesh: from `build_mesh`. With several pipelines, the parameters are sharded over them and stored in at least
             float32. With one or without a mesh, they are stored in their compute dtype.
         context: context parallelism over the ranks of "cp"; None for the defaults of `ContextParallel`.
@@ -100,7 +100,7 @@ def build_model(
     place = Mesh.of(mesh)
     context = context or ContextParallel(place.part("cp"))
     if isinstance(dtypes, torch.dtype):
-        plan = plan_model(config, dtypes, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
+        plan = resolve_model_dtypes(config, dtypes, replicas=place.replicas, from_hf=from_hf, mesh=mesh)
     else:
         plan = dtypes
     numbers = schedule.rank_stages(rank)

@@ -28,7 +28,7 @@ from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.qk_clip import QKClip
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
 from dualpipe.train.step.model import build_model, build_schedule
 
@@ -200,7 +200,7 @@ class StepRunner(PipelinedModel):
     def __init__(self, resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
         config = resolved.config
         derive_random(config.train.seed, 0, job.rank)
-        plan = plan_run(resolved, recorded, job.mesh)
+        plan = resolve_run_dtypes(resolved, recorded, job.mesh)
         super().__init__(resolved, job, dtypes=plan, from_hf=config.init.from_hf if recorded is None else "")
         self.optimizer = build_optimizer(
             config.optimizer, resolved.model, self.model.stages, moments=resolved.dtypes.moments,

@@ -25,7 +25,7 @@ from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.schedule import build
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 from dualpipe.train.step.model import build_model
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
@@ -180,7 +180,7 @@ def there_and_back(rank, source, target, shape=(1, 1, 1), schedule="dualpipev", 
     config, device = read_config(source).with_mtp(), torch.device("cpu")
     mesh = build_mesh(*shape, device) if prod(shape) > 1 else None
     place = Mesh.of(mesh)
-    plan = plan_model(config, torch.bfloat16, replicas=place.replicas, rules=rules, from_hf=source, mesh=mesh)
+    plan = resolve_model_dtypes(config, torch.bfloat16, replicas=place.replicas, rules=rules, from_hf=source, mesh=mesh)
     stages = build_model(config, build(schedule, shape[0], 4), place.rank("pp"), dtypes=plan, device=device,
                          mesh=mesh, from_hf=source).stages
     save_hf(stages, target, mesh, plan, source=source if given else None, max_shard_bytes=60_000, quantized=bool(rules))

@@ -27,7 +27,7 @@ from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, TrainConfig
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_model
+from dualpipe.train.step.dtype_plan import resolve_model_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss
 from dualpipe.train.step.model import build_model, build_whole
 from ranks import run_ranks
@@ -178,7 +178,7 @@ WAYS: dict[str, Callable[[str, str], Rule]] = {
 
 def made(shape: tuple[int, int], rules: list[Rule], dtype: torch.dtype = FP32) -> tuple[nn.Module, DeviceMesh]:
     mesh = build_mesh(1, *shape, torch.device("cpu"))
-    plan = plan_model(CONFIG, dtype, replicas=Mesh.of(mesh).replicas, rules=rules)
+    plan = resolve_model_dtypes(CONFIG, dtype, replicas=Mesh.of(mesh).replicas, rules=rules)
     settings = Config(train=TrainConfig(seed=3))
     common = {"dtypes": plan, "device": torch.device("cpu"), "settings": settings, "mesh": mesh}
     return build_model(CONFIG, build("1f1b", 1, 1), 0, **common).stages[0], mesh
@@ -393,7 +393,7 @@ def test_given_cut_blocks_or_no_masters_then_every_rank_is_refused_with_the_reme
 def refused_in_one_stage(rank: int) -> str:
     mesh, dtype, device = build_mesh(2, 2, 1, torch.device("cpu")), FP32, torch.device("cpu")
     config = dataclasses.replace(CONFIG, mlp_only_layers=(1,), intermediate_size=192)
-    plan = plan_model(config, dtype, replicas=2, rules=[Rule("*.mlp.up_proj", storage="fp8_block")])
+    plan = resolve_model_dtypes(config, dtype, replicas=2, rules=[Rule("*.mlp.up_proj", storage="fp8_block")])
     with pytest.raises(ValueError) as error:
         build_model(config, build("1f1b", 2, 1), mesh["pp"].get_local_rank(), dtypes=plan, device=device,
                     mesh=mesh)

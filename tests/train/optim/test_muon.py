@@ -26,7 +26,7 @@ from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.groups import find_trainable_parameters, is_hidden_matrix
 from dualpipe.train.optim.muon import Muon, orthogonalize
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.model import build_model
 from dualpipe.train.trainer import train
 from hf_families import config_of
@@ -111,7 +111,7 @@ def _model(rank, path, dp, ep):
     config = load_config(path, ["--parallel.pp", "1", "--parallel.dp", str(dp), "--parallel.ep", str(ep)])
     mesh = build_mesh(1, dp, ep, torch.device("cpu")) if dp * ep > 1 else None
     hub = read_config(config.model.config)
-    return build_model(hub, build("1f1b", 1, 1), 0, dtypes=plan_run(Resolved.of(config, hub), {}),
+    return build_model(hub, build("1f1b", 1, 1), 0, dtypes=resolve_run_dtypes(Resolved.of(config, hub), {}),
                        device=torch.device("cpu"), mesh=mesh)
 
 
@@ -208,7 +208,8 @@ def _build(path, *options, steps=1):
     config = load_config(path, ["--parallel.pp", "1", *options])
     hub = read_config(config.model.config)
     resolved = Resolved.of(config, hub)
-    model = build_model(hub, build("1f1b", 1, 1), 0, dtypes=plan_run(resolved, {}), device=torch.device("cpu"))
+    dtypes = resolve_run_dtypes(resolved, {})
+    model = build_model(hub, build("1f1b", 1, 1), 0, dtypes=dtypes, device=torch.device("cpu"))
     return config, model, build_optimizer(
         config.optimizer, hub, model.stages, moments=resolved.dtypes.moments, masters=model.masters)
 

@@ -19,7 +19,7 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
-from dualpipe.train.step.dtype_plan import plan_run
+from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 
 _FP32_BYTES = 4
 
@@ -144,7 +144,7 @@ def _sizes_of(stage: nn.Module, ep: int, *, shares_embedding: bool) -> StageSize
 def dtype_plan(dtypes: DTypesConfig, dtype: Literal["fp32", "bf16"], model: HubConfig, replicas: int) -> DTypePlan:
     """Return the dtype plan of a run with these settings, cached: it takes seconds for a large model."""
     config = Config(dtypes=dtypes, train=TrainConfig(dtype=dtype), parallel=ParallelConfig(dp=replicas))
-    return plan_run(Resolved.of(config, model), {})
+    return resolve_run_dtypes(Resolved.of(config, model), {})
 
 
 class _FormatSaving(NamedTuple):
