@@ -10,11 +10,11 @@ from torch import Tensor
 from dualpipe.parallel.mesh import DENSE
 from dualpipe.train.data.run_data import RunData
 from dualpipe.train.step.loss import MicroBatchLoss, count_accepted
-from dualpipe.train.step.step_runner import PipelinedModel
+from dualpipe.train.step.step_runner import StepRunner
 
 
 @torch.no_grad()
-def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
+def evaluate(runner: StepRunner, data: RunData, step: int) -> dict[str, Any]:
     """Return means over the validation batches, by field of `StepMetrics`. Collective.
 
     The result is empty on ranks without the last stage. step: number of completed steps.
@@ -22,23 +22,23 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     losses = []
     weights = []
     drafts = []
-    for stage in model.model.stages:
+    for stage in runner.model.stages:
         stage.eval()
     with data.validation_batches() as batches:
         for batch in batches:
-            criterion = model.criterion(step, batch)
-            loss = model.mean_losses(model.forward_backward(batch, criterion), criterion)
+            criterion = runner.criterion(step, batch)
+            loss = runner.mean_losses(runner.forward_backward(batch, criterion), criterion)
             if loss is not None:
                 losses.append(loss)
-                if model.num_targets is not None:
-                    weights.append(model.num_targets)
+                if runner.num_targets is not None:
+                    weights.append(runner.num_targets)
             if criterion.greedy:
-                drafts.append(_count_accepted(model, criterion))
-    for stage in model.model.stages:
+                drafts.append(_count_accepted(runner, criterion))
+    for stage in runner.model.stages:
         stage.train()
     if not losses:
         return {}
-    if model.counts_targets:
+    if runner.counts_targets:
         shares = torch.stack(weights) / torch.stack(weights).sum()
         mean = (torch.stack(losses) * shares.unsqueeze(-1)).sum(0)
     else:
@@ -46,14 +46,14 @@ def evaluate(model: PipelinedModel, data: RunData, step: int) -> dict[str, Any]:
     metrics: dict[str, Any] = {"eval_loss": mean[0].item()}
     if drafts:
         counts = torch.stack(drafts).sum(0)
-        model.all_reduce("drafts", "accepted drafts", counts, model.job.place.group(*DENSE))
+        runner.all_reduce("drafts", "accepted drafts", counts, runner.job.place.group(*DENSE))
         num_accepted, num_positions = counts
         metrics["eval_mtp_loss"] = mean[1:].tolist()
         metrics["acceptance_length"] = 1 + (num_accepted / num_positions).item()
     return metrics
 
 
-def _count_accepted(model: PipelinedModel, criterion: MicroBatchLoss) -> Tensor:
+def _count_accepted(runner: StepRunner, criterion: MicroBatchLoss) -> Tensor:
     """Return `count_accepted` of a batch.
 
     Drafts are verified with greedy tokens of the whole sequence, so these are first collected from all context-parallel
@@ -61,9 +61,9 @@ def _count_accepted(model: PipelinedModel, criterion: MicroBatchLoss) -> Tensor:
     """
     greedy = torch.cat([tokens for tokens, _ in criterion.greedy])
     targets = torch.cat([targets for _, targets in criterion.greedy])
-    length = model.config.train.sequence_length
-    columns = torch.cat([torch.arange(*chunk, device=greedy.device) for chunk in model.split.chunks(length)])
+    length = runner.config.train.sequence_length
+    columns = torch.cat([torch.arange(*chunk, device=greedy.device) for chunk in runner.split.chunks(length)])
     main_tokens = greedy.new_zeros(len(greedy), length)
     main_tokens[:, columns] = greedy[..., 0]
-    model.all_reduce("drafts", "the likeliest tokens", main_tokens, model.job.place.group("cp"))
+    runner.all_reduce("drafts", "the likeliest tokens", main_tokens, runner.job.place.group("cp"))
     return count_accepted(greedy, targets, main_tokens, columns)

@@ -28,7 +28,7 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import TokenBatch, shift_targets
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
-from dualpipe.train.step.step_runner import PipelinedModel, build_routers
+from dualpipe.train.step.step_runner import StepRunner, build_routers
 
 
 class ParityModels:
@@ -48,7 +48,7 @@ class ParityModels:
         with_documents = resolved.config.parallel.cp > 1 or resolved.model.mtp_depth > 0
         self.config = _plain_config(resolved.config, with_documents)
         self.job = job
-        self.pipelined = PipelinedModel(resolved.with_config(self.config), job, dtypes=dtypes)
+        self.pipelined = StepRunner(resolved.with_config(self.config), job, dtypes=dtypes)
         self.model = self.pipelined.model
         self.routers = self.pipelined.routers
         self.pipeline = self.pipelined.pipeline
@@ -151,12 +151,13 @@ class ParityModels:
 
 
 def _plain_config(config: Config, with_documents: bool) -> Config:
-    """Return the configuration without torch.compile and FP8 GEMMs, which the unpipelined model does not have."""
+    """Return the configuration without what the unpipelined model does not have: torch.compile, FP8 GEMMs, QK-clip."""
     return replace(
         config,
         train=replace(config.train, compile=False),
         dtypes=replace(config.dtypes, gemm_precision="auto", fp8_weight_grad=False, fp8_dispatch=False),
         data=replace(config.data, separate_documents=with_documents),
+        optimizer=replace(config.optimizer, qk_clip=0.0),
     )
 
 

@@ -31,8 +31,9 @@ from dualpipe.train.config.schema import CheckpointConfig, Config, ExportConfig,
 from dualpipe.train.data.loader import state_has_loss_mask
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.launch.distributed import join
+from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step.kernel_choice import choose_kernels
-from dualpipe.train.step.step_runner import StepRunner
+from dualpipe.train.step.step_runner import StepRunner, build_training
 
 
 def read_bundle(path: str | Path) -> Config:
@@ -69,12 +70,12 @@ def replay(config: Config, info: RankInfo) -> int:
         resources.enter_context(deterministic(config.train.deterministic))
         job, resolved = resources.enter_context(join(config, info))
         saver = resources.enter_context(Saver(config, job))
-        runner = StepRunner(resolved, job, saver.source_dtypes)
+        runner, optimizer = build_training(resolved, job, saver.source_dtypes)
         runner.counts_targets |= state_has_loss_mask(manifest.extra["loader"])
         kernels = choose_kernels(runner)
         resources.enter_context(use_attention_kernel(kernels.attention))
         recorder.step = manifest.step
-        batch = _load_state(runner, config.checkpoint.resume)
+        batch = _load_state(runner, optimizer, config.checkpoint.resume)
         rerun = rerun_step(runner, batch, manifest.step)
         result = rerun.to_record()
         in_run = manifest.extra["then"]
@@ -90,7 +91,7 @@ def replay(config: Config, info: RankInfo) -> int:
     return 0 if is_same else 1
 
 
-def _load_state(runner: StepRunner, path: str) -> TokenBatch:
+def _load_state(runner: StepRunner, optimizer: Optimizer, path: str) -> TokenBatch:
     """Load the state before the step from the bundle at `path`, and return the batch of this rank. Collective."""
     train = runner.config.train
     model = runner.model
@@ -102,9 +103,9 @@ def _load_state(runner: StepRunner, path: str) -> TokenBatch:
     shapes = ((num_tokens,), (num_tokens, *depths), (length,))  # tokens, targets, positions
     batch = TokenBatch(*(
         torch.zeros(num_rows, *shape, dtype=torch.int64, device=runner.job.device) for shape in shapes))
-    tensors = model_tensors(model, runner.optimizer) | runner.routers.state_tensors()
+    tensors = model_tensors(model, optimizer) | runner.routers.state_tensors()
     load(path, tensors | batch_tensors(runner, batch), mesh=runner.job.mesh)
-    runner.optimizer.round_parameters()
+    optimizer.round_parameters()
     return batch
 
 

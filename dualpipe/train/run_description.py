@@ -65,7 +65,7 @@ def count_parameters(runner: StepRunner) -> int:
     The result is 0 on ranks that report nothing.
     """
     job = runner.job
-    originals = set(runner.optimizer.parameters).difference(runner.pipeline.copied_parameters)
+    originals = set(runner.parameters).difference(runner.pipeline.copied_parameters)
     count = torch.tensor(sum(local(parameter).numel() for parameter in originals), device=job.device)
     runner.all_reduce("parameters", "the number of parameters", count, job.group)
     return int(count) if runner.reports else 0

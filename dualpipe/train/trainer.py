@@ -53,7 +53,7 @@ from dualpipe.train.run_description import count_parameters, describe_run, recor
 from dualpipe.train.run_report import RunReport
 from dualpipe.train.start_up import StartUp
 from dualpipe.train.step.kernel_choice import choose_kernels
-from dualpipe.train.step.step_runner import StepRunner
+from dualpipe.train.step.step_runner import build_training
 from dualpipe.train.stop import RankReports, stop_message
 
 
@@ -151,8 +151,8 @@ class Trainer:
         self.start_up = start_up or StartUp()
         self.start_up.begin("model")
         config = resolved.config
-        self.runner = StepRunner(resolved, job, saver.source_dtypes)
-        runner = self.runner
+        runner, optimizer = build_training(resolved, job, saver.source_dtypes)
+        self.runner = runner
         model = runner.model
         self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
         if config.export_directory is not None and not self.is_exported:
@@ -166,7 +166,7 @@ class Trainer:
         )
         runner.counts_targets |= self.data.has_loss_mask
         self.saver = saver
-        self.state = TrainingState(model, runner.optimizer, runner.routers, self.data.loader)
+        self.state = TrainingState(model, optimizer, runner.routers, self.data.loader)
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state, self.kernels), saver, self.state)
         self.rank_checks = RankChecks(config.guard, runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
@@ -366,7 +366,7 @@ class Trainer:
     def _step(self, step: int, batches: Iterator[TokenBatch]) -> QueuedStep:
         """Queue a training step, counted from 0, on the device. The host does not wait for it."""
         runner = self.runner
-        optimizer = self.config.optimizer
+        settings = self.config.optimizer
         start_time = time.perf_counter()
         start_event = record(self.job.device, timed=True)
         runner.recorder.step = step + 1
@@ -376,9 +376,9 @@ class Trainer:
         rerun_state = self.guard.snapshot(batch)
         with rerun_state.watch:  # records sums of the results of the step's actions
             losses = runner.run_step(batch, step + 1)
-        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(optimizer.clip_norm or math.inf))
-        lr = run_learning_rate(step, optimizer, self.config.train.steps)
-        runner.update(lr, norm)
+        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(settings.clip_norm or math.inf))
+        lr = run_learning_rate(step, settings, self.config.train.steps)
+        runner.update(self.state.optimizer, lr, norm)
         values = self._step_values(norm, losses)
         reports = self._gather_reports(data_wait)
         packed = torch.cat([torch.stack([value.double() for value in values.values()]), reports])

@@ -208,7 +208,7 @@ def loaded(rank, toml, options, plan):
     hub = read_all(Path(config.init.from_hf))
     with Saver(config, job) as saver:
         run = Trainer(resolved, job, saver)
-        masters = {parameter: tensors["master"] for parameter, tensors in run.runner.optimizer.state_tensors().items()}
+        masters = {parameter: tensors["master"] for parameter, tensors in run.state.optimizer.state_tensors().items()}
         for stage in run.runner.model.stages:
             for name, parameter in stage.named_parameters():
                 master = masters[parameter]

@@ -451,7 +451,7 @@ def test_optimizer_routers_and_recomputation_know_the_layers(toml):
                "--memory.recompute", "experts:2", "--parallel.schedule", "1f1b"]
     with made(toml, *WEIGHT, *options) as run:
         prefix, last = "layers.2.", run.runner.model.stages[-1]
-        optimizer = run.runner.optimizer
+        optimizer = run.state.optimizer
         shares = {name: optimizer._groups[optimizer._masters[last.get_parameter(name)]] for name in (
             "layers.1.self_attn.q_b_proj.weight", "layers.2.self_attn.q_b_proj.weight", "layers.2.eh_proj.weight",
             "layers.2.enorm.weight", "lm_head.weight", "embed_tokens.weight")}

@@ -259,7 +259,7 @@ def rerun_step(runner: StepRunner, batch: TokenBatch, step: int) -> Rerun:
         )
 
     by_rank = runner.job.ranks.gather(collect_findings)
-    runner.optimizer.zero_grad()
+    runner.pipeline.zero_grad()
     return _merge_findings(by_rank, norm, runner.recorder)
 
 

@@ -90,7 +90,7 @@ class RankChecks:
         if placement[0] == placement[-1]:
             return []
         tied = list(chain.from_iterable(map(tied_parameters, runner.model.stages)))
-        states = runner.optimizer.state_tensors() if tied else {}
+        states = self._state.optimizer.state_tensors() if tied else {}
         tensors = chain.from_iterable((parameter, *states[parameter].values()) for parameter in tied)
         local_checksums = [int(checksum_bits(tensor)) for tensor in tensors if isinstance(tensor, Tensor)]
         by_replica: dict[int, dict[int, list[int]]] = {}  # checksums by replica, then rank

@@ -17,7 +17,7 @@ from dualpipe.nn.grouped_linear import GemmLibrary
 from dualpipe.nn.pick_fastest import check_runs, pick_fastest
 from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.train.step.step_runner import PipelinedModel
+from dualpipe.train.step.step_runner import StepRunner
 
 AUTO = "auto"
 LIBRARIES: tuple[str, ...] = get_args(GemmLibrary)
@@ -37,21 +37,21 @@ class KernelChoice(NamedTuple):
     attention: AttentionChoice
 
 
-def choose_kernels(model: PipelinedModel) -> KernelChoice:
+def choose_kernels(runner: StepRunner) -> KernelChoice:
     """Choose the kernels that [model] asks for, and set those of the experts. Collective.
 
     `use_attention_kernel` applies the choice of attention. Raises ValueError, on all ranks, if one does not run.
     """
-    stages = model.model.stages
-    config = model.config
-    device = model.job.device
-    dtype = model.resolved.dtypes.compute
+    stages = runner.model.stages
+    config = runner.config
+    device = runner.job.device
+    dtype = runner.resolved.dtypes.compute
     tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
-    rows = tokens * getattr(model.resolved.model, "num_experts_per_tok", 0)  # on average
+    rows = tokens * getattr(runner.resolved.model, "num_experts_per_tok", 0)  # on average
     work = ExpertWork(rows, config.parallel.ep, dtype, device)
-    gemm = choose_expert_gemm(stages, config.model.expert_gemm, work, model.job.ranks)
+    gemm = choose_expert_gemm(stages, config.model.expert_gemm, work, runner.job.ranks)
     sizes = [size for stage in stages for module in stage.modules() if (size := head_size(module)) is not None]
-    attention = choose_attention_kernel(config.model.attention, device, sizes, model.job.ranks, dtype=dtype)
+    attention = choose_attention_kernel(config.model.attention, device, sizes, runner.job.ranks, dtype=dtype)
     return KernelChoice(gemm, attention)
 
 

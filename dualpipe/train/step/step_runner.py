@@ -27,6 +27,8 @@ from dualpipe.train.config.schema import Config
 from dualpipe.train.data.token_stream import NO_TARGET, TokenBatch
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.optim.from_config import build_optimizer
+from dualpipe.train.optim.groups import find_trainable_parameters
+from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.optim.qk_clip import QKClip
 from dualpipe.train.step.dtype_plan import resolve_run_dtypes
 from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
@@ -57,7 +59,7 @@ def build_routers(
     )
 
 
-class PipelinedModel:
+class StepRunner:
     """The stages of this rank in their pipeline, with routers: forward, loss and backward of a batch. Collective.
 
     Args:
@@ -93,6 +95,11 @@ class PipelinedModel:
             self.model.stages, process_group=job.place.group("pp"), schedule=self.schedule,
             overlap=config.parallel.overlap, merge_weight_grads=config.parallel.merge_weight_grads,
         )
+        self.parameters = list(find_trainable_parameters(self.model.stages))  # a tied one appears once
+        self.qk_clip: QKClip | None = None
+        if config.optimizer.qk_clip:
+            self.qk_clip = QKClip(
+                self.model.stages, config.optimizer.qk_clip, group=job.place.group(*DENSE), device=job.device)
 
     @property
     def reports(self) -> bool:
@@ -190,28 +197,6 @@ class PipelinedModel:
             with self.recorder.collective(kind, title, self.recorder.members(group)):
                 dist.all_reduce(tensor, group=group)
 
-
-class StepRunner(PipelinedModel):
-    """A pipelined model with its optimizer, for training steps. Collective.
-
-    recorded: dtypes in the checkpoint that the run resumes from, by name; None for a new run.
-    """
-
-    def __init__(self, resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None = None) -> None:
-        config = resolved.config
-        derive_random(config.train.seed, 0, job.rank)
-        plan = resolve_run_dtypes(resolved, recorded, job.mesh)
-        super().__init__(resolved, job, dtypes=plan, from_hf=config.init.from_hf if recorded is None else "")
-        self.optimizer = build_optimizer(
-            config.optimizer, resolved.model, self.model.stages, moments=resolved.dtypes.moments,
-            masters=self.model.masters,
-        )
-        self.recorder.made("parameters", *self.optimizer.parameters)
-        self.qk_clip: QKClip | None = None
-        if config.optimizer.qk_clip:
-            self.qk_clip = QKClip(
-                self.model.stages, config.optimizer.qk_clip, group=job.place.group(*DENSE), device=job.device)
-
     def run_step(self, batch: TokenBatch, step: int) -> Tensor | None:
         """Run forward and backward of a step, counted from 1, with the losses and counts of the routers.
 
@@ -232,20 +217,39 @@ class StepRunner(PipelinedModel):
         """
         loss = losses.sum()
         copies = set(self.pipeline.copied_parameters)
-        grads = (local(p.grad) for p in self.optimizer.parameters if p.grad is not None and p not in copies)
+        grads = (local(p.grad) for p in self.parameters if p.grad is not None and p not in copies)
         grad = next((grad for grad in grads if grad.numel()), None)
         if grad is not None:
             grad[(0,) * grad.dim()].add_((loss - loss).to(grad.dtype))
 
-    def update(self, lr: float, norm: Tensor) -> None:
+    def update(self, optimizer: Optimizer, lr: float, norm: Tensor) -> None:
         """Update the parameters unless the gradient norm, a scalar tensor, is not finite; then drop the gradients."""
         with self.recorder.doing("optimizer"):
-            self.optimizer.step(lr, norm)
+            optimizer.step(lr, norm)
             if self.qk_clip is not None:
-                self.qk_clip(self.optimizer, norm)
-        self.optimizer.zero_grad()
+                self.qk_clip(optimizer, norm)
+        optimizer.zero_grad()
 
     def drop_scores(self) -> None:
         """Drop the attention scores that QK-clip has recorded, after a step without an update."""
         if self.qk_clip is not None:
             self.qk_clip.reset()
+
+
+def build_training(
+    resolved: Resolved, job: Job, recorded: Mapping[str, torch.dtype] | None
+) -> tuple[StepRunner, Optimizer]:
+    """Return the runner of a run's steps and its optimizer. Collective.
+
+    recorded: dtypes in the checkpoint that the run resumes from, by name; None for a new run.
+    """
+    config = resolved.config
+    derive_random(config.train.seed, 0, job.rank)
+    plan = resolve_run_dtypes(resolved, recorded, job.mesh)
+    runner = StepRunner(resolved, job, dtypes=plan, from_hf=config.init.from_hf if recorded is None else "")
+    optimizer = build_optimizer(
+        config.optimizer, resolved.model, runner.model.stages, moments=resolved.dtypes.moments,
+        masters=runner.model.masters,
+    )
+    runner.recorder.made("parameters", *optimizer.parameters)
+    return runner, optimizer

@@ -63,7 +63,7 @@ def trained(rank, options):
     with Saver(resolved.config, job) as saver:
         run = Trainer(resolved, job, saver)
         run.train()
-    optimizer = run.runner.optimizer
+    optimizer = run.state.optimizer
     parameters = sum(local(p.detach()).nbytes for p in optimizer.parameters)
     state = sum(local(tensor).nbytes for of in optimizer.state_tensors().values() for name, tensor in of.items()
                 if name != "master" and isinstance(tensor, torch.Tensor) and tensor.dim())
