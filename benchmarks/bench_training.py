@@ -50,7 +50,6 @@ from dualpipe.models import read_config
 from dualpipe.models.flops import flops_per_token
 from dualpipe.parallel.all_to_all import PendingRows
 from dualpipe.runtime import device as cuda
-from dualpipe.runtime.peak_tflops import peak_tflops
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
@@ -165,7 +164,7 @@ def row_of(found: Sequence[Row], options: Options) -> Row:
     if errors := [each["error"] for each in found if "error" in each]:
         return row | {"error": next((text for text in errors if not_fitting(text)), errors[0])}
     seconds = max(each["seconds"] for each in found)
-    speed, peak = options.tokens / seconds / options.ranks, peak_tflops(found[0]["gpu"])
+    speed, peak = options.tokens / seconds / options.ranks, cuda.peak_tflops(found[0]["gpu"])
     tflops = speed * flops_per_token(read_config(options.model), options.sequence_length).total / 1e12
     bubbles, losses = ([each[what] for each in found if each[what] is not None] for what in ("bubble", "loss"))
     return row | {

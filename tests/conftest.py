@@ -5,7 +5,6 @@ may wait, except where a test says torch.cuda.set_sync_debug_mode("error").
 """
 
 import gc
-from types import SimpleNamespace
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -76,16 +75,11 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True, scope="session")
 def _heap_stays_frozen():
     """Runs of this process do not freeze what is there at their start, since they would thaw all of it at their end."""
-    from dualpipe.train import garbage_collection
-
-    def leave_as_it_is():
-        pass
-
-    kept = SimpleNamespace(isenabled=gc.isenabled, enable=gc.enable, disable=gc.disable, collect=gc.collect,
-                           freeze=leave_as_it_is, unfreeze=leave_as_it_is)
+    freeze, unfreeze = gc.freeze, gc.unfreeze
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage_collection, "gc", kept)
-        yield
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", lambda: None)
+        yield freeze, unfreeze
 
 
 @pytest.fixture(autouse=True, scope="session")

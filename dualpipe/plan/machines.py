@@ -13,10 +13,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from dualpipe.runtime.device import peak_tflops
 from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.files import read_toml
 from dualpipe.runtime.nccl import EXPERTS
-from dualpipe.runtime.peak_tflops import peak_tflops
 
 TABLE = Path(__file__).with_name("machines.toml")
 GPUS_PER_NODE = 8  # unless a command or a configuration says otherwise

@@ -13,8 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dualpipe.quantized.registry import is_strict, operator
-from dualpipe.quantized.tensor import QuantizedTensor
+from dualpipe.quantized.tensor import QuantizedTensor, is_strict, operator
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional

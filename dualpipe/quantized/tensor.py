@@ -17,7 +17,9 @@ Dimension letters: M matrices, N rows, K columns, R block rows, B bytes of a blo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +29,33 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dualpipe.kernels.formats import Format, format_of
 from dualpipe.kernels.quantize import dequantize, quantize, transpose_blocks
-from dualpipe.quantized.registry import implementation_of, is_strict
+
+is_strict: ContextVar[bool] = ContextVar("dualpipe_quantized_strict", default=False)
+
+_operators: dict[Any, Callable[..., Any]] = {}  # implementation by torch's operator
+
+
+@contextmanager
+def strict() -> Iterator[None]:
+    """Context manager in which operators that would dequantize a `QuantizedTensor` raise ValueError instead."""
+    token = is_strict.set(True)
+    try:
+        yield
+    finally:
+        is_strict.reset(token)
+
+
+def operator(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the decorated function as the implementation of operators for quantized tensors.
+
+    The function returns NotImplemented if the operator needs the values, which are then dequantized.
+    """
+
+    def register(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        _operators.update(dict.fromkeys(functions, implementation))
+        return implementation
+
+    return register
 
 
 class _PreAllGather:
@@ -330,7 +358,7 @@ class QuantizedTensor(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        implementation = implementation_of(function)
+        implementation = _operators.get(function)
         if implementation is not None:
             # Dispatch turns off the tracking of views and versions. Turn it on: a write to a view of the bytes must
             # increase the version of the bytes, which `transposed_rows` compares.

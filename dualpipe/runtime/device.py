@@ -1,4 +1,4 @@
-"""CUDA streams, events, memory and random numbers: every call of torch.cuda outside kernels and benchmarks.
+"""CUDA streams, events, memory, random numbers and peak speed: every call of torch.cuda outside kernels and benchmarks.
 
 Work on one stream runs in order; events order the work of different streams. On the CPU, which has one order of work,
 streams and events are None, and waiting for None does nothing.
@@ -24,6 +24,15 @@ Event = torch.cuda.Event
 _SNAPSHOT_ENTRIES = 200_000  # latest allocations and frees in a memory snapshot; a step makes tens of thousands
 _FLIGHT_RECORDER_ENTRIES = 100  # latest entries of torch's flight recorder that `flight_recorder` returns
 _MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+# 10^12 operations per second of dense bf16 GEMMs, by NVIDIA's data sheets (half of their values "with sparsity").
+# The first entry whose words are all in the device's name counts.
+_PEAK_TFLOPS = {
+    ("GB300",): 2500, ("GB200",): 2500, ("B300",): 2250, ("B200",): 2250,
+    ("GH200",): 989, ("H200", "NVL"): 835, ("H200",): 989, ("H20",): 148,
+    ("H100", "PCIe"): 756, ("H100", "NVL"): 835, ("H100",): 989, ("H800", "PCIe"): 756, ("H800",): 989,
+    ("A100",): 312, ("A800",): 312, ("L40S",): 362, ("A10",): 125, ("L4",): 121,
+}
 
 
 def count() -> int:
@@ -222,6 +231,20 @@ def deterministic(is_enabled: bool = True) -> Iterator[None]:
 def model_name(device: torch.device) -> str:
     """Return the model of a CUDA device, such as "NVIDIA H200"; "" for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+def peak_tflops(model: str) -> float | None:
+    """Return 10^12 operations per second of dense bf16 GEMMs on a GPU; None for an unknown one and for a MIG slice.
+
+    model: the device's name, such as "NVIDIA H100 80GB HBM3".
+    """
+    model_words = set(model.replace("-", " ").split())
+    if "MIG" in model_words:
+        return None
+    for peak_words, peak in _PEAK_TFLOPS.items():
+        if model_words.issuperset(peak_words):
+            return float(peak)
+    return None
 
 
 def properties(index: int) -> torch.cuda._CudaDeviceProperties:

@@ -27,6 +27,8 @@ LAUNCHER = "DUALPIPE_LAUNCHER"  # its process id
 LISTENER = "DUALPIPE_LISTEN_FD"  # file descriptor of the socket of rank 0's store
 CONFIG_FILE = "DUALPIPE_CONFIG_FILE"  # file of the configuration that the launcher has parsed
 ERROR_FILE = "DUALPIPE_ERROR_FILE"  # file for the error of this rank
+# The signals that stop a run: the first one after its current step, a second one at once.
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 # The launcher's signal to the ranks for Ctrl-C. A terminal sends SIGINT to the ranks as well, which ignore it.
 INTERRUPTED = getattr(signal, "SIGRTMIN", signal.SIGTERM)
 _loaded_at = time.monotonic()

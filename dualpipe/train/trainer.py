@@ -5,6 +5,7 @@ Call path of a step: `Trainer._run_steps` -> `Trainer._step` -> `StepRunner.run_
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import deque
@@ -13,17 +14,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from dualpipe.nn.attention import use_attention_kernel
-from dualpipe.runtime.device import Event, deterministic, model_name, record, to_host
+from dualpipe.runtime.device import Event, deterministic, model_name, peak_tflops, record, to_host
 from dualpipe.runtime.files import lock
-from dualpipe.runtime.peak_tflops import peak_tflops
 from dualpipe.runtime.printing import say
-from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.runtime.rank_process import RankInfo, process_age
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import check_shared
 from dualpipe.train.anomaly.guard import BadStep, Guard
@@ -39,7 +39,6 @@ from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export, is_exported
-from dualpipe.train.garbage_collection import GarbageCollection
 from dualpipe.train.health.watchdog import Watchdog
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
@@ -47,11 +46,8 @@ from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapsh
 from dualpipe.train.observers.step_health import StepHealth, StepWaits, measure_waits
 from dualpipe.train.observers.step_window import Steps
 from dualpipe.train.observers.tracing import TracedSteps
-from dualpipe.train.observers.windows import StepWindows
 from dualpipe.train.optim.lr_schedule import run_learning_rate
-from dualpipe.train.run_description import count_parameters, describe_run, record_start
-from dualpipe.train.run_report import RunReport
-from dualpipe.train.start_up import StartUp
+from dualpipe.train.run_report import RunReport, count_parameters, describe_run, record_start
 from dualpipe.train.step.kernel_choice import choose_kernels
 from dualpipe.train.step.step_runner import build_training
 from dualpipe.train.stop import RankReports, stop_message
@@ -171,8 +167,8 @@ class Trainer:
         self.rank_checks = RankChecks(config.guard, runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
         folder = Path(config.output.dir)
-        self.windows = StepWindows(
-            TracedSteps(traced, job, runner.pipeline, folder), ProfiledSteps(profiled, job.rank, job.device, folder))
+        self.traced = TracedSteps(traced, job, runner.pipeline, folder)
+        self.profiled = ProfiledSteps(profiled, job.rank, job.device, folder)
         self.report = RunReport(Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
             flops_per_token=flops_per_token(model.config, config.train.sequence_length),
@@ -206,7 +202,10 @@ class Trainer:
             progress.done = first
             self.start_up.begin("step")
             garbage = GarbageCollection(self.config.train.gc_interval)
-            with use_attention_kernel(self.kernels.attention), self._open_writer() as writer, self.windows, garbage:
+            with (
+                use_attention_kernel(self.kernels.attention), self._open_writer() as writer, self.traced, self.profiled,
+                garbage,
+            ):
                 self.report.writer = writer
                 while progress.done < self.config.train.steps and not progress.status:
                     try:
@@ -300,7 +299,8 @@ class Trainer:
         try:
             with self.data.training_batches(steps) as batches:
                 while progress.done < steps and not progress.status:
-                    self.windows.before(progress.done + 1)
+                    self.traced.before(progress.done + 1)
+                    self.profiled.before(progress.done + 1)
                     self.unread.append(self._step(progress.done, batches))
                     progress.done += 1
                     garbage.after(progress.done)  # while the device computes
@@ -331,7 +331,8 @@ class Trainer:
         """Write the trace and the profile if their last step is done or the run ends."""
         progress = self.progress
         run_ends = bool(progress.status) or progress.done == self.config.train.steps
-        self.windows.after(progress.done, run_ends=run_ends)
+        self.traced.after(progress.done, run_ends=run_ends)
+        self.profiled.after(progress.done, run_ends=run_ends)
 
     def _is_evaluation_due(self) -> bool:
         """Return True if an evaluation is due after the last completed step."""
@@ -346,7 +347,7 @@ class Trainer:
         on_cpu = self.job.device.type == "cpu"
         is_last = done == self.config.train.steps
         something_is_due = self._is_evaluation_due() or self.rank_checks.is_due(done) or self.saver.is_due(done)
-        trace_ends = self.windows.traced.ends(done)  # the trace contains the expert loads of this step
+        trace_ends = self.traced.ends(done)  # the trace contains the expert loads of this step
         return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
 
     def _read_and_check(self) -> dict[str, Any]:
@@ -405,7 +406,7 @@ class Trainer:
     def _gather_reports(self, data_wait: float) -> Tensor:
         """Return the `RankReport` of every rank, on the device. Collective."""
         load: Tensor | float = 0.0
-        if self.windows.traced.is_open:
+        if self.traced.is_open:
             place = self.job.place
             load = self.runner.routers.load(place.rank("ep"), place.size("ep"))
         return self.rank_reports.gather(load, data_wait)
@@ -425,7 +426,7 @@ class Trainer:
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN on ranks that do not know the loss
         reports = RankReports.decode(numbers[num_values:])
         self.progress.status = self.progress.status or int(max(report.exit_status for report in reports))
-        self.windows.traced.loads(queued.step, [float(report.load) for report in reports])
+        self.traced.loads(queued.step, [float(report.load) for report in reports])
         start_up_times = self.start_up.end()
         try:
             self.guard.check(queued.step, values, queued.rerun_state)
@@ -462,3 +463,71 @@ def _duration(queued: QueuedStep) -> float:
     if queued.start_event is None or queued.copy_event is None:
         return queued.host_seconds
     return queued.start_event.elapsed_time(queued.copy_event) / 1e3
+
+
+class StartUp:
+    """Measures the seconds of each phase, from the start of this process to the end of the first step."""
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        """Count the age of the process as the phase "imports", so construct this object after all imports.
+
+        recorder: by default the active recorder of this thread.
+        """
+        self._recorder = recorder or Recorder.current()
+        self._seconds = {"imports": process_age()}
+        self._phase = ""
+        self._phase_start = time.perf_counter()
+
+    def begin(self, phase: str = "") -> None:
+        """End the current phase, if any, and begin `phase`, unless it is empty."""
+        now = time.perf_counter()
+        if self._phase:
+            elapsed = now - self._phase_start
+            self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + elapsed
+            self._recorder.end()
+        self._phase = phase
+        self._phase_start = now
+        if phase:
+            self._recorder.begin("start", phase)
+
+    def end(self) -> str:
+        """End the last phase and return a summary of all; return "" if it has ended before."""
+        if not self._phase:
+            return ""
+        self.begin()
+        phases = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in self._seconds.items())
+        return f"first step {process_age():.1f} s after the start: {phases}"
+
+
+class GarbageCollection:
+    """Collects Python's garbage after every `interval` steps and at no other time; with 0, whenever Python does.
+
+    Python collects whenever a process has allocated enough objects, which is at a different time on every rank. A rank
+    that pauses for it holds up its pipeline.
+
+    Use it as a context manager around all steps; at the end it restores Python's collector. Objects that exist at the
+    start are frozen, that is exempt from collection, which makes a collection short.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._was_enabled = False
+
+    def __enter__(self) -> Self:
+        if self._interval:
+            self._was_enabled = gc.isenabled()
+            gc.disable()
+            gc.collect()
+            gc.freeze()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._interval:
+            gc.unfreeze()
+            if self._was_enabled:
+                gc.enable()
+
+    def after(self, step: int) -> None:
+        """Collect garbage if it is due after `step`, counted from 1."""
+        if self._interval and step % self._interval == 0:
+            gc.collect()

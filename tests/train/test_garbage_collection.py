@@ -4,14 +4,15 @@ import gc
 
 import pytest
 
-from dualpipe.train import garbage_collection
-from dualpipe.train.garbage_collection import GarbageCollection
+from dualpipe.train.trainer import GarbageCollection
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_frozen(monkeypatch):
+def nothing_is_frozen(_heap_stays_frozen, monkeypatch):
     """Unfreeze the objects frozen by tests/conftest.py, so that the test runs as in a process of its own."""
-    monkeypatch.setattr(garbage_collection, "gc", gc)
+    freeze, unfreeze = _heap_stays_frozen
+    monkeypatch.setattr(gc, "freeze", freeze)
+    monkeypatch.setattr(gc, "unfreeze", unfreeze)
     gc.unfreeze()
     yield
     gc.freeze()

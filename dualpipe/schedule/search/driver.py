@@ -5,7 +5,8 @@ of them in several chains and in rounds; after each round, the best chain replac
 orders only some of them and repeats a window of the steady state for the rest.
 
 The result depends on the inputs and the seed alone: the effort limits the number of changes, not the time, and a chain
-does not depend on the process it runs in.
+does not depend on the process it runs in. The processes that anneal, one for each chain, end with the process that
+started them, or when it is interrupted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,9 +25,9 @@ from math import isfinite
 from operator import itemgetter
 from pathlib import Path
 
+from dualpipe.runtime.errors import die_with
 from dualpipe.runtime.files import replace_file
 from dualpipe.schedule.builders import KNOWN, check_size
-from dualpipe.schedule.search import workers
 from dualpipe.schedule.search.anneal import COOLING, anneal
 from dualpipe.schedule.search.bound import lower_bounds
 from dualpipe.schedule.search.greedy import fill
@@ -44,7 +48,11 @@ MAX_SIZE = 256  # ranks times micro-batches; the search orders fewer micro-batch
 MIN_WORKER_SIZE = 200_000  # effort of a chain in a round; below it, starting a process takes longer than annealing
 VERSION = 1  # of the search; cached results of other versions are not used
 
+WORKER_PROGRAM = "from dualpipe.schedule.search.driver import work; work()"
+
 Progress = Callable[[float, float], None]
+AnnealJob = tuple[Schedule, Costs, float, int, float, float, int]  # arguments of `anneal`
+AnnealResult = tuple[float, Schedule]  # result of `anneal`
 
 
 @dataclass(frozen=True)
@@ -174,7 +182,7 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
             for index, chain in enumerate(chains)
         ]
         use_workers = iterations * size > MIN_WORKER_SIZE
-        results = workers.anneal_in_processes(jobs) if use_workers else [*starmap(anneal, jobs)]
+        results = anneal_in_processes(jobs) if use_workers else [*starmap(anneal, jobs)]
         chains = [schedule for _, schedule in sorted(results, key=itemgetter(0))]
         if number + 1 < ROUNDS:
             chains[-1] = chains[0]
@@ -184,6 +192,53 @@ def _anneal_in_rounds(chains: list[Schedule], problem: _Problem) -> list[Schedul
         if makespan <= bound * (1 + 1e-9):
             break
     return chains
+
+
+def anneal_in_processes(jobs: Iterable[AnnealJob]) -> list[AnnealResult]:
+    """Run `anneal` for each job in a process of its own, and return the results in the order of the jobs."""
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        processes.extend(map(start_worker, jobs))  # one by one, so that an interrupt ends all that have started
+        return [_result_of(process) for process in processes]
+    finally:
+        for process in processes:
+            with process:  # waits for it
+                process.kill()
+
+
+def start_worker(job: AnnealJob) -> subprocess.Popen[bytes]:
+    """Start a process that anneals.
+
+    It imports neither the caller's main module nor torch. It is in a process group of its own, which Ctrl-C does not
+    reach.
+    """
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", WORKER_PROGRAM, str(os.getpid())],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, process_group=0,
+    )
+    assert process.stdin is not None, "stdin is a pipe"
+    with process.stdin as pipe:
+        pickle.dump(job, pipe)
+    return process
+
+
+def _result_of(process: subprocess.Popen[bytes]) -> AnnealResult:
+    """Wait for a process, and return its result."""
+    assert process.stdout is not None, "stdout is a pipe"
+    output = process.stdout.read()
+    status = process.wait()
+    if status != 0:
+        raise RuntimeError(f"a process of the schedule search ended with status {status}; see its error above")
+    return pickle.loads(output)
+
+
+def work() -> None:
+    """Anneal the job on stdin, and write the result to stdout. Main function of a worker process."""
+    parent = int(sys.argv[1])
+    die_with(parent)
+    result = anneal(*pickle.load(sys.stdin.buffer))
+    sys.stdout.buffer.write(pickle.dumps(result))
 
 
 def cache_key(*inputs: object) -> str:

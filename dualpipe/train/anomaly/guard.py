@@ -8,18 +8,23 @@ and stop, skip the step, or roll back to a checkpoint and skip the data.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
-from dualpipe.train.anomaly.spikes import SpikeDetector
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.checkpointing.training_state import TrainingState
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.data.token_stream import TokenBatch
+
+SPIKE_WINDOW = 128  # earlier steps that a step is compared with
+MIN_SPIKE_HISTORY = 32  # fewer steps detect no spike
+_MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
 # A router has collapsed if its load is this near to the maximum, where one expert gets every token, for this many
 # steps in a row. Healthy routers that start this uneven are more even by then.
@@ -168,3 +173,41 @@ class Guard:
         loader.skipped_batches = num_read - target
         text += f"\nrolled back to step {target}; the data of steps {target + 1} to {bad.step} is skipped"
         return Resolution(target, rolled_back=True, text=text)
+
+
+class SpikeDetector:
+    """Detects a loss or a gradient norm far above those of earlier steps, in robust deviations from their median.
+
+    Args:
+        threshold: robust deviations above the median from which a value is a spike. 0: no detection.
+        include_spikes: later steps are compared with spikes too. A value that stays on a new level then stops being a
+            spike.
+    """
+
+    def __init__(self, threshold: float, *, include_spikes: bool) -> None:
+        self._threshold = threshold
+        self._include_spikes = include_spikes
+        self._history: dict[str, deque[float]] = {name: deque(maxlen=SPIKE_WINDOW) for name in ("loss", "grad_norm")}
+
+    def check(self, step: int, values: Mapping[str, Any]) -> str:
+        """Add a step to the history; return a description of its spikes, or "".
+
+        Args:
+            step: for the description.
+            values: "loss" and "grad_norm".
+        """
+        if not self._threshold:
+            return ""
+        spikes = []
+        for name, history in self._history.items():
+            value = values[name]
+            middle = median(history) if history else value
+            spread = _MAD * median(abs(past - middle) for past in history) if history else 0.0
+            score = (value - middle) / max(spread, 1e-3 * abs(middle), 1e-12)
+            is_spike = len(history) >= MIN_SPIKE_HISTORY and not score <= self._threshold  # NaN is a spike
+            if is_spike:
+                spikes.append(f"{name} {value:.4g} is {score:.3g} robust deviations above the median {middle:.4g} of "
+                              f"the last {len(history)} steps")
+            if not is_spike or self._include_spikes:
+                history.append(value)
+        return f"step {step}: {' and '.join(spikes)}" if spikes else ""

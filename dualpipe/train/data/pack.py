@@ -17,6 +17,8 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+import sys
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
@@ -25,14 +27,15 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.config.schema import TEXT_KEY
-from dualpipe.train.data.pack_progress import PackProgress
 from dualpipe.train.data.sources import (
     DOCUMENTS,
     RECORD_KINDS,
@@ -55,6 +58,7 @@ DOCUMENT_TYPE = np.dtype([("shard", "<u4"), ("offset", "<u8"), ("length", "<u8")
 DOCUMENT_STRUCT = struct.Struct("<IQQQ")  # the same layout as DOCUMENT_TYPE
 SHARD_TOKENS = 1 << 28  # a shard is closed once it has this many tokens
 COPY_SIZE = 1 << 16  # bytes of document records to copy at a time
+PROGRESS_INTERVAL = 0.2  # seconds between updates of the progress bar
 
 
 def pack(
@@ -326,3 +330,63 @@ class _Writer:
         with name_file_in_errors(self._out / name):
             size, checksum = write_file(self._out / name, pieces, "sha256")
         return {"file": name, "bytes": size, "sha256": checksum}
+
+
+class PackProgress:
+    """Progress bar of packing: the share of the files that is read, and tokens per second. Used in a `with` statement.
+
+    Prints nothing unless stderr is a terminal. The bar disappears at the end.
+
+    Args:
+        files: the files to pack.
+    """
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._is_shown = sys.stderr.isatty()
+        self._bar = Progress(
+            TextColumn("packing"), BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[rate]}"),
+            TimeRemainingColumn(), console=Console(stderr=True), transient=True, disable=not self._is_shown,
+        )
+        total = sum(map(_size_of, files)) if self._is_shown else None
+        self._task = self._bar.add_task("", total=total, rate="")
+        self._started = time.monotonic()
+        self._next_update = 0.0
+        self._finished_bytes = 0  # of the files before the current one
+        self._num_tokens = 0
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.stop()
+
+    def set_position(self, position: int) -> None:
+        """Record that the current file is read up to `position`, in bytes."""
+        now = time.monotonic()
+        if not self._is_shown or now < self._next_update:
+            return
+        self._next_update = now + PROGRESS_INTERVAL
+        rate = self._num_tokens / (now - self._started + 1e-9)
+        text = f"{self._num_tokens:,} tokens, {rate:,.0f} tokens/s"
+        self._bar.update(self._task, completed=self._finished_bytes + position, rate=text)
+
+    def finish_file(self, file: Path) -> None:
+        """Record that all of a file is read."""
+        if self._is_shown:
+            self._finished_bytes += _size_of(file)
+            self.set_position(0)
+
+    def count_tokens(self, documents: Iterable[EncodedDocument]) -> Iterator[EncodedDocument]:
+        """Yield the documents, and add their tokens to the rate."""
+        for document in documents:
+            self._num_tokens += len(document.tokens)
+            yield document
+
+
+def _size_of(file: Path) -> int:
+    """Return the size of a file in bytes, 0 if it has gone."""
+    try:
+        return file.stat().st_size
+    except OSError:  # reading the file reports it
+        return 0

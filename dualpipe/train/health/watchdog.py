@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, RankInfo, report_exit
+from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, STOPPING, RankInfo, report_exit
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.health.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 from dualpipe.train.health.peer_store import ASK, FAULT, TICK, PeerStore
-from dualpipe.train.health.signals import STOPPING
 
 if TYPE_CHECKING:
     from torch.distributed import Store

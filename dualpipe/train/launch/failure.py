@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualpipe.runtime.rank_process import STOPPING
 from dualpipe.runtime.recorder import rank_name
 from dualpipe.train.health.diagnose import HALTED, diagnose, is_consequence, read_stuck
-from dualpipe.train.health.signals import STOPPING
 
 # Statuses of a rank that has not failed: still running, finished, or stopped on request.
 NO_FAILURE = (None, 0, os.EX_TEMPFAIL, *(128 + number for number in STOPPING))

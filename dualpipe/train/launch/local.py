@@ -1,15 +1,18 @@
-"""Start of the ranks on one machine without torchrun or SLURM: signals, and restarts after a failure.
+"""Start of the ranks on one machine without torchrun or SLURM: their number, signals, and restarts after a failure.
 
-Does not import torch, unless it refuses to start, so that this process stays small and starts its ranks at once.
+Does not import torch, except to count CUDA devices when they seem too few, so that this process stays small and starts
+its ranks at once.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
@@ -19,15 +22,16 @@ from tempfile import TemporaryDirectory
 from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
+from dualpipe.runtime.rank_process import STOPPING
 from dualpipe.runtime.storage import Location, RemotePath
 from dualpipe.train.config.schema import Config
 from dualpipe.train.health.diagnose import FOLDER
-from dualpipe.train.health.signals import STOPPING
 from dualpipe.train.launch.failure import Ending, read_text
-from dualpipe.train.launch.machine import check_machine
 from dualpipe.train.launch.rank_processes import GRACE_SECONDS, RankProcesses
 
 CRASH_LOOP = 3  # the launcher gives up if this many launches in a row complete no more steps than the first of them
+RANKS_PER_CORE = 4  # maximum CPU ranks per core; CPU ranks are for tests and lessons
+_USUAL_GPUS = 8  # GPUs of a node in the suggested commands, if this machine has none
 
 
 def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, watched: bool = False) -> int:
@@ -137,3 +141,59 @@ def _completed_steps(output: Path) -> int:
             step = json.loads(last_line)["step"]
             steps.append(step - 1 if path in states else step)  # the step in a state is not completed
     return max(steps)
+
+
+def check_machine(arguments: Sequence[str], world_size: int, device: str) -> None:
+    """Raise ValueError if this machine cannot run `world_size` ranks of `dualpipe *arguments`.
+
+    The notes of the error are the commands for several machines: torchrun, to run on each of them, and srun. device:
+    see parallel.device.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = 0 if device == "cpu" else _count_device_files(os.environ)
+    if world_size <= _capacity(gpus, cores, device):
+        return
+    if device != "cpu":
+        from dualpipe.runtime import device as cuda  # imported late: it loads torch, whose count is the right one
+
+        gpus = cuda.count()
+        if world_size <= _capacity(gpus, cores, device):
+            return
+    if gpus or device == "cuda":
+        reason = f"{world_size} ranks need as many GPUs, and this machine has {gpus}"
+    else:
+        reason = f"{world_size} ranks are more than {RANKS_PER_CORE} for each of this machine's {cores} cores"
+    remedy = ", or set parallel.device = 'cpu'" if world_size <= RANKS_PER_CORE * cores else ""
+    error = ValueError(f"{reason}; lower parallel.pp, dp, cp or ep{remedy}, or start them on several machines:")
+    for command in _cluster_commands(arguments, world_size, device, cores if device == "cpu" else gpus or _USUAL_GPUS):
+        error.add_note(f"  {command}")
+    raise error
+
+
+def _capacity(gpus: int, cores: int, device: str) -> int:
+    """Return the number of ranks that this machine can run: one per GPU, or `RANKS_PER_CORE` on CPU."""
+    if gpus or device == "cuda":
+        return gpus
+    return RANKS_PER_CORE * cores
+
+
+def _cluster_commands(arguments: Sequence[str], world_size: int, device: str, ranks_per_node: int) -> list[str]:
+    """Return the torchrun and the srun command for `world_size` ranks, at most `ranks_per_node` of them on a node."""
+    local_ranks = max(number for number in range(1, ranks_per_node + 1) if world_size % number == 0)
+    nodes = world_size // local_ranks
+    command = shlex.join(arguments)
+    gpu_option = "" if device == "cpu" else f" --gpus-per-node {local_ranks}"
+    return [
+        f"torchrun --nnodes {nodes} --nproc-per-node {local_ranks} --rdzv-backend c10d --rdzv-endpoint "
+        f"FIRST_HOST:29500 -m dualpipe {command}",
+        f"srun --nodes {nodes} --ntasks-per-node {local_ranks}{gpu_option} dualpipe {command}",
+    ]
+
+
+def _count_device_files(environment: Mapping[str, str]) -> int:
+    """Return the number of NVIDIA device files, limited by CUDA_VISIBLE_DEVICES."""
+    files = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return files
+    return min(files, len([name for name in visible.split(",") if name.strip()]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualpipe.schedule import Costs, build, simulate, validate
-from dualpipe.schedule.search import driver, workers
+from dualpipe.schedule.search import driver
 from searches import QUICK, held, overlapped, random_costs
 
 GAINS = Path(__file__).with_name("search_gains.json")
@@ -108,7 +108,7 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
     monkeypatch.setattr(driver, "MIN_WORKER_SIZE", 0)
     first = build("auto", 4, 8, **options)  # in processes of its own
     next(own_cache.iterdir()).unlink()
-    monkeypatch.setattr(workers, "anneal_in_processes", lambda jobs: [*starmap(driver.anneal, jobs)])
+    monkeypatch.setattr(driver, "anneal_in_processes", lambda jobs: [*starmap(driver.anneal, jobs)])
     assert build("auto", 4, 8, **options) == first
     assert build("auto", 4, 8, seed=1, **options) != first
 

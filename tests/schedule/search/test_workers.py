@@ -11,19 +11,19 @@ import pytest
 
 from default_signals import set_default_signals
 from dualpipe.schedule.search import driver
-from dualpipe.schedule.search.workers import WORKER_PROGRAM
+from dualpipe.schedule.search.driver import WORKER_PROGRAM
 from processes import is_alive
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they end after their round")
 def test_an_interrupted_search_ends_at_once_with_its_processes():
     """An interrupt is that of Ctrl-C, of which the processes would print tracebacks of their own."""
-    program = ("from dualpipe.schedule import Costs, build\nfrom dualpipe.schedule.search import driver, workers\n"
-               "def start_worker(job, start=workers.start_worker):\n"
+    program = ("from dualpipe.schedule import Costs, build\nfrom dualpipe.schedule.search import driver\n"
+               "def start_worker(job, start=driver.start_worker):\n"
                "    worker = start(job)\n"
                "    print(worker.pid, flush=True)\n"
                "    return worker\n"
-               "workers.start_worker = start_worker\n"
+               "driver.start_worker = start_worker\n"
                "driver.MAX_CHANGES = 10**12  # a round that takes hours\n"
                "build('auto', 4, 8, costs=Costs(FB=2.5, p2p=0.2), effort=10**12)\n")
     for how in (signal.SIGINT, signal.SIGKILL):

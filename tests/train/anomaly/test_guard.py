@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.train.anomaly.spikes import SpikeDetector
+from dualpipe.train.anomaly.guard import SpikeDetector
 from dualpipe.train.metrics import read_metrics
 
 pytestmark = pytest.mark.usefixtures("without_evaluation")
@@ -208,10 +208,10 @@ def test_a_rollback_without_a_checkpoint_stops_the_run(run_folder, dualpipe):
 
 
 SPIKE = """
-import dualpipe.train.anomaly.spikes as spikes
+import dualpipe.train.anomaly.guard as guard
 from dualpipe import Pipeline
 
-spikes.MIN_HISTORY = 4
+guard.MIN_SPIKE_HISTORY = 4
 norms = []
 clip = Pipeline.clip_grad_norm_
 

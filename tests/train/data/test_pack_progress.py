@@ -7,9 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from dualpipe.train.data import pack_progress
-from dualpipe.train.data.pack import pack
-from dualpipe.train.data.pack_progress import PackProgress
+from dualpipe.train.data.pack import PackProgress, pack
 from dualpipe.train.data.sources import find_sources, read_documents
 from dualpipe.train.tokenization.encode_documents import EncodedDocument
 from dualpipe.train.tokenization.tokenizer import ByteTokenizer
@@ -32,7 +30,7 @@ def test_nothing_is_printed_where_stderr_is_no_terminal(files, tmp_path, capfd):
 
 def test_a_terminal_shows_the_share_of_the_files_and_the_rate(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(pack_progress, "INTERVAL", 0.0)
+    monkeypatch.setattr("dualpipe.train.data.pack.PROGRESS_INTERVAL", 0.0)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
     pack(find_sources(files), ByteTokenizer(), tmp_path / "out")
@@ -42,7 +40,7 @@ def test_a_terminal_shows_the_share_of_the_files_and_the_rate(files, tmp_path, c
 
 def test_positions_add_up_to_the_sizes_of_the_files(files, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setattr(pack_progress, "INTERVAL", 0.0)
+    monkeypatch.setattr("dualpipe.train.data.pack.PROGRESS_INTERVAL", 0.0)
     sizes = [file.stat().st_size for file in files]
     with PackProgress(files) as progress:
         task = progress._bar.tasks[0]

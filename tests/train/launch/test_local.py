@@ -12,8 +12,8 @@ import pytest
 
 from dualpipe import cli
 from dualpipe.runtime import files
+from dualpipe.runtime.rank_process import STOPPING
 from dualpipe.train.config.schema import Config, OutputConfig, ParallelConfig
-from dualpipe.train.health.signals import STOPPING
 from dualpipe.train.launch import local, rank_processes
 from dualpipe.train.launch.local import start_ranks
 from dualpipe.train.metrics import read_metrics

@@ -6,8 +6,8 @@ import pytest
 
 from dualpipe import cli
 from dualpipe.train.launch import environment as launch
-from dualpipe.train.launch import machine, rank_processes
-from dualpipe.train.launch.machine import check_machine
+from dualpipe.train.launch import local, rank_processes
+from dualpipe.train.launch.local import check_machine
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
     def set_gpus(files, torch_finds=None):
-        monkeypatch.setattr(machine, "_count_device_files", lambda environment: files)
+        monkeypatch.setattr(local, "_count_device_files", lambda environment: files)
         count = files if torch_finds is None else torch_finds
         monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
@@ -65,9 +65,9 @@ def test_the_commands_start_all_ranks(gpus):
 
 
 def test_hidden_devices_do_not_count():
-    files = machine._count_device_files({})
-    assert machine._count_device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert machine._count_device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
+    files = local._count_device_files({})
+    assert local._count_device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert local._count_device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
 
 
 @pytest.mark.parametrize("command", [["train"], ["parity", "--pp", "16"]])

@@ -9,7 +9,6 @@ import torch
 
 from dualpipe import cli
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import garbage_collection
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
@@ -33,7 +32,7 @@ def profiled_run(rank, toml, folder):
         run = Trainer(resolved, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
-        patch.setattr(garbage_collection.gc, "collect", lambda *_: collected.append(run.progress.done))
+        patch.setattr(gc, "collect", lambda *_: collected.append(run.progress.done))
         assert run.train() == 0
     return collected, enabled, gc.isenabled()
 

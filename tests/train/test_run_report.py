@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dualpipe.train.run_description import RUN_FILE, record_start
+from dualpipe.train.run_report import RUN_FILE, record_start
 
 
 def starts(folder):
