@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from bench_routing import torch_sort
-from bench_swiglu import ALPHA, LIMIT, eager
+from bench_memory_bound import ALPHA, LIMIT, eager_swiglu, torch_sort
 from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Model, choices, every
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
@@ -172,7 +171,7 @@ def rival(layer: Layer, leaves: list[Tensor]) -> Tensor:
     gate_up_M2I = F.grouped_mm(x_MH, up_E2IH.transpose(1, 2), offs=offs)
     if biases:
         gate_up_M2I = gate_up_M2I + biases[0].index_select(0, expert_M)
-    y_MH = F.grouped_mm(eager(gate_up_M2I, None, layer.clamped), down_EHI.transpose(1, 2), offs=offs)
+    y_MH = F.grouped_mm(eager_swiglu(gate_up_M2I, None, layer.clamped), down_EHI.transpose(1, 2), offs=offs)
     if biases:
         y_MH = y_MH + biases[1].index_select(0, expert_M)
     return (y_MH.index_select(0, inverse).unflatten(0, weights_TK.shape) * weights_TK.unsqueeze(-1)).sum(1)
@@ -191,7 +190,7 @@ def reference(layer: Layer) -> tuple[Tensor, tuple[Tensor, ...]]:
     for e in range(up_E2IH.shape[0]):
         token, slot = (layer.experts_TK == e).nonzero(as_tuple=True)
         gate_up = F.linear(x_TH[token], up_E2IH[e], biases[0][e] if biases else None)
-        y = F.linear(eager(gate_up, None, layer.clamped), down_EHI[e], biases[1][e] if biases else None)
+        y = F.linear(eager_swiglu(gate_up, None, layer.clamped), down_EHI[e], biases[1][e] if biases else None)
         out_TH = out_TH.index_add(0, token, y * weights_TK[token, slot, None])
     return out_TH.detach(), torch.autograd.grad(out_TH, leaves, layer.d_out_TH.float())
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from bench_swiglu import eager
+from bench_memory_bound import eager_swiglu
 from expert_shapes import MODELS, ROUTINGS, SIZES, TOKENS, Layer, Model, every, route
 from gpu_bench import Bench, Goal, Machine, Row, check_close, dense_ms, poisoned, run_bench, time_ms
 from torch import Tensor
@@ -124,7 +124,7 @@ def activated(name: str, layer: Layer, x: Tensor, w: Tensor, gather: Tensor, cla
     plain = forward(name, layer, x, w, gather)
 
     def then_activated(product: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        return lambda: eager(product(), None, clamped)
+        return lambda: eager_swiglu(product(), None, clamped)
 
     return replace(
         plain,

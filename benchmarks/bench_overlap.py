@@ -43,8 +43,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from balanced_routes import BalancedRoutes
-from expert_shapes import MODELS, SIZES, Model, every
+from expert_shapes import MODELS, SIZES, BalancedRoutes, Model, every
 from gpu_bench import RESULTS, Bench, Goal, Machine, Row, Spans, add_save, report, require_gpu, run_settings, save
 from stand_ins import STAND_INS, Blocks
 from torch import Tensor, nn

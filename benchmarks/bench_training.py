@@ -41,7 +41,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from balanced_routes import random_like_stride
+from expert_shapes import random_like_stride
 from gpu_bench import Goal, Outcome, Row, Spans, add_save, print_table, report, require_gpu, save
 from rank_processes import RankProcesses
 from training_step import TORCHS, training_step

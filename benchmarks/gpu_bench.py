@@ -102,9 +102,9 @@ def run_bench(bench: Bench) -> int:
 
 def parse(bench: Bench) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=bench.doc.splitlines()[0])
-    models, tokens = (list(dict.fromkeys(s[name] for s in bench.settings)) for name in ("model", "tokens"))
-    parser.add_argument("--model", nargs="+", default=models, choices=models)
-    parser.add_argument("--tokens", type=int, nargs="+", default=tokens, choices=tokens)
+    for name in bench.settings[0]:
+        values = list(dict.fromkeys(setting[name] for setting in bench.settings))
+        parser.add_argument(f"--{name}", type=type(values[0]), nargs="+", default=values, choices=values)
     parser.add_argument("--quick", action="store_true", help=f"only {describe(bench.quick)}")
     parser.add_argument("--minutes", type=float, default=9.0, help="start no setting after so long")
     add_save(parser, bench.name)
@@ -122,8 +122,7 @@ def chosen(bench: Bench, args: argparse.Namespace) -> list[Row]:
     return [
         setting
         for setting in bench.settings
-        if setting["model"] in args.model
-        and setting["tokens"] in args.tokens
+        if all(value in getattr(args, name) for name, value in setting.items())
         and all(setting[name] == value for name, value in wanted)
     ]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from balanced_routes import BalancedRoutes
+from expert_shapes import BalancedRoutes
 from gpu_bench import Spans
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule

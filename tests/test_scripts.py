@@ -41,9 +41,8 @@ COMPILING = ("bench_host.py", "tune_grouped_gemm.py")
 STARTING_RANKS = ("engine_overhead.py", "bench_checkpoint.py", "bench_optimizer.py", "bench_training.py")
 SLOW = (*STARTING_RANKS, "tune_grouped_gemm.py")
 ON_A_GPU = (
-    "bench_attention.py", "bench_cross_entropy.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_norm.py",
-    "bench_overlap.py", "bench_quantized.py", "bench_routing.py", "bench_swiglu.py", "bench_training.py",
-    "tune_grouped_gemm.py",
+    "bench_attention.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_memory_bound.py", "bench_overlap.py",
+    "bench_quantized.py", "bench_training.py", "tune_grouped_gemm.py",
 )
 NOT_IN_EACH_RUN = {"pytest.mark.matrix", "pytest.mark.idle", "pytest.mark.gpu"}
 ELSEWHERE = {  # the tests that run the others

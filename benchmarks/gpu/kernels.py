@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import bench_attention
-import bench_cross_entropy
 import bench_expert_layer
 import bench_grouped_gemm
-import bench_norm
+import bench_memory_bound
 import bench_overlap
 import bench_quantized
-import bench_routing
-import bench_swiglu
 import torch
 from gpu_bench import Bench, Goal, Machine, Row, copy_gb_per_s, dense_tflops
 
@@ -49,12 +46,10 @@ def memory_bound(output: Output) -> None:
     """Measure the expert layer and the memory-bound kernels."""
     model, tokens = ("tiny", 64) if output.dry else ("qwen3-30b-a3b", 16384)
     size = {"model": model, "tokens": tokens}
+    kernels = ("norm", "rotary", "top_k", "skewed_routing", "weighted_swiglu", "cross_entropy")
     run_benches(output, [
         (bench_expert_layer.BENCH, [size | {"routing": "skewed"}]),
-        (bench_norm.BENCH, [size | {"kernel": kernel} for kernel in ("norm", "rotary", "top_k")]),
-        (bench_routing.BENCH, [size | {"routing": "skewed"}]),
-        (bench_swiglu.BENCH, [size | {"weighted": True}]),
-        (bench_cross_entropy.BENCH, [size]),
+        (bench_memory_bound.BENCH, [size | {"kernel": kernel} for kernel in kernels]),
     ])
 
 

@@ -8,18 +8,15 @@ import torch
 
 from scripts import run_script
 
-BENCHES = ("bench_grouped_gemm", "bench_expert_layer", "bench_swiglu", "bench_routing", "bench_norm",
-           "bench_cross_entropy", "bench_quantized", "bench_attention")
-TINY = {
-    "bench_grouped_gemm": {"share": 2, "routing": "skewed"},
-    "bench_expert_layer": {"routing": "skewed"},
-    "bench_swiglu": {"weighted": True},
-    "bench_routing": {"routing": "skewed"},
-    "bench_norm": {"kernel": "norm"},
-    "bench_cross_entropy": {},
-    "bench_quantized": {"share": 2, "routing": "balanced", "format": "fp8_block"},
-    "bench_attention": {"kind": "documents"},
-}
+MEMORY_BOUND = ("norm", "rotary", "top_k", "skewed_routing", "weighted_swiglu", "cross_entropy")
+TINY = [
+    ("bench_grouped_gemm", {"share": 2, "routing": "skewed"}),
+    ("bench_expert_layer", {"routing": "skewed"}),
+    *(("bench_memory_bound", {"kernel": kernel}) for kernel in MEMORY_BOUND),
+    ("bench_quantized", {"share": 2, "routing": "balanced", "format": "fp8_block"}),
+    ("bench_attention", {"kind": "documents"}),
+]
+BENCHES = tuple(dict.fromkeys(name for name, _ in TINY))
 
 
 @pytest.fixture
@@ -43,13 +40,13 @@ def test_scripts_start_by_themselves():
 
 
 @pytest.mark.parametrize("model", ["tiny", "tiny clamped"])
-@pytest.mark.parametrize("name", BENCHES)
-def test_measures_a_tiny_layer(script, machine, name, model):
+@pytest.mark.parametrize(("name", "setting"), TINY)
+def test_measures_a_tiny_layer(script, machine, name, setting, model):
     module = script(name)
     torch.manual_seed(0)
-    rows = list(module.measure(machine, model, tokens=64, **TINY[name]))
+    rows = list(module.measure(machine, model, tokens=64, **setting))
     assert rows
-    setting = {"model": model, "tokens": 4096, **TINY[name]}
+    setting = {"model": model, "tokens": 4096, **setting}
     for goal in module.BENCH.goals:
         assert all(goal.column in row for row in rows), goal.text
         goal.missed([setting | row for row in rows])
@@ -60,7 +57,7 @@ def test_quick_is_a_part_of_the_settings(script, bench, monkeypatch, name):
     monkeypatch.setattr(sys, "argv", ["", "--quick"])
     full = script(name).BENCH
     quick = bench.chosen(full, bench.parse(full))
-    assert 3 <= len(quick) <= 6 and all(setting in full.settings for setting in quick)
+    assert 3 <= len(quick) <= 8 and all(setting in full.settings for setting in quick)
 
 
 def test_a_wrong_product_is_not_timed(script, machine, monkeypatch):
@@ -74,7 +71,7 @@ def test_a_wrong_product_is_not_timed(script, machine, monkeypatch):
     module_grouped_gemm = module.grouped_gemm
     monkeypatch.setattr(module, "grouped_gemm", leaves_a_row_out)
     with pytest.raises(RuntimeError, match="up forward: relative error nan"):
-        list(module.measure(machine, "tiny", tokens=64, **TINY["bench_grouped_gemm"]))
+        list(module.measure(machine, "tiny", tokens=64, share=2, routing="skewed"))
 
 
 def test_new_tensors_are_poisoned_and_then_not(bench):
@@ -141,14 +138,14 @@ def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path)
     monkeypatch.setattr(bench, "dense_tflops", lambda device: machine.dense_tflops)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     monkeypatch.setattr(sys, "argv", ["", "--tokens", "64", "--save", str(tmp_path)])
-    module = script("bench_routing")
-    settings = [{"model": "tiny", "tokens": tokens, "routing": "skewed"} for tokens in (64, 128)]
-    goals = (bench.Goal("possible", "us", 0.0), bench.Goal("impossible", "torch", 1e9))
+    module = script("bench_memory_bound")
+    settings = [{"model": "tiny", "tokens": tokens, "kernel": "skewed_routing"} for tokens in (64, 128)]
+    goals = (bench.Goal("possible", "us", 0.0), bench.Goal("impossible", "eager", 1e9))
     assert bench.run_bench(bench.Bench("doc", "it", settings, {}, module.measure, goals)) == 1
     out = capsys.readouterr().out
     assert "goal: possible: met on all 6 rows" in out and "goal: impossible: MISSED on 6 of 6 rows" in out
     rows = json.loads((tmp_path / "it.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == [
+    assert [row["pass"] for row in rows] == [
         "destinations", "sort", "dispatch", "combine", "combine backward", "dispatch backward"]
 
 

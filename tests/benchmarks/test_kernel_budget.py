@@ -52,7 +52,7 @@ def run(code, *arguments):
 READ = """
 import json, sys
 from dataclasses import asdict
-from machine_code import buffers, main_loop
+from compile_kernels import buffers, main_loop
 print(json.dumps([asdict(main_loop(sys.argv[1])), main_loop("no loop"), buffers(sys.argv[2]), buffers("")]))
 """
 

@@ -27,8 +27,8 @@ def _benchmark_module(name: str) -> ModuleType:
     return sys.modules[name]
 
 
-BalancedRoutes = _benchmark_module("balanced_routes").BalancedRoutes
-random_like_stride = _benchmark_module("balanced_routes").random_like_stride
+BalancedRoutes = _benchmark_module("expert_shapes").BalancedRoutes
+random_like_stride = _benchmark_module("expert_shapes").random_like_stride
 
 
 class Routes:
