@@ -155,8 +155,10 @@ def test_a_dry_session_writes_json_and_summary(tmp_path):
     assert {part["status"] for part in saved["parts"].values()} == {"ended"}, done.stdout + done.stderr
     assert not any(part["failures"] for part in saved["parts"].values()), done.stdout
     assert saved["versions"]["torch"] and saved["parts"]["rates"]["rows"][0]["unit"] == "GB/s"
-    benches = {row["bench"] for row in saved["parts"]["memory-bound"]["rows"]}
-    assert benches == {"expert_layer", "norm", "routing", "swiglu", "cross_entropy"}
+    rows = saved["parts"]["memory-bound"]["rows"]
+    assert {row["bench"] for row in rows} == {"expert_layer", "memory_bound"}
+    assert {row["kernel"] for row in rows if row["bench"] == "memory_bound"} == {
+        "norm", "rotary", "top_k", "skewed_routing", "weighted_swiglu", "cross_entropy"}
     assert f"all rows: {tmp_path / 'session.json'}" in (tmp_path / "summary.txt").read_text()
 
 
