@@ -12,15 +12,13 @@ are medians over rounds, from a barrier to the slowest rank. Compared calls take
                   many free cores as ranks and writers, the loss is the interpreter that a thread takes from training
     memory        peak memory that a save adds to the rank and its writer, over the rank's share
 
-    python benchmarks/bench_checkpoint.py [--ranks 2] [--mb 200] [--rounds 5] [--dir DIR] [--json] [--save]
+    python benchmarks/bench_checkpoint.py [--ranks 2] [--mb 200] [--rounds 5] [--dir DIR] [--save]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import tempfile
@@ -28,12 +26,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_bench import add_save, save
 from rank_processes import RankProcesses, join_gloo, results_of
 
 from dualpipe.checkpoint import Checkpoints, load
@@ -218,22 +216,18 @@ def main() -> int:
     parser.add_argument("--mb", type=int, default=200, help="of each rank")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", help="a directory on the disk to measure; default the system's for temporary files")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/bench_checkpoint.json")
+    add_save(parser, "bench_checkpoint")
     args = parser.parse_args()
     row = run(args.ranks, args.mb, args.rounds, args.dir)
     row["ratios"] = ratios(row)
-    machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    report = {"date": str(date.today()), "torch": torch.__version__, **machine, "row": row}
-    print(json.dumps(report, indent=1) if args.json else table(row))
+    print(table(row))
     met = {name: row["ratios"][name] >= goal if sign == ">=" else row["ratios"][name] <= goal
            for name, (sign, goal) in GOALS.items()}
-    for name, ratio in () if args.json else row["ratios"].items():
+    for name, ratio in row["ratios"].items():
         goal = f"  goal {' '.join(map(str, GOALS[name]))}: {'met' if met[name] else 'MISSED'}" if name in GOALS else ""
         print(f"{name:>24} {ratio:6.2f}{goal}")
     if args.save:
-        path = Path(__file__).parent / "results" / "bench_checkpoint.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        save("bench_checkpoint", [row], args.save)
     return 0 if all(met.values()) else 1
 
 

@@ -7,7 +7,7 @@ are medians over rounds in which the two take turns, from a barrier to the slowe
     bytes         bytes that a rank sends in Muon's step; AdamW sends nothing
     formula       2 bytes there and 2 back for each element that another rank owns
 
-    python benchmarks/bench_optimizer.py [--config CONFIG.json] [--ranks 2] [--dtype bf16] [--rounds 5] [--json]
+    python benchmarks/bench_optimizer.py [--config CONFIG.json] [--ranks 2] [--dtype bf16] [--rounds 5] [--save]
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gpu_bench import add_save, save
 from rank_processes import RankProcesses, results_of
 
 from dualpipe.models import read_config
@@ -93,19 +94,18 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dtype", default="fp32")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", action="store_true")
+    add_save(parser, "bench_optimizer")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if not args.config:
             args.config = f"{folder}/config.json"
             Path(args.config).write_text(json.dumps(MODEL))
         row = results_of(RankProcesses(measure, alone=args.ranks, seconds=SECONDS).run(args))[0]
-    if args.json:
-        print(json.dumps(row))
-        return
     print(f"{row['parameters']:,} parameters on {args.ranks} ranks: AdamW {row['adamw'] * 1e3:.1f} ms, Muon "
           f"{row['muon'] * 1e3:.1f} ms ({row['muon'] / row['adamw']:.1f} times), {row['bytes'] / 1e6:.2f} MB sent by a "
           f"rank ({row['formula'] / 1e6:.2f} by the formula)")
+    if args.save:
+        save("bench_optimizer", [row], args.save, ranks=args.ranks, dtype=args.dtype, rounds=args.rounds)
 
 
 if __name__ == "__main__":

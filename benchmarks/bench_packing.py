@@ -9,7 +9,7 @@ on it, or a file. All ways take turns in every round. The best round counts, bec
     CPU                 CPU time per token, of all threads
     ratio               tokens per second of pack over those of the faster batch call
 
-    python benchmarks/bench_packing.py [--mb 5] [--rounds 15] [--vocab 16000] [--tokenizer FILE.json] [--json] [--save]
+    python benchmarks/bench_packing.py [--mb 5] [--rounds 15] [--vocab 16000] [--tokenizer FILE.json] [--save]
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
+from gpu_bench import add_save, save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from dualpipe.train.data.pack import pack
@@ -135,21 +134,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--vocab", type=int, default=16000, help="of the trained tokenizer (default: 16000)")
     parser.add_argument("--tokenizer", help="a tokenizer.json instead")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--save", action="store_true", help="write results/bench_packing.json")
+    add_save(parser, "bench_packing")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         row = measure(args, Path(folder))
-    described = {
-        "date": date.today().isoformat(), "cores": os.cpu_count(), "load": os.getloadavg()[0],
-        "python": platform.python_version(), "tokenizers": tokenizers.__version__, "rounds": args.rounds, **row,
-    }
     if args.save:
-        path = Path(__file__).parent / "results" / "bench_packing.json"
-        path.write_text(json.dumps(described, indent=1) + "\n")
-    if args.json:
-        print(json.dumps(described))
-        return 0
+        save("bench_packing", [row], args.save, load=os.getloadavg()[0], tokenizers=tokenizers.__version__,
+             rounds=args.rounds)
     print(f"{row['tokens']:,} tokens, {os.cpu_count()} cores, tokenizers {tokenizers.__version__}")
     for name in ("encode_batch", "encode_batch_fast", "pack", "one by one"):
         print(f"{name:18} {row[f'{name}: tokens/s']:12,.0f} tokens/s {row[f'{name}: CPU ns']:8,.0f} ns of CPU a token")

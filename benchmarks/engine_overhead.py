@@ -16,20 +16,16 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpu_bench import add_save, save
 from rank_processes import RankProcesses, join_gloo, results_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -244,7 +240,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--microbatches-per-rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/engine_overhead.json")
+    add_save(parser, "engine_overhead")
     args = parser.parse_args()
     if TORCH < (2, 12):
         print("engine_overhead.py: needs torch 2.12 or newer, as V-shaped schedules of torch 2.11 send from a rank to "
@@ -266,11 +262,7 @@ def main() -> int:
     print(f"goal: host ratio at most {GOAL} above that of gloo's bare loop, for every number of ranks: "
           f"{', '.join(f'{ratio:.2f}' for ratio in above)}: {'met' if met else 'MISSED'}")
     if args.save:
-        machine = {"cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-        report = {"date": str(date.today()), "torch": torch.__version__, **machine, "rows": rows}
-        path = Path(__file__).parent / "results" / "engine_overhead.json"
-        path.write_text(json.dumps(report, indent=1) + "\n")
-        print(f"wrote {path}")
+        save("engine_overhead", rows, args.save)
     return 0 if met else 1
 
 

@@ -1,4 +1,4 @@
-"""Shared parts of the kernels' benchmarks: main program, median times, the machine's rates, checks, goals, results.
+"""Shared parts of the benchmarks: main program, median times, the machine's rates, checks, goals, results.
 
 A benchmark is a list of settings, a function that measures one setting on a `Machine` and yields rows, and the goals
 for the rows. Exit status: 0 if every goal is met or nothing could be measured, 1 otherwise.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -352,10 +354,11 @@ def print_table(rows: Sequence[Row]) -> None:
 
 
 def save(name: str, rows: Sequence[Row], folder: Path = RESULTS, **facts: Any) -> Path:
-    """Write `rows` to <folder>/<name>.json, with date, device and versions."""
+    """Write `rows` to <folder>/<name>.json, with date, machine and versions."""
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **_device_facts(),
+        "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version("triton"),
         **facts,
@@ -370,7 +373,7 @@ def save(name: str, rows: Sequence[Row], folder: Path = RESULTS, **facts: Any) -
 
 def _device_facts() -> Row:
     if not torch.cuda.is_available():
-        return {"device": "cpu"}
+        return {"device": "cpu", "cpus": os.cpu_count(), "machine": platform.platform()}
     properties = torch.cuda.get_device_properties(0)
     facts = {"device": properties.name, "multiprocessors": properties.multi_processor_count}
     return facts | {"cuda": torch.version.cuda}

@@ -16,15 +16,12 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch
+from gpu_bench import add_save, save
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -33,7 +30,6 @@ from dualpipe.nn.deferral import WeightGradStore
 
 LAYERS = 16
 SIZES = {"small": (8, 16, 32), "realistic": (512, 512, 1024)}  # rows, hidden, intermediate
-RESULTS = Path(__file__).parent / "results" / "wgrad_split.json"
 
 
 class Block(nn.Module):
@@ -104,25 +100,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--repeats", type=int, default=200, help="repetitions of each way on small tensors")
-    parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} under benchmarks/results/")
+    add_save(parser, "wgrad_split")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    results = {}
+    rows = []
     print(f"{'size':<12}{'plain us':>12}{'ours us':>12}{'torch us':>12}{'ours/plain':>12}{'torch/plain':>12}")
     for name in args.sizes:
         size = SIZES[name]
         repeats = args.repeats if name == "small" else max(10, args.repeats // 20)
         us = measure(*size, repeats=repeats)
         ratios = {key: us[key] / us["plain"] for key in ("ours", "torch")}
-        results[name] = {"rows_hidden_intermediate": size, "us": us, "ratio_to_plain": ratios}
+        rows.append({"size": name, "rows_hidden_intermediate": size, "us": us, "ratio_to_plain": ratios})
         columns = "".join(f"{us[key]:>12.0f}" for key in ("plain", "ours", "torch"))
         print(f"{name:<12}{columns}{ratios['ours']:>12.2f}{ratios['torch']:>12.2f}")
     if args.save:
-        machine = {"machine": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}
-        report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **machine, "layers": LAYERS, **results}
-        RESULTS.write_text(json.dumps(report, indent=2) + "\n")
-        print(f"saved {RESULTS}")
+        save("wgrad_split", rows, args.save, layers=LAYERS)
 
 
 if __name__ == "__main__":

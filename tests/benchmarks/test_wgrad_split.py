@@ -3,15 +3,11 @@
 Counted instead of timed, which other processes would disturb: kernels, runs of autograd's engine, and calls in Python.
 """
 
-import importlib.util
 import sys
-from pathlib import Path
 
 import torch
 from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
-
-BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "wgrad_split.py"
 
 
 class Kernels(TorchDispatchMode):
@@ -59,10 +55,8 @@ def count_of(way, stage, monkeypatch):
     return kernels.count, engine.count, calls[0]
 
 
-def test_splitting_costs_little_host_time(monkeypatch):
-    spec = importlib.util.spec_from_file_location("wgrad_split", BENCHMARK)
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
+def test_splitting_costs_little_host_time(script, monkeypatch):
+    benchmark = script("wgrad_split")
     assert set(benchmark.measure(*benchmark.SIZES["small"], repeats=3)) == {"plain", "ours", "torch"}  # and are equal
     stage = torch.nn.Sequential(*[benchmark.Block(16, 32) for _ in range(benchmark.LAYERS)])
     plain = count_of(benchmark.plain, stage, monkeypatch)
