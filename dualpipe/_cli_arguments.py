@@ -15,7 +15,7 @@ CONFIG: Arguments = {
 CONFIG_OR_MODEL: Arguments = {**CONFIG, "config": {**CONFIG["config"], "nargs": "?"}}
 PARITY: Arguments = {
     "--model": dict(metavar="MODULE:FUNCTION|DIR", help="instead of CONFIG: a function that returns a "
-                    "dualpipe.train.model_parity.CutModel, or a directory of a transformers model; see "
+                    "dualpipe.train.parity.CutModel, or a directory of a transformers model; see "
                     "docs/your-loop.md#parity"),
     "--pp": dict(type=int, metavar="N", help="pipeline ranks (default: the file's parallel.pp)"),
     "--dp": dict(type=int, metavar="N", help="data-parallel ranks (default: the file's)"),

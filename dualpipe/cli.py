@@ -94,37 +94,21 @@ def _parity(args: argparse.Namespace) -> int:
 
     args, overrides = _parse_after_config(args)
     if args.model is not None:
-        return _model_parity(args, overrides)
-    if args.config is None:
-        args.parser.error("--model is not given, so the following arguments are required: CONFIG")
-    for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
-        if getattr(args, name) is not None:
-            overrides += [f"--parallel.{name}", str(getattr(args, name))]
-    config, info = load_everywhere(partial(load_config, args.config, overrides))
+        config, info = load_everywhere(partial(_config_for_model, args, overrides))
+    else:
+        if args.config is None:
+            args.parser.error("--model is not given, so the following arguments are required: CONFIG")
+        for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
+            if getattr(args, name) is not None:
+                overrides += [f"--parallel.{name}", str(getattr(args, name))]
+        config, info = load_everywhere(partial(load_config, args.config, overrides))
     if info is None:
         return start_ranks(args.arguments, config)
     with as_rank(info, config.parallel.sizes) as ending:
-        from dualpipe.train.parity import check_parity
+        from dualpipe.train.parity.command import check_parity
 
-        ending.status = check_parity(config, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
-    return ending.status
-
-
-def _model_parity(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Compare a custom model as a rank of the job, or start all ranks if nothing has started them."""
-    from dualpipe.runtime.rank_process import as_rank
-    from dualpipe.train.launch.environment import load_everywhere
-    from dualpipe.train.launch.local import start_ranks
-
-    config, info = load_everywhere(partial(_config_for_model, args, overrides))
-    layout = config.parallel
-    if info is None:
-        return start_ranks(args.arguments, config)
-    with as_rank(info, layout.sizes) as ending:
-        from dualpipe.train.model_parity.command import check_model
-
-        ending.status = check_model(
-            args.model, layout, info, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
+        ending.status = check_parity(
+            config, info, model=args.model, dtype=args.dtype, tolerance=args.tolerance, worst=args.worst)
     return ending.status
 
 

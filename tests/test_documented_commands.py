@@ -124,7 +124,7 @@ def replay_is_taken(command):
 
 
 def parity_of_a_model_is_taken(command):
-    """tests/train/model_parity/test_command.py runs it."""
+    """tests/train/parity/test_command.py runs it."""
     args = cli._parser().parse_args(shlex.split(command)[1:])
     assert args.model and args.config is None and (args.pp, args.ep) == (2, 2)
 

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from dualpipe.models import Stage
 from dualpipe.models.hub import HubConfig, HubTensorPart
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.train.parity_errors import difference
-from dualpipe.train.parity_models import gradients
+from dualpipe.nn.deferral import local
+from dualpipe.train.parity.errors import difference
 
 
 class Float64Torch:
@@ -112,5 +113,12 @@ def randomize_vectors(model):
 
 def compare_gradients(stages, whole):
     """Compare the gradients of all parameters of `stages` with those of the same names in `whole`. Collective."""
-    reference = gradients([whole], by_all_names=True)
-    return [difference(name, value, reference[name]) for name, value in gradients(stages).items()]
+    reference = dict(whole.named_parameters(remove_duplicate=False))
+    own = {name: parameter for stage in stages for name, parameter in stage.named_parameters()}
+    return [difference(name, _gradient(parameter), _gradient(reference[name])) for name, parameter in own.items()]
+
+
+def _gradient(parameter):
+    """Return the unsharded gradient of a parameter, zeros for none."""
+    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return grad.full_tensor() if isinstance(grad, DTensor) else local(grad)

@@ -18,7 +18,7 @@ from dualpipe import Communicate, Compute
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, defer_weight_grads, run_segments
 from dualpipe.parallel import DTypePolicy, ExpertParallel, resolve_dtypes, run_experts, shard_experts, shard_stages
 from dualpipe.parallel.mesh import Mesh
-from dualpipe.train.model_parity import CutModel
+from dualpipe.train.parity import CutModel
 
 VOCAB, HIDDEN, INTERMEDIATE, EXPERTS, TOP_K, LAYERS = 32, 16, 24, 4, 2, 4
 ROWS, LENGTH, CHUNKS = 8, 6, 4

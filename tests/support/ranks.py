@@ -25,8 +25,9 @@ from unittest import mock
 
 PRELOAD = [
     "pytest",  # test modules import it, also where a rank runs one of their functions
-    "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.trainer", "dualpipe.train.parity", "dualpipe.cli",
-    "dualpipe.schedule.command", "torch.utils.tensorboard", "torch.profiler._cupti_monitor", "transformers",
+    "torch", "torch.distributed", "torch._dynamo", "dualpipe.train.trainer", "dualpipe.train.parity.command",
+    "dualpipe.cli", "dualpipe.schedule.command", "torch.utils.tensorboard", "torch.profiler._cupti_monitor",
+    "transformers",
     "matplotlib.figure", "matplotlib.backends.backend_agg", "PIL.JpegImagePlugin", "PIL.GifImagePlugin",
     "PIL.BmpImagePlugin", "PIL.PpmImagePlugin", "rich._emoji_codes", "einops._torch_specific",
     *(f"transformers.models.{name}.modeling_{name}" for name in ("qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")),

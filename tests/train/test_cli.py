@@ -164,7 +164,7 @@ def test_loads_are_reported_without_any_option(trained, run_folder):
     assert "balance_loss" not in (run_folder / "out/metrics.jsonl").read_text()
 
 
-@pytest.mark.slow  # tests/train/test_parity.py has the gradients of the same
+@pytest.mark.slow  # tests/train/parity/test_config_model.py has the gradients of the same
 @pytest.mark.parametrize("level", ["sequence", "global"])
 def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe, level):
     terms = ("--router.balance", "0.5", "--router.balance_level", level, "--router.z_loss", "0.1")
@@ -199,7 +199,7 @@ def test_a_bias_update_without_a_bias(run_folder, dualpipe):
 # -- parity
 
 
-@pytest.mark.slow  # tests/train/test_parity.py has the same without the command
+@pytest.mark.slow  # tests/train/parity/test_config_model.py has the same without the command
 def test_parity_of_two_pipelines(run_folder, dualpipe):
     good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--dp", "2", "--worst", "2")
     assert good.returncode == 0, good.stderr

@@ -9,17 +9,19 @@ import time
 import pytest
 import torch
 
+from config_parity import largest_error
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing import router_set
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.communication import context_numbers
-from dualpipe.train import parity
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.parity.compare import Comparison
+from dualpipe.train.parity.models import ConfigModel
 from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
@@ -37,7 +39,7 @@ def parity_on_ranks(rank, toml, layouts, options, dtype):
         sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
         resolved = resolve(load_config(toml, [*sizes, *SIZES, *options]), pp * dp * cp * ep)
         job = Job(cpu, build_mesh(pp, dp, ep, cpu, cp=cp))
-        found.append(max(each.relative for each in parity.compare(resolved, job, dtype)))
+        found.append(largest_error(resolved, job, dtype))
     return found
 
 
@@ -104,10 +106,11 @@ def sent(rank, toml, options, cp):
     resolved = resolve(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
     config = resolved.config
     job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
-    compared = parity.ParityModels(resolved, job, torch.float64)
-    compared.run()
-    contexts = {layer.self_attn.context_parallel for stage in compared.model.stages for layer in stage.layers.values()}
-    model, tokens = compared.model.config, train.micro_batch_size * train.num_chunks * length // cp
+    comparison = Comparison(ConfigModel(resolved), job, torch.float64, 1e-10)
+    comparison.run()
+    stages = [stage.module for stage in comparison.pipeline.stages]
+    contexts = {layer.self_attn.context_parallel for stage in stages for layer in stage.layers.values()}
+    model, tokens = resolved.model, train.micro_batch_size * train.num_chunks * length // cp
     numbers = (context_numbers(model, i, length, cp, config.parallel.cp_method) for i in range(model.num_hidden_layers))
     expected = sum(each.forward + each.backward for each in numbers) * tokens * 8
     (context,) = contexts

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from config_parity import largest_error
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train import parity
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
@@ -23,6 +23,8 @@ from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStrea
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.launch.distributed import Job, join
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
+from dualpipe.train.parity.command import check_parity
+from dualpipe.train.parity.models import ConfigModel
 from dualpipe.train.step.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
@@ -415,11 +417,15 @@ def test_the_metrics_and_the_number_of_parameters_are_those_of_one_rank(toml, tm
 
 def test_parity_of_one_rank_sees_another_weight(toml, capsys, monkeypatch):
     config = load_config(toml, [*ONE_RANK, *WEIGHT])
-    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 0
-    weights = iter([0.3, 0.3 + 1e-8])
-    monkeypatch.setattr(parity.ParityModels, "_criterion", lambda self, chunks: MicroBatchLoss(chunks, next(weights)))
-    assert parity.check_parity(config, ALONE, dtype="float64", tolerance=None, worst=3) == 1
-    assert "parity FAILED: 50 of 50 differ" in capsys.readouterr().out
+    assert check_parity(config, ALONE, model=None, dtype="float64", tolerance=None, worst=3) == 0
+    right = ConfigModel.build_pipeline
+
+    def build_pipeline(self, job, dtype):
+        return right(self, job, dtype)._replace(criterion=MicroBatchLoss(self.num_chunks, 0.3 + 1e-8))
+
+    monkeypatch.setattr(ConfigModel, "build_pipeline", build_pipeline)
+    assert check_parity(config, ALONE, model=None, dtype="float64", tolerance=None, worst=3) == 1
+    assert "parity FAILED: 51 of 51 differ" in capsys.readouterr().out
 
 
 def parity_on_ranks(rank, toml, layout, options):
@@ -428,7 +434,7 @@ def parity_on_ranks(rank, toml, layout, options):
     sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
     resolved = resolve(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)
     job = Job(torch.device("cpu"), build_mesh(pp, dp, ep, torch.device("cpu"), cp=cp))
-    return max(each.relative for each in parity.compare(resolved, job, torch.float64))
+    return largest_error(resolved, job)
 
 
 @pytest.mark.parametrize("layout", [

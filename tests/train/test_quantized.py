@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from config_parity import largest_error
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train import parity
 from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.launch.distributed import Job
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.parity.errors import TOLERANCES
 from dualpipe.train.trainer import Trainer
 from hub import FAMILIES
 from ranks import run_ranks
@@ -34,8 +35,7 @@ def differences(rank, toml, runs):
     found = []
     for options in runs:
         resolved = resolve(load_config(toml, options), 4)
-        differences = parity.compare(resolved, job_of(resolved.config), torch.float32)
-        found.append(max(each.relative for each in differences))
+        found.append(largest_error(resolved, job_of(resolved.config), torch.float32))
     return found
 
 
@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
     """A float32 GEMM takes the dequantized weights, so only the order of sums may differ."""
     runs = [step_options(run_toml.parent, *step) for step in steps]
     for found in run_ranks(differences, 4, str(run_toml), runs, timeout=60 + 20 * len(runs)):
-        assert max(found) < parity.TOLERANCES["float32"], dict(zip(steps, found))
+        assert max(found) < TOLERANCES["float32"], dict(zip(steps, found))
 
 
 def train(rank, toml, runs):

@@ -2,8 +2,9 @@
 
 from torch import nn
 
-from dualpipe.train.model_parity.bf16.module_names import ModuleNames
-from dualpipe.train.model_parity.models.unpipelined import tied_names
+from dualpipe.train.parity.models import NamedStage
+from dualpipe.train.parity.routes import ModuleNames
+from dualpipe.train.parity.steps import first_names, with_first_names
 
 
 class Layer(nn.Module):
@@ -24,7 +25,9 @@ def whole_model():
 
 def names_in(whole, stage, names):
     """The names in the unpipelined model of the stage's modules, by those in the stage."""
-    found = ModuleNames(whole, tied_names(whole)).of(stage, names)
+    first = first_names(whole)
+    (named,) = with_first_names([NamedStage(0, stage, names)], first)
+    found = ModuleNames(whole, first).of(stage, named.names)
     return {path: found[module] for path, module in stage.named_modules() if module in found}
 
 
@@ -57,5 +60,6 @@ def test_a_module_with_tied_parameters_may_go_by_any_of_their_names():
 
 def test_a_wrapper_has_the_name_of_what_is_around():
     whole = nn.ModuleDict({"router": nn.Sequential(nn.Linear(2, 4)), "other": nn.Linear(2, 2)})
-    names = ModuleNames(whole, tied_names(whole)).of_whole(whole)
+    first = first_names(whole)
+    names = ModuleNames(whole, first).of(whole, first)
     assert names[whole["router"]] == names[whole["router"][0]] == "router"

@@ -7,9 +7,9 @@ import pytest
 
 import own_model
 from dualpipe import cli
-from dualpipe.train.model_parity.bf16.comparison import RouteReport
-from dualpipe.train.model_parity.bf16.routes import RouteCount
-from dualpipe.train.model_parity.command import describe_routes
+from dualpipe.train.parity.command import describe_routes
+from dualpipe.train.parity.compare import RouteReport
+from dualpipe.train.parity.routes import RouteCount
 from hf_families import save_tiny
 
 
@@ -72,7 +72,8 @@ def test_bf16_passes(monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(own_model.__file__).parent)
     assert cli.main(["parity", "--model", "own_model:right", "--dtype", "bf16", "--worst", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["tensor", "shape", "pipelined", "unpipelined", "accumulation"] and len(lines) == 8
+    assert lines[1].split() == ["tensor", "stage", "shape", "pipelined", "unpipelined", "accumulation"]
+    assert len(lines) == 8
     assert lines[-2].startswith("routes of 4 modules replayed from float64; bfloat16 alone would have changed ")
     assert lines[-1] == "parity passed: all 25 within"
 
@@ -82,7 +83,7 @@ def test_bf16_fails_with_the_place(monkeypatch, capsys):
     assert cli.main(["parity", "--model", "own_model:wrong_cut", "--dtype", "bf16"]) == 1
     *_, verdict, place = capsys.readouterr().out.splitlines()
     assert verdict.startswith("parity FAILED: ") and "times as far from float64" in verdict
-    assert place.startswith("first: ") and "the split into stages changes the result" in place
+    assert place.startswith("first: norm.") and "F(stage 1, micro-batch 0), in norm" in place
 
 
 def test_bf16_says_that_no_routes_were_recorded(monkeypatch, capsys):

@@ -7,13 +7,20 @@ import torch
 from torch import nn
 
 import own_model
-from dualpipe.train.model_parity.models.unpipelined import make_batches, train_whole
+from dualpipe.train.launch.distributed import Job
+from dualpipe.train.parity.steps import UnpipelinedModel, make_batches
 
 CPU = torch.device("cpu")
 
 
-def stages_of(model, num_stages=2):
-    return model.build_stages(num_stages, range(num_stages), torch.float64, CPU, None)
+def stages_of(model):
+    return model.build_pipeline(Job(CPU), torch.float64).stages
+
+
+def train_whole(model, dtype):
+    """Run a step of the unpipelined model."""
+    whole = model.build_whole(dtype, CPU)
+    return UnpipelinedModel(model, whole, make_batches(model, 1, dtype, CPU), CPU, {}).train()
 
 
 def test_parameters_are_recognised_as_those_of_the_model():
@@ -65,13 +72,11 @@ def test_invalid_batches_are_refused():
 def test_invalid_losses_are_refused(loss, error):
     model = replace(own_model.right(), loss=loss)
     with pytest.raises(ValueError, match=error):
-        train_whole(model, model.build_whole(torch.float64, CPU), make_batches(model, 1, torch.float64, CPU))
+        train_whole(model, torch.float64)
 
 
 def test_gradients_of_a_narrow_model_accumulate_in_float32():
-    model = own_model.right()
-    whole = model.build_whole(torch.bfloat16, CPU)
-    step = train_whole(model, whole, make_batches(model, 1, torch.bfloat16, CPU))
+    step = train_whole(own_model.right(), torch.bfloat16)
     assert {gradient.dtype for gradient in step.gradients.values()} == {torch.float32}
     gradient = step.gradients["head.weight"]
     assert not torch.equal(gradient, gradient.bfloat16().float())

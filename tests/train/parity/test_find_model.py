@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import own_model
-from dualpipe.train.model_parity import CutModel
-from dualpipe.train.model_parity.models.find_model import find_model
+from dualpipe.train.parity import CutModel
+from dualpipe.train.parity.models import find_model
 
 
 def test_a_function_is_found_and_called():
@@ -24,7 +24,7 @@ def test_a_function_is_found_and_called():
     ("own_model.nothing:build", "there is no module 'own_model.nothing'"),
     ("own_model:righ", "module 'own_model' has no function 'righ'; did you mean 'right'?"),
     ("own_model:VOCAB", "module 'own_model' has no function 'VOCAB'"),
-    ("own_model:no_model", "returned a str; it must return a dualpipe.train.model_parity.CutModel"),
+    ("own_model:no_model", "returned a str; it must return a dualpipe.train.parity.CutModel"),
 ])
 def test_what_is_no_model_is_refused(text, error):
     with pytest.raises(ValueError, match="--model ") as raised:

@@ -8,7 +8,7 @@ import torch
 import own_model
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train.launch.distributed import Job
-from dualpipe.train.model_parity.compare import ModelComparison
+from dualpipe.train.parity import search
 from ranks import run_ranks
 
 PP2, PP2_EP2, EP2 = (2, 1, 1), (2, 1, 2), (1, 1, 2)
@@ -22,8 +22,10 @@ def compare(rank, layout, names, tolerance=1e-10):
     found = {}
     for name in names:
         torch.manual_seed(0)
-        report = ModelComparison(getattr(own_model, name)(), job, torch.float64, tolerance).run()
-        found[name] = len(report.differences), len(report.failed), report.origin and str(report.origin)
+        report = search.compare(getattr(own_model, name)(), job, torch.float64, tolerance)
+        errors = report.measured.errors
+        num_wrong = sum(error.is_wrong for error in errors)
+        found[name] = len(errors), num_wrong, report.origin and str(report.origin)
     return found
 
 
@@ -39,13 +41,13 @@ def test_experts_over_ranks_pass():
 
 
 FAULTS = {
-    "lost_microbatch": ("norm.weight", "stage 3, micro-batch 2)", "this micro-batch's part is lost"),
+    "lost_microbatch": ("norm.weight", "stage 3, micro-batch 2)", "the gradient is zero"),
     "bf16_accumulation": ("norm.weight", "stage 3, micro-batch 0)", "bfloat16"),
-    "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0)", ""),
+    "swapped_experts": ("layers.1.experts.", "F(stage 1, micro-batch 0), in layers.1.experts", ""),
     "swapped_weights": ("layers.1.experts.down.weight", "the weights of stage 1, before any step", ""),
     "tied_without_sum": ("layers.0.norm.weight", "micro-batch 0)", "tied: stages 0 and 1 have it"),
-    "side_inputs_swapped": ("layers.", "without a pipeline: the split into stages changes the result", ""),
-    "wrong_cut": ("norm.", "without a pipeline: the split into stages changes the result", "no stage uses it"),
+    "side_inputs_swapped": ("layers.2.norm.", "F(stage 2, micro-batch 0), in layers.2.norm", ""),
+    "wrong_cut": ("norm.", "F(stage 3, micro-batch 0), in norm", "no stage uses the parameter"),
 }
 
 

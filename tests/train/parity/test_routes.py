@@ -12,7 +12,7 @@ from dualpipe.pipeline.microbatch import SegmentRun
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.model_parity.bf16.routes import (
+from dualpipe.train.parity.routes import (
     Microbatch,
     PipelinePosition,
     Replay,
@@ -48,11 +48,11 @@ class Twice(nn.Module):
         return scores.topk(2).values - (-scores).topk(2).values
 
 
-def run(module, choose, scores, number=0, method="forward"):
-    """Call a module for a micro-batch, with `choose` to decide."""
+def run(module, chooser, scores, number=0, method="forward"):
+    """Call a module for a micro-batch, with `chooser` to decide."""
     position = UnpipelinedPosition()
-    position.begin(0, number)
-    with choosing({module: "router"}, position, choose):
+    position.microbatch = Microbatch(0, number)
+    with choosing({module: "router"}, position, chooser):
         return getattr(module, method)(scores)
 
 
@@ -63,9 +63,9 @@ def test_values_are_those_of_the_running_model(method, dim):
     recorded = CLOSE if dim else CLOSE.t().contiguous()
     own = (TURNED if dim else TURNED.t().contiguous()).clone().requires_grad_()
     routes = Routes()
-    right = run(module, routes.record, recorded)
+    right = run(module, routes, recorded)
     replay = Replay(routes)
-    values, indices = run(module, replay.choose, own, method=method)
+    values, indices = run(module, replay, own, method=method)
     assert torch.equal(indices, right.indices)
     assert torch.equal(values, own.gather(dim, right.indices))
     values.sum().backward()
@@ -75,18 +75,18 @@ def test_values_are_those_of_the_running_model(method, dim):
 
 def test_tokens_may_be_in_rows():
     routes = Routes()
-    run(TopK(), routes.record, CLOSE)
-    found = run(TopK(), Replay(routes).choose, TURNED.view(1, 2, 4))
+    run(TopK(), routes, CLOSE)
+    found = run(TopK(), Replay(routes), TURNED.view(1, 2, 4))
     assert found.indices.tolist() == [[[1, 2], [0, 3]]]
 
 
 def test_each_microbatch_has_its_own():
     module, routes = TopK(), Routes()
-    run(module, routes.record, CLOSE, 0)
-    run(module, routes.record, TURNED, 1)
+    run(module, routes, CLOSE, 0)
+    run(module, routes, TURNED, 1)
     replay = Replay(routes)
-    assert run(module, replay.choose, CLOSE, 1).indices.tolist() == [[1, 3], [0, 3]]
-    assert run(module, replay.choose, CLOSE, 0).indices.tolist() == [[1, 2], [0, 3]]
+    assert run(module, replay, CLOSE, 1).indices.tolist() == [[1, 3], [0, 3]]
+    assert run(module, replay, CLOSE, 0).indices.tolist() == [[1, 2], [0, 3]]
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -94,17 +94,17 @@ def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
     module, routes = Twice(), Routes()
     scores = CLOSE.clone().requires_grad_()
     position = UnpipelinedPosition()
-    position.begin(0, 0)
+    position.microbatch = Microbatch(0, 0)
 
-    def step(choose, own):
-        with choosing({module: "router"}, position, choose):
+    def step(chooser, own):
+        with choosing({module: "router"}, position, chooser):
             values = checkpoint(module, own, use_reentrant=use_reentrant)
             run_backward([get_gradient_edge(values)], [torch.ones_like(values)])
 
-    step(routes.record, scores)
+    step(routes, scores)
     own = TURNED.clone().requires_grad_()
     replay = Replay(routes)
-    step(replay.choose, own)
+    step(replay, own)
     assert torch.equal(own.grad, scores.grad)
     assert replay.counts == {"router": RouteCount(8, 2)}, "the recomputation is not counted"
 
@@ -113,12 +113,13 @@ def test_others_are_left_alone():
     module = TopK()
     position = UnpipelinedPosition()
 
-    def refuse(place, indices):
-        raise AssertionError(place)
+    class Refuse:
+        def choose(self, place, indices):
+            raise AssertionError(place)
 
-    with choosing({module: "router"}, position, refuse):
+    with choosing({module: "router"}, position, Refuse()):
         module(CLOSE)  # outside of a micro-batch
-        position.begin(0, 0)
+        position.microbatch = Microbatch(0, 0)
         torch.topk(CLOSE, 2)
         TopK()(CLOSE)  # not among the modules
         module(torch.arange(4).view(1, 4))
@@ -130,9 +131,9 @@ def test_this_librarys_router_is_replayed_by_its_choice():
     before = router.choice
     routes = Routes()
     x = torch.randn(6, 8)
-    _, experts = run(router, routes.record, x)
+    _, experts = run(router, routes, x)
     replay = Replay(routes)
-    weights, replayed = run(router, replay.choose, -x)
+    weights, replayed = run(router, replay, -x)
     assert torch.equal(replayed, experts) and router.choice is before
     assert torch.equal(weights, (router.weight @ -x.t()).t().softmax(-1).gather(1, experts))
     assert replay.counts["router"].made == 12 and replay.counts["router"].changed > 0
@@ -140,11 +141,11 @@ def test_this_librarys_router_is_replayed_by_its_choice():
 
 def test_choices_of_another_size_are_refused():
     routes = Routes()
-    run(TopK(), routes.record, CLOSE)
+    run(TopK(), routes, CLOSE)
     with pytest.raises(ValueError, match="router chooses 2 of 4 in 1 rows, and 2 of 4 in 2 rows in the unpipelined"):
-        run(TopK(), Replay(routes).choose, CLOSE[:1])
+        run(TopK(), Replay(routes), CLOSE[:1])
     with pytest.raises(ValueError, match="router chooses 2 of 4 in 2 rows, and nothing in the unpipelined model"):
-        run(TopK(), Replay(Routes()).choose, CLOSE)
+        run(TopK(), Replay(Routes()), CLOSE)
 
 
 def test_the_microbatch_of_a_pipeline_is_that_of_the_running_action():
