@@ -25,7 +25,7 @@ from dualpipe.nn.attention import Context, apply_rope, attend
 from dualpipe.nn.segments import Communicate, Compute, Segment, run_segments
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import Dispatcher, ExpertParallel, run_experts
-from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
+from dualpipe.parallel.forward_hooks import with_forward_hooks
 
 ShouldRecompute = Callable[[str], bool]
 """Return True if a part of a layer is recomputed before its backward; see `dualpipe.models.stages.Recompute`."""

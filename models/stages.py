@@ -29,7 +29,7 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.nn.segments import Compute, Segment, input_names, run_segments
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
-from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
+from dualpipe.parallel.forward_hooks import with_forward_hooks
 
 RECOMPUTE = ("attention", "experts", "norms", "layer", "dispatch")
 _RULE = re.compile(r"(\w+)(?::(\d+)(?:-(\d+))?)?")  # a part, and its first and last layer

@@ -30,7 +30,7 @@ from dualpipe.hf.experts import dispatcher_of, exchange_segments
 from dualpipe.hf.stand_ins import ForwardStop, ForwardStopped, OutputRecorder, OutputReplay, swap_modules
 from dualpipe.nn.segments import Compute, Segment, run_segments
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
-from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
+from dualpipe.parallel.forward_hooks import with_forward_hooks
 
 ROUTED = ("rows", "weights", "plan")  # names of the values that the first part passes to the dispatch
 TOLERANCE = 1e-4  # for checks in float32 or wider, relative to the largest absolute value

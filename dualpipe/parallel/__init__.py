@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
 from dualpipe.parallel.fsdp.shard import shard, shard_stages
-from dualpipe.parallel.precision.contract import ContractError, assert_contract
+from dualpipe.parallel.precision.check_contract import ContractError, assert_contract
 from dualpipe.parallel.precision.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, checkpoint_dtypes
 from dualpipe.parallel.precision.resolve import resolve_dtypes
 

@@ -39,8 +39,8 @@ from dualpipe.nn.segments import (
     run_segments,
     validate_segments,
 )
+from dualpipe.parallel.forward_hooks import is_compiled, with_forward_hooks
 from dualpipe.parallel.fsdp.driver import StageParameters
-from dualpipe.parallel.fsdp.forward_hooks import is_compiled, with_forward_hooks
 
 # Names in a carry that the names of a user's segments cannot collide with, as they are not identifiers.
 SIDE = "(side inputs)"  # side inputs by name, for a module that is called as a whole

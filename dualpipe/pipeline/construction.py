@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.parallel.tied import original_number, tied_parameters
-from dualpipe.pipeline.arguments import require_same
+from dualpipe.pipeline.batch import require_same
 from dualpipe.pipeline.compiled_stage import SideSpec
 from dualpipe.runtime.dtypes import long_name
 

@@ -25,7 +25,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, mesh_groups, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
-from dualpipe.pipeline.arguments import (
+from dualpipe.pipeline.batch import (
     Batch,
     Labels,
     StepAgreement,

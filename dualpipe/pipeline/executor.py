@@ -17,10 +17,10 @@ from torch.profiler import record_function
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import input_names, is_boundary
 from dualpipe.parallel.fsdp.driver import ParametersStep
-from dualpipe.pipeline.arguments import Batch
+from dualpipe.pipeline.batch import Batch
 from dualpipe.pipeline.compiled_stage import SIDE, TARGET, RankStages, Target, as_tuple
 from dualpipe.pipeline.lower import Instruction, Program
-from dualpipe.pipeline.microbatch import MicrobatchState, SegmentRecord, Slot, received_state
+from dualpipe.pipeline.microbatch_state import MicrobatchState, SegmentRecord, Slot, received_state
 from dualpipe.pipeline.overlap import Task, walk
 from dualpipe.pipeline.p2p import P2PMessages
 from dualpipe.pipeline.stage_runner import StageRunner, no_autocast

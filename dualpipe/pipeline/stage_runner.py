@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Names, as_results
 from dualpipe.pipeline.compiled_stage import CompiledSegment, CompiledStage
-from dualpipe.pipeline.microbatch import MicrobatchState, RandomStates, SegmentRecord, SegmentRun
+from dualpipe.pipeline.microbatch_state import MicrobatchState, RandomStates, SegmentRecord, SegmentRun
 from dualpipe.pipeline.overlap import InFlight, Task
 from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Recorder

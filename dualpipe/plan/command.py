@@ -1,6 +1,6 @@
 """`dualpipe plan`: the runs of a model that fit on N GPUs, best first, and the parts of their steps.
 
-`dualpipe.plan.meshes` says what a run is.
+`dualpipe.plan.search` says what a run is.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 
 from dualpipe.plan.machines import GPUS_PER_NODE, read_machine
 from dualpipe.plan.memory import GB
-from dualpipe.plan.meshes import PlanRequest, plan
 from dualpipe.plan.predict import Prediction
+from dualpipe.plan.search import PlanRequest, plan
 from dualpipe.runtime.files import write_texts
 from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.train.config.load import load_config, replace_input_paths

@@ -22,7 +22,7 @@ from dualpipe.nn import cross_entropy_loss
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Segment
 from dualpipe.pipeline.compiled_stage import compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import Task
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.plan.meta_dispatch import MetaDispatcher

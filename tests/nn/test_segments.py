@@ -21,7 +21,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute, run_segments
 from dualpipe.pipeline import PipelineError
 from dualpipe.pipeline.compiled_stage import backward_order, compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from ranks import run_ranks

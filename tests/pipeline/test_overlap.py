@@ -15,7 +15,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts
 from dualpipe.pipeline.compiled_stage import compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from pretend_cuda import pretend_cuda

@@ -15,7 +15,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.all_to_all import CommStream, PendingRows
 from dualpipe.pipeline.compiled_stage import compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import Task, walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from tensor_bytes import AliveBytes

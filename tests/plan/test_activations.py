@@ -14,7 +14,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline.compiled_stage import compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.plan.activations import activation_bytes

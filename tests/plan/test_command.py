@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dualpipe.cli import main
-from dualpipe.plan import command, meshes
+from dualpipe.plan import command, search
 from dualpipe.train.config.load import load_config
 from plans import EXAMPLES, TINY, plan
 
@@ -82,7 +82,7 @@ def test_a_plan_is_listed_and_written(capsys, tmp_path, monkeypatch):
 ], ids=str)
 def test_nodes_are_those_of_the_option_or_of_the_file(capsys, monkeypatch, tmp_path, options, node):
     requests = []
-    monkeypatch.setattr(command, "plan", lambda request, *rest: requests.append(request) or meshes.plan(request, *rest))
+    monkeypatch.setattr(command, "plan", lambda request, *rest: requests.append(request) or search.plan(request, *rest))
     toml = tmp_path / "row.toml"
     plan(capsys, "--rows", "1", "--write", "1", str(toml), *options)
     (request,) = requests

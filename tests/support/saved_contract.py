@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dualpipe.kernels.formats import Format
-from dualpipe.parallel.precision.contract import Differences
+from dualpipe.parallel.precision.check_contract import Differences
 from dualpipe.parallel.precision.dtype_plan import DTypePlan, checkpoint_dtypes, saved_slots
 
 

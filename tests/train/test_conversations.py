@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from chats import CHATML, MARKED, random_chats, save_chat_tokenizer, turns, write_chats
 from dualpipe import cli
+from dualpipe.train.data.sequences import cut_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.data.windows import cut_documents
 from dualpipe.train.metrics import read_metrics
 from hub import save_qwen
 

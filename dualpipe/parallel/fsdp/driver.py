@@ -26,8 +26,8 @@ from torch.distributed.tensor import DTensor
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach_all
-from dualpipe.parallel.fsdp.units import ParameterPlace as ParameterPlace
-from dualpipe.parallel.fsdp.units import (
+from dualpipe.parallel.fsdp.unit_records import ParameterPlace as ParameterPlace
+from dualpipe.parallel.fsdp.unit_records import (
     casts_inputs_and_outputs,
     frozen_towers,
     keep_hook_on_reduce_stream,
@@ -35,7 +35,7 @@ from dualpipe.parallel.fsdp.units import (
     process_groups,
     units_of,
 )
-from dualpipe.parallel.fsdp.units import mesh_groups as mesh_groups
+from dualpipe.parallel.fsdp.unit_records import mesh_groups as mesh_groups
 from dualpipe.parallel.tied import original_number
 from dualpipe.quantized.quantize_model import distribute_like, quantized_part
 from dualpipe.runtime.dtypes import short_name

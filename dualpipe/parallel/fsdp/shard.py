@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_map_only
 from dualpipe.kernels.formats import Format, QuantizedRows
 from dualpipe.parallel.fsdp.materialize import cast_to_storage
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, add_packed_gathers, attach_all
-from dualpipe.parallel.fsdp.units import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
+from dualpipe.parallel.fsdp.unit_records import ParameterPlace, keep_hook_on_reduce_stream, share_parameter
 from dualpipe.parallel.precision.dtype_plan import DTypePlan, slots
-from dualpipe.parallel.precision.fsdp_units import Key, ModuleUnits
+from dualpipe.parallel.precision.partition import Key, ModuleUnits
 from dualpipe.parallel.tied import mark_sharded, original_number
 from dualpipe.runtime.dtypes import short_name
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels.formats import Format
 from dualpipe.parallel.precision.dtype_plan import DTypePlan, DTypePolicy, Rule, TensorDTypes, matches, slots
-from dualpipe.parallel.precision.fsdp_units import ModuleUnits
+from dualpipe.parallel.precision.partition import ModuleUnits
 from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.quantized.tensor import QuantizedTensor
 from dualpipe.runtime import errors

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.one_hop import DispatchPlan
-from dualpipe.pipeline.microbatch import SegmentRun
+from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action

@@ -14,9 +14,9 @@ import torch
 
 from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
+from dualpipe.train.data.sequences import ConversationWindows, Windows, find_windows
 from dualpipe.train.data.shuffle import ORDER, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
-from dualpipe.train.data.windows import ConversationWindows, Windows, find_windows
 
 # Value of "windows" in the state of a loader of conversations. The state of a loader of text has no "windows".
 CONVERSATIONS = "whole conversations 1"

@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dualpipe.train.data.sequences import Span
 from dualpipe.train.data.shuffle import shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
-from dualpipe.train.data.windows import Span
 
 BLOCK = 4096  # sequences; the share of a source is rounded to a multiple of 1 / BLOCK, and is at least that
 _ORDER_SEED = 0x6D6978  # keeps the order of sources independent of the orders within them

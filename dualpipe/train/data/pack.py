@@ -9,7 +9,8 @@ A packed directory holds
 
 The document of a conversation is the tokens that the chat template renders, without an end-of-document id. A document
 lies in one shard. All files are written under a temporary name next to the target and renamed at the end, so a
-directory that exists is complete. `PackedTokens` checks that it still is when it opens it.
+directory that exists is complete. `PackedTokens` checks that it still is when it opens it. Documents are cut into
+sequences when they are read: see `dualpipe.train.data.sequences`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from dualpipe.train.config.load import check_data_paths
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader, read_ahead
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
+from dualpipe.train.data.sequences import Span, choose_conversations
 from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, scan_splits
 from dualpipe.train.data.token_stream import TokenBatch
-from dualpipe.train.data.windows import Span, choose_conversations
 
 
 class RunData:

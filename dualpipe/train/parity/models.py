@@ -28,7 +28,7 @@ from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard_stages
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.pipeline import Pipeline
-from dualpipe.pipeline.arguments import validate_side_inputs
+from dualpipe.pipeline.batch import validate_side_inputs
 from dualpipe.runtime.errors import nearest
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config.fit import Resolved

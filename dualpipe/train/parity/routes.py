@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from dualpipe.nn.routing.router import Router
 from dualpipe.pipeline.lower import Instruction
-from dualpipe.pipeline.microbatch import SegmentRun
+from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.runtime.recorder import WHAT, Entry, Observer, Recorder
 
 _TOP_K = (torch.topk, torch.Tensor.topk)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from dualpipe import DualPipeV, Pipeline
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard, shard_stages
-from dualpipe.parallel.precision.fsdp_units import ModuleUnits
+from dualpipe.parallel.precision.partition import ModuleUnits
 from ranks import run_ranks
 from toys import param_groups, relative_error
 

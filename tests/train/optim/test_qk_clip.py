@@ -12,7 +12,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline.compiled_stage import compile_segments
-from dualpipe.pipeline.microbatch import MicrobatchState
+from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from dualpipe.train.optim.optimizer import Optimizer

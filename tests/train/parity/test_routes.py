@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualpipe.nn import Router
 from dualpipe.pipeline.lower import Instruction
-from dualpipe.pipeline.microbatch import SegmentRun
+from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action

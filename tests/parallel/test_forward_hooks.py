@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from dualpipe import Communicate, Compute, Pipeline
-from dualpipe.parallel.fsdp.forward_hooks import with_forward_hooks
+from dualpipe.parallel.forward_hooks import with_forward_hooks
 from ranks import run_ranks
 
 WIDTH = 4

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from dualpipe.plan import meshes
+from dualpipe.plan import search
 from plans import plan
 
 
 @pytest.mark.slow
 def test_meshes_whose_heads_do_not_divide_are_left_out(capsys, monkeypatch):
-    monkeypatch.setattr(meshes, "LONG", 8)
+    monkeypatch.setattr(search, "LONG", 8)
     lines = plan(capsys, "--parallel.cp_method", "all_to_all", "--rows", "100")
     ranks = {line.split()[3] for line in lines if line.split()[:1] != ["row"] and line.split()[0].isdigit()}
     assert ranks == {"1", "2"}, "of 2 heads of keys and values"
