@@ -97,7 +97,7 @@ def test_a_batch_goes_forward_through_few_functions():
     files = [file for file, _ in groupby(found, itemgetter(0))]
     assert len(found) <= 20 and len(set(files)) <= 7, found
     assert files == [f"pipeline/{name}.py" for name in (
-        "engine", "arguments", "engine", "executor", "microbatch", "stage_runner", "compiled_stage")], files
+        "engine", "batch", "engine", "executor", "microbatch_state", "stage_runner", "compiled_stage")], files
 
 
 # Calls of the library's own functions for each micro-batch and stage of a step, of plain modules on one rank.
@@ -168,6 +168,6 @@ def test_few_frames_lead_from_a_step_to_the_experts():
 def test_the_document_names_the_files_in_their_order():
     text = (ROOT / "docs/architecture.md").read_text()
     named = re.findall(r"\]\(\.\./dualpipe/(pipeline/\w+\.py)\)", text[text.index("## Read the code"):])
-    step = ("engine", "arguments", "lower", "executor", "microbatch", "stage_runner", "overlap", "p2p")
+    step = ("engine", "batch", "lower", "executor", "microbatch_state", "stage_runner", "overlap", "p2p")
     assert named[: len(step)] == [f"pipeline/{name}.py" for name in step]
     assert {f"pipeline/{path.name}" for path in (ROOT / "dualpipe/pipeline").glob("[a-z]*.py")} == set(named)
