@@ -43,14 +43,21 @@ class Recompute:
     Rules are "attention", "experts" (or the dense MLP), "norms" or "layer" (all of these), for all layers or, as
     "experts:0-7", for a range of layers. Rows that the experts received from other ranks stay saved, except with the
     rule "dispatch", which recomputes routing and experts and repeats the dispatch between them. Keys and values that
-    ring attention receives from other ranks are never saved but sent again, whatever the rules. "none" adds no rule.
+    ring attention receives from other ranks are never saved but sent again, whatever the rules. "none" alone is no
+    rule.
 
-    num_layers: the number of layers of the model, if known. Raises ValueError for an unknown rule and for layers that
-    the model does not have.
+    num_layers: the number of layers of the model, if known. Raises ValueError for an unknown rule, for "none" beside
+    others, and for layers that the model does not have.
     """
 
     def __init__(self, rules: Iterable[str] = (), num_layers: int | None = None) -> None:
-        self._rules = [_parse_rule(rule, num_layers) for rule in rules if rule != "none"]
+        rules = tuple(rules)
+        if rules == ("none",):
+            rules = ()
+        if "none" in rules:
+            raise ValueError(f"cannot recompute {', '.join(rules)}: none is not one of several; leave out none, or all "
+                             "the others")
+        self._rules = [_parse_rule(rule, num_layers) for rule in rules]
 
     def __call__(self, part: str, layer: int) -> bool:
         """Return True if a part of a layer is recomputed."""

@@ -127,13 +127,13 @@ def shown_value(value: Any) -> str:
 CLI_HEAD = """# The command line
 
 `dualpipe` is one command with subcommands; `python -m dualpipe` is the same. Each of them takes `--help`. Options may
-stand before or after `CONFIG`. All other words after `CONFIG` are [settings](config.md) of the run.
+stand before or after `CONFIG`. All other words are [settings](config.md) of the run and stand after `CONFIG`.
 
 | exit status | meaning |
 | --- | --- |
 | 0 | done |
 | 1 | a failure, or a check that found something |
-| 2 | an error that you can put right, in one line on stderr |
+| 2 | an error that you can put right, in one line on stderr (a missing argument: after a line of usage) |
 | 75 | `train`: stopped by `train.time_limit`; start it again |
 | 128 + signal | `train`: stopped by a signal, or a rank was killed by it |
 """

@@ -54,6 +54,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         config = replace(config, parallel=replace(config.parallel, ranks_per_node=args.nodes_of))
     per_node = args.nodes_of or config.parallel.ranks_per_node or GPUS_PER_NODE
     machine = read_machine(args.gpu, node=per_node, measured=tuple(args.costs))
+    if args.write:  # before the search, which takes long
+        _check_target(*args.write)
     model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
         config, model, machine, args.gpus, _sequences(config, args.global_batch, args.gpus),
@@ -66,9 +68,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
         yield "no schedule is searched for here: choose a mesh, then set parallel.schedule = \"auto\" for it"
     if args.write:
         row, path = args.write
-        if not row.isdecimal() or not 1 <= int(row) <= len(runs):
+        if int(row) > len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
         yield from write_texts((path, lambda: to_toml(runs[int(row) - 1].config, Path(path))))
+
+
+def _check_target(row: str, path: str) -> None:
+    """Raise ValueError if `row` is not a row of a table, or if the folder of the file `path` does not exist."""
+    if not row.isdecimal() or int(row) < 1:
+        raise ValueError(f"--write has the row {row!r}; give a row of the table, from 1")
+    folder = Path(path).resolve().parent
+    if not folder.is_dir():
+        raise ValueError(f"--write: there is no folder {folder}; make it first")
 
 
 def _sequences(config: Config, tokens: int, gpus: int) -> int:

@@ -89,6 +89,13 @@ def test_an_unknown_part_to_recompute_is_refused(rule):
         Recompute([rule])
 
 
+@pytest.mark.parametrize("rules", [["none", "attention"], ["experts", "none"], ["none", "none"]])
+def test_none_beside_others_is_refused(rules):
+    with pytest.raises(ValueError, match=rf"cannot recompute {', '.join(rules)}: none is not one of several"):
+        Recompute(rules)
+    assert not Recompute(["none"])("attention", 0)
+
+
 @pytest.mark.parametrize("rule", ["experts:0-9", "layer:4", "norms:3-2"])
 def test_layers_that_the_model_has_not_are_refused(rule):
     with pytest.raises(ValueError, match=rf"cannot recompute '{rule}': the model has layers 0 to 3; name the first"):

@@ -10,6 +10,7 @@ import pytest
 
 from dualpipe.cli import main
 from dualpipe.plan import command, search
+from dualpipe.train.config.fit import resolve_tokenizer
 from dualpipe.train.config.load import load_config
 from plans import EXAMPLES, TINY, plan
 
@@ -98,6 +99,14 @@ def test_paths_are_written_relative_to_the_file(capsys, monkeypatch, tmp_path):
     assert paths == ["folder/../text", "stdlib"]
 
 
+def test_the_tokenizer_of_a_later_checkpoint_stays_open(capsys, tmp_path):
+    toml = tmp_path / "row.toml"
+    plan(capsys, "--write", "1", str(toml), "--rows", "1", "--data.tokenizer", "auto")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = resolve_tokenizer(load_config(toml, ["--init.from_hf", str(tmp_path)]))
+    assert config.data.tokenizer == str(tmp_path)
+
+
 def test_lists_of_tables_are_written(capsys, tmp_path):
     toml, tables = tmp_path / "row.toml", [
         "--dtypes.rules", "*.mlp.gate,compute=fp32", "lm_head,save=bf16", "--dtypes.fp8_weight_grad", "True",
@@ -112,7 +121,9 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
 @pytest.mark.parametrize("options, message", [
     (["--memory.capacity", "6.001", "--gpus", "1"], "nothing fits into 0 GB of a GPU; the nearest is pp"),
     (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
-    (["--write", "7", "/nowhere/row.toml", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
+    (["--write", "7", "row.toml", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
+    (["--write", "one", "row.toml"], "--write has the row 'one'; give a row of the table"),
+    (["--write", "1", "/nowhere/row.toml"], "--write: there is no folder /nowhere; make it first"),
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),
     (["--nodes-of", "0"], "--nodes-of is 0; give 1 or more"),
     (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step; give another number of --gpus, or a --global-batch "

@@ -8,6 +8,7 @@ a search on one rank, and the dtype plan needs the dtypes of the checkpoint that
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,7 +19,15 @@ from dualpipe.parallel.mesh import check_replicate
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.storage import Location
 from dualpipe.train.config.model_config import TrainedModel, read_model
-from dualpipe.train.config.schema import Config, DTypeRule, replace_field
+from dualpipe.train.config.schema import (
+    AUTO,
+    BYTES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Config,
+    DTypeRule,
+    replace_field,
+)
 
 
 @dataclass(frozen=True)
@@ -101,9 +110,19 @@ def resolve(config: Config, world_size: int) -> Resolved:
     Raises:
         ValueError: as `fit_world` and `read_model` do.
     """
-    fitted = fit_world(config, world_size)
+    fitted = resolve_tokenizer(fit_world(config, world_size))
     model = read_model(config)
     return Resolved.of(fitted, model.config, model.positions)
+
+
+def resolve_tokenizer(config: Config) -> Config:
+    """Replace the tokenizer "auto" by the one of the checkpoint if it has one, else by "bytes"."""
+    if config.data.tokenizer != AUTO:
+        return config
+    checkpoint = config.init.from_hf
+    exists = bool(checkpoint) and any(Path(checkpoint, name).is_file() for name in (
+        TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json"))
+    return replace_field(config, "data", "tokenizer", checkpoint if exists else BYTES)
 
 
 def fit_world(config: Config, world_size: int) -> Config:

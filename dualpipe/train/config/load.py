@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import is_dataclass, replace
@@ -27,9 +28,8 @@ from dualpipe.train.config.schema import (
     AUTO,
     BYTES,
     STDLIB,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
     Config,
+    ParallelConfig,
     replace_field,
 )
 
@@ -78,7 +78,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not config.model_path:
         raise ValueError(f"{path}: there is no model; give model.config, the path of a hub-style config.json, or "
                          "init.from_hf, a directory with a checkpoint")
-    return _resolve_tokenizer(config)
+    _check_schedule_options(config.parallel)
+    return config
 
 
 def recorded_config(tables: Mapping[str, Any]) -> Config:
@@ -91,6 +92,17 @@ def recorded_config(tables: Mapping[str, Any]) -> Config:
         ValueError: `tables` is not a configuration of this version.
     """
     return cast(Config, _convert(Kind(Config), tables, "the recorded configuration"))
+
+
+def _check_schedule_options(parallel: ParallelConfig) -> None:
+    """Raise ValueError if a setting of the schedule "auto" is set for another one, which would not use it."""
+    if parallel.schedule == AUTO:
+        return
+    for name in ("schedule_costs", "schedule_memory"):
+        value = getattr(parallel, name)
+        if value:
+            raise ValueError(f"parallel.{name} = {value!r} is for the schedule {AUTO!r} alone, and parallel.schedule "
+                             f"is {parallel.schedule!r}; leave it out, or set parallel.schedule = {AUTO!r}")
 
 
 # -- paths
@@ -122,16 +134,6 @@ def check_data_paths(config: Config) -> None:
         if path != STDLIB and not Path(path).exists():
             raise ValueError(f"{name}: there is no file or directory {path}; give a packed directory, or a file or "
                              "folder of text or records (in a TOML file, relative to that file)")
-
-
-def _resolve_tokenizer(config: Config) -> Config:
-    """Replace the tokenizer "auto" by the one of the checkpoint if it has one, else by "bytes"."""
-    if config.data.tokenizer != AUTO:
-        return config
-    checkpoint = config.init.from_hf
-    exists = bool(checkpoint) and any(Path(checkpoint, name).is_file() for name in (
-        TOKENIZER, TOKENIZER_CONFIG, "tokenizer.model", "vocab.json"))
-    return replace_field(config, "data", "tokenizer", checkpoint if exists else BYTES)
 
 
 # -- the annotations of the schema, and the strings below the fields
@@ -299,6 +301,11 @@ def _apply_options(config: Config, options: Sequence[str]) -> Config:
         if option.startswith("--") and name not in (*kinds, "--help"):
             name_as_written = as_written.partition("=")[0]
             raise ValueError(f"unknown option {name_as_written!r}; {_suggest_name(name, list(kinds))}")
+    given = Counter(option.partition("=")[0] for option in normalized if option.startswith("--"))
+    for name, times in given.items():
+        if times > 1 and name in kinds and kinds[name].nargs is not None:
+            raise ValueError(f"{name} is given {times} times, of which only the last would count; give it once, with "
+                             "all its values one after the other")
     parser = _build_parser(config, with_help="--help" in options)
     changes: dict[str, dict[str, Any]] = {}  # applied together: a table checks its fields together
     for option, text in vars(parser.parse_args(normalized)).items():
@@ -385,5 +392,7 @@ def _read_table(kinds: Mapping[str, Kind], text: str) -> dict[str, Any]:
         name, equals, value = assignment.partition("=")
         if not equals or not nearest(name, names):
             return {first: text, **values}
-        values.setdefault(name, _read_text(kinds[name], value) if name in kinds else value)
+        if name in values:
+            raise ValueError(f"{text!r} gives {name} twice; give it once")
+        values[name] = _read_text(kinds[name], value) if name in kinds else value
         text = rest

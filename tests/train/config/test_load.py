@@ -11,7 +11,7 @@ import torch
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.nn import Router
 from dualpipe.nn.routing.losses import LOSSES
-from dualpipe.train.config.fit import fit_world
+from dualpipe.train.config.fit import fit_world, resolve_tokenizer
 from dualpipe.train.config.load import FIELDS_BY_FOREIGN_NAME, load_config, recorded_config
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
 from dualpipe.train.step.step_runner import build_routers
@@ -45,27 +45,31 @@ def test_reads_tables_and_defaults(toml, tmp_path):
     config = load_config(toml())
     assert (config.parallel.pp, config.train.steps, config.optimizer.betas) == (2, 7, (0.8, 0.9))
     assert config.optimizer.lr == 1.0 and type(config.optimizer.lr) is float
-    assert config.train.dtype == "fp32" and config.data.tokenizer == "bytes"
+    assert config.train.dtype == "fp32" and resolve_tokenizer(config).data.tokenizer == "bytes"
     assert config.model.config == str(tmp_path / "model/config.json"), "relative to the TOML file"
     assert config.data.path == str(tmp_path / "text")
 
 
 def test_special_paths_are_not_anchored(toml):
-    config = load_config(toml(GOOD.replace('"text"', '"stdlib"')))
+    config = resolve_tokenizer(load_config(toml(GOOD.replace('"text"', '"stdlib"'))))
     assert (config.data.path, config.data.tokenizer, config.data.validation_path) == ("stdlib", "bytes", None)
+
+
+def tokenizer_of(*arguments):
+    return resolve_tokenizer(load_config(*arguments)).data.tokenizer
 
 
 def test_auto_tokenizer_is_the_one_of_the_checkpoint(toml, tmp_path):
     started = GOOD + '\n[init]\nfrom_hf = "start"\n'
     (tmp_path / "start").mkdir()
-    assert load_config(toml(started)).data.tokenizer == "bytes"
+    assert tokenizer_of(toml(started)) == "bytes"
     (tmp_path / "start/tokenizer.json").write_text("{}")
-    assert load_config(toml(started)).data.tokenizer == str(tmp_path / "start")
-    assert load_config(toml()).data.tokenizer == "bytes", "no checkpoint"
-    assert load_config(toml(started), ["--data.tokenizer", "bytes"]).data.tokenizer == "bytes"
+    assert tokenizer_of(toml(started)) == str(tmp_path / "start")
+    assert tokenizer_of(toml()) == "bytes", "no checkpoint"
+    assert tokenizer_of(toml(started), ["--data.tokenizer", "bytes"]) == "bytes"
     other = started.replace('path = "text"', 'path = "text"\ntokenizer = "other"')
-    assert load_config(toml(other)).data.tokenizer == str(tmp_path / "other")
-    assert load_config(toml(other), ["--data.tokenizer", "auto"]).data.tokenizer.endswith("start")
+    assert tokenizer_of(toml(other)) == str(tmp_path / "other")
+    assert tokenizer_of(toml(other), ["--data.tokenizer", "auto"]).endswith("start")
 
 
 def test_a_path_called_none_is_a_path(toml, tmp_path):
@@ -215,11 +219,22 @@ def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
         (["--dtypes.rules", "*,storage=fp9"], "^--dtypes.rules: storage = 'fp9' is not a valid choice"),
         (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
         (["extra"], "^unrecognized arguments: extra$"),
+        (["--memory.recompute", "attention", "--memory.recompute=experts"],
+         "^--memory.recompute is given 2 times, of which only the last would count; give it once"),
+        (["--dtypes.rules", "a,compute=fp32", "--dtypes.rules", "b,compute=fp32"], "^--dtypes.rules is given 2 times"),
+        (["--dtypes.rules", "a,compute=fp32,compute=bf16"], "gives compute twice; give it once"),
+        (["--parallel.schedule_costs", "F=1"], "^parallel.schedule_costs = 'F=1' is for the schedule 'auto' alone, and "
+                                               "parallel.schedule is 'dualpipev'"),
+        (["--parallel.schedule", "zbv", "--parallel.schedule_memory", "4"], "^parallel.schedule_memory = 4.0 is for"),
     ],
 )
 def test_refuses_bad_options(toml, options, message):
     with pytest.raises(ValueError, match=message):
         load_config(toml(), options)
+
+
+def test_of_a_single_value_given_twice_the_last_counts(toml):
+    assert load_config(toml(), ["--train.steps", "5", "--train.steps=6"]).train.steps == 6
 
 
 @pytest.mark.parametrize(

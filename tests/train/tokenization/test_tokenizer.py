@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from chats import save_chat_tokenizer
 from dualpipe import cli
+from dualpipe.train.config.fit import resolve_tokenizer
 from dualpipe.train.config.load import load_config
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
@@ -145,8 +146,8 @@ def test_auto_is_the_directory_of_the_checkpoint(tmp_path):
     """Also if it has no tokenizer.json, such as one of sentencepiece alone: never bytes instead."""
     (tmp_path / "run.toml").write_text('[init]\nfrom_hf = "model"\n[parallel]\ndevice = "cpu"\n')
     (tmp_path / "model").mkdir()
-    assert load_config(tmp_path / "run.toml").data.tokenizer == "bytes"
+    assert resolve_tokenizer(load_config(tmp_path / "run.toml")).data.tokenizer == "bytes"
     (tmp_path / "model/tokenizer.model").write_text("")
-    assert load_config(tmp_path / "run.toml").data.tokenizer == str(tmp_path / "model")
+    assert resolve_tokenizer(load_config(tmp_path / "run.toml")).data.tokenizer == str(tmp_path / "model")
     save_chat_tokenizer(tmp_path / "model")
-    assert FileTokenizer(load_config(tmp_path / "run.toml").data.tokenizer).end_token == "<|im_end|>"
+    assert FileTokenizer(resolve_tokenizer(load_config(tmp_path / "run.toml")).data.tokenizer).end_token == "<|im_end|>"
