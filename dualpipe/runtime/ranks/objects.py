@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from dualpipe.runtime.ranks.records import GroupMembers
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 
 _ANSWER = timedelta(seconds=5)  # other ranks wait this much longer than rank 0, for it to name the missing rank
@@ -39,24 +40,13 @@ class Objects(Protocol):
         """Return this rank's of the values that rank 0 passes, one per rank."""
 
 
-class GroupObjects:
-    """Picklable objects over a process group that can carry host tensors (gloo).
-
-    Args:
-        group: the process group; None: this process alone.
-        members: the group's ranks in another order, which numbers the ranks of this object (default: the group's).
-    """
+class GroupObjects(GroupMembers):
+    """Picklable objects over a process group that can carry host tensors (gloo)."""
 
     def __init__(self, group: ProcessGroup | None, members: Sequence[int] = ()) -> None:
-        self.size = 1 if group is None else group.size()
-        self._members = list(members) or list(range(self.size))
-        self.rank = 0 if group is None else self._members.index(group.rank())
-        ranks: Sequence[int] = range(self.size)
+        super().__init__(group, members)
         if isinstance(group, ProcessGroup):
-            ranks = dist.get_process_group_ranks(group)
             Recorder.current().rank = dist.get_rank()  # names this rank in errors
-        self.global_ranks = tuple(ranks[member] for member in self._members)
-        self._group: Any = group
         self._is_cut_short = False
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -97,7 +87,7 @@ class GroupObjects:
                                "loss of a rank, so that they can exchange nothing more; restart the processes")
         self._is_cut_short = True
         with Recorder.current().collective("agree", f"all in {call.__name__}", self.global_ranks):
-            call(*args, group=self._group, **options)
+            call(*args, group=self.group, **options)
         self._is_cut_short = False
 
 

@@ -106,8 +106,11 @@ class Summary:
         return Summary(has_error, lowest, highest, key, int.from_bytes(known, "little"))
 
 
-class HostMessages:
-    """Messages between the ranks of a group that can carry host tensors (gloo).
+class GroupMembers:
+    """The ranks of a group, numbered in a chosen order.
+
+    rank, size: this rank's number, and how many there are.
+    global_ranks: the ranks in the job, in this order; they name the ranks in errors.
 
     Args:
         group: the process group; None: this process alone.
@@ -123,6 +126,10 @@ class HostMessages:
         if isinstance(group, ProcessGroup):
             ranks = dist.get_process_group_ranks(group)
         self.global_ranks = tuple(ranks[member] for member in self._members)
+
+
+class HostMessages(GroupMembers):
+    """Messages between the ranks of a group that can carry host tensors (gloo)."""
 
     def combine(self, summary: Summary) -> Summary:
         """Return the combined summary of all ranks. Raises RankLost if a rank is gone."""
