@@ -10,8 +10,7 @@ import pytest
 from _pytest.mark.expression import Expression
 
 from dualpipe.runtime.recorder import Recorder
-from few_cases import few_cases
-from matrix_parts import PARTS, part_of
+from few_cases import PARTS, few_cases, part_of
 from pictures import write_stand_in
 from run_files import write_files
 

@@ -4,8 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from few_cases import few_cases
-from matrix_parts import PARTS, part_of
+from few_cases import PARTS, few_cases, part_of
 
 
 class Item:

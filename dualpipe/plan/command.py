@@ -18,7 +18,7 @@ from dualpipe.plan.machines import GPUS_PER_NODE, read_machine
 from dualpipe.plan.memory import GB
 from dualpipe.plan.predict import Prediction
 from dualpipe.plan.search import PlanRequest, plan
-from dualpipe.runtime.files import write_texts
+from dualpipe.runtime.files import check_parent, write_texts
 from dualpipe.schedule.search.progress import SearchProgress
 from dualpipe.train.config.load import load_config, replace_input_paths
 from dualpipe.train.config.model_config import read_own_model_config
@@ -55,7 +55,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     per_node = args.nodes_of or config.parallel.ranks_per_node or GPUS_PER_NODE
     machine = read_machine(args.gpu, node=per_node, measured=tuple(args.costs))
     if args.write:  # before the search, which takes long
-        _check_target(*args.write)
+        row, path = args.write
+        if not row.isdecimal() or int(row) < 1:
+            raise ValueError(f"--write has the row {row!r}; give a row of the table, from 1")
+        check_parent(Path(path))
     model = read_own_model_config(config, "dualpipe plan")
     request = PlanRequest(
         config, model, machine, args.gpus, _sequences(config, args.global_batch, args.gpus),
@@ -67,19 +70,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> Iterator[str]:
     if config.parallel.schedule == "auto":
         yield "no schedule is searched for here: choose a mesh, then set parallel.schedule = \"auto\" for it"
     if args.write:
-        row, path = args.write
         if int(row) > len(runs):
             raise ValueError(f"there is no row {row}; give one of 1 to {len(runs)}")
         yield from write_texts((path, lambda: to_toml(runs[int(row) - 1].config, Path(path))))
-
-
-def _check_target(row: str, path: str) -> None:
-    """Raise ValueError if `row` is not a row of a table, or if the folder of the file `path` does not exist."""
-    if not row.isdecimal() or int(row) < 1:
-        raise ValueError(f"--write has the row {row!r}; give a row of the table, from 1")
-    folder = Path(path).resolve().parent
-    if not folder.is_dir():
-        raise ValueError(f"--write: there is no folder {folder}; make it first")
 
 
 def _sequences(config: Config, tokens: int, gpus: int) -> int:

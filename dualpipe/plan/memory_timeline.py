@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dualpipe.plan.memory import RankMemory, step_memory, unit_for
+from dualpipe.runtime.files import check_parent
 from dualpipe.schedule import Step
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
@@ -81,8 +82,7 @@ def check_picture(path: Path) -> None:
     """Raise ValueError if `draw` cannot write this file: by its suffix or folder, or without matplotlib."""
     if path.suffix not in FORMATS:
         raise ValueError(f"the picture is {str(path)!r}; give a file that ends in {', '.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise ValueError(f"cannot write {path}: there is no directory {path.parent}; give the path of a new file")
+    check_parent(path)
     if find_spec("matplotlib") is None:
         raise ValueError(f'the picture {path} needs matplotlib: pip install "dualpipe[viz]"')
 

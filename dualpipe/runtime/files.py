@@ -136,6 +136,12 @@ def replace_file(
         temporary.unlink(missing_ok=True)
 
 
+def check_parent(path: Path) -> None:
+    """Raise ValueError if the directory of the file `path`, which is to be written, does not exist."""
+    if not path.parent.is_dir():
+        raise ValueError(f"cannot write {path}: there is no directory {path.parent}; give the path of a new file")
+
+
 def write_texts(*files: tuple[str | Path | None, Callable[[], str]]) -> Iterator[str]:
     """Write the text of every file that has a path; yield a printable line for each.
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from matrix_parts import PARTS
+from few_cases import PARTS
 from scripts import fork_script
 
 ROOT = Path(__file__).parents[2]

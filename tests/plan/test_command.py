@@ -123,7 +123,8 @@ def test_lists_of_tables_are_written(capsys, tmp_path):
     (["--global-batch", "4100"], "--global-batch 4100 is no multiple of a sequence's 128 tokens; give 4096"),
     (["--write", "7", "row.toml", "--rows", "1"], "there is no row 7; give one of 1 to 1"),
     (["--write", "one", "row.toml"], "--write has the row 'one'; give a row of the table"),
-    (["--write", "1", "/nowhere/row.toml"], "--write: there is no folder /nowhere; make it first"),
+    (["--write", "1", "/nowhere/row.toml"],
+     "cannot write /nowhere/row.toml: there is no directory /nowhere; give the path of a new file"),
     (["--gpus", "0"], "--gpus is 0; give 1 or more"),
     (["--nodes-of", "0"], "--nodes-of is 0; give 1 or more"),
     (["--gpus", "7"], "no mesh of 7 GPUs takes 32 sequences a step; give another number of --gpus, or a --global-batch "

@@ -1,4 +1,4 @@
-"""The cases of a test that a short run takes: a few of each test, and another day other ones."""
+"""The cases of tests that a short run takes: a few of each test, or a part of all, and another day other ones."""
 
 from __future__ import annotations
 
@@ -16,6 +16,15 @@ class Case(Protocol):
 
 
 C = TypeVar("C", bound=Case)
+PARTS = 14  # of the tests that are one case of very many: CI runs one a day, and so all in two weeks
+
+
+def part_of(name: str) -> int:
+    """Return the part, from 0 to `PARTS` - 1, that the test or configuration of this name belongs to.
+
+    A checksum of the name decides, so that a new test moves no other one to another part.
+    """
+    return zlib.crc32(name.encode()) % PARTS
 
 
 def few_cases(cases: Iterable[C], most: int, turn: int = 0) -> Iterator[C]:
