@@ -32,9 +32,9 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
-from dualpipe.train.launch.store import connect
+from dualpipe.train.launch.join import connect
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.model import build_model
+from dualpipe.train.step import build_model
 
 SECONDS = 3600.0  # timeout of the ranks
 MODEL = {  # a small model with Qwen3-30B-A3B's proportions

@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.token_stream import PackedTokens
-from dualpipe.train.tokenization.tokenizer import FileTokenizer
+from dualpipe.train.data.tokenizer import FileTokenizer
 
 END = "<|endoftext|>"
 RECORD = 4000  # characters

@@ -53,7 +53,7 @@ from dualpipe.runtime import device as cuda
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
-from dualpipe.train.launch.distributed import join
+from dualpipe.train.launch.join import join
 from dualpipe.train.metrics import memory_bytes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

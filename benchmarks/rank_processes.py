@@ -28,12 +28,12 @@ import torch.distributed as dist
 from dualpipe.runtime.errors import die_with
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
-from dualpipe.train.launch.store import connect
+from dualpipe.train.launch.join import connect
 
 GRACE = 10.0
 _GROUP_TIMEOUT = timedelta(minutes=30)
 _PRELOADED = [
-    "torch", "dualpipe.train.step.model", "torch.distributed.pipelining.schedules", "torch.distributed.tensor",
+    "torch", "dualpipe.train.step", "torch.distributed.pipelining.schedules", "torch.distributed.tensor",
 ]
 
 Found = dict[str, Any]
@@ -49,7 +49,7 @@ class RankProcesses:
     def __init__(self, measure: Measure, *, alone: int, seconds: float) -> None:
         """Connect to the job's store.
 
-        measure: joins the other ranks by `dualpipe.train.launch.distributed.join` or `join_gloo`, with the prefix that
+        measure: joins the other ranks by `dualpipe.train.launch.join.join` or `join_gloo`, with the prefix that
         it receives, and returns its result as JSON. alone: number of ranks to start without torchrun and SLURM.
         seconds: timeout of a setting.
         """

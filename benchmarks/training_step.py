@@ -27,11 +27,10 @@ from dualpipe.runtime.dtypes import dtype_of
 from dualpipe.schedule import build
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_run_dtypes
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import Model, build_model
+from dualpipe.train.step import Model, build_model, resolve_run_dtypes
 
 TORCHS = {"dualpipev": ScheduleDualPipeV, "1f1b": Schedule1F1B}
 

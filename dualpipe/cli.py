@@ -19,7 +19,7 @@ from dualpipe.schedule import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
-    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+    from dualpipe.train.data.tokenizer import ChatTokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -64,7 +64,7 @@ def _train(args: argparse.Namespace) -> int:
     from dualpipe.runtime.rank_process import LAUNCHER, as_rank
     from dualpipe.train.config.load import check_data_paths, load_config
     from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
-    from dualpipe.train.launch.local import start_ranks
+    from dualpipe.train.launch.start import start_ranks
 
     args, overrides = _parse_after_config(args)
     config, info = load_everywhere(partial(load_config, args.config, overrides))
@@ -76,7 +76,7 @@ def _train(args: argparse.Namespace) -> int:
         check_data_paths(config)  # before ranks start, which takes them seconds
         return start_ranks(args.arguments, config, restarts=restarts, watched=True)
     with as_rank(info, config.parallel.sizes) as ending:
-        from dualpipe.train.observers.step_window import parse_steps
+        from dualpipe.train.profile import parse_steps
         from dualpipe.train.trainer import train
 
         trace = parse_steps(args.trace, config.train.steps, "--trace", with_file=True)
@@ -90,7 +90,7 @@ def _parity(args: argparse.Namespace) -> int:
     from dualpipe.runtime.rank_process import as_rank
     from dualpipe.train.config.load import load_config
     from dualpipe.train.launch.environment import load_everywhere
-    from dualpipe.train.launch.local import start_ranks
+    from dualpipe.train.launch.start import start_ranks
 
     args, overrides = _parse_after_config(args)
     if args.model is not None:
@@ -140,7 +140,7 @@ def _replay(args: argparse.Namespace) -> int:
     """Replay a step as a rank of the job, or start all ranks if nothing has started them."""
     from dualpipe.runtime.rank_process import as_rank
     from dualpipe.train.launch.environment import load_everywhere
-    from dualpipe.train.launch.local import start_ranks
+    from dualpipe.train.launch.start import start_ranks
     from dualpipe.train.replay import read_bundle, replay
 
     config, info = load_everywhere(partial(read_bundle, args.bundle))
@@ -155,7 +155,7 @@ def _pack(args: argparse.Namespace) -> None:
     """Tokenise text into a packed directory."""
     from dualpipe.train.data.pack import pack
     from dualpipe.train.data.sources import find_sources
-    from dualpipe.train.tokenization.tokenizer import load_tokenizer
+    from dualpipe.train.data.tokenizer import load_tokenizer
 
     sources = find_sources(args.paths)
     if args.chat_template and not args.chat:
@@ -171,7 +171,7 @@ def _pack(args: argparse.Namespace) -> None:
 
 def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
     """Return the tokenizer of `data pack --chat`."""
-    from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+    from dualpipe.train.data.tokenizer import ChatTokenizer
 
     if args.end_of_document is not None:
         raise ValueError(f"--end-of-document {args.end_of_document!r}: with --chat, the chat template ends a "
@@ -188,10 +188,10 @@ def _show_data(args: argparse.Namespace) -> None:
 
 def _dtypes(args: argparse.Namespace) -> None:
     """Print the dtypes of all tensors of a run."""
-    from dualpipe.train.checkpointing.source import find_source
     from dualpipe.train.config.fit import resolve
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.step.dtype_plan import resolve_run_dtypes
+    from dualpipe.train.saver import find_source
+    from dualpipe.train.step import resolve_run_dtypes
 
     config = load_config(args.config, args.overrides)
     resolved = resolve(config, config.parallel.world_size)
@@ -213,7 +213,7 @@ def _memory(args: argparse.Namespace) -> None:
     from dualpipe.train.config.load import load_config
     from dualpipe.train.config.model_config import read_model
     from dualpipe.train.config.schema import replace_field
-    from dualpipe.train.optim.from_config import check_optimizer
+    from dualpipe.train.optim.optimizer import check_optimizer
 
     args, overrides = _parse_after_config(args)
     if args.timeline:
@@ -314,7 +314,7 @@ def _hf_export(args: argparse.Namespace) -> None:
 
 def _why(args: argparse.Namespace) -> None:
     """Print the rank on which a run waits or waited."""
-    from dualpipe.train.health.diagnose import report
+    from dualpipe.train.launch.diagnose import report
 
     for line in report(Path(args.path), as_json=args.json):
         print(line)

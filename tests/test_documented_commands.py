@@ -119,7 +119,7 @@ def takes(arguments):
 
 
 def replay_is_taken(command):
-    """tests/train/anomaly/test_guard.py runs it."""
+    """tests/train/test_guard.py runs it."""
     assert takes(shlex.split(command)[1:]).bundle == "out/bundles/step-00000007"
 
 

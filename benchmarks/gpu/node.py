@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from dualpipe.parallel.all_to_all import AllToAll, CommStream
 from dualpipe.runtime.device import record
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train.launch.store import connect
+from dualpipe.train.launch.join import connect
 from gpu.session import Output
 from gpu.small_step import compare_parity
 

@@ -46,7 +46,7 @@ from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.optim.offload import buffer_bytes
-from dualpipe.train.step.model import build_schedule, fp8_dispatch_block
+from dualpipe.train.step import build_schedule, fp8_dispatch_block
 
 __all__ = [
     "BINARY", "CHANNEL", "GB", "RankMemory", "StageBytes", "StageSizes", "Unit", "cached_schedule",

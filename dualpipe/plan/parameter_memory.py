@@ -19,7 +19,7 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.schema import Config, DTypesConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from dualpipe.train.optim.groups import choose_algorithm, find_trainable_parameters
-from dualpipe.train.step.dtype_plan import resolve_run_dtypes
+from dualpipe.train.step import resolve_run_dtypes
 
 _FP32_BYTES = 4
 

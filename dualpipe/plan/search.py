@@ -20,7 +20,7 @@ from dualpipe.plan.memory import GB, cached_schedule, check_run, estimate
 from dualpipe.plan.predict import Prediction
 from dualpipe.schedule.by_name import BUILDERS
 from dualpipe.train.config.schema import Config
-from dualpipe.train.optim.from_config import check_optimizer
+from dualpipe.train.optim.optimizer import check_optimizer
 
 # Candidates. The schedule "auto" is left out: its search takes long for a single mesh, so choose the mesh first.
 SCHEDULES = tuple(name for name in BUILDERS if name != "auto")

@@ -1,1 +1,1 @@
-"""Training: the trainer, evaluation, metrics, reports, the export at the end, replay and parity. Steps are in step/."""
+"""Training: the loop of one rank (trainer.py), its step, loss, metrics, guard and checkpoints; and the rooms beside it."""

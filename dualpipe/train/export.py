@@ -24,9 +24,9 @@ from dualpipe.runtime.printing import say, warn
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import Location, RemotePath, as_location
 from dualpipe.train.config.schema import AUTO, Config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import set_aside
-from dualpipe.train.step.model import Model
+from dualpipe.train.step import Model
 
 EXPORT_FILE = "export.json"  # in output.dir
 

@@ -28,12 +28,11 @@ from dualpipe.runtime.printing import warn
 from dualpipe.schedule import Schedule
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.loader import RunData
 from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw
-from dualpipe.train.step.model import Model
-from dualpipe.train.step.step_runner import StepRunner
+from dualpipe.train.step import Model, StepRunner
 
 RUN_FILE = "run.json"
 
@@ -43,7 +42,7 @@ def record_start(folder: Path, step: int, settings: Mapping[str, Any]) -> None:
 
     Args:
         step: number of completed steps. The first start of a run, at 0, replaces the file.
-        settings: description of the run, see `dualpipe.train.checkpointing.training_state.describe`.
+        settings: description of the run, see `dualpipe.train.saver.describe`.
     """
     path = folder / RUN_FILE
     versions = {

@@ -21,7 +21,7 @@ from dualpipe.runtime.rank_process import LAUNCHER, process_age
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import Location
 from dualpipe.train.config.schema import Config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 
 _STEPS = 16  # latest steps whose times predict the next one
 _MIN_DATA_WAIT = 1e-3  # seconds; a batch that was read ahead takes less

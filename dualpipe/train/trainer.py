@@ -26,30 +26,25 @@ from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo, process_age
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import check_shared
-from dualpipe.train.anomaly.guard import BadStep, Guard
-from dualpipe.train.anomaly.rank_checks import RankChecks
-from dualpipe.train.anomaly.reruns import StepReruns, StepSnapshot
-from dualpipe.train.checkpointing.saver import Saver
-from dualpipe.train.checkpointing.source import find_saved_batch
-from dualpipe.train.checkpointing.training_state import TrainingState, describe
 from dualpipe.train.config.fit import Resolved, keep_batch
 from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.run_data import RunData
+from dualpipe.train.data.loader import RunData
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export, is_exported
-from dualpipe.train.health.watchdog import Watchdog
-from dualpipe.train.launch.distributed import Job, join
+from dualpipe.train.guard import BadStep, Guard, StepReruns, StepSnapshot
+from dualpipe.train.kernel_choice import choose_kernels
+from dualpipe.train.launch.join import Job, join
+from dualpipe.train.launch.watchdog import Watchdog
 from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
-from dualpipe.train.observers.profiler import ProfiledSteps, check_memory_snapshot, memory_snapshot
-from dualpipe.train.observers.step_health import StepHealth, StepWaits, measure_waits
-from dualpipe.train.observers.step_window import Steps
-from dualpipe.train.observers.tracing import TracedSteps
 from dualpipe.train.optim.lr_schedule import run_learning_rate
+from dualpipe.train.profile import ProfiledSteps, Steps, TracedSteps, check_memory_snapshot, memory_snapshot
+from dualpipe.train.rank_checks import RankChecks
 from dualpipe.train.run_report import RunReport, count_parameters, describe_run, record_start
-from dualpipe.train.step.kernel_choice import choose_kernels
-from dualpipe.train.step.step_runner import build_training
+from dualpipe.train.saver import Saver, TrainingState, describe, find_saved_batch
+from dualpipe.train.step import build_training
+from dualpipe.train.step_health import StepHealth, StepWaits, measure_waits
 from dualpipe.train.stop import RankReports, stop_message
 
 

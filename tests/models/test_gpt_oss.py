@@ -22,9 +22,9 @@ from dualpipe.parallel.fsdp.materialize import build_on_meta
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity.errors import difference
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model, build_whole
+from dualpipe.train.step import build_model, build_whole
 from models import Float64Torch, batch, compare_gradients, grads, ours, relative, train, whole
 from ranks import run_ranks
 

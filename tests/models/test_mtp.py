@@ -19,8 +19,8 @@ from dualpipe.nn.attention import packed_positions
 from dualpipe.parallel.experts.dispatcher import ExpertParallel
 from dualpipe.schedule import build
 from dualpipe.train.data.token_stream import shift_targets
+from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
 from dualpipe.train.parity.errors import difference
-from dualpipe.train.step.loss import MicroBatchLoss, tokens_ahead
 from models import randomize_vectors, whole
 from threads import run_threads
 

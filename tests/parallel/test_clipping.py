@@ -21,8 +21,8 @@ from dualpipe.models import Qwen3MoeConfig
 from dualpipe.parallel.clipping import clip_grad_norm_
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model, build_whole
+from dualpipe.train.loss import MicroBatchLoss
+from dualpipe.train.step import build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
 from toys import make_stages, relative_error, stages_of_rank

@@ -26,9 +26,9 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity.errors import difference
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model, build_whole
+from dualpipe.train.step import build_model, build_whole
 from models import compare_gradients
 from ranks import run_ranks
 from routes import BalancedRoutes, Routes

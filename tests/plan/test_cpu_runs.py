@@ -31,10 +31,9 @@ from dualpipe.schedule import build
 from dualpipe.train.config.fit import fit_world
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import Config
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model
-from dualpipe.train.step.step_runner import build_routers
+from dualpipe.train.step import build_model, build_routers
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files

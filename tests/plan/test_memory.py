@@ -37,12 +37,11 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim import offload
 from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_run_dtypes
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model
+from dualpipe.train.step import build_model, resolve_run_dtypes
 from ranks import run_ranks
 from routes import BalancedRoutes, random_like_stride
 from run_files import MODEL, write_files

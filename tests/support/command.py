@@ -122,9 +122,9 @@ class _Rank:
 
 
 def _launch(folder: str, arguments: list[str], environment: dict[str, str], before: str, out, err) -> NoReturn:
-    from dualpipe.train.launch import rank_processes
+    from dualpipe.train.launch import start
 
-    rank_processes.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": partial(_Rank, before)})
+    start.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": partial(_Rank, before)})
     os.chdir(folder)
     os.dup2(out.fileno(), 1)
     os.dup2(err.fileno(), 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dualpipe.train.config.fit import Resolved
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.compare import Comparison
 from dualpipe.train.parity.errors import TOLERANCES, Error
 from dualpipe.train.parity.models import ConfigModel

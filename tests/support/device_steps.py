@@ -33,11 +33,10 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model
+from dualpipe.train.step import build_model, resolve_model_dtypes
 from pretend_cuda import PretendCuda, pretend_cuda
 from pretend_nccl import pretend_nccl
 from run_files import write_files

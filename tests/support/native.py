@@ -15,8 +15,7 @@ from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes
-from dualpipe.train.step.model import build_model
+from dualpipe.train.step import build_model, resolve_model_dtypes
 
 # Five layers of two kinds over two or four stages; 6 experts, which do not divide over four ranks; buffers in float32.
 CONFIG = {

@@ -268,7 +268,7 @@ def on_device(rank, shape, folder):
     return dict(device.waits), list(device.faults)
 
 
-@pytest.mark.slow  # tests/train/observers/test_tracing.py has one rank
+@pytest.mark.slow  # tests/train/test_tracing.py has one rank
 def test_times_of_a_device(tmp_path):
     shape = (2, 1, 2)
     waits, faults = zip(*run_ranks(on_device, math.prod(shape), shape, str(tmp_path)))

@@ -356,7 +356,7 @@ def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch)
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.anomaly.guard.COLLAPSE_STEPS", 3)
+    monkeypatch.setattr("dualpipe.train.guard.COLLAPSE_STEPS", 3)
     monkeypatch.setattr("dualpipe.nn.routing.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out

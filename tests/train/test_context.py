@@ -18,7 +18,7 @@ from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import TokenStream
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.parity.compare import Comparison
 from dualpipe.train.parity.models import ConfigModel

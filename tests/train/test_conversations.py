@@ -166,7 +166,7 @@ def test_a_run_goes_on_with_the_same_bits(folder, dualpipe):
 @pytest.mark.slow
 def test_a_bad_step_is_replayed_with_its_weights(folder, dualpipe):
     """The bundle of a step records that its loss is a mean over tokens."""
-    spoil = ("from dualpipe.train.step import loss; plain = loss.cross_entropy_loss; "
+    spoil = ("from dualpipe.train import loss; plain = loss.cross_entropy_loss; "
              "loss.cross_entropy_loss = lambda *given, **how: plain(*given, **how) * float('nan')")
     done = dualpipe(folder, "train", "run.toml", "--output.dir", "bad", before=spoil)
     assert done.returncode == 1 and "the step can be run again by: dualpipe replay" in done.stderr

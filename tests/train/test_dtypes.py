@@ -21,10 +21,10 @@ from dualpipe.parallel import (
 )
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
+from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer
 from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
 from ranks import run_ranks

@@ -8,11 +8,11 @@ import torch
 
 from dualpipe.checkpoint import save_hf
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
+from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer
 from hub import read_all, rewrite, save_family
 from ranks import run_ranks

@@ -12,14 +12,13 @@ from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train import run_report
-from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step.dtype_plan import resolve_run_dtypes
-from dualpipe.train.step.model import build_model
+from dualpipe.train.launch.join import Job
+from dualpipe.train.saver import Saver
+from dualpipe.train.step import build_model, resolve_run_dtypes
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 

@@ -15,8 +15,7 @@ from dualpipe.checkpoint import save_hf
 from dualpipe.models import read_config
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes
-from dualpipe.train.step.model import build_whole
+from dualpipe.train.step import build_whole, resolve_model_dtypes
 from hub import read_all, rewrite, save_family, save_fp8, save_qwen
 
 pytestmark = pytest.mark.usefixtures("without_evaluation")

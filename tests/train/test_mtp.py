@@ -13,7 +13,6 @@ from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
@@ -21,11 +20,12 @@ from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets
 from dualpipe.train.evaluate import evaluate
-from dualpipe.train.launch.distributed import Job, join
+from dualpipe.train.launch.join import Job, join
+from dualpipe.train.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
 from dualpipe.train.parity.command import check_parity
 from dualpipe.train.parity.models import ConfigModel
-from dualpipe.train.step.loss import MicroBatchLoss, count_accepted, tokens_ahead
+from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer, train
 from faults import planting
 from hub import FAMILIES
@@ -168,7 +168,7 @@ def test_losses_are_the_cross_entropies_over_all_next_tokens(toml):
 INFINITE = """
 import torch
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.step.loss import MicroBatchLoss
+from dualpipe.train.loss import MicroBatchLoss
 real = vars(MicroBatchLoss).get("real", MicroBatchLoss.__call__)
 def infinite(self, *tensors):
     loss = real(self, *tensors)
@@ -210,7 +210,7 @@ def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
 
 
 POISON = """
-from dualpipe.train.step import step_runner
+from dualpipe.train import step
 real = vars(step_runner).setdefault("real_run_step", step_runner.StepRunner.run_step)
 def run_step(self, batch, step):
     losses = real(self, batch, step)

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from config_parity import largest_error
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.checkpointing.saver import Saver
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.parity.errors import TOLERANCES
+from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer
 from hub import FAMILIES
 from ranks import run_ranks

@@ -9,7 +9,7 @@ RUN = ("train", "run.toml", "--train.eval_batches", "1", "--train.eval_interval"
 
 SLOW_TO_LOAD = """
 import time
-from dualpipe.train.checkpointing import saver
+from dualpipe.train import saver
 real = vars(saver).setdefault("real_load", saver.load)
 def load(*arguments, **options):
     time.sleep(0.7)

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dualpipe.train.data.sequences import Span
-from dualpipe.train.data.shuffle import shuffle
+from dualpipe.train.data.sequences import Span, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
 
 BLOCK = 4096  # sequences; the share of a source is rounded to a multiple of 1 / BLOCK, and is at least that

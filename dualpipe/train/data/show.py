@@ -13,7 +13,7 @@ from rich.text import Text
 
 from dualpipe.train.config.schema import BYTES
 from dualpipe.train.data.token_stream import PackedTokens
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer, read_tokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer, read_tokenizer
 
 COUNTED = "bold green"
 UNCOUNTED = "dim"

@@ -21,7 +21,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from dualpipe.train.chat.messages import (
+from dualpipe.train.config.schema import STDLIB, TEXT_KEY
+from dualpipe.train.data.chat import (
     FORM,
     MESSAGE_KEYS,
     SYSTEM_KEY,
@@ -30,7 +31,6 @@ from dualpipe.train.chat.messages import (
     conversion_hint,
     read_conversation,
 )
-from dualpipe.train.config.schema import STDLIB, TEXT_KEY
 
 _Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory

@@ -19,8 +19,7 @@ from dualpipe.train.data.document_index import TextPart, is_cached
 from dualpipe.train.data.pack import FORMAT, INDEX, MASKED_FORMAT, pack
 from dualpipe.train.data.sources import DOCUMENTS, find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
-from dualpipe.train.tokenization.tokenizer import Tokenizer, load_tokenizer
+from dualpipe.train.data.tokenizer import ChatTokenizer, Tokenizer, load_tokenizer
 
 _UNIGRAM_BLOCK = 1 << 22  # tokens to count at a time
 

@@ -61,8 +61,7 @@ def load_everywhere(load: Callable[[], Config]) -> tuple[Config, RankInfo | None
 
 def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
     """Raise `error` on the other ranks of the job, which would wait for this one."""
-    from dualpipe.train.launch.settings_check import PATIENCE, agree  # loads torch
-    from dualpipe.train.launch.store import connect
+    from dualpipe.train.launch.join import PATIENCE, agree, connect  # loads torch
 
     def fail(settings: dict[str, Any]) -> None:
         raise error

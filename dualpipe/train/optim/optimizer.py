@@ -13,22 +13,34 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from dualpipe.checkpoint.optimizer_state import ParameterState
+from dualpipe.models import HubConfig
+from dualpipe.models.decoder import Attention
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
 from dualpipe.quantized import requantize
 from dualpipe.quantized.quantize_model import distribute_like, missing_master_message, quantized_part
-from dualpipe.train.config.schema import ALGORITHMS
-from dualpipe.train.optim.groups import ParameterGroup, choose_update, find_trainable_parameters
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
+from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig
+from dualpipe.train.optim.groups import (
+    ParameterGroup,
+    check_groups,
+    choose_update,
+    find_trainable_parameters,
+    layer_decay_groups,
+)
 from dualpipe.train.optim.muon import Muon
 from dualpipe.train.optim.offload import HostMoments, MomentStorage
 
@@ -277,3 +289,118 @@ def _build_custom(path: str, params: list[dict[str, Any]], options: Mapping[str,
         raise ValueError(f"optimizer.name = {path!r}: {error}; give adamw, muon, or the import path of a subclass of "
                          f"torch.optim.Optimizer, and optimizer.options that it takes besides {dict(options)}"
                          ) from error
+
+
+def build_optimizer(
+    settings: OptimizerConfig, model: TrainedModel, stages: Iterable[nn.Module], *, moments: torch.dtype,
+    masters: Mapping[nn.Parameter, Tensor],
+) -> Optimizer:
+    """Return the optimizer for the stages of this rank.
+
+    Args:
+        settings: the table [optimizer].
+        model: the whole model.
+        stages: the stages of this rank.
+        moments: dtype of the moments.
+        masters: as in `Optimizer`.
+
+    Raises:
+        ValueError: as `check_optimizer` and `Optimizer` do.
+    """
+    check_optimizer(settings, model)
+    if settings.name in ALGORITHMS:  # a group may select Muon with either
+        options = {
+            "momentum": settings.momentum, "nesterov": settings.nesterov, "coefficients": settings.coefficients,
+        }
+    else:
+        options = json.loads(settings.options) if settings.options else {}
+    groups = _parameter_groups(settings)
+    if settings.layer_decay < 1:
+        prefix = "" if isinstance(model, HubConfig) else model.name_prefix
+        groups = [*layer_decay_groups(settings.lr, settings.layer_decay, model.num_hidden_layers, prefix), *groups]
+    return Optimizer(
+        stages, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
+        moments=MomentStorage(moments, on_host=settings.offload), name=settings.name, options=options, masters=masters,
+        groups=groups,
+    )
+
+
+def check_optimizer(settings: OptimizerConfig, model: TrainedModel) -> None:
+    """Check the groups of the table [optimizer] on the whole model, whatever stages a rank has.
+
+    Raises:
+        ValueError: a group matches no parameter, or selects Muon for one that is not a matrix.
+    """
+    if not settings.groups:
+        return
+    whole_model = find_trainable_parameters(stages_on_meta(model))
+    check_groups(settings.groups, [name for name, _ in whole_model.values()])
+    groups = _parameter_groups(settings)
+    for parameter, (name, owner) in whole_model.items():
+        choose_update(name, owner, parameter, optimizer=settings.name, lr=settings.lr,
+                      weight_decay=settings.weight_decay, groups=groups)
+
+
+def _parameter_groups(settings: OptimizerConfig) -> list[ParameterGroup]:
+    return [ParameterGroup(group.pattern, group.lr, group.weight_decay, group.algorithm) for group in settings.groups]
+
+
+class QKClip:
+    """QK-clip of all attention layers in the stages of this rank. Makes the layers record their largest logits.
+
+    Args:
+        stages: the stages of this rank.
+        limit: largest attention logit.
+        group: the ranks with the same stages. None: this rank only.
+        device: of the stages.
+
+    Raises:
+        ValueError: the limit is not positive, or queries and keys are normalized.
+    """
+
+    def __init__(
+        self, stages: Iterable[nn.Module], limit: float, *, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        if limit <= 0:
+            raise ValueError(f"the limit of attention logits must be positive; got {limit}")
+        self._layers = [module for stage in stages for module in stage.modules() if isinstance(module, Attention)]
+        self._limit = limit
+        self._group = group
+        for layer in self._layers:
+            layer.max_logits_A = torch.full((layer.num_heads,), -torch.inf, dtype=torch.float32, device=device)
+            layer.logit_row_scales(layer.max_logits_A)  # raises ValueError for norms
+
+    @torch.no_grad()
+    def __call__(self, optimizer: Optimizer, grad_norm: Tensor) -> Tensor:
+        """Scale weights after a step of the optimizer, and return the largest logit of the step.
+
+        Collective over the group. The host does not wait for the device.
+
+        Args:
+            optimizer: owns the weights.
+            grad_norm: of the step, a scalar on the device. If it is infinite or NaN, no weight is scaled.
+
+        Returns:
+            A scalar on the device.
+        """
+        if not self._layers:
+            return grad_norm.new_full((), -torch.inf)
+        recorder = Recorder.current()
+        max_logits = torch.cat([layer.max_logits_A for layer in self._layers if layer.max_logits_A is not None])
+        if self._group is not None:
+            with recorder.collective("qk_clip", "the largest attention logits", recorder.members(self._group)):
+                dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self._group)
+        exceeds = (max_logits > self._limit) & max_logits.isfinite() & grad_norm.isfinite()
+        factors = torch.where(exceeds, self._limit / max_logits, 1.0)
+        factors_by_layer = factors.split([layer.num_heads for layer in self._layers])
+        optimizer.scale_rows(
+            parameter_and_factors for layer, factors_A in zip(self._layers, factors_by_layer)
+            for parameter_and_factors in layer.logit_row_scales(factors_A))
+        self.reset()
+        return max_logits.max()
+
+    def reset(self) -> None:
+        """Discard the logits recorded since the last step, for example those of a micro-batch that updates nothing."""
+        for layer in self._layers:
+            if layer.max_logits_A is not None:
+                layer.max_logits_A.fill_(-torch.inf)

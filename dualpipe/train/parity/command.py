@@ -13,7 +13,7 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config, ParallelConfig
-from dualpipe.train.launch.distributed import Job, join, join_prepared
+from dualpipe.train.launch.join import Job, join, join_prepared
 from dualpipe.train.parity.compare import Measured, RouteReport
 from dualpipe.train.parity.errors import (
     BOUND_OF_ONE,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.errors import (
     SMALL,
     Error,

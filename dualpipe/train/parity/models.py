@@ -34,11 +34,9 @@ from dualpipe.schedule import Schedule, build
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.token_stream import shift_targets
-from dualpipe.train.launch.distributed import Job
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes, resolve_run_dtypes
-from dualpipe.train.step.loss import MicroBatchLoss, token_weight, tokens_ahead
-from dualpipe.train.step.model import build_whole
-from dualpipe.train.step.step_runner import StepRunner, build_routers
+from dualpipe.train.launch.join import Job
+from dualpipe.train.loss import MicroBatchLoss, token_weight, tokens_ahead
+from dualpipe.train.step import StepRunner, build_routers, build_whole, resolve_model_dtypes, resolve_run_dtypes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

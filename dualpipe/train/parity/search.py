@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dualpipe.runtime.device import deterministic
 from dualpipe.schedule import Action
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.compare import LOSS, LOST, Comparison, Measured
 from dualpipe.train.parity.errors import Error, difference, rounding, rounding_failures, worst
 from dualpipe.train.parity.models import BF16, ComparedModel

@@ -23,7 +23,7 @@ from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Observer, Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.models import Batch, ComparedModel, NamedStage, accumulate_wide
 from dualpipe.train.parity.routes import (
     Chooser,

@@ -25,8 +25,7 @@ from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.schedule import build
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes
-from dualpipe.train.step.model import build_model
+from dualpipe.train.step import build_model, resolve_model_dtypes
 from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import CONFIG as V3
 from native import Trainee

@@ -17,7 +17,7 @@ from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
-from dualpipe.train.step.loss import token_weight
+from dualpipe.train.loss import token_weight
 from ranks import run_ranks
 
 HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH, CHUNKS = 8, 4, 2, 2, 11, 3

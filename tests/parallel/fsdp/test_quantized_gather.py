@@ -26,10 +26,9 @@ from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.quantize_model import quantized_part
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, TrainConfig
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_model_dtypes
-from dualpipe.train.step.loss import MicroBatchLoss
-from dualpipe.train.step.model import build_model, build_whole
+from dualpipe.train.step import build_model, build_whole, resolve_model_dtypes
 from ranks import run_ranks
 from toys import relative_error
 

@@ -15,7 +15,7 @@ import torch
 
 from default_signals import set_default_signals
 from dualpipe.parallel import Rule
-from dualpipe.train.checkpointing import source
+from dualpipe.train import saver
 from dualpipe.train.config import fit
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import CheckpointConfig, Config, ParallelConfig, TrainConfig
@@ -61,15 +61,15 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(source, "find_source", lambda config: source.ResumeSource(tmp_path, {}, []))
-    monkeypatch.setattr(source, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
+    monkeypatch.setattr(saver, "find_source", lambda config: saver.ResumeSource(tmp_path, {}, []))
+    monkeypatch.setattr(saver, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
 
 
 def resume_on(config, world_size):
     """Return the configuration of a run that resumes on `world_size` ranks, and the line about it."""
     known = fit.Resolved.of(fit.fit_world(config, world_size), None)
-    kept, note = fit.keep_batch(known, source.find_saved_batch(config))
+    kept, note = fit.keep_batch(known, saver.find_saved_batch(config))
     return kept.config, note
 
 

@@ -14,7 +14,7 @@ from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.train.config.fit import fit_world, resolve_tokenizer
 from dualpipe.train.config.load import FIELDS_BY_FOREIGN_NAME, load_config, recorded_config
 from dualpipe.train.config.schema import Config, DTypeRule, FormatName, RouterConfig
-from dualpipe.train.step.step_runner import build_routers
+from dualpipe.train.step import build_routers
 
 GOOD = """
 [model]

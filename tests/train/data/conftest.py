@@ -5,7 +5,7 @@ import pytest
 
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

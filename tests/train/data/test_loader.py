@@ -13,7 +13,7 @@ from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import choose_evaluation_windows
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer
 
 
 def make_loader(path, seed=0, batch_size=6, sequence_length=10):

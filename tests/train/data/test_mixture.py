@@ -13,8 +13,7 @@ from dualpipe.train.data.mixture import BLOCK, Mixture, share_places
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
-from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer, ChatTokenizer
 
 
 @pytest.fixture

@@ -16,8 +16,7 @@ from dualpipe.train.data import pack as train_pack
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.tokenization import encode_documents
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer, FileTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer, FileTokenizer
 
 END = ByteTokenizer.end_of_document
 
@@ -72,7 +71,7 @@ def test_batches_of_any_size_give_the_same_files(tmp_path, text, monkeypatch):
     (text / "lines.jsonl").write_text("".join(lines))
     contents = []
     for size in (1, 100, 1 << 20):
-        monkeypatch.setattr(encode_documents, "BATCH_CHARACTERS", size)
+        monkeypatch.setattr(train_pack, "BATCH_CHARACTERS", size)
         out = tmp_path / f"out-{size}"
         pack(find_sources([text]), tokenizer, out, shard_tokens=150)
         contents.append({file.name: file.read_bytes() for file in out.iterdir()})

@@ -7,10 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from dualpipe.train.data.pack import PackProgress, pack
+from dualpipe.train.data.pack import EncodedDocument, PackProgress, pack
 from dualpipe.train.data.sources import find_sources, read_documents
-from dualpipe.train.tokenization.encode_documents import EncodedDocument
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer
 
 
 @pytest.fixture

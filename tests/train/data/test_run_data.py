@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.data import run_data
+from dualpipe.train.data import loader
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.splits import choose_evaluation_windows, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
@@ -97,7 +97,7 @@ def _train_without_files(rank, folder, port):
 
     dist.destroy_process_group()
     if rank == 1:
-        run_data.open_splits = open_splits
+        loader.open_splits = open_splits
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.chdir(folder)
     with pytest.raises(ValueError) as raised:

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from chats import CHATML, random_chats, save_chat_tokenizer, turns, write_chats
-from dualpipe.train.chat.messages import Conversation
+from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sequences import TextWindows, choose_conversations, cut_documents, find_windows
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import split_documents
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
-from dualpipe.train.tokenization.chat_tokenizer import ChatTokenizer
+from dualpipe.train.data.tokenizer import ChatTokenizer
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dualpipe.train.data.shuffle import shuffle
+from dualpipe.train.data.sequences import shuffle
 
 SIZES = [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 625, 1009, 1024, 4095, 4096, 4097, 10_007, 65_536, 65_537]
 

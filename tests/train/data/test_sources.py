@@ -15,13 +15,13 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train.chat.messages import Conversation
 from dualpipe.train.data import sources
+from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources, read_conversations
 from dualpipe.train.data.splits import ensure_packed
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer
 
 END = ByteTokenizer.end_of_document
 TEXTS = ["one", 'two\nlines and "quotes"', "drei \u00e4\u4e09\0", "four" * 500]

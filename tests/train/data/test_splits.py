@@ -13,7 +13,7 @@ from dualpipe.train.data.pack import pack
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
-from dualpipe.train.tokenization.tokenizer import ByteTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer
 from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document

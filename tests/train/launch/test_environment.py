@@ -10,8 +10,8 @@ import pytest
 
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train.launch.distributed import choose_device
 from dualpipe.train.launch.environment import rank_from_environment, slurm_rendezvous
+from dualpipe.train.launch.join import choose_device
 
 
 def test_torchrun_environment():

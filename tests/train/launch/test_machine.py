@@ -6,8 +6,8 @@ import pytest
 
 from dualpipe import cli
 from dualpipe.train.launch import environment as launch
-from dualpipe.train.launch import local, rank_processes
-from dualpipe.train.launch.local import check_machine
+from dualpipe.train.launch import start
+from dualpipe.train.launch.start import check_machine
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
 
     def set_gpus(files, torch_finds=None):
-        monkeypatch.setattr(local, "_count_device_files", lambda environment: files)
+        monkeypatch.setattr(start, "_count_device_files", lambda environment: files)
         count = files if torch_finds is None else torch_finds
         monkeypatch.setattr("torch.cuda.is_available", lambda: count > 0)
         monkeypatch.setattr("torch.cuda.device_count", lambda: count)
@@ -65,14 +65,14 @@ def test_the_commands_start_all_ranks(gpus):
 
 
 def test_hidden_devices_do_not_count():
-    files = local._count_device_files({})
-    assert local._count_device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
-    assert local._count_device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
+    files = start._count_device_files({})
+    assert start._count_device_files({"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert start._count_device_files({"CUDA_VISIBLE_DEVICES": "0"}) == min(files, 1)
 
 
 @pytest.mark.parametrize("command", [["train"], ["parity", "--pp", "16"]])
 def test_no_process_is_started_for_a_thousand_ranks(run_toml, gpus, monkeypatch, capsys, command):
-    monkeypatch.setattr(rank_processes, "subprocess", None)
+    monkeypatch.setattr(start, "subprocess", None)
     monkeypatch.setattr(launch, "rank_from_environment", lambda environment: None)
     gpus(0)
     name, *options = command

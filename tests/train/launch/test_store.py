@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from dualpipe.runtime.rank_process import LISTENER, RankInfo
-from dualpipe.train.launch import store as rendezvous
-from dualpipe.train.launch.store import confine, connect, interface_address
+from dualpipe.train.launch import join as rendezvous
+from dualpipe.train.launch.join import confine, connect, interface_address
 from sockets import listening
 
 FIRST, SECOND = RankInfo(0, 2, 0, 2), RankInfo(1, 2, 1, 2)

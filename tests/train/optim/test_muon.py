@@ -22,12 +22,10 @@ from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import muon
-from dualpipe.train.optim.from_config import build_optimizer
 from dualpipe.train.optim.groups import find_trainable_parameters, is_hidden_matrix
 from dualpipe.train.optim.muon import Muon, orthogonalize
-from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.step.dtype_plan import resolve_run_dtypes
-from dualpipe.train.step.model import build_model
+from dualpipe.train.optim.optimizer import Optimizer, build_optimizer
+from dualpipe.train.step import build_model, resolve_run_dtypes
 from dualpipe.train.trainer import train
 from hf_families import config_of
 from ranks import run_ranks

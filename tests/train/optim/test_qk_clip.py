@@ -15,8 +15,7 @@ from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
-from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.optim.qk_clip import QKClip
+from dualpipe.train.optim.optimizer import Optimizer, QKClip
 from models import whole
 from ranks import run_ranks
 from run_files import MODEL

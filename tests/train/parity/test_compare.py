@@ -7,7 +7,7 @@ import torch
 
 import own_model
 from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity import search
 from ranks import run_ranks
 

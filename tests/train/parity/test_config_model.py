@@ -11,17 +11,17 @@ from dualpipe import cli
 from dualpipe.nn import linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.train import step
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import models
 from dualpipe.train.parity.command import check_parity, print_errors
 from dualpipe.train.parity.compare import Comparison
 from dualpipe.train.parity.errors import Error
 from dualpipe.train.parity.models import ConfigModel
 from dualpipe.train.parity.steps import StagesInPipeline
-from dualpipe.train.step import step_runner
-from dualpipe.train.step.loss import MicroBatchLoss
 from hub import FAMILIES
 from ranks import run_ranks
 
@@ -135,13 +135,13 @@ def test_router_losses_are_compared(run_toml, capsys, level):
 def test_another_router_loss_fails(run_toml, capsys, monkeypatch, level, change):
     """The routers of the pipeline are configured otherwise than those of the unpipelined model."""
     table, field, value = change
-    right = step_runner.build_routers
+    right = step.build_routers
 
     def build_routers(config, *stages, **options):
         other = replace(config, **{table: replace(getattr(config, table), **{field: value})})
         return right(other, *stages, **options)
 
-    monkeypatch.setattr(step_runner, "build_routers", build_routers)
+    monkeypatch.setattr(step, "build_routers", build_routers)
     assert run(run_toml, *TERMS, "--router.balance_level", level) == 1
     assert "mlp.gate.weight" in capsys.readouterr().out
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import own_model
-from dualpipe.train.launch.distributed import Job
+from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.steps import UnpipelinedModel, make_batches
 
 CPU = torch.device("cpu")

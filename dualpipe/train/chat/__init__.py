@@ -1,1 +1,0 @@
-"""Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text."""

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: their content, when they are saved, resuming, and rolling back."""

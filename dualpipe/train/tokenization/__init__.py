@@ -1,1 +1,0 @@
-"""Tokenizers of texts and conversations, and the encoding of many documents in batches."""
