@@ -1,4 +1,9 @@
-"""Checkpoints of a run: their content, the one to begin with, when they are saved, resuming, and rolling back."""
+"""Checkpoints of a run: their content, the one to begin with, when they are saved, resuming, and rolling back.
+
+A checkpoint holds the parameters and buffers, the optimizer, the expert loads that the routers use, the random state of
+every rank, and the position of the loader. With them it holds the configurations of the run and of the model, so that
+it can be exported without the files that the run was started with.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch import Tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, Loaded, load, training_state
 from dualpipe.checkpoint.directory import AllDamaged, FoundCheckpoints, find, raise_none_complete, scan
-from dualpipe.checkpoint.manifest import Checkpoint, Manifest
+from dualpipe.checkpoint.manifest import Manifest
 from dualpipe.checkpoint.optimizer_state import ParameterState
 from dualpipe.models import HubConfig
 from dualpipe.nn.routing.router_set import RouterSet
@@ -29,6 +34,15 @@ from dualpipe.train.data.loader import Loader
 from dualpipe.train.launch.join import Job
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step import Model
+
+# Tensors that a checkpoint of `dualpipe hf import`, which has step 0, does not contain.
+_NOT_IMPORTED = ("optimizer/*", "routers/*")
+_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not affect the computation
+# Ends the error of a run whose checkpoints are all damaged.
+_START_ANEW = (
+    '\ncheckpoint.resume = "never" starts from the initial weights; a path there resumes from another checkpoint')
+
+# -- the content of a checkpoint
 
 
 class TrainingState(NamedTuple):
@@ -62,9 +76,7 @@ def describe(config: Config, model: Model) -> dict[str, Any]:
     return {"run": dataclasses.asdict(config), "model": model.config.to_dict()}
 
 
-# Ends the error of a run whose checkpoints are all damaged.
-START_ANEW = (
-    '\ncheckpoint.resume = "never" starts from the initial weights; a path there resumes from another checkpoint')
+# -- the checkpoint that a run begins with
 
 
 class ResumeSource(NamedTuple):
@@ -72,20 +84,12 @@ class ResumeSource(NamedTuple):
 
     path: a checkpoint or a directory of checkpoints, local or remote. None: the run starts from its initial weights.
     compute_dtypes: compute dtypes of the run that saved it, by tensor name. None: a new run.
-    notes: lines to print.
+    note: line to print, or "".
     """
 
     path: Location | None
     compute_dtypes: dict[str, torch.dtype] | None
-    notes: list[str]
-
-
-def saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
-    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it."""
-    settings = manifest_config
-    for name in ("run", table):
-        settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return settings if isinstance(settings, Mapping) else {}
+    note: str
 
 
 def find_source(config: Config) -> ResumeSource:
@@ -102,20 +106,21 @@ def find_source(config: Config) -> ResumeSource:
     resume = config.checkpoint.resume
     directory = config.checkpoint_directory
     is_restart = bool(restart_count())
-    new_run = ResumeSource(None, None, [])
+    new_run = ResumeSource(None, None, "")
     if resume == "never" and not is_restart:
         return new_run
     existing = find(directory)
+    has_checkpoints = bool(existing.committed or existing.damaged)
     newest_config = existing.committed[0].manifest.config if existing.committed else None
-    began_with = saved_settings(newest_config, "checkpoint").get("resume")
+    began_with = _saved_settings(newest_config, "checkpoint").get("resume")
     if is_restart and began_with == resume:
         return _select_newest(directory, existing)  # `resume` was for the first start, which has saved since
     if resume == "never":
         return new_run
     if resume == "auto":
-        return _select_newest(directory, existing) if existing.committed or existing.damaged else new_run
+        return _select_newest(directory, existing) if has_checkpoints else new_run
     target = as_location(resume)
-    if contains(directory, target) or not (existing.committed or existing.damaged):
+    if contains(directory, target) or not has_checkpoints:
         return _select_newest(target, find(target))
     if existing.committed and not (isinstance(began_with, str) and resolve(as_location(began_with)) == resolve(target)):
         raise ValueError(f"{directory} has checkpoints of a run that did not begin with checkpoint.resume = "
@@ -136,8 +141,8 @@ def find_saved_batch(config: Config) -> SavedBatch | None:
     if source is None:
         return None
     saved = find(source).committed[0].manifest.config
-    train = saved_settings(saved, "train")
-    parallel = saved_settings(saved, "parallel")
+    train = _saved_settings(saved, "train")
+    parallel = _saved_settings(saved, "parallel")
     try:
         pipelines = parallel["dp"] * parallel["ep"]
         return SavedBatch(train["micro_batch_size"] * train["num_chunks"] * pipelines, pipelines, source)
@@ -145,22 +150,28 @@ def find_saved_batch(config: Config) -> SavedBatch | None:
         return None
 
 
-def _select_newest(path: Location, checkpoints: FoundCheckpoints, *notes: str) -> ResumeSource:
+def _select_newest(path: Location, checkpoints: FoundCheckpoints, note: str = "") -> ResumeSource:
     """Return the newest of the checkpoints at `path` as the source. Raises ValueError if none is complete."""
     if not checkpoints.committed:
         try:
             raise_none_complete(path, checkpoints.damaged.values())
         except ValueError as error:
-            hint = START_ANEW if isinstance(error, AllDamaged) else ""
+            hint = _START_ANEW if isinstance(error, AllDamaged) else ""
             raise ValueError(f"checkpoint.resume: {error}{hint}") from error
     dtypes = checkpoints.committed[0].manifest.dtypes
     compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in dtypes.items()}
-    return ResumeSource(path, compute_dtypes, list(notes))
+    return ResumeSource(path, compute_dtypes, note)
 
 
-# Tensors that a checkpoint of `dualpipe hf import`, which has step 0, does not contain.
-NOT_IMPORTED = ("optimizer/*", "routers/*")
-_NOT_COMPARED = ("output", "metrics", "checkpoint", "export", "init")  # tables that do not affect the computation
+def _saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
+    """Return a table of the run's configuration from the `config` of a manifest; empty if no run saved it."""
+    settings = manifest_config
+    for name in ("run", table):
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings if isinstance(settings, Mapping) else {}
+
+
+# -- saving, resuming and rolling back
 
 
 class Saver:
@@ -182,13 +193,13 @@ class Saver:
         self._config = config
         self._job = job
         self._settings = settings = config.checkpoint
-        self._has_failed = False  # the last save failed
-        self._loaded: Checkpoint | None = None  # the checkpoint that the run resumed from
+        self._loaded: Loaded | None = None  # the checkpoint that the run resumed from
         self._newest: Location | None = None  # that one, or the newest that the run has committed since
-        self._anomaly = 0  # last step that may be wrong
         self._saved_step = -1  # the last step whose save began
         self._saved_path: Location | None = None  # its path once it is committed
+        self._has_failed = False  # the last save failed
         self._last_error: CheckpointError | None = None  # of the last step: raised at the end, after an export
+        self._anomaly = 0  # last step that may be wrong
         self._checkpoints = None
         if settings.mode != "off" and settings.interval:  # locked first, so that no other job saves there
             self._checkpoints = Checkpoints(
@@ -197,11 +208,14 @@ class Saver:
                 timeout=timedelta(seconds=config.parallel.timeout),
             )
         try:
-            self.source, self.source_dtypes, notes = job.ranks.first(lambda: find_source(config))
+            source = job.ranks.first(lambda: find_source(config))
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
-        self._say(*notes)
+        self.source = source.path
+        self.source_dtypes = source.compute_dtypes
+        if source.note:
+            self._say(source.note)
 
     # -- resuming
 
@@ -220,10 +234,10 @@ class Saver:
         except ValueError as error:
             hint = _mtp_hint(state.model.config, self.source_dtypes or ())
             if isinstance(error, AllDamaged):
-                hint = START_ANEW
+                hint = _START_ANEW
             raise ValueError(f"{error}{hint}") from error
         manifest = loaded.manifest
-        self._loaded = Checkpoint(loaded.path, manifest)
+        self._loaded = loaded
         self._newest = loaded.path
         self.mark_anomaly((manifest.extra or {}).get("anomaly", 0))
         self._say(*self._describe_resume(loaded))
@@ -235,7 +249,7 @@ class Saver:
     def _load(self, path: Location, state: TrainingState) -> Loaded:
         """Load a checkpoint into `state`."""
         loaded = load(path, state.tensors(), mesh=self._job.mesh, allow=self._settings.allow,
-                      allow_at_start=NOT_IMPORTED, seed=self._config.train.seed)
+                      allow_at_start=_NOT_IMPORTED, seed=self._config.train.seed)
         state.optimizer.round_parameters()
         return loaded
 
@@ -259,7 +273,7 @@ class Saver:
         """Return texts such as "optimizer.lr 0.1 -> 0.2" for settings that differ from those in a manifest."""
         changes = []
         for table, settings in dataclasses.asdict(self._config).items():
-            saved = {} if table in _NOT_COMPARED else saved_settings(manifest.config, table)
+            saved = {} if table in _NOT_COMPARED else _saved_settings(manifest.config, table)
             for name, value in settings.items():
                 value = list(value) if isinstance(value, tuple) else value  # as JSON
                 if saved.get(name, value) != value:
@@ -323,12 +337,12 @@ class Saver:
 
         is_last = step == self._config.train.steps
         self._attempt(checkpoints.wait, is_last=is_last)
-        if not now:
-            self._attempt(write, is_last=is_last, is_new=True)
-            return None
-        if self._saved_path is None or self._saved_step != step:
-            self._saved_path = write()
-        return self._saved_path
+        if now:
+            if self._saved_path is None or self._saved_step != step:
+                self._saved_path = write()
+            return self._saved_path
+        self._attempt(write, is_last=is_last, is_new=True)
+        return None
 
     def path_of(self, step: int) -> Location | None:
         """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""

@@ -61,7 +61,7 @@ def saved_by_two_pipelines(tmp_path, monkeypatch):
     """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
     checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(saver, "find_source", lambda config: saver.ResumeSource(tmp_path, {}, []))
+    monkeypatch.setattr(saver, "find_source", lambda config: saver.ResumeSource(tmp_path, {}, ""))
     monkeypatch.setattr(saver, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
     return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
 
