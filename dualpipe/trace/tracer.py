@@ -15,6 +15,7 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime import device as devices
@@ -87,8 +88,8 @@ class Tracer(Observer):
         self._place = place
         self._running = running
         self._recorder = Recorder.current()
-        self.loads: dict[int, list[float]] = {}
-        """tokens of each rank's experts by optimizer step; filled in by the caller if it knows them"""
+        self.loads: dict[int, Tensor] = {}
+        """tokens of this rank's experts by optimizer step: scalars on the device; filled in by the caller"""
 
     def __enter__(self) -> Self:
         if self._recorder.keeps_all:
@@ -146,7 +147,9 @@ class Tracer(Observer):
             devices.synchronize(self._device)  # orders: all events, then the host, which reads their times
         if together:
             self._clocks.append(self._compare_clocks())
-        part = self._part_of_rank(entries, until)
+        # After an error a device may never have the loads. A file of one rank has none: loads are compared.
+        has_loads = together and (self._device.type == "cpu" or not has_failed)
+        part = self._part_of_rank(entries, until, has_loads=has_loads)
         if together:
             parts = self._ranks.collect(part)
             self._ranks.first(partial(self._write, parts or (), self._path))
@@ -157,7 +160,7 @@ class Tracer(Observer):
         self._write([part], path)
         return path
 
-    def _part_of_rank(self, entries: dict[str, list[Entry]], until: int) -> Trace:
+    def _part_of_rank(self, entries: dict[str, list[Entry]], until: int, *, has_loads: bool) -> Trace:
         """Return this rank's part of the trace, on the first rank's clock."""
         rank = self._recorder.rank
         clock_error = max(clock.error for clock in self._clocks)
@@ -167,6 +170,8 @@ class Tracer(Observer):
             "clock_error_us": round(clock_error / 1e3, 3),
             **self._place._asdict(),
         }
+        if has_loads:
+            rank_info["loads"] = {step: float(load) for step, load in self.loads.items()}
         slices = [*self._host_slices(entries, until)]
         with suppress(RuntimeError):  # of a device that has failed
             slices += self._device_slices()
@@ -179,7 +184,12 @@ class Tracer(Observer):
         slices = [item._replace(start=item.start - zero, end=item.end - zero) for part in parts for item in part.slices]
         memory = [(rank, at - zero, size) for part in parts for rank, at, size in part.memory]
         ranks = {rank: rank_info for part in parts for rank, rank_info in part.info["ranks"].items()}
-        info = {"ranks": ranks, "schedule": _schedule(ranks, slices), "loads": self.loads}
+        loads = [rank_info.pop("loads", {}) for rank_info in ranks.values()]
+        common_steps = [step for step in loads[0] if all(step in of_rank for of_rank in loads)]
+        info = {
+            "ranks": ranks, "schedule": _schedule(ranks, slices),
+            "loads": {step: [of_rank[step] for of_rank in loads] for step in common_steps},
+        }
         try:
             Trace(slices, memory, info).write(path)
         except OSError as error:

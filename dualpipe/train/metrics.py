@@ -1,6 +1,10 @@
-"""Metrics of a run: a JSON line, TensorBoard scalars and a live line for every step, and pictures at the end.
+"""Metrics of a run: the record of a step, the writers of the record, and pictures at the end.
 
-Only the rank that knows the loss has a `MetricsWriter`.
+The rank that knows the loss has a `MetricsWriter`, which gives each record to the console and to three outputs:
+`metrics.jsonl`, TensorBoard and Weights & Biases. All other ranks have `NoMetrics`.
+
+To add a metric: a field of `StepMetrics`, and its value in `Trainer._step_values` (known on the device) or
+`Trainer._read` (known on the host).
 """
 
 from __future__ import annotations
@@ -12,20 +16,21 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import rich.console
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.runtime.device import memory_in_use, peak_memory
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import discard_output, say, warn
@@ -36,9 +41,6 @@ OPTIONAL_PACKAGES = {  # and the consequence of a missing one
     "tensorboard": "no TensorBoard events",
     "matplotlib": "no picture of the loss",
 }
-
-WriteStep = Callable[[int, dict[str, Any]], None]  # writes the values of a step, by name
-OpenOutput = Callable[[int], WriteStep]  # opens an output after a number of completed steps
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,18 @@ class StepMetrics:
     # whose coefficients are not 0. In the line they are numbers beside the others.
     router_losses: dict[str, float] | None = None
 
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return the record of values by name, where router losses are beside the other values."""
+        router_losses = {name: value for name, value in values.items() if name in LOSSES}
+        others = {name: value for name, value in values.items() if name not in LOSSES}
+        return cls(**others, router_losses=router_losses)
+
+    def line(self) -> dict[str, Any]:
+        """Return the values that are not None, by name; router losses are beside the other values."""
+        values = {name: value for name, value in dataclasses.asdict(self).items() if value is not None}
+        return values | values.pop("router_losses", {})
+
 
 class Throughput(NamedTuple):
     """The work of a step, from which its duration gives the speed."""
@@ -92,10 +106,26 @@ class Throughput(NamedTuple):
         }
 
 
-class MetricsWriter:
-    """Writes `folder`/metrics.jsonl, TensorBoard events, W&B and progress lines; use it as a context manager.
+class Output(Protocol):
+    """A writer of the records of a run."""
 
-    A failing output never ends the run: it is warned about once, and training continues without it.
+    name: str
+
+    def start(self, step: int) -> None:
+        """Begin, or begin again, after a number of completed steps."""
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Write the values of a step, by name."""
+
+    def finish(self) -> None:
+        """End after the last step."""
+
+
+class MetricsWriter:
+    """Writes the records of a run to the console, `folder`/metrics.jsonl, TensorBoard and Weights & Biases.
+
+    Use it as a context manager. A failing output never ends the run: it is warned about once, and training continues
+    without it.
     """
 
     def __init__(
@@ -124,28 +154,32 @@ class MetricsWriter:
         missing = {package: cost for package, cost in OPTIONAL_PACKAGES.items() if find_spec(package) is None}
         if missing:
             self.say(f"{', '.join(missing.values())}: pip install {' '.join(missing)} (or 'dualpipe[viz]')")
-        self._outputs: dict[str, WriteStep] = {}
-        self._files: dict[str, OpenOutput] = {METRICS: lambda start: _Lines(folder / METRICS, start).add}
+        self._outputs: list[Output] = [JsonLines(folder / METRICS)]
         if "tensorboard" not in missing:
-            self._files["TensorBoard"] = lambda start: _tensorboard(folder / "tensorboard", start)
-        self._wandb = _WandbRun(folder, wandb, settings or {}, is_new=start_step == 0)
+            self._outputs.append(TensorBoard(folder / "tensorboard"))
         if wandb:
-            self._files["W&B"] = self._wandb.open
+            self._outputs.append(WandbRun(folder, wandb, settings or {}, is_new=start_step == 0))
+        self._working: list[Output] = []
         self.go_back(start_step)
 
     def go_back(self, step: int) -> None:
         """Continue after `step`. Lines of later steps move to another file, as when a run resumes."""
-        for name, open_output in self._files.items():
-            with self._optional(name):
-                self._outputs[name] = open_output(step)
+        self._working = list(self._outputs)
+        for output in self._outputs:
+            with self._optional(output):
+                output.start(step)
 
     def write(self, metrics: StepMetrics) -> None:
-        """Record a step and flush. The live line shows every step."""
+        """Write the record of a step and flush. The live line shows every step."""
         step = metrics.step
         has_evaluation = metrics.eval_loss is not None
         is_due = step % self._interval == 0 or step == self._total or has_evaluation
         if is_due:
-            self._write_outputs(metrics)
+            values = metrics.line()
+            del values["step"]
+            for output in list(self._working):  # a copy: `_optional` removes outputs that fail
+                with self._optional(output):
+                    output.write(step, dict(values))
         # With counter, bar and remaining time, this text fits a terminal of 80 columns.
         text = (f"loss {metrics.loss:.4f}  {metrics.tokens_per_second:,.0f} tokens/s  "
                 f"grad norm {metrics.grad_norm:.2f}  {metrics.memory_bytes / 2**20:,.0f} MiB")
@@ -157,15 +191,6 @@ class MetricsWriter:
         elif is_due and self._is_printed(step, has_evaluation=has_evaluation):
             self._last_printed = step
             self.say(f"step {step}/{self._total}  {text}{evaluation}")
-
-    def _write_outputs(self, metrics: StepMetrics) -> None:
-        """Write a step to every output that still works."""
-        values = {name: value for name, value in dataclasses.asdict(metrics).items() if value is not None}
-        values |= values.pop("router_losses", {})
-        step = values.pop("step")
-        for name, write_step in list(self._outputs.items()):  # a copy: `_optional` removes outputs that fail
-            with self._optional(name):
-                write_step(step, dict(values))
 
     def _is_printed(self, step: int, *, has_evaluation: bool) -> bool:
         """Return True if a written step is also printed on a console without a live line."""
@@ -185,18 +210,39 @@ class MetricsWriter:
     def __exit__(self, *raised: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-        with self._optional("W&B"):
-            self._wandb.finish()
+        for output in self._outputs:
+            with self._optional(output):
+                output.finish()
 
     @contextmanager
-    def _optional(self, name: str) -> Iterator[None]:
-        """Warn if the work inside fails, and drop this output."""
+    def _optional(self, output: Output) -> Iterator[None]:
+        """Warn if the work of an output inside fails, and write no more to it."""
         try:
             yield
         except Exception as error:  # these packages raise errors of many kinds
-            self._outputs.pop(name, None)
+            if output in self._working:
+                self._working.remove(output)
             text = str(error).split("\n")[0] or repr(error)
-            warn(f"{name} cannot be written: {text}; training goes on without it")
+            warn(f"{output.name} cannot be written: {text}; training goes on without it")
+
+
+class NoMetrics:
+    """The writer of a rank that does not know the loss: does nothing."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing."""
+
+    def go_back(self, step: int) -> None:
+        """Do nothing."""
+
+    def write(self, metrics: StepMetrics) -> None:
+        """Do nothing."""
+
+    def say(self, text: str) -> None:
+        """Do nothing."""
 
 
 def _live_line(console: rich.console.Console, total_steps: int) -> Progress:
@@ -238,22 +284,29 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [row for row in rows if isinstance(row, dict) and "step" in row]
 
 
-class _Lines:
+class JsonLines:
     """Lines of JSON in a file. The file is opened for every line, so it is created again if it was removed."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        """Keep the lines up to `start_step`; copy the file first if it has others, or lines that cannot be read."""
+    name = METRICS
+
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._is_torn = False  # the last line may be incomplete
         self._has_warned = False
+
+    def start(self, step: int) -> None:
+        """Keep the lines up to `step`; copy the file first if it has others, or lines that cannot be read."""
+        path = self._path
+        self._is_torn = False
+        self._has_warned = False
         path.parent.mkdir(parents=True, exist_ok=True)
         earlier = read_metrics(path) if path.exists() else []
-        rows = [row for row in earlier if row["step"] <= start_step]
+        rows = [row for row in earlier if row["step"] <= step]
         if path.exists() and len(rows) < len(path.read_bytes().splitlines()):
             shutil.copyfile(path, _unused_name(path))
         replace_file(path, "".join(map(json_line, rows)))
 
-    def add(self, step: int, values: Mapping[str, object]) -> None:
+    def write(self, step: int, values: Mapping[str, object]) -> None:
         """Append a line and flush. The first failure is warned about; the next line is tried nevertheless."""
         line = json_line({"step": step, **values, "time": datetime.now(UTC).isoformat(timespec="milliseconds")})
         if self._is_torn:
@@ -269,6 +322,9 @@ class _Lines:
             self._is_torn = True
             self._has_warned = True
 
+    def finish(self) -> None:
+        """Do nothing: every line is in the file."""
+
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Return `values` with lists flattened: name/1, name/2, ..."""
@@ -281,32 +337,50 @@ def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     return flat
 
 
-def _tensorboard(folder: Path, start_step: int) -> WriteStep:
-    """Return a function that writes a step as TensorBoard events.
+class TensorBoard:
+    """TensorBoard events in a folder.
 
     A new run renames the folder of an earlier one, because TensorBoard draws one folder as one curve. Torch's
     SummaryWriter is not used: its thread answers a full disk with a traceback.
     """
-    from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # imported here: only one rank writes
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.record_writer import RecordWriter
 
-    def write(**event: Any) -> None:
-        with path.open("ab") as file:
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._path = Path()
+
+    def start(self, step: int) -> None:
+        """Begin a new file of events, which hides later steps of earlier files."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog  # imported here: only one rank writes
+
+        folder = self._folder
+        if not step and folder.is_dir() and any(folder.iterdir()):
+            folder.rename(_unused_name(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._add(file_version="brain.Event:2")
+        self._add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Add an event with the values of a step."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        tags = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
+        self._add(step=step, summary=Summary(value=tags))
+
+    def finish(self) -> None:
+        """Do nothing: every event is in the file."""
+
+    def _add(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with self._path.open("ab") as file:
             RecordWriter(file).write(Event(wall_time=time.time(), **event).SerializeToString())
 
-    if not start_step and folder.is_dir() and any(folder.iterdir()):
-        folder.rename(_unused_name(folder))
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
-    write(file_version="brain.Event:2")
-    write(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))  # hides later steps of earlier runs
-    return lambda step, values: write(step=step, summary=Summary(
-        value=[Summary.Value(tag=name, simple_value=value) for name, value in scalars(values).items()]
-    ))
 
-
-class _WandbRun:
+class WandbRun:
     """The run at Weights & Biases: one for all starts of a run in `folder`.
 
     W&B drops a row whose step is not above all that it has. So each row also has the training step as a value, which is
@@ -316,6 +390,8 @@ class _WandbRun:
     is_new: start a run, instead of going on with that of an earlier start. WANDB_RUN_ID comes first.
     """
 
+    name = "W&B"
+
     def __init__(self, folder: Path, project: str, settings: Mapping[str, object], *, is_new: bool) -> None:
         self._folder = folder
         self._project = project
@@ -323,9 +399,10 @@ class _WandbRun:
         self._file = folder / "wandb-run.json"
         self._is_new = is_new
         self._run: Any = None
+        self._offset = 0  # W&B's step minus the training step
 
-    def open(self, start_step: int) -> WriteStep:
-        """Start or resume the run after a number of completed steps, and return a function that writes a step."""
+    def start(self, step: int) -> None:
+        """Start or resume the run after a number of completed steps."""
         import wandb  # imported here: only one rank writes
 
         record: dict[str, Any] = {}
@@ -340,17 +417,16 @@ class _WandbRun:
         self._run = run
         self._is_new = False
         run.define_metric("*", step_metric="step")
-        next_step = start_step + 1
+        next_step = step + 1
         if hasattr(run, "step"):  # a stand-in for wandb may lack it
             next_step = max(next_step, run.step, record["next_step"] if run.id == record.get("id") else 0)
-        offset = next_step - (start_step + 1)
-
-        def write_step(step: int, values: dict[str, Any]) -> None:
-            run.log({"step": step, **scalars(values)}, step=step + offset)
-            self._record(step + offset + 1)
-
+        self._offset = next_step - (step + 1)
         self._record(next_step)
-        return write_step
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Log the values of a step."""
+        self._run.log({"step": step, **scalars(values)}, step=step + self._offset)
+        self._record(step + self._offset + 1)
 
     def _record(self, next_step: int) -> None:
         """Write the file for the next start."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,12 +13,11 @@ from typing import ClassVar, NamedTuple, Self
 import torch
 from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
-from dualpipe.pipeline.engine import Pipeline
 from dualpipe.runtime import device as devices
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.runtime.printing import say
 from dualpipe.trace.tracer import Tracer, check_path
-from dualpipe.train.launch.join import Job
+from dualpipe.train.step import StepRunner
 
 
 class Steps(NamedTuple):
@@ -117,11 +116,18 @@ class TracedSteps(StepWindow):
 
     output = "trace"
 
-    def __init__(self, steps: Steps | None, job: Job, pipeline: Pipeline, folder: Path) -> None:
+    def after(self, step: int, *, run_ends: bool) -> None:
+        """Add the number of tokens of this rank's experts in the step, then close the trace if it is due."""
+        if self._tracer is not None:
+            place = self._runner.job.place
+            self._tracer.loads[step] = self._runner.routers.load(place.rank("ep"), place.size("ep"))
+        super().after(step, run_ends=run_ends)
+
+    def __init__(self, steps: Steps | None, runner: StepRunner, folder: Path) -> None:
         """Check the file. Raises ValueError, on all ranks, if it cannot be written."""
+        job = runner.job
         super().__init__(steps, job.rank)
-        self._group = job.group
-        self._pipeline = pipeline
+        self._runner = runner
         self._folder = folder
         self._tracer: Tracer | None = None
         self._path = Path()
@@ -137,7 +143,7 @@ class TracedSteps(StepWindow):
         file = "" if self._steps is None else self._steps.file
         # Named after the first step that is traced now: a trace that an early end cut short is not overwritten.
         self._path = Path(file or self._folder / f"trace-{step}-{last}.json")
-        self._tracer = self._pipeline.trace(self._path, group=self._group)
+        self._tracer = self._runner.pipeline.trace(self._path, group=self._runner.job.group)
         self._tracer.__enter__()
 
     def _close(self) -> None:
@@ -155,14 +161,6 @@ class TracedSteps(StepWindow):
         if self._tracer is not None:
             # These two errors are raised on all ranks, so all of them write the trace together.
             self._tracer.finish(error, together=isinstance(error, PipelineError | FloatingPointError))
-
-    def loads(self, step: int, loads: Sequence[float]) -> None:
-        """Record the number of tokens that each rank's experts got in a step.
-
-        Does nothing if all are 0: that step was before the trace. Loads are read later than their step.
-        """
-        if self._tracer is not None and any(loads):
-            self._tracer.loads[step] = list(loads)
 
 
 class ProfiledSteps(StepWindow):

@@ -28,15 +28,14 @@ _MIN_DATA_WAIT = 1e-3  # seconds; a batch that was read ahead takes less
 
 
 class RankReport(NamedTuple):
-    """The report of a rank on a step: numbers, or scalars on the device.
+    """The report of a rank on a step.
 
-    exit_status: to request a stop after this step; 0 to continue. load: tokens of the rank's experts while a trace is
-    taken, else 0. data_wait: seconds that the rank waited for its batch; 0 for less than `_MIN_DATA_WAIT`.
+    exit_status: to request a stop after this step; 0 to continue. data_wait: seconds that the rank waited for its
+    batch; 0 for less than `_MIN_DATA_WAIT`.
     """
 
-    exit_status: float | Tensor = 0.0
-    load: float | Tensor = 0.0
-    data_wait: float | Tensor = 0.0
+    exit_status: float = 0.0
+    data_wait: float = 0.0
 
 
 class RankReports:
@@ -52,17 +51,15 @@ class RankReports:
         # On CUDA, steps are queued before the host reads the reports of an earlier step.
         self._time_limit = TimeLimit(time_limit, 1 if job.device.type == "cpu" else 3)
 
-    def gather(self, load: Tensor | float, data_wait: float = 0.0) -> Tensor:
+    def gather(self, data_wait: float) -> Tensor:
         """Return the reports of all ranks for `decode`: (ranks * fields,) float64 on the device.
 
-        Collective. The host does not wait for a device. load, data_wait: see `RankReport`.
+        Collective. The host does not wait for a device. data_wait: see `RankReport`.
         """
-        report = RankReport(self._exit_status(), load, data_wait if data_wait >= _MIN_DATA_WAIT else 0.0)
+        report = RankReport(self._exit_status(), data_wait if data_wait >= _MIN_DATA_WAIT else 0.0)
         reports = torch.zeros(self._job.ranks.size, len(report), dtype=torch.float64, device=self._job.device)
         for field, value in zip(reports[self._job.rank].unbind(), report):
-            if isinstance(value, Tensor):
-                field.copy_(value)
-            elif value:  # skip zeros: every number launches a kernel
+            if value:  # skip zeros: every number launches a kernel
                 field.fill_(value)
         if self._job.group is not None:
             with self._recorder.collective("vote", "the reports of all ranks", self._ranks, reports.nbytes):

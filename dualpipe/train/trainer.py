@@ -10,8 +10,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -31,20 +30,27 @@ from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import RunData
 from dualpipe.train.data.token_stream import TokenBatch
+from dualpipe.train.describe_run import count_parameters, describe_run, record_start, unigram_loss
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export, is_exported
 from dualpipe.train.guard import BadStep, Guard, StepReruns, StepSnapshot
 from dualpipe.train.kernel_choice import choose_kernels
 from dualpipe.train.launch.join import Job, join
 from dualpipe.train.launch.watchdog import Watchdog
-from dualpipe.train.metrics import MetricsWriter, Throughput, memory_bytes
+from dualpipe.train.metrics import MetricsWriter, NoMetrics, StepMetrics, Throughput, draw, memory_bytes
 from dualpipe.train.optim.lr_schedule import run_learning_rate
-from dualpipe.train.profile import ProfiledSteps, Steps, TracedSteps, check_memory_snapshot, memory_snapshot
+from dualpipe.train.profile import (
+    ProfiledSteps,
+    Steps,
+    StepWindow,
+    TracedSteps,
+    check_memory_snapshot,
+    memory_snapshot,
+)
 from dualpipe.train.rank_checks import RankChecks
-from dualpipe.train.run_report import RunReport, count_parameters, describe_run, record_start
 from dualpipe.train.saver import Saver, TrainingState, describe, find_saved_batch
 from dualpipe.train.step import build_training
-from dualpipe.train.step_health import StepHealth, StepWaits, measure_waits
+from dualpipe.train.step_health import StepHealth, measure_waits
 from dualpipe.train.stop import RankReports, stop_message
 
 
@@ -97,26 +103,38 @@ def _lock_output(folder: Path, resources: ExitStack) -> None:
 
 
 class QueuedStep(NamedTuple):
-    """A training step that was queued on the device, with its values on their way to the host."""
+    """A step that was queued on the device, with its values on their way to the host.
 
-    step: int  # counted from 1
+    Attributes:
+        step: counted from 1.
+        lr: learning rate.
+        host_seconds: time of the host to queue the step.
+        names: names of the leading elements of `numbers`, by field of `StepMetrics`.
+        numbers: float64 on the host, pinned if copied from a device: the values, then the reports of all ranks.
+        start_event: recorded on the device before the step; None on CPU.
+        copy_event: recorded after the copy of `numbers`, which may be read then; None on CPU.
+        snapshot: of the state before the step, for a rerun.
+    """
+
+    step: int
     lr: float
-    host_seconds: float  # time of the host to queue the step
-    names: tuple[str, ...]  # names of the leading elements of `values`
-    # float64: one value for each of `names`, then the reports of all ranks; on the host, pinned if copied from a device
-    values: Tensor
-    start_event: Event | None  # recorded on the device before the step
-    copy_event: Event | None  # recorded after the copy of `values`, which may be read then
-    rerun_state: StepSnapshot  # for a rerun of the step
-    waits: StepWaits | None  # measured on CPU by the rank that reports: its waits for other ranks; else None
+    host_seconds: float
+    names: tuple[str, ...]
+    numbers: Tensor
+    start_event: Event | None
+    copy_event: Event | None
+    snapshot: StepSnapshot
 
+    @property
+    def has_arrived(self) -> bool:
+        """True if the host can read the numbers without waiting."""
+        return self.copy_event is None or self.copy_event.query()
 
-@dataclass
-class Progress:
-    """The progress of a run. done: completed steps; status: exit status of a requested stop, 0 while there is none."""
-
-    done: int = 0
-    status: int = 0
+    def seconds(self) -> float:
+        """Return the duration of the step: on the device if it has events, else on the host."""
+        if self.start_event is None or self.copy_event is None:
+            return self.host_seconds
+        return self.start_event.elapsed_time(self.copy_event) / 1e3
 
 
 class Trainer:
@@ -128,6 +146,12 @@ class Trainer:
     On CUDA the host does not wait for a step: it reads the values of a step after it has queued the next one, or before
     an evaluation or a checkpoint. The device leaves the parameters unchanged if a gradient is not finite, because the
     next step may already run when the host learns of it.
+
+    Attributes:
+        done: number of completed steps.
+        status: exit status of a stop that a rank has requested; 0 without one.
+        queued: steps whose values the host has not read, at most two.
+        remarks: lines to print after the metrics of the step that was read last.
     """
 
     def __init__(
@@ -143,8 +167,10 @@ class Trainer:
         self.start_up.begin("model")
         config = resolved.config
         runner, optimizer = build_training(resolved, job, saver.source_dtypes)
-        self.runner = runner
         model = runner.model
+        self.config = config
+        self.job = job
+        self.runner = runner
         self.is_exported = job.ranks.first(partial(is_exported, config, saver.source))
         if config.export_directory is not None and not self.is_exported:
             job.ranks.first(partial(check_export, config, model))  # before hours of training
@@ -161,228 +187,124 @@ class Trainer:
         self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state, self.kernels), saver, self.state)
         self.rank_checks = RankChecks(config.guard, runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
-        folder = Path(config.output.dir)
-        self.traced = TracedSteps(traced, job, runner.pipeline, folder)
-        self.profiled = ProfiledSteps(profiled, job.rank, job.device, folder)
-        self.report = RunReport(Throughput(
+        self.throughput = Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
             flops_per_token=flops_per_token(model.config, config.train.sequence_length),
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
-        ))
+        )
         self.health = StepHealth(
             config, runner.schedule, job.place.rank("pp"), list(map(runner.recorder.name, range(job.ranks.size))),
             max_load=model.config.num_experts / model.config.num_experts_per_tok)
-        self.progress = Progress()
-        self.unread: deque[QueuedStep] = deque()  # steps whose values the host has not read, at most two
+        folder = Path(config.output.dir)
+        self.observers: list[StepWindow] = [
+            TracedSteps(traced, runner, folder), ProfiledSteps(profiled, job.rank, job.device, folder)]
+        self.writer: MetricsWriter | NoMetrics = NoMetrics()
+        self.remarks: list[str] = []
+        self.done = 0
+        self.status = 0
+        self.queued: deque[QueuedStep] = deque()
 
     @property
-    def config(self) -> Config:
-        """The configuration of the run."""
-        return self.runner.config
-
-    @property
-    def job(self) -> Job:
-        """The job that this rank belongs to."""
-        return self.runner.job
+    def is_finished(self) -> bool:
+        """True after the last step, and once a rank has requested a stop."""
+        return self.done == self.config.train.steps or self.status != 0
 
     def train(self) -> int:
         """Run all steps and evaluations, then export the model if requested, and draw the pictures.
 
         Returns 0, or the exit status with which a rank requested an earlier stop.
         """
-        progress = self.progress
         with self._located_os_errors():
             self.start_up.begin("checkpoint")
             first = self.saver.resume(self.state)
-            progress.done = first
+            self.done = first
             self.start_up.begin("step")
-            garbage = GarbageCollection(self.config.train.gc_interval)
-            with (
-                use_attention_kernel(self.kernels.attention), self._open_writer() as writer, self.traced, self.profiled,
-                garbage,
-            ):
-                self.report.writer = writer
-                while progress.done < self.config.train.steps and not progress.status:
+            unigram = unigram_loss(self.runner, self.data)
+            with ExitStack() as resources:
+                resources.enter_context(use_attention_kernel(self.kernels.attention))
+                self.writer = self._open_writer(unigram)
+                resources.enter_context(self.writer)
+                for observer in self.observers:
+                    resources.enter_context(observer)
+                garbage = resources.enter_context(GarbageCollection(self.config.train.gc_interval))
+                while not self.is_finished:
                     try:
                         self._run_steps(garbage)
                     except BadStep as bad:
                         self._resolve(bad)
-                self._save_at_stop()
+                if self.status:
+                    self._save_at_stop()
             self.start_up.end()  # for a run that had no step left
-            if progress.status:
-                return progress.status
-            if self.is_exported and first == progress.done:
+            if self.status:
+                return self.status
+            if self.is_exported and first == self.done:
                 self._say_exported()
             elif self.config.export_directory is not None:
                 # Even if the last checkpoint could not be written: that is reported at the end.
-                export(self.config, self.runner.model, self.job, self.saver.path_of(progress.done))
+                export(self.config, self.runner.model, self.job, self.saver.path_of(self.done))
         if self.runner.reports:
-            self.report.draw(Path(self.config.output.dir), self.runner.schedule)
+            draw(Path(self.config.output.dir), self.runner.schedule, unigram=unigram)
         return 0
 
-    def _say_exported(self) -> None:
-        """Say on rank 0 that the model was exported before."""
-        if self.job.rank == 0:
-            say(f"the model: {self.config.export_directory}, exported before from the same checkpoint")
-
-    @contextmanager
-    def _located_os_errors(self) -> Iterator[None]:
-        """Add the rank and the step to an OSError of the operating system that is raised inside the `with` block."""
-        try:
-            yield
-        except OSError as error:
-            if error.errno is None:  # raised by this library, with a complete message
-                raise
-            text = f"{error.strerror} (rank {self.job.rank}, after step {self.progress.done})"
-            raise OSError(error.errno, text, error.filename) from error
-
-    def _resolve(self, bad: BadStep) -> None:
-        """Let the guard skip a bad step or roll back; it may raise FloatingPointError. Collective."""
-        resolution = self.guard.resolve(bad)
-        self.progress.done = resolution.done
-        if resolution.rolled_back:
-            self.report.go_back(resolution.done)
-        self.report.say(f"WARNING: {resolution.text}")
-        self._close_windows()
-
-    def _open_writer(self) -> AbstractContextManager[MetricsWriter | None]:
-        """Print the description of the run and return the writer of its metrics.
-
-        The writer is None on ranks that report nothing. Collective.
-        """
-        config = self.config
-        train = config.train
-        runner = self.runner
-        parameters = count_parameters(runner)
-        if not runner.reports:
-            return nullcontext()
-        settings = describe(config, runner.model)
-        writer = MetricsWriter(
-            Path(config.output.dir), total_steps=train.steps, start_step=self.progress.done,
-            log_interval=train.log_interval, print_interval=train.print_interval, wandb=config.metrics.wandb,
-            settings=settings,
-        )
-        record_start(Path(config.output.dir), self.progress.done, settings)
-        if self.data.num_validation_tokens and len(self.data.sources) == 1:
-            self.report.unigram = self.data.sources[0].unigram_loss(runner.model.config.vocab_size)
-        for text in describe_run(runner, self.data, parameters, self.report.unigram):
-            writer.say(text)
-        if self.kernels.expert_gemm.text:
-            writer.say(self.kernels.expert_gemm.text)
-        if self.job.device.type == "cuda":
-            writer.say(str(self.kernels.attention))
-        if train.compile and self.progress.done < train.steps:
-            writer.say(f"step {self.progress.done + 1} takes longer: it compiles attention and dense MLPs")
-        return writer
-
-    def _save_at_stop(self) -> None:
-        """Save a checkpoint if a rank has requested a stop, and print how to continue the run."""
-        progress = self.progress
-        if not progress.status:
-            return
-        checkpoint = self.saver.save(self.state, progress.done, now=True)
-        if self.job.rank == 0:
-            say(stop_message(self.config, progress.status, progress.done, checkpoint))
+    # -- the loop
 
     def _run_steps(self, garbage: GarbageCollection) -> None:
         """Run the remaining steps, until a rank requests a stop.
 
         Raises BadStep for a bad step. The step queued behind a non-finite one has not changed the parameters either.
         """
-        steps = self.config.train.steps
-        progress = self.progress
         try:
-            with self.data.training_batches(steps) as batches:
-                while progress.done < steps and not progress.status:
-                    self.traced.before(progress.done + 1)
-                    self.profiled.before(progress.done + 1)
-                    self.unread.append(self._step(progress.done, batches))
-                    progress.done += 1
-                    garbage.after(progress.done)  # while the device computes
-                    if len(self.unread) > 1:
+            with self.data.training_batches(self.config.train.steps) as batches:
+                while not self.is_finished:
+                    step = self.done + 1
+                    for observer in self.observers:
+                        observer.before(step)
+                    queued = self._step(step, batches)
+                    self.queued.append(queued)
+                    self.done = step
+                    garbage.after(step)  # while the device computes
+                    if len(self.queued) > 1:
                         self._write(self._read())  # the step before, while the device computes this one
                     if self._needs_values_now():
-                        self._write(self._read_and_check())
-                    self.saver.save(self.state, progress.done)
-                    self._close_windows()
+                        metrics = self._read()
+                        if self.rank_checks.is_due(step):
+                            with self.runner.recorder.doing("check", "the results of all ranks"):
+                                self.rank_checks.check(step, queued.snapshot.batch)
+                        if self._is_evaluation_due() and not self.status:  # after a stop request there may be no time
+                            with self.runner.recorder.doing("evaluate"):
+                                metrics |= evaluate(self.runner, self.data, step)
+                        self._write(metrics)
+                    self.saver.save(self.state, step)
+                    self._close_observers()
         except BaseException:
+            # The values of other steps may depend on ranks that have failed: they are not waited for.
             with suppress(BadStep, RuntimeError):  # RuntimeError: the device has failed
-                self._write_arrived()
+                while self.queued and self.queued[0].has_arrived:
+                    self._write(self._read())
             raise
 
-    def _write_arrived(self) -> None:
-        """Write the metrics of steps whose values have reached the host.
-
-        It does not wait for the values of other steps, which may depend on ranks that have failed.
-        """
-        while self.unread and _has_arrived(self.unread[0]):
-            self._write(self._read())
-
-    def _write(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step, on the rank that reports."""
-        self.report.write(metrics, self.guard.warnings(metrics))
-
-    def _close_windows(self) -> None:
-        """Write the trace and the profile if their last step is done or the run ends."""
-        progress = self.progress
-        run_ends = bool(progress.status) or progress.done == self.config.train.steps
-        self.traced.after(progress.done, run_ends=run_ends)
-        self.profiled.after(progress.done, run_ends=run_ends)
-
-    def _is_evaluation_due(self) -> bool:
-        """Return True if an evaluation is due after the last completed step."""
-        interval = self.config.train.eval_interval
-        done = self.progress.done
-        is_last = done == self.config.train.steps
-        return bool(self.data.validation_windows) and (is_last or (interval > 0 and done % interval == 0))
-
-    def _needs_values_now(self) -> bool:
-        """Return True if the values of the last step are needed before the next step."""
-        done = self.progress.done
-        on_cpu = self.job.device.type == "cpu"
-        is_last = done == self.config.train.steps
-        something_is_due = self._is_evaluation_due() or self.rank_checks.is_due(done) or self.saver.is_due(done)
-        trace_ends = self.traced.ends(done)  # the trace contains the expert loads of this step
-        return on_cpu or is_last or something_is_due or trace_ends or bool(self.progress.status)
-
-    def _read_and_check(self) -> dict[str, Any]:
-        """Read the last step's metrics, then compare ranks and evaluate if either is due."""
-        recorder = self.runner.recorder
-        done = self.progress.done
-        batch = self.unread[-1].rerun_state.batch
-        metrics = self._read()
-        if self.rank_checks.is_due(done):
-            with recorder.doing("check", "the results of all ranks"):
-                self.rank_checks.check(done, batch)
-        if self._is_evaluation_due() and not self.progress.status:  # after a stop request there may be no time
-            with recorder.doing("evaluate"):
-                metrics |= evaluate(self.runner, self.data, done)
-        return metrics
-
     def _step(self, step: int, batches: Iterator[TokenBatch]) -> QueuedStep:
-        """Queue a training step, counted from 0, on the device. The host does not wait for it."""
+        """Queue a step, counted from 1, on the device: batch, pipeline step, clip, update. The host does not wait."""
         runner = self.runner
         settings = self.config.optimizer
         start_time = time.perf_counter()
         start_event = record(self.job.device, timed=True)
-        runner.recorder.step = step + 1
+        runner.recorder.step = step
         with runner.recorder.doing("data", "the next batch"):
             batch = next(batches)
         data_wait = time.perf_counter() - start_time
-        rerun_state = self.guard.snapshot(batch)
-        with rerun_state.watch:  # records sums of the results of the step's actions
-            losses = runner.run_step(batch, step + 1)
+        snapshot = self.guard.snapshot(batch)
+        with snapshot.watch:  # records sums of the results of the step's actions
+            losses = runner.run_step(batch, step)
         norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(settings.clip_norm or math.inf))
-        lr = run_learning_rate(step, settings, self.config.train.steps)
+        lr = run_learning_rate(step - 1, settings, self.config.train.steps)
         runner.update(self.state.optimizer, lr, norm)
         values = self._step_values(norm, losses)
-        reports = self._gather_reports(data_wait)
+        reports = self.rank_reports.gather(data_wait)
         packed = torch.cat([torch.stack([value.double() for value in values.values()]), reports])
         numbers, copy_event = to_host(packed, timed=True)
         host_seconds = time.perf_counter() - start_time
-        waits = measure_waits(runner.recorder.entries()) if runner.reports and copy_event is None else None
-        return QueuedStep(
-            step + 1, lr, host_seconds, tuple(values), numbers, start_event, copy_event, rerun_state, waits)
+        return QueuedStep(step, lr, host_seconds, tuple(values), numbers, start_event, copy_event, snapshot)
 
     def _step_values(self, norm: Tensor, losses: Tensor | None) -> dict[str, Tensor]:
         """Return the values of a step that this rank knows: scalars on the device, by field of `StepMetrics`."""
@@ -398,66 +320,121 @@ class Trainer:
                 values["counted_tokens"] = self.runner.num_targets
         return values
 
-    def _gather_reports(self, data_wait: float) -> Tensor:
-        """Return the `RankReport` of every rank, on the device. Collective."""
-        load: Tensor | float = 0.0
-        if self.traced.is_open:
-            place = self.job.place
-            load = self.runner.routers.load(place.rank("ep"), place.size("ep"))
-        return self.rank_reports.gather(load, data_wait)
+    def _needs_values_now(self) -> bool:
+        """Return True if the values of the last step are needed before the next step."""
+        on_cpu = self.job.device.type == "cpu"
+        check_is_due = self.rank_checks.is_due(self.done)
+        save_is_due = self.saver.is_due(self.done)
+        return on_cpu or self.is_finished or self._is_evaluation_due() or check_is_due or save_is_due
+
+    def _is_evaluation_due(self) -> bool:
+        """Return True if an evaluation is due after the last completed step."""
+        interval = self.config.train.eval_interval
+        is_last = self.done == self.config.train.steps
+        return bool(self.data.validation_windows) and (is_last or (interval > 0 and self.done % interval == 0))
 
     def _read(self) -> dict[str, Any]:
-        """Wait for the values of the oldest unread step and return its metrics.
+        """Wait for the values of the oldest queued step and return its metrics, by field of `StepMetrics`.
 
         Raises BadStep, on every rank, for a bad step, and discards the steps after it.
         """
-        copy_event = self.unread[0].copy_event
+        copy_event = self.queued[0].copy_event
         if copy_event is not None:
             with self.runner.recorder.doing("device", "the work queued on the device"):
-                copy_event.synchronize()  # orders: the step and the copy of its values, then the host
-        queued = self.unread.popleft()
-        numbers = queued.values.tolist()
-        num_values = len(queued.names)
+                copy_event.synchronize()  # orders: the step and the copy of its numbers, then the host
+        queued = self.queued.popleft()
+        numbers = queued.numbers.tolist()
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN on ranks that do not know the loss
-        reports = RankReports.decode(numbers[num_values:])
-        self.progress.status = self.progress.status or int(max(report.exit_status for report in reports))
-        self.traced.loads(queued.step, [float(report.load) for report in reports])
-        start_up_times = self.start_up.end()
+        reports = RankReports.decode(numbers[len(queued.names):])
+        self.status = self.status or int(max(report.exit_status for report in reports))
+        self.remarks.append(self.start_up.end())
         try:
-            self.guard.check(queued.step, values, queued.rerun_state)
+            self.guard.check(queued.step, values, queued.snapshot)
         except BadStep:
-            self.unread.clear()
+            self.queued.clear()
             raise
-        finally:
-            self.report.remark(start_up_times)
-        if "counted_tokens" in values:
-            values["counted_tokens"] = int(values["counted_tokens"])
-        seconds = _duration(queued)
+        seconds = queued.seconds()
         if self.runner.reports:
             data_waits = [float(report.data_wait) for report in reports]
+            waits = measure_waits(self.runner.recorder.entries()) if copy_event is None else None
             load = values.get("load_max_over_mean")
-            for line in self.health.lines(
-                self.job.rank, seconds, data_waits=data_waits, load=load, waits=queued.waits
-            ):
-                self.report.remark(line)
+            self.remarks += self.health.lines(self.job.rank, seconds, data_waits=data_waits, load=load, waits=waits)
+        if "counted_tokens" in values:
+            values["counted_tokens"] = int(values["counted_tokens"])
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]
         return {
-            **values, **self.report.throughput.metrics(seconds), "mtp_loss": mtp_loss or None,
+            **values, **self.throughput.metrics(seconds), "mtp_loss": mtp_loss or None,
             "source_shares": self.data.source_shares(queued.step), "step": queued.step, "lr": queued.lr,
             "memory_bytes": memory_bytes(self.job.device),
         }
 
+    def _write(self, metrics: dict[str, Any]) -> None:
+        """Write the metrics of a step, then the remarks and the guard's warnings about it."""
+        self.writer.write(StepMetrics.of(metrics))
+        for text in filter(None, [*self.remarks, *self.guard.warnings(metrics)]):
+            self.writer.say(text)
+        self.remarks.clear()
 
-def _has_arrived(queued: QueuedStep) -> bool:
-    """Return True if the host can read the values of a step without waiting."""
-    return queued.copy_event is None or queued.copy_event.query()
+    def _close_observers(self) -> None:
+        """Let the observers write their files if their last step is done or the run ends."""
+        for observer in self.observers:
+            observer.after(self.done, run_ends=self.is_finished)
 
+    # -- before and after the loop
 
-def _duration(queued: QueuedStep) -> float:
-    """Return the seconds that a step took: on the device if it has events, else on the host."""
-    if queued.start_event is None or queued.copy_event is None:
-        return queued.host_seconds
-    return queued.start_event.elapsed_time(queued.copy_event) / 1e3
+    def _open_writer(self, unigram: float | None) -> MetricsWriter | NoMetrics:
+        """Print the description of the run and return the writer of its metrics. Collective.
+
+        unigram: validation loss of a unigram model, or None.
+        """
+        config = self.config
+        train = config.train
+        parameters = count_parameters(self.runner)
+        if not self.runner.reports:
+            return NoMetrics()
+        folder = Path(config.output.dir)
+        settings = describe(config, self.runner.model)
+        writer = MetricsWriter(
+            folder, total_steps=train.steps, start_step=self.done, log_interval=train.log_interval,
+            print_interval=train.print_interval, wandb=config.metrics.wandb, settings=settings,
+        )
+        record_start(folder, self.done, settings)
+        for text in describe_run(self.runner, self.data, self.kernels, parameters, unigram):
+            writer.say(text)
+        if train.compile and not self.is_finished:
+            writer.say(f"step {self.done + 1} takes longer: it compiles attention and dense MLPs")
+        return writer
+
+    @contextmanager
+    def _located_os_errors(self) -> Iterator[None]:
+        """Add the rank and the step to an OSError of the operating system that is raised inside the `with` block."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno is None:  # raised by this library, with a complete message
+                raise
+            text = f"{error.strerror} (rank {self.job.rank}, after step {self.done})"
+            raise OSError(error.errno, text, error.filename) from error
+
+    def _resolve(self, bad: BadStep) -> None:
+        """Let the guard skip a bad step or roll back; it may raise FloatingPointError. Collective."""
+        resolution = self.guard.resolve(bad)
+        self.done = resolution.done
+        if resolution.rolled_back:
+            self.writer.go_back(resolution.done)
+        self.writer.say(f"WARNING: {resolution.text}")
+        self._close_observers()
+
+    def _save_at_stop(self) -> None:
+        """Save a checkpoint after a requested stop, and print how to continue the run."""
+        checkpoint = self.saver.save(self.state, self.done, now=True)
+        if self.job.rank == 0:
+            say(stop_message(self.config, self.status, self.done, checkpoint))
+
+    def _say_exported(self) -> None:
+        """Say on rank 0 that the model was exported before."""
+        if self.job.rank == 0:
+            say(f"the model: {self.config.export_directory}, exported before from the same checkpoint")
 
 
 class StartUp:

@@ -11,7 +11,7 @@ from dualpipe.models import build_stages
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
-from dualpipe.train import run_report
+from dualpipe.train import describe_run
 from dualpipe.train.config.fit import Resolved, resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
@@ -75,15 +75,15 @@ def test_fp8_dispatch_is_for_experts_with_products_in_fp8(run_toml, rule, dtype,
 
 def test_a_run_warns_of_gemms_that_are_slower_in_fp8(run_toml, monkeypatch):
     asked = []
-    monkeypatch.setattr(run_report, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
+    monkeypatch.setattr(describe_run, "slower_in_fp8", lambda *call: asked.append(call) or "a reason")
     config = load_config(run_toml, ["--dtypes.rules", "*.experts,gather=mxfp8", "--train.dtype", "bf16"])
     model = read_model(config).config
     plan, device = resolve_run_dtypes(Resolved.of(config, model), None), torch.device("cpu")
     (stage,) = build_stages(model, 1)
     built = SimpleNamespace(config=model, plan=plan, stages=(stage,))
-    assert run_report.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
+    assert describe_run.slow_fp8_weights(built, 64, device) == ["gate_up_proj: a reason", "down_proj: a reason"]
     assert {(format.name, shape, rows) for format, shape, rows, _ in asked} == {
         ("mxfp8", (4, 64, 32), 32.0), ("mxfp8", (4, 32, 32), 32.0)}
     for module in stage.modules():
         module.gemm_precision = "weight-only"
-    assert run_report.slow_fp8_weights(built, 64, device) == []
+    assert describe_run.slow_fp8_weights(built, 64, device) == []

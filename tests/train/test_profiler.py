@@ -32,7 +32,7 @@ def profiled_run(rank, toml, folder):
         run = Trainer(resolved, job, saver, profiled=Steps(2, 3))
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
-        patch.setattr(gc, "collect", lambda *_: collected.append(run.progress.done))
+        patch.setattr(gc, "collect", lambda *_: collected.append(run.done))
         assert run.train() == 0
     return collected, enabled, gc.isenabled()
 

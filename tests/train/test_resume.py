@@ -275,7 +275,7 @@ def test_what_was_not_saved_is_said_with_what_ended_the_run(run_folder, monkeypa
         raise OSError(28, "No space left on device")
 
     def diverge(self, number, batches):
-        return refuse() if number == 2 else step(self, number, batches)
+        return refuse() if number == 3 else step(self, number, batches)
 
     def refuse(*arguments, **options):
         raise FloatingPointError("the end")

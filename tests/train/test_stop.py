@@ -27,7 +27,7 @@ import os, signal, time
 from dualpipe.train import trainer
 real = vars(trainer).setdefault("real_step", trainer.Trainer._step)
 def step(self, number, batches):
-    if self.job.rank in {{by}} and number + 1 == {AT}:
+    if self.job.rank in {{by}} and number == {AT}:
         {{what}}
         time.sleep(0.4)
     return real(self, number, batches)

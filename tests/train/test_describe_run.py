@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from dualpipe.train.run_report import RUN_FILE, record_start
+from dualpipe.train.describe_run import RUN_FILE, record_start
 
 
 def starts(folder):

@@ -1,4 +1,4 @@
-"""Reports of a run: its description before the first step (model, ranks, data, warnings), and its metrics and remarks.
+"""The description of a run before its first step: model, ranks, data, kernels and warnings.
 
 `run.json` in the output directory has the settings of the run, at every start:
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,16 +22,14 @@ from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
 from dualpipe.nn.deferral import local
-from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
-from dualpipe.schedule import Schedule
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import RunData
 from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import TokenStream
-from dualpipe.train.metrics import MetricsWriter, StepMetrics, Throughput, draw
+from dualpipe.train.kernel_choice import KernelChoice
 from dualpipe.train.step import Model, StepRunner
 
 RUN_FILE = "run.json"
@@ -73,7 +71,19 @@ def count_parameters(runner: StepRunner) -> int:
     return int(count) if runner.reports else 0
 
 
-def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: float | None) -> Iterator[str]:
+def unigram_loss(runner: StepRunner, data: RunData) -> float | None:
+    """Return the validation loss of a unigram model of the run's text, in nats per token.
+
+    None for a mixture, without validation text, and on ranks that report nothing.
+    """
+    if not runner.reports or not data.num_validation_tokens or len(data.sources) != 1:
+        return None
+    return data.sources[0].unigram_loss(runner.model.config.vocab_size)
+
+
+def describe_run(
+    runner: StepRunner, data: RunData, kernels: KernelChoice, parameters: int, unigram: float | None
+) -> Iterator[str]:
     """Yield lines that describe a run.
 
     Args:
@@ -106,6 +116,10 @@ def describe_run(runner: StepRunner, data: RunData, parameters: int, unigram: fl
     if unigram is not None:
         yield f"a unigram model of the same text has a validation loss of {unigram:.4f} nats per token"
     yield from _warnings(runner, data)
+    if kernels.expert_gemm.text:
+        yield kernels.expert_gemm.text
+    if runner.job.device.type == "cuda":
+        yield str(kernels.attention)
 
 
 class _TextSize(NamedTuple):
@@ -237,49 +251,3 @@ def check_positions(resolved: Resolved) -> str:
     path = Path(resolved.config.model_path)
     return (f"train.sequence_length = {length} exceeds the model's {positions} positions (max_position_embeddings); "
             f"lower it, or extend the rotary embedding with YaRN in {path}")
-
-
-class RunReport:
-    """The metrics and remarks of a run. Does nothing on ranks without a writer.
-
-    throughput: computes the speed of a step.
-    """
-
-    def __init__(self, throughput: Throughput) -> None:
-        self.throughput = throughput
-        self.writer: MetricsWriter | None = None
-        self.unigram: float | None = None  # validation loss of a unigram model
-        self._remarks: list[str] = []
-
-    def remark(self, text: str) -> None:
-        """Print `text`, unless it is empty, with the next step that is written."""
-        if self.writer is not None and text:
-            self._remarks.append(text)
-
-    def write(self, metrics: dict[str, Any], warnings: Iterable[str]) -> None:
-        """Write the metrics of a step and print remarks and warnings.
-
-        warnings: read only if there is a writer.
-        """
-        if self.writer is None:
-            return
-        router_losses = {name: value for name, value in metrics.items() if name in LOSSES}
-        others = {name: value for name, value in metrics.items() if name not in LOSSES}
-        self.writer.write(StepMetrics(**others, router_losses=router_losses))
-        for text in (*self._remarks, *warnings):
-            self.writer.say(text)
-        self._remarks.clear()
-
-    def go_back(self, step: int) -> None:
-        """Continue after `step`; metrics of later steps move to another file."""
-        if self.writer is not None:
-            self.writer.go_back(step)
-
-    def say(self, text: str) -> None:
-        """Print `text` at once."""
-        if self.writer is not None:
-            self.writer.say(text)
-
-    def draw(self, folder: Path, schedule: Schedule) -> None:
-        """Draw the loss and the schedule into `folder`."""
-        draw(folder, schedule, unigram=self.unigram)
