@@ -2,14 +2,14 @@
 
 A step with a non-finite gradient norm changes nothing: the device ensures that before the host knows it, also for the
 step that is queued behind it. All ranks then rerun the batch to find the origin, write a bundle for `dualpipe replay`,
-and stop, skip the step, or roll back to a checkpoint and skip the data.
+and stop, skip the step, or roll back to a checkpoint and skip the data. `replay.py` has the rerun and the bundle.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -17,12 +17,9 @@ import torch
 from torch import Tensor
 
 from dualpipe.runtime.device import RandomState
-from dualpipe.schedule import Action
-from dualpipe.train.config.model_config import TrainedModel
-from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.kernel_choice import KernelChoice
-from dualpipe.train.replay import ResultWatch, read_values, rerun_step, sum_in_fp32, write_bundle
+from dualpipe.train.replay import ResultWatch, find_origin, rerun_step, sum_in_fp32, write_bundle
 from dualpipe.train.saver import Saver, TrainingState
 from dualpipe.train.step import StepRunner
 
@@ -30,10 +27,20 @@ SPIKE_WINDOW = 128  # earlier steps that a step is compared with
 MIN_SPIKE_HISTORY = 32  # fewer steps detect no spike
 _MAD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation
 
-# A router has collapsed if its load is this near to the maximum, where one expert gets every token, for this many
-# steps in a row. Healthy routers that start this uneven are more even by then.
-COLLAPSE_FRACTION = 0.9
-COLLAPSE_STEPS = 50
+
+class StepSnapshot(NamedTuple):
+    """The state that a rerun of a step needs, besides parameters, which a bad step does not change.
+
+    batch: of the step.
+    random: random state before the step.
+    routers: router tensors before the step.
+    watch: records sums of the results of the step's actions.
+    """
+
+    batch: TokenBatch
+    random: RandomState
+    routers: list[Tensor]
+    watch: ResultWatch
 
 
 class BadStep(Exception):
@@ -68,36 +75,37 @@ class Resolution(NamedTuple):
 
 
 class Guard:
-    """The guard of a run. All ranks call the same methods at the same steps.
+    """The guard of a run, as [guard] configures it. All ranks call the same methods at the same steps.
 
     Args:
-        settings: the table [guard].
-        model: the model of the run.
-        reruns: reruns steps.
-        saver: for checkpoints to roll back to.
+        runner: runs the steps, and reruns bad ones.
         state: of the run.
+        kernels: of the run, for bundles.
+        saver: for checkpoints to roll back to.
     """
 
-    def __init__(
-        self, settings: GuardConfig, model: TrainedModel, reruns: StepReruns, saver: Saver, state: TrainingState
-    ) -> None:
-        self._settings = settings
-        self._reruns = reruns
-        self._saver = saver
+    def __init__(self, runner: StepRunner, state: TrainingState, kernels: KernelChoice, saver: Saver) -> None:
+        self._settings = runner.config.guard
+        self._runner = runner
         self._state = state
-        self._max_load = model.num_experts / model.num_experts_per_tok  # upper bound of load_max_over_mean
+        self._kernels = kernels
+        self._saver = saver
+        self._router_tensors = runner.routers.changed_by_steps()
+        self._poison: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
+        self._spikes = SpikeDetector(self._settings.spike, include_spikes=self._settings.on_spike == "warn")
+        self._spike = ""  # of the step that was checked last
         self._bad_in_row = 0  # bad steps without a good one in between
         self._last_bad = 0
-        self._poison: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
-        self._spike = ""  # of the step that was checked last
-        self._collapsed_steps = 0  # steps in a row in which one expert got nearly every token
-        self._spikes = SpikeDetector(settings.spike, include_spikes=settings.on_spike == "warn")
 
     # -- around a step, on the device
 
     def snapshot(self, batch: TokenBatch) -> StepSnapshot:
-        """Return a snapshot of the state before a step. The host does not wait."""
-        return self._reruns.snapshot(batch)
+        """Return a snapshot of the state before a step. The host does not wait.
+
+        Only torch's random state is included: a step uses no other, and copying NumPy's takes 120 us.
+        """
+        watch = ResultWatch(self._runner.recorder, sum_in_fp32)
+        return StepSnapshot(batch, RandomState.capture(), [tensor.clone() for tensor in self._router_tensors], watch)
 
     def poison_norm(self, norm: Tensor) -> Tensor:
         """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
@@ -128,17 +136,9 @@ class Guard:
         if self._spike and self._settings.on_spike == "rollback":
             raise BadStep(step, values, snapshot, self._spike)
 
-    def warnings(self, metrics: Mapping[str, Any]) -> Iterator[str]:
-        """Yield warnings about the step that was checked last."""
-        if self._spike:
-            yield f"WARNING: {self._spike}"
-        load = metrics.get("load_max_over_mean", 0.0)
-        is_collapsed = self._max_load > 1 and load >= COLLAPSE_FRACTION * self._max_load
-        self._collapsed_steps = self._collapsed_steps + 1 if is_collapsed else 0
-        if self._collapsed_steps == COLLAPSE_STEPS:  # once per collapse
-            yield (f"WARNING: for {COLLAPSE_STEPS} steps one expert of some layer got nearly every token "
-                   f"(load_max_over_mean {load:.2f}, at most {self._max_load:g}): its router has collapsed; "
-                   "raise router.balance, to 0.01 for a start")
+    def warnings(self) -> list[str]:
+        """Return warnings about the step that was checked last."""
+        return [f"WARNING: {self._spike}"] if self._spike else []
 
     # -- after a bad step
 
@@ -150,7 +150,7 @@ class Guard:
         """
         self._poison = None
         policy = "rollback" if bad.spike else self._settings.on_nonfinite
-        text = bad.spike or self._reruns.explain(bad.step, bad.values, bad.snapshot)
+        text = bad.spike or self._explain(bad)
         self._bad_in_row += 1
         self._last_bad = bad.step
         self._saver.mark_anomaly(bad.step)
@@ -164,6 +164,37 @@ class Guard:
             self._saver.save(self._state, bad.step)
             return Resolution(bad.step, rolled_back=False, text=f"{text}\nskipped: the step updates nothing")
         return self._roll_back(bad, text)
+
+    def _explain(self, bad: BadStep) -> str:
+        """Rerun a non-finite step and write a bundle; return lines about its origin. Collective.
+
+        Afterwards, the state is again that before the step.
+        """
+        runner = self._runner
+        batch = bad.snapshot.batch
+        self._restore(bad.snapshot)
+        origin = find_origin(runner, bad.snapshot.watch)
+        with runner.recorder.doing("check", "a rerun of the step"):
+            rerun = rerun_step(runner, batch, bad.step)
+        self._restore(bad.snapshot)
+        norm = bad.values["grad_norm"]
+        loss = bad.values["loss"]
+        loss_text = f", the loss {loss}" if runner.model.has_last and not math.isfinite(loss) else ""
+        lines = [f"the gradient norm is {norm} at step {bad.step}{loss_text}; lower optimizer.lr, lengthen "
+                 "optimizer.warmup_steps, or check the data",
+                 rerun.describe(origin)]
+        try:
+            path = write_bundle(runner, self._state, self._kernels, bad.step, batch, bad.values, rerun)
+            lines.append(f"the step can be run again by: dualpipe replay {path}")
+        except OSError as error:  # such as a full disk: the findings are reported all the same
+            lines.append(f"the bundle for `dualpipe replay` could not be written: {error}")
+        self._restore(bad.snapshot)
+        return "\n".join(lines)
+
+    def _restore(self, snapshot: StepSnapshot) -> None:
+        """Restore routers and random state to those before a step that changed nothing else."""
+        torch._foreach_copy_(self._router_tensors, snapshot.routers)
+        snapshot.random.restore()
 
     def _roll_back(self, bad: BadStep, text: str) -> Resolution:
         """Load a checkpoint, and skip the batches up to that of the bad step. Raises FloatingPointError without one."""
@@ -215,85 +246,3 @@ class SpikeDetector:
             if not is_spike or self._include_spikes:
                 history.append(value)
         return f"step {step}: {' and '.join(spikes)}" if spikes else ""
-
-
-class StepSnapshot(NamedTuple):
-    """The state that a rerun of a step needs, besides parameters, which a bad step does not change.
-
-    batch: of the step.
-    random: random state before the step.
-    routers: router tensors before the step.
-    watch: records sums of the results of the step's actions.
-    """
-
-    batch: TokenBatch
-    random: RandomState
-    routers: list[Tensor]
-    watch: ResultWatch
-
-
-class StepReruns:
-    """Takes snapshots of steps and reruns them.
-
-    Args:
-        runner: runs the steps.
-        state: of the run, for bundles.
-        kernels: of the run, for bundles.
-    """
-
-    def __init__(self, runner: StepRunner, state: TrainingState, kernels: KernelChoice) -> None:
-        self.runner = runner
-        self._kernels = kernels
-        self._state = state
-        self._router_tensors = runner.routers.changed_by_steps()
-
-    def snapshot(self, batch: TokenBatch) -> StepSnapshot:
-        """Return a snapshot of the state before a step. The host does not wait.
-
-        Only torch's random state is included: a step uses no other, and copying NumPy's takes 120 us.
-        """
-        watch = ResultWatch(self.runner.recorder, sum_in_fp32, kinds=(Action,))
-        return StepSnapshot(batch, RandomState.capture(), [tensor.clone() for tensor in self._router_tensors], watch)
-
-    def restore(self, snapshot: StepSnapshot) -> None:
-        """Restore routers and random state to those before a step that changed nothing else."""
-        torch._foreach_copy_(self._router_tensors, snapshot.routers)
-        snapshot.random.restore()
-
-    def explain(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot) -> str:
-        """Rerun a non-finite step and write a bundle; return lines about its origin. Collective.
-
-        Args:
-            step: counted from 1.
-            values: its metrics.
-            snapshot: taken before the step.
-        """
-        runner = self.runner
-        self.restore(snapshot)
-        origin = self._find_origin(snapshot)
-        with runner.recorder.doing("check", "a rerun of the step"):
-            rerun = rerun_step(runner, snapshot.batch, step)
-        self.restore(snapshot)
-        shows_loss = runner.model.has_last and not math.isfinite(values["loss"])
-        loss = f", the loss {values['loss']}" if shows_loss else ""
-        lines = [f"the gradient norm is {values['grad_norm']} at step {step}{loss}; lower optimizer.lr, lengthen "
-                 "optimizer.warmup_steps, or check the data",
-                 rerun.describe(origin)]
-        try:
-            path = write_bundle(
-                runner, self._state, step, snapshot.batch, values, rerun.to_record(),
-                expert_gemm=self._kernels.expert_gemm.library, attention=self._kernels.attention.kernel)
-            lines.append(f"the step can be run again by: dualpipe replay {path}")
-        except OSError as error:  # such as a full disk: the findings are reported all the same
-            lines.append(f"the bundle for `dualpipe replay` could not be written: {error}")
-        self.restore(snapshot)
-        return "\n".join(lines)
-
-    def _find_origin(self, snapshot: StepSnapshot) -> str:
-        """Return the rank and the action whose result was the first non-finite one in the step, or "". Collective."""
-        recorder = self.runner.recorder
-        sums = read_values(snapshot.watch.results)
-        nonfinite = [location for location, value in sums.items() if not math.isfinite(value)]
-        by_rank = self.runner.job.ranks.gather(lambda: min(nonfinite, default=None))
-        first = min((location for location in by_rank if location is not None), default=None)
-        return f"{recorder.name(first.rank)}, {first.label}" if first else ""

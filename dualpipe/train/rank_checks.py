@@ -1,11 +1,14 @@
-"""Detect ranks with wrong results: replicated state with different bits, and micro-batches that are not repeatable."""
+"""Detect ranks with wrong results: replicated state with different bits, and micro-batches that are not repeatable.
+
+Such a rank is named even while all numbers are finite, which the guard cannot see.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,38 +20,37 @@ from dualpipe.parallel.mesh import DENSE
 from dualpipe.parallel.tied import tied_parameters
 from dualpipe.runtime.device import RandomState
 from dualpipe.runtime.recorder import Recorder
-from dualpipe.schedule import Action
-from dualpipe.train.config.schema import GuardConfig
 from dualpipe.train.data.token_stream import TokenBatch
-from dualpipe.train.replay import ResultLocation, ResultWatch, checksum_bits, local_gradients, read_values
+from dualpipe.train.replay import (
+    ResultLocation,
+    ResultWatch,
+    checksum_bits,
+    first_location,
+    local_gradients,
+    read_values,
+)
 from dualpipe.train.saver import TrainingState
 from dualpipe.train.step import StepRunner
 
 _MAX_SHOWN = 8  # tensors in a message
+
+K = TypeVar("K")
 
 
 class Corrupted(FloatingPointError):
     """Replicated state differs between ranks, or a rank gets other bits when it repeats a computation."""
 
 
-class _Repetition(NamedTuple):
-    """Checksums of one of two runs of a micro-batch: of the results of its actions, and of its gradients."""
-
-    results: dict[ResultLocation, int]
-    gradients: dict[str, Tensor]
-
-
 class RankChecks:
-    """Checks the results of ranks. All ranks call the same methods at the same steps.
+    """Checks the results of ranks, as [guard] configures it. All ranks call the same methods at the same steps.
 
     Args:
-        settings: the table [guard].
         runner: runs the steps.
         state: of the run.
     """
 
-    def __init__(self, settings: GuardConfig, runner: StepRunner, state: TrainingState) -> None:
-        self._settings = settings
+    def __init__(self, runner: StepRunner, state: TrainingState) -> None:
+        self._settings = runner.config.guard
         self._runner = runner
         self._state = state
 
@@ -70,12 +72,14 @@ class RankChecks:
         runner = self._runner
         problems: list[str] = []
         if _is_multiple(step, self._settings.checksum_interval):
-            local_problems = compare_copies(self._named_tensors(), runner.job.place.group(*DENSE), runner.recorder)
+            buffers = {name: buffer for stage in runner.model.stages for name, buffer in stage.named_buffers()}
+            state = {name: value for name, value in self._state.tensors().items() if isinstance(value, Tensor)}
+            local_problems = _compare_copies(buffers | state, runner.job.place.group(*DENSE), runner.recorder)
             problems += chain.from_iterable(runner.job.ranks.gather(lambda: local_problems))
             problems += self._compare_pipeline_ends()
         if _is_multiple(step, self._settings.recheck_interval):
             number = step // self._settings.recheck_interval % runner.config.train.num_chunks
-            problems += self._compute_twice(batch, step, number)
+            problems += self._compare_repetitions(batch, step, number)
         if problems:
             raise Corrupted(f"after step {step}: {'; '.join(dict.fromkeys(problems))}; suspect its device or its "
                             "memory, and resume without it from an earlier checkpoint")
@@ -101,12 +105,7 @@ class RankChecks:
         return [f"{' or '.join(map(runner.recorder.name, ends))} has wrong bits in parameters that both ends of a "
                 "pipeline have" for ends in by_replica.values() if len(set(map(tuple, ends.values()))) > 1]
 
-    def _named_tensors(self) -> dict[str, Tensor]:
-        """Return all tensors of a rank's stages and their optimizer, by name."""
-        buffers = {name: buffer for stage in self._runner.model.stages for name, buffer in stage.named_buffers()}
-        return buffers | {name: value for name, value in self._state.tensors().items() if isinstance(value, Tensor)}
-
-    def _compute_twice(self, batch: TokenBatch, step: int, number: int) -> list[str]:
+    def _compare_repetitions(self, batch: TokenBatch, step: int, number: int) -> list[str]:
         """Run a micro-batch of the last step twice, and return texts about differences. Drops gradients. Collective.
 
         The first run has full backwards, the second one deferred weight gradients, which are the same GEMMs.
@@ -117,35 +116,35 @@ class RankChecks:
             number: of the micro-batch.
         """
         runner = self._runner
-        random_state = RandomState.capture()
         size = runner.config.train.micro_batch_size
         microbatch = TokenBatch(*(tensor[number * size : (number + 1) * size] for tensor in batch))
-        repetitions = []
-        for deferred in (False, True):
-            repetitions.append(self._compute(microbatch, step, deferred=deferred))
-            runner.pipeline.zero_grad()
-            random_state.restore()
+        random_state = RandomState.capture()
+        results, gradients = self._checksums(microbatch, step, deferred=False)
+        random_state.restore()
+        other_results, other_gradients = self._checksums(microbatch, step, deferred=True)
+        random_state.restore()
         runner.drop_scores()
-        location, parameter = _first_difference(*repetitions)
+        location = first_location(_different_keys(results, other_results))
+        parameter = next(iter(_different_keys(gradients, other_gradients)), None)
         by_rank = runner.job.ranks.gather(lambda: (location, parameter))
-        first = min((location for location, _ in by_rank if location is not None), default=None)
+        first = first_location(location for location, _ in by_rank)
         if first is not None:
             label = first.label.replace("micro-batch 0", f"micro-batch {number}")  # it ran alone
             return [f"{runner.recorder.name(first.rank)} got other bits for {label} when it computed it a second time"]
         return [f"{runner.recorder.name(rank)} got other bits for the gradient of {name} when it computed micro-batch "
                 f"{number} a second time" for rank, (_, name) in enumerate(by_rank) if name is not None]
 
-    def _compute(self, microbatch: TokenBatch, step: int, *, deferred: bool) -> _Repetition:
-        """Run forward and backward of a micro-batch, and return the checksums of its results and gradients."""
+    def _checksums(
+        self, microbatch: TokenBatch, step: int, *, deferred: bool
+    ) -> tuple[dict[ResultLocation, int], dict[str, int]]:
+        """Run forward and backward of a micro-batch, and return the checksums of its results and its gradients."""
         runner = self._runner
-        with (
-            runner.pipeline.in_order(deferred=deferred),
-            ResultWatch(runner.recorder, checksum_bits, kinds=(Action,)) as watch,
-        ):
+        with runner.pipeline.in_order(deferred=deferred), ResultWatch(runner.recorder, checksum_bits) as watch:
             runner.forward_backward(microbatch, runner.criterion(step), num_microbatches=1)
         gradients = local_gradients(runner.model.stages)
         checksums = {name: checksum_bits(gradient) for name, gradient in gradients.items()}
-        return _Repetition(read_values(watch.results), checksums)
+        runner.pipeline.zero_grad()
+        return read_values(watch.results), read_values(checksums)
 
 
 def _is_multiple(step: int, interval: int) -> bool:
@@ -153,18 +152,12 @@ def _is_multiple(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
 
 
-def _first_difference(first: _Repetition, second: _Repetition) -> tuple[ResultLocation | None, str | None]:
-    """Return the first location with different results, and the first parameter with different gradients."""
-    location = min((location for location, value in first.results.items() if second.results.get(location) != value),
-                   default=None)
-    for name, checksum in first.gradients.items():
-        other = second.gradients.get(name)
-        if other is None or int(checksum) != int(other):
-            return location, name
-    return location, None
+def _different_keys(first: Mapping[K, int], second: Mapping[K, int]) -> list[K]:
+    """Return the keys of `first` whose values differ in `second`, or are not there."""
+    return [key for key, value in first.items() if second.get(key) != value]
 
 
-def compare_copies(tensors: Mapping[str, Tensor], replicas: ProcessGroup | None, recorder: Recorder) -> list[str]:
+def _compare_copies(tensors: Mapping[str, Tensor], replicas: ProcessGroup | None, recorder: Recorder) -> list[str]:
     """Compare tensors that ranks replicate; return texts about ranks whose bits differ from the majority's.
 
     Collective over the groups that replicate a tensor.

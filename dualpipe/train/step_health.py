@@ -32,10 +32,16 @@ from dualpipe.trace.symptoms import (
     load_imbalance,
 )
 from dualpipe.train.config.schema import Config
-from dualpipe.train.guard import COLLAPSE_FRACTION
 
 PATIENCE = 10  # steps in a row with a symptom before it is named, and without it before it may be named again
 LOAD_PATIENCE = 100  # the same for loads of experts, which even out only in the first steps of training
+
+# A router has collapsed if its load is this near to the maximum, where one expert gets every token, for this many
+# steps in a row. Healthy routers that start this uneven are more even by then.
+COLLAPSE = "router collapse"
+COLLAPSE_FRACTION = 0.9
+COLLAPSE_PATIENCE = 50
+
 _COLLECTIVES = {"all_to_all": ALL_TO_ALL, "gather": "gathers", "reduce": "reductions"}  # kinds of entries
 
 
@@ -105,7 +111,7 @@ class StepHealth:
         schedule: of its pipelines.
         place: of this rank in its pipeline.
         names: of all ranks.
-        max_load: largest possible load of an expert over the mean; 1 without experts. The guard warns of loads near it.
+        max_load: largest possible load of an expert over the mean; 1 without experts.
     """
 
     def __init__(self, config: Config, schedule: Schedule, place: int, names: Sequence[str], max_load: float) -> None:
@@ -114,12 +120,11 @@ class StepHealth:
         self._schedule = schedule
         self._place = place
         self._names = names
-        self._load_limit = min(EXPERT_LOAD_LIMIT, (1 + max_load) / 2)
-        self._collapse = COLLAPSE_FRACTION * max_load
+        self._max_load = max_load
         self._simulated = 0.0  # idle seconds of this rank in the simulation; 0 until that has run
         self._streaks = {
             STARVATION: _Streak(PATIENCE), BUBBLE: _Streak(PATIENCE), EXPOSED: _Streak(PATIENCE),
-            LOAD: _Streak(LOAD_PATIENCE),
+            LOAD: _Streak(LOAD_PATIENCE), COLLAPSE: _Streak(COLLAPSE_PATIENCE),
         }
 
     def lines(
@@ -136,8 +141,8 @@ class StepHealth:
         """
         starved = max(range(len(data_waits)), key=lambda index: data_waits[index])
         symptoms = [input_starvation(self._names[starved], data_waits[starved] / seconds)]
-        if load is not None and load < self._collapse:
-            symptoms.append(load_imbalance("an expert of some layer", load, self._load_limit, self._router_setting()))
+        if load is not None:
+            symptoms.append(self._uneven_load(load))
         if waits is not None:
             shares = {kind: time / seconds for kind, time in waits.collectives.items()}
             symptoms.append(exposed_communication(self._names[rank], shares, overlaps=self._overlaps))
@@ -147,10 +152,18 @@ class StepHealth:
             if streak.is_due(present=cause in present):
                 yield f"WARNING: for {streak.patience} steps, {present[cause]}"
 
-    def _router_setting(self) -> str:
+    def _uneven_load(self, load: float) -> Symptom | None:
+        """Return the symptom of a router that has collapsed, or else of uneven loads."""
+        if self._max_load <= 1:
+            return None
+        if load >= COLLAPSE_FRACTION * self._max_load:
+            return Symptom(COLLAPSE, f"one expert of some layer got nearly every token (load_max_over_mean {load:.2f}, "
+                                     f"at most {self._max_load:g}); raise [router] balance, to 0.01 for a start")
+        setting = f"balance (now {self._router.balance:g})"
         if self._router.bias_update_rate:
-            return f"bias_update_rate (now {self._router.bias_update_rate:g})"
-        return f"balance (now {self._router.balance:g})"
+            setting = f"bias_update_rate (now {self._router.bias_update_rate:g})"
+        limit = min(EXPERT_LOAD_LIMIT, (1 + self._max_load) / 2)
+        return load_imbalance("an expert of some layer", load, limit, setting)
 
     def _excess_bubble(self, name: str, seconds: float, waits: StepWaits) -> Symptom | None:
         """Return the symptom of a bubble above the simulated one.

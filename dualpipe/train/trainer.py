@@ -33,7 +33,7 @@ from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.describe_run import count_parameters, describe_run, record_start, unigram_loss
 from dualpipe.train.evaluate import evaluate
 from dualpipe.train.export import check_export, export, is_exported
-from dualpipe.train.guard import BadStep, Guard, StepReruns, StepSnapshot
+from dualpipe.train.guard import BadStep, Guard, StepSnapshot
 from dualpipe.train.kernel_choice import choose_kernels
 from dualpipe.train.launch.join import Job, join
 from dualpipe.train.launch.watchdog import Watchdog
@@ -184,8 +184,8 @@ class Trainer:
         runner.counts_targets |= self.data.has_loss_mask
         self.saver = saver
         self.state = TrainingState(model, optimizer, runner.routers, self.data.loader)
-        self.guard = Guard(config.guard, model.config, StepReruns(runner, self.state, self.kernels), saver, self.state)
-        self.rank_checks = RankChecks(config.guard, runner, self.state)
+        self.guard = Guard(runner, self.state, self.kernels, saver)
+        self.rank_checks = RankChecks(runner, self.state)
         self.rank_reports = RankReports(job, config.train.time_limit)
         self.throughput = Throughput(
             tokens=self.data.batch_size * config.train.sequence_length, ranks=job.ranks.size,
@@ -371,7 +371,7 @@ class Trainer:
     def _write(self, metrics: dict[str, Any]) -> None:
         """Write the metrics of a step, then the remarks and the guard's warnings about it."""
         self.writer.write(StepMetrics.of(metrics))
-        for text in filter(None, [*self.remarks, *self.guard.warnings(metrics)]):
+        for text in filter(None, [*self.remarks, *self.guard.warnings()]):
             self.writer.say(text)
         self.remarks.clear()
 

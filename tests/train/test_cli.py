@@ -356,12 +356,14 @@ def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch)
 
 
 def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.guard.COLLAPSE_STEPS", 3)
+    monkeypatch.setattr("dualpipe.train.step_health.COLLAPSE_PATIENCE", 3)
     monkeypatch.setattr("dualpipe.nn.routing.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
     assert train_alone("--train.steps", "5") == 0
     out = capsys.readouterr().out
     assert "load_max_over_mean in the metrics: 1 if all experts get the same number of tokens, 2 (experts" in out
-    message = "WARNING: for 3 steps one expert of some layer got nearly every token (load_max_over_mean 1.95, at most"
+    message = (
+        "WARNING: for 3 steps, router collapse: one expert of some layer got nearly every token (load_max_over_mean "
+        "1.95, at most 2); raise [router] balance, to 0.01 for a start")
     assert out.count("WARNING") == 1 and message in out
     assert out.index("step 3/5") < out.index(message) < out.index("step 4/5")
 

@@ -66,18 +66,19 @@ def test_the_run_stops_with_the_origin_of_a_nan_and_the_step_can_be_replayed(run
 
 
 PARAMETER = """
-from dualpipe.train.guard import StepReruns
+from dualpipe.runtime.recorder import Recorder
+from dualpipe.train.guard import Guard
 
-snapshot = StepReruns.snapshot
+snapshot = Guard.snapshot
 
 def spoiled(self, batch):
-    for stage in self.runner.model.stages:
+    for stage in self._runner.model.stages:
         for name, parameter in stage.named_parameters():
-            if self.runner.recorder.step == 2 and name == "layers.2.mlp.gate.weight":
+            if Recorder.current().step == 2 and name == "layers.2.mlp.gate.weight":
                 parameter.data[0, 0] = float("inf")
     return snapshot(self, batch)
 
-StepReruns.snapshot = spoiled
+Guard.snapshot = spoiled
 """
 
 
