@@ -124,8 +124,10 @@ class RankChecks:
         other_results, other_gradients = self._checksums(microbatch, step, deferred=True)
         random_state.restore()
         runner.drop_scores()
-        location = first_location(_different_keys(results, other_results))
-        parameter = next(iter(_different_keys(gradients, other_gradients)), None)
+        locations = _different_keys(results, other_results)
+        parameters = _different_keys(gradients, other_gradients)
+        location = min(locations, default=None)
+        parameter = next(iter(parameters), None)
         by_rank = runner.job.ranks.gather(lambda: (location, parameter))
         first = first_location(location for location, _ in by_rank)
         if first is not None:

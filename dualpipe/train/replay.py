@@ -138,8 +138,9 @@ class ResultWatch(Observer):
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
         """Measure the results of an action or a segment."""
-        is_measured_segment = isinstance(what, SegmentRun) and self._stages
-        if not (isinstance(what, Action) or is_measured_segment):
+        if not isinstance(what, Action | SegmentRun):
+            return
+        if isinstance(what, SegmentRun) and not self._stages:
             return
         value = self._measure_all(results)
         if value is None:
@@ -341,7 +342,10 @@ def _first_nonfinite(watch: ResultWatch, losses: Tensor | None, rank: int) -> Re
 def _merge_findings(by_rank: Sequence[_RankFindings], norm: float, recorder: Recorder) -> Rerun:
     """Return the result of a rerun from the findings of all ranks. Names start with those of the origin's rank."""
     first = first_location(findings.origin for findings in by_rank)
-    ranks = sorted(range(len(by_rank)), key=lambda rank: first is None or rank != first.rank)
+    ranks = list(range(len(by_rank)))
+    if first is not None:
+        ranks.remove(first.rank)
+        ranks.insert(0, first.rank)
     return Rerun(
         loss=next(findings.loss for findings in by_rank if findings.loss is not None),
         norm=norm,
@@ -444,8 +448,7 @@ def replay(config: Config, info: RankInfo) -> int:
     rerun_in_run = manifest.extra[RERUN_IN_RUN]
     recorder = Recorder(info.rank)
     with (
-        recorder.activate(), deterministic(config.train.deterministic),
-        join(config, info) as (job, resolved),
+        recorder.activate(), deterministic(config.train.deterministic), join(config, info) as (job, resolved)
     ):
         source = job.ranks.first(lambda: find_source(config))
         runner, optimizer = build_training(resolved, job, source.compute_dtypes)
