@@ -19,7 +19,6 @@ from dualpipe.quantized import QuantizedTensor
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.step import StepRunner
 
-AUTO = "auto"
 LIBRARIES: tuple[str, ...] = get_args(GemmLibrary)
 
 
@@ -47,7 +46,7 @@ def choose_kernels(runner: StepRunner) -> KernelChoice:
     device = runner.job.device
     dtype = runner.resolved.dtypes.compute
     tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.cp
-    rows = tokens * getattr(runner.resolved.model, "num_experts_per_tok", 0)  # on average
+    rows = tokens * runner.resolved.model.num_experts_per_tok  # on average
     work = ExpertWork(rows, config.parallel.ep, dtype, device)
     gemm = choose_expert_gemm(stages, config.model.expert_gemm, work, runner.job.ranks)
     sizes = [size for stage in stages for module in stage.modules() if (size := head_size(module)) is not None]
@@ -79,9 +78,7 @@ class GemmShape(NamedTuple):
         return f"{self.experts} x {self.out_features} x {self.in_features}"
 
 
-def choose_expert_gemm(
-    stages: Sequence[nn.Module], library: str, work: ExpertWork, ranks: RankSync
-) -> GemmChoice:
+def choose_expert_gemm(stages: Sequence[nn.Module], library: str, work: ExpertWork, ranks: RankSync) -> GemmChoice:
     """Set `gemm_library` of all expert layers of the stages. Collective over `ranks`.
 
     library: one of `LIBRARIES`, or "auto" for the one that takes the least time for a forward and an input gradient of
@@ -95,7 +92,7 @@ def choose_expert_gemm(
     shapes = sorted({
         GemmShape(layer.num_groups // work.expert_ranks, layer.out_features, layer.in_features) for layer in layers})
     text = f"GEMMs of the experts by {library!r}, as configured"
-    if library == AUTO:
+    if library == "auto":
         trials = cache(lambda: [_trial(shape, work) for shape in shapes])
 
         def run(name: str) -> None:
@@ -126,7 +123,7 @@ def _check_library(library: str, shapes: Sequence[GemmShape], work: ExpertWork) 
     """Raise ValueError if a library is unknown or fails for a few rows."""
     if library not in LIBRARIES:
         raise ValueError(f"unknown library of expert GEMMs {library!r}; expected one of {', '.join(LIBRARIES)}, or "
-                         f"{AUTO!r}")
+                         "'auto'")
     for shape in shapes:
         trial = _trial(shape, work._replace(rows=shape.experts))
         check_runs(partial(_run, library, *trial), f"a GEMM of experts by {library!r}",

@@ -69,6 +69,7 @@ def measure_waits(entries: Iterable[Entry]) -> StepWaits | None:
     costs: defaultdict[str, list[float]] = defaultdict(list)
     action_end = 0
     waited_until = 0  # waits within waits are not counted twice
+    kinds = ""  # of the latest action or pair
     is_complete = False
     for entry in entries:
         is_complete = is_complete or entry[KIND] == "data"  # the first entry of a step

@@ -283,11 +283,10 @@ TWICE = {
     "pp2-ep2-bf16": ("--parallel.ep", "2", "--train.num_chunks", "2", "--train.dtype", "bf16"),
     "1f1b": ("--parallel.schedule", "1f1b"),
 }
-SLOW = {"pp2", "zbv-bf16", "pp2-dp2", "pp2-ep2-bf16", "1f1b"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in TWICE])
+@pytest.mark.parametrize("layout", TWICE)
 def test_rechecks_find_equal_bits_and_change_nothing(run_folder, dualpipe, layout):
     losses = []
     for out, options in (("once", ()), ("twice", RECHECK)):

@@ -117,7 +117,7 @@ def test_a_poisoned_parameter_ends_the_run(run_folder, monkeypatch, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", ["never", pytest.param("step-00000002", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("resume", ["never", "step-00000002"])
 def test_a_restarted_run_resumes_from_its_own_checkpoints(run_folder, monkeypatch, capsys, resume):
     out = f"again-{resume}"
     path, begins = ("never", "step 1/") if resume == "never" else (f"{out}/checkpoints/{resume}", "after step 2,")
