@@ -93,7 +93,6 @@ class Guard:
         self._router_tensors = runner.routers.changed_by_steps()
         self._poison: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
         self._spikes = SpikeDetector(self._settings.spike, include_spikes=self._settings.on_spike == "warn")
-        self._spike = ""  # of the step that was checked last
         self._bad_in_row = 0  # bad steps without a good one in between
         self._last_bad = 0
 
@@ -120,8 +119,8 @@ class Guard:
 
     # -- once the host knows the numbers of a step
 
-    def check(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot) -> None:
-        """Raise BadStep if a step must not count.
+    def check(self, step: int, values: Mapping[str, Any], snapshot: StepSnapshot) -> str:
+        """Raise BadStep if a step must not count. Else return a warning about it, or "".
 
         Args:
             step: counted from 1.
@@ -132,13 +131,10 @@ class Guard:
             raise BadStep(step, values, snapshot)
         if step >= self._last_bad:
             self._bad_in_row = 0
-        self._spike = self._spikes.check(step, values)
-        if self._spike and self._settings.on_spike == "rollback":
-            raise BadStep(step, values, snapshot, self._spike)
-
-    def warnings(self) -> list[str]:
-        """Return warnings about the step that was checked last."""
-        return [f"WARNING: {self._spike}"] if self._spike else []
+        spike = self._spikes.check(step, values)
+        if spike and self._settings.on_spike == "rollback":
+            raise BadStep(step, values, snapshot, spike)
+        return f"WARNING: {spike}" if spike else ""
 
     # -- after a bad step
 

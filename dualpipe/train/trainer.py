@@ -349,7 +349,7 @@ class Trainer:
         self.status = self.status or int(max(report.exit_status for report in reports))
         self.remarks.append(self.start_up.end())
         try:
-            self.guard.check(queued.step, values, queued.snapshot)
+            self.remarks.append(self.guard.check(queued.step, values, queued.snapshot))
         except BadStep:
             self.queued.clear()
             raise
@@ -369,9 +369,9 @@ class Trainer:
         }
 
     def _write(self, metrics: dict[str, Any]) -> None:
-        """Write the metrics of a step, then the remarks and the guard's warnings about it."""
+        """Write the metrics of a step, then the remarks about it."""
         self.writer.write(StepMetrics.of(metrics))
-        for text in filter(None, [*self.remarks, *self.guard.warnings()]):
+        for text in filter(None, self.remarks):
             self.writer.say(text)
         self.remarks.clear()
 
