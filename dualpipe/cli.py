@@ -7,7 +7,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -61,20 +60,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _train(args: argparse.Namespace) -> int:
     """Train as a rank of the job, or start the ranks of this machine if torchrun or SLURM did not."""
-    from dualpipe.runtime.rank_process import LAUNCHER, as_rank
+    from dualpipe.runtime.rank_process import LAUNCHER, RankInfo, as_rank
     from dualpipe.train.config.load import check_data_paths, load_config
-    from dualpipe.train.launch.environment import load_everywhere, rank_from_environment
+    from dualpipe.train.launch.environment import launcher_config, raising_on_all_ranks
     from dualpipe.train.launch.start import start_ranks
 
     args, overrides = _parse_after_config(args)
-    config, info = load_everywhere(partial(load_config, args.config, overrides))
+    with raising_on_all_ranks() as info:
+        config = launcher_config() or load_config(args.config, overrides)
     restarts = 0 if LAUNCHER in os.environ else args.max_restarts
-    if restarts and rank_from_environment(os.environ) is not None:
+    if restarts and info is not None:
         raise ValueError(f"--max-restarts {restarts} is for ranks that this command starts itself; give it to "
                          "torchrun instead, or let SLURM requeue the job")
-    if info is None or restarts:
+    if info is None and (restarts or config.parallel.world_size > 1):
         check_data_paths(config)  # before ranks start, which takes them seconds
         return start_ranks(args.arguments, config, restarts=restarts, watched=True)
+    info = info or RankInfo()
     with as_rank(info, config.parallel.sizes) as ending:
         from dualpipe.train.profile import parse_steps
         from dualpipe.train.trainer import train
@@ -87,23 +88,24 @@ def _train(args: argparse.Namespace) -> int:
 
 def _parity(args: argparse.Namespace) -> int:
     """Compare as a rank of the job, or start all ranks if nothing has started them."""
-    from dualpipe.runtime.rank_process import as_rank
+    from dualpipe.runtime.rank_process import RankInfo, as_rank
     from dualpipe.train.config.load import load_config
-    from dualpipe.train.launch.environment import load_everywhere
+    from dualpipe.train.launch.environment import launcher_config, raising_on_all_ranks
     from dualpipe.train.launch.start import start_ranks
 
     args, overrides = _parse_after_config(args)
-    if args.model is not None:
-        config, info = load_everywhere(partial(_config_for_model, args, overrides))
-    else:
-        if args.config is None:
-            args.parser.error("--model is not given, so the following arguments are required: CONFIG")
-        for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
-            if getattr(args, name) is not None:
-                overrides += [f"--parallel.{name}", str(getattr(args, name))]
-        config, info = load_everywhere(partial(load_config, args.config, overrides))
-    if info is None:
+    if args.model is None and args.config is None:
+        args.parser.error("--model is not given, so the following arguments are required: CONFIG")
+    for name in ("pp", "dp", "dp_replicate", "cp", "ep"):
+        if args.model is None and getattr(args, name) is not None:
+            overrides += [f"--parallel.{name}", str(getattr(args, name))]
+    with raising_on_all_ranks() as info:
+        config = launcher_config()
+        if config is None:
+            config = load_config(args.config, overrides) if args.model is None else _config_for_model(args, overrides)
+    if info is None and config.parallel.world_size > 1:
         return start_ranks(args.arguments, config)
+    info = info or RankInfo()
     with as_rank(info, config.parallel.sizes) as ending:
         from dualpipe.train.parity.command import check_parity
 
@@ -138,14 +140,16 @@ def _config_for_model(args: argparse.Namespace, overrides: Sequence[str]) -> Con
 
 def _replay(args: argparse.Namespace) -> int:
     """Replay a step as a rank of the job, or start all ranks if nothing has started them."""
-    from dualpipe.runtime.rank_process import as_rank
-    from dualpipe.train.launch.environment import load_everywhere
+    from dualpipe.runtime.rank_process import RankInfo, as_rank
+    from dualpipe.train.launch.environment import launcher_config, raising_on_all_ranks
     from dualpipe.train.launch.start import start_ranks
     from dualpipe.train.replay import read_bundle, replay
 
-    config, info = load_everywhere(partial(read_bundle, args.bundle))
-    if info is None:
+    with raising_on_all_ranks() as info:
+        config = launcher_config() or read_bundle(args.bundle)
+    if info is None and config.parallel.world_size > 1:
         return start_ranks(args.arguments, config)
+    info = info or RankInfo()
     with as_rank(info, config.parallel.sizes) as ending:
         ending.status = replay(config, info)
     return ending.status
@@ -196,9 +200,9 @@ def _dtypes(args: argparse.Namespace) -> None:
     config = load_config(args.config, args.overrides)
     resolved = resolve(config, config.parallel.world_size)
     config = resolved.config
-    source, recorded, _ = find_source(config)
-    print(resolve_run_dtypes(resolved, recorded).table())
-    start = source or config.init.from_hf
+    source = find_source(config)
+    print(resolve_run_dtypes(resolved, source.compute_dtypes).table())
+    start = source.path or config.init.from_hf
     origin = f", from {start}" if start else ""
     print(f"for {config.parallel}{origin}", file=sys.stderr)
 

@@ -35,12 +35,12 @@ _loaded_at = time.monotonic()
 
 
 class RankInfo(NamedTuple):
-    """Rank of this process in the job and on its machine, with the number of ranks of each."""
+    """Rank of this process in the job and on its machine, with the numbers of ranks. By default a single rank."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
 
 
 def restart_count() -> int:

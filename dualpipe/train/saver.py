@@ -27,7 +27,7 @@ from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.storage import Location, as_location, contains, resolve
-from dualpipe.train.config.fit import SavedBatch
+from dualpipe.train.config.fit import Resolved, SavedBatch, keep_batch
 from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import Loader
@@ -85,11 +85,13 @@ class ResumeSource(NamedTuple):
     path: a checkpoint or a directory of checkpoints, local or remote. None: the run starts from its initial weights.
     compute_dtypes: compute dtypes of the run that saved it, by tensor name. None: a new run.
     note: line to print, or "".
+    batch: global batch of the run that saved it. None: a new run, or no run saved it (it was imported).
     """
 
     path: Location | None
     compute_dtypes: dict[str, torch.dtype] | None
     note: str
+    batch: SavedBatch | None = None
 
 
 def find_source(config: Config) -> ResumeSource:
@@ -129,27 +131,6 @@ def find_source(config: Config) -> ResumeSource:
     return _select_newest(directory, existing, note)
 
 
-def find_saved_batch(config: Config) -> SavedBatch | None:
-    """Return the global batch of the checkpoint that a run resumes from, if the run has to keep it.
-
-    None if the configuration sets parallel.dp or train.batch_size, the run is new, or no run saved the checkpoint (it
-    was imported).
-    """
-    if config.parallel.dp or config.train.batch_size:
-        return None
-    source = find_source(config).path
-    if source is None:
-        return None
-    saved = find(source).committed[0].manifest.config
-    train = _saved_settings(saved, "train")
-    parallel = _saved_settings(saved, "parallel")
-    try:
-        pipelines = parallel["dp"] * parallel["ep"]
-        return SavedBatch(train["micro_batch_size"] * train["num_chunks"] * pipelines, pipelines, source)
-    except (KeyError, TypeError):
-        return None
-
-
 def _select_newest(path: Location, checkpoints: FoundCheckpoints, note: str = "") -> ResumeSource:
     """Return the newest of the checkpoints at `path` as the source. Raises ValueError if none is complete."""
     if not checkpoints.committed:
@@ -158,9 +139,20 @@ def _select_newest(path: Location, checkpoints: FoundCheckpoints, note: str = ""
         except ValueError as error:
             hint = _START_ANEW if isinstance(error, AllDamaged) else ""
             raise ValueError(f"checkpoint.resume: {error}{hint}") from error
-    dtypes = checkpoints.committed[0].manifest.dtypes
-    compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in dtypes.items()}
-    return ResumeSource(path, compute_dtypes, note)
+    manifest = checkpoints.committed[0].manifest
+    compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in manifest.dtypes.items()}
+    return ResumeSource(path, compute_dtypes, note, _saved_batch(path, manifest))
+
+
+def _saved_batch(path: Location, manifest: Manifest) -> SavedBatch | None:
+    """Return the global batch of the run that saved a checkpoint; None if no run saved it."""
+    train = _saved_settings(manifest.config, "train")
+    parallel = _saved_settings(manifest.config, "parallel")
+    try:
+        pipelines = parallel["dp"] * parallel["ep"]
+        return SavedBatch(train["micro_batch_size"] * train["num_chunks"] * pipelines, pipelines, path)
+    except (KeyError, TypeError):
+        return None
 
 
 def _saved_settings(manifest_config: Any, table: str) -> Mapping[str, Any]:
@@ -182,7 +174,7 @@ class Saver:
         source_dtypes: dtypes that its tensors were computed in, by name. None: a new run.
 
     Args:
-        config: the configuration of the run.
+        config: the configuration of the run; before it is resolved, if `keep_batch` is called.
         job: the job of this rank.
 
     Raises:
@@ -214,10 +206,25 @@ class Saver:
             raise
         self.source = source.path
         self.source_dtypes = source.compute_dtypes
+        self._saved_batch = source.batch
         if source.note:
             self._say(source.note)
 
     # -- resuming
+
+    def keep_batch(self, resolved: Resolved) -> Resolved:
+        """Return `resolved` with the global batch of the checkpoint to resume from, and save with it from now on.
+
+        `resolved` stays as it is if the configuration of the run sets parallel.dp or train.batch_size.
+
+        Raises ValueError as `fit.keep_batch` does.
+        """
+        if not self._config.parallel.dp and not self._config.train.batch_size:
+            resolved, note = keep_batch(resolved, self._saved_batch)
+            if note:
+                self._say(note)
+        self._config = resolved.config
+        return resolved
 
     def resume(self, state: TrainingState) -> int:
         """Load the source into `state`, and return the number of completed steps: 0 for a new run.

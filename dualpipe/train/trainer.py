@@ -25,7 +25,7 @@ from dualpipe.runtime.printing import say
 from dualpipe.runtime.rank_process import RankInfo, process_age
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.runtime.storage import check_shared
-from dualpipe.train.config.fit import Resolved, keep_batch
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.schema import Config
 from dualpipe.train.data.loader import RunData
@@ -48,7 +48,7 @@ from dualpipe.train.profile import (
     memory_snapshot,
 )
 from dualpipe.train.rank_checks import RankChecks
-from dualpipe.train.saver import Saver, TrainingState, describe, find_saved_batch
+from dualpipe.train.saver import Saver, TrainingState, describe
 from dualpipe.train.step import build_training
 from dualpipe.train.step_health import StepHealth, measure_waits
 from dualpipe.train.stop import RankReports, stop_message
@@ -75,13 +75,11 @@ def train(
         join(config, info, watchdog) as (job, resolved), ExitStack() as resources,
     ):
         job.ranks.first(partial(_lock_output, Path(config.output.dir), resources))
-        resolved, note = keep_batch(resolved, job.ranks.first(partial(find_saved_batch, config)))
-        if note and job.rank == 0:
-            say(note)
         if snapshot:
             check_memory_snapshot(job.device)
             resources.enter_context(memory_snapshot(Path(config.output.dir), job.rank))
-        with Saver(resolved.config, job) as saver:
+        with Saver(config, job) as saver:
+            resolved = saver.keep_batch(resolved)
             trainer = Trainer(resolved, job, saver, start_up, traced=traced, profiled=profiled)
             status = trainer.train()
     return status

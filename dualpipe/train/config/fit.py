@@ -196,7 +196,7 @@ def keep_batch(resolved: Resolved, saved: SavedBatch | None) -> tuple[Resolved, 
 
     Args:
         resolved: the configuration of this run.
-        saved: from `find_saved_batch`.
+        saved: from `saver.find_source`; None to keep none.
 
     Raises:
         ValueError: no number of micro-batches gives the same batch, and checkpoint.allow does not contain "loader".

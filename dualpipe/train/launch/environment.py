@@ -8,10 +8,9 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from dualpipe.runtime.rank_process import CONFIG_FILE, RankInfo
 from dualpipe.train.config.load import recorded_config
@@ -31,43 +30,35 @@ _LAUNCHERS = {
 }
 
 
-def load_everywhere(load: Callable[[], Config]) -> tuple[Config, RankInfo | None]:
-    """Return the configuration and the rank of this process; None for the rank if the ranks are not yet started.
+@contextmanager
+def raising_on_all_ranks() -> Iterator[RankInfo | None]:
+    """Load the configuration in a `with` block. A ValueError in it is raised on all ranks, not on this one alone.
 
-    A single rank is not started: it is this process. Sets MASTER_ADDR and MASTER_PORT under SLURM.
+    Yields the rank of this process, None if the ranks are not yet started. Sets MASTER_ADDR and MASTER_PORT under
+    SLURM.
 
-    Args:
-        load: loads the configuration. Not called in a process that `dualpipe` has started: the launcher passes on its
-            own.
-
-    Raises ValueError if either is invalid. If that happens on this rank alone, the other ranks raise the same error; it
-    takes up to 30 s to tell them.
+    Raises ValueError if the variables of the launcher are invalid; on all ranks, too, if their number is valid. It
+    takes up to 30 s to tell the other ranks.
     """
     ranks = _global_rank(os.environ)
     if ranks is not None and "RANK" not in os.environ:
         os.environ.update(slurm_rendezvous(os.environ))
     try:
-        info = rank_from_environment(os.environ)
-        file = os.environ.get(CONFIG_FILE)
-        config = load() if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
+        yield rank_from_environment(os.environ)
     except ValueError as error:
         if ranks is not None and ranks[1] > 1:
-            _raise_everywhere(error, RankInfo(*ranks, 0, 1))
+            from dualpipe.train.launch.join import PATIENCE, all_ranks_agree, connect  # loads torch
+
+            info = RankInfo(*ranks, 0, 1)  # its place on its machine may be what is invalid
+            with suppress(ValueError, TimeoutError), all_ranks_agree(connect(info, PATIENCE), info, PATIENCE):
+                raise error
         raise
-    if info is None and config.parallel.world_size == 1:
-        info = RankInfo(0, 1, 0, 1)
-    return config, info
 
 
-def _raise_everywhere(error: ValueError, info: RankInfo) -> None:
-    """Raise `error` on the other ranks of the job, which would wait for this one."""
-    from dualpipe.train.launch.join import PATIENCE, agree, connect  # loads torch
-
-    def fail(settings: dict[str, Any]) -> None:
-        raise error
-
-    with suppress(ValueError, TimeoutError):  # the caller raises the error on this rank
-        agree(connect(info, PATIENCE), info, fail, PATIENCE)
+def launcher_config() -> Config | None:
+    """Return the configuration of the process that has started this rank; None if `dualpipe` has not started it."""
+    file = os.environ.get(CONFIG_FILE)
+    return None if file is None else recorded_config(json.loads(Path(file).read_text(encoding="utf-8")))
 
 
 def rank_from_environment(environment: Mapping[str, str]) -> RankInfo | None:

@@ -10,14 +10,14 @@ import os
 import socket
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,14 @@ from dualpipe.runtime.ranks.objects import StoreObjects
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.fit import Resolved, resolve
-from dualpipe.train.config.model_config import TrainedModel
 from dualpipe.train.config.schema import Config, ParallelConfig
 from dualpipe.train.launch.watchdog import Watchdog
 
-T = TypeVar("T")
+PATIENCE = timedelta(seconds=30)  # time that a failing rank waits for the others to arrive and read its error
+_MAX_FIELDS = 8  # different settings in an error
+_MAX_CHARACTERS = 80  # of a value in an error
+_MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # from node to node
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
 
 
 @dataclass(eq=False)
@@ -78,66 +81,64 @@ def join(
     Yields the job, and the configuration resolved for the number of ranks. prefix: see `connect`.
 
     Raises ValueError, on all ranks, if they were started with different settings, `config` does not fit their number,
-    or one has no device; see `agree`.
+    or one has no device; see `all_ranks_agree`.
     """
-
-    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, Resolved]:
+    layout = config.parallel
+    store = open_store(layout, info, prefix)
+    if watchdog is not None:
+        watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
+                       patience=config.watchdog.timeout or layout.timeout / 2, limit=layout.timeout)
+    with all_ranks_agree(store, info, timedelta(seconds=layout.timeout)) as settings:
         settings.update(run_settings(config))
         resolved = resolve(config, info.world_size)
-        settings.update(model_settings(resolved.model))
-        return resolved.config.parallel, resolved
-
-    def watch(store: dist.Store) -> None:
-        if watchdog is not None:
-            limit = config.parallel.timeout
-            watchdog.watch(store if info.world_size > 1 else None, info, Path(config.output.dir),
-                           patience=config.watchdog.timeout or limit / 2, limit=limit)
-
-    with join_prepared(config.parallel, info, prepare, watch=watch, prefix=prefix) as (job, resolved):
+        settings.update((f"the model's {name}", value) for name, value in resolved.model.to_dict().items())
+        device = prepare_device(layout, info, store, settings)
+    with process_groups(resolved.config.parallel, info, store, device) as job:
         job.watchdog = watchdog
         yield job, resolved
 
 
-@contextmanager
-def join_prepared(
-    layout: ParallelConfig, info: RankInfo, prepare: Callable[[dict[str, Any]], tuple[ParallelConfig, T]], *,
-    watch: Callable[[dist.Store], None] | None = None, prefix: str = "",
-) -> Iterator[tuple[Job, T]]:
-    """Join the other ranks of the job after `prepare` has run on all of them.
+def open_store(layout: ParallelConfig, info: RankInfo, prefix: str = "") -> dist.Store:
+    """Return the store of the job, or one of this process for a single rank. prefix: see `connect`.
 
-    Args:
-        layout: timeout, interface and device for the rendezvous.
-        prepare: fills a dictionary with the settings that must be the same on all ranks. It returns the layout for the
-            number of ranks, and a value for this rank.
-        watch: called with the store before ranks wait for each other.
-        prefix: see `connect`.
-
-    Yields the job and the value of `prepare`. Raises ValueError, on all ranks, if `prepare` raised it on any, settings
-    differ, or a rank has no device.
+    Also sets the environment variables that CUDA reads when it starts: the next calls may start it.
     """
-
-    def prepare_device(settings: dict[str, Any]) -> tuple[ParallelConfig, T, torch.device]:
-        settings["number of ranks"] = info.world_size
-        parallel, prepared = prepare(settings)
-        if parallel.ep > 1:  # tokens go to experts by nodes, which all ranks must see alike
-            settings["parallel.ranks_per_node (else LOCAL_WORLD_SIZE)"] = (
-                parallel.ranks_per_node or info.local_world_size)
-        confine(info, layout.interface)
-        device = choose_device(info, layout.device, lambda uuid: store.add(f"device {uuid}", 1) == 1)
-        settings["kind of device"] = device.type
-        return parallel, prepared, device
-
-    if info.world_size > 1 and layout.device != "cpu":
+    if info.world_size == 1:
+        return dist.HashStore()
+    if layout.device != "cpu":
         cuda.set_environment()
-    timeout = timedelta(seconds=layout.timeout)
-    store = connect(info, timeout, layout.interface, prefix) if info.world_size > 1 else dist.HashStore()
-    if watch is not None:
-        watch(store)
-    parallel, prepared, device = agree(store, info, prepare_device, timeout)
+    return connect(info, timedelta(seconds=layout.timeout), layout.interface, prefix)
+
+
+def prepare_device(
+    layout: ParallelConfig, info: RankInfo, store: dist.Store, settings: dict[str, Any]
+) -> torch.device:
+    """Return the device of this rank, and restrict communication to `layout.interface`.
+
+    Adds to `settings` what all ranks must share for their communication; see `all_ranks_agree`. Raises ValueError if
+    this machine lacks the device or the interface.
+    """
+    if layout.ep > 1:  # tokens go to experts by nodes, which all ranks must see alike
+        settings["parallel.ranks_per_node (else LOCAL_WORLD_SIZE)"] = layout.ranks_per_node or info.local_world_size
+    confine(info, layout.interface)
+    device = choose_device(info, layout.device, store)
+    settings["kind of device"] = device.type
+    return device
+
+
+@contextmanager
+def process_groups(
+    layout: ParallelConfig, info: RankInfo, store: dist.Store, device: torch.device
+) -> Iterator[Job]:
+    """Make the process groups of all ranks and their mesh, and end them after the `with` block. Yields the job.
+
+    layout: for the number of ranks, with parallel.dp.
+    """
     cuda.select(device)
     if info.world_size == 1:
-        yield Job(device), prepared
+        yield Job(device)
         return
+    timeout = timedelta(seconds=layout.timeout)
     on_cuda = device.type == "cuda"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
@@ -146,20 +147,19 @@ def join_prepared(
     # Wait for all ranks: if one failed before the others connect, torch would log a broken store on them.
     with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
         dist.all_reduce(torch.zeros(1, device="cpu"))
-    mesh = build_mesh(parallel.pp, parallel.dp, parallel.ep, device, cp=parallel.cp,
-                      dp_replicate=parallel.dp_replicate, timeout=timeout,
-                      ranks_per_node=parallel.ranks_per_node or info.local_world_size)
-    yield Job(device, mesh), prepared
+    mesh = build_mesh(layout.pp, layout.dp, layout.ep, device, cp=layout.cp, dp_replicate=layout.dp_replicate,
+                      timeout=timeout, ranks_per_node=layout.ranks_per_node or info.local_world_size)
+    yield Job(device, mesh)
     dist.destroy_process_group()  # not after an error: it would wait for the other ranks
 
 
-def choose_device(info: RankInfo, kind: str, is_free: Callable[[str], bool]) -> torch.device:
+def choose_device(info: RankInfo, kind: str, store: dist.Store) -> torch.device:
     """Return the device of this rank.
 
     Args:
         kind: "cpu", "cuda", or "auto" for CUDA if torch finds any CUDA device.
-        is_free: returns True if no other rank uses the CUDA device with a given UUID. A launcher may make a
-            single device visible to each rank, and a different one to every rank (SLURM's --gpus-per-task,
+        store: of the job, in which ranks enter the UUID of their only CUDA device. A launcher may make a single device
+            visible to each rank, and a different one to every rank (SLURM's --gpus-per-task,
             CUDA_VISIBLE_DEVICES=$LOCAL_RANK, a container per rank).
 
     Raises ValueError if this machine has fewer CUDA devices than ranks. "auto" does not fall back to the CPU then: a
@@ -168,8 +168,10 @@ def choose_device(info: RankInfo, kind: str, is_free: Callable[[str], bool]) -> 
     devices = cuda.count() if kind != "cpu" else 0
     if devices >= info.local_world_size:
         return torch.device("cuda", info.local_rank)
-    if devices == 1 and is_free(str(cuda.properties(0).uuid)):
-        return torch.device("cuda", 0)
+    if devices == 1:
+        is_free = store.add(f"device {cuda.properties(0).uuid}", 1) == 1  # no other rank uses it
+        if is_free:
+            return torch.device("cuda", 0)
     if kind == "cuda" or devices:
         raise ValueError(
             f"parallel.device = {kind!r}, but torch finds {devices} CUDA devices here for {info.local_world_size} "
@@ -179,11 +181,7 @@ def choose_device(info: RankInfo, kind: str, is_free: Callable[[str], bool]) -> 
     return torch.device("cpu")
 
 
-PATIENCE = timedelta(seconds=30)  # time that a failing rank waits for the others to arrive and read its error
-_MAX_FIELDS = 8  # different settings in an error
-_MAX_CHARACTERS = 80  # of a value in an error
-_MAY_DIFFER = ("model.config", "output.dir", "parallel.interface")  # from node to node
-
+# -- the same settings on all ranks
 
 
 def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
@@ -211,32 +209,30 @@ def run_settings(config: Config) -> Iterator[tuple[str, Any]]:
     yield "sources of dualpipe (digest)", digest.hexdigest()[:16]
 
 
-def model_settings(model: TrainedModel) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of the model's configuration, by name, that all ranks must share."""
-    for name, value in model.to_dict().items():
-        yield f"the model's {name}", value
+@contextmanager
+def all_ranks_agree(store: dist.Store, info: RankInfo, timeout: timedelta) -> Iterator[dict[str, Any]]:
+    """Compare the settings of all ranks at the end of a `with` block, and raise an error of the block on all ranks.
 
+    Yields a dictionary, to be filled with the settings that must be the same on all ranks, as JSON values.
 
-def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]], T], timeout: timedelta) -> T:
-    """Run `prepare` on every rank, compare the settings of all ranks, and return this rank's result.
-
-    prepare: fills the dictionary that it receives with the settings that must be the same on all ranks, as JSON values.
-
-    Raises ValueError, with the same text on every rank, if settings differ (naming fields, ranks and values) or
-    `prepare` raised one on any rank; TimeoutError if ranks are missing.
+    Raises ValueError, with the same text on every rank, if settings differ (naming fields, ranks and values) or the
+    block raised one on any rank; TimeoutError if ranks are missing. An error that is no ValueError stays itself on its
+    own rank.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {"number of ranks": info.world_size}
     error: Exception | None = None
     try:
-        result = prepare(settings)
+        yield settings
     except Exception as raised:  # sent to the other ranks first, and raised below
         error = raised
-    record = {"settings": settings, "error": "" if error is None else _text_of(error)}
+    text = ""
+    if error is not None:
+        text = (str(error) if isinstance(error, ValueError) else "") or repr(error)
     objects = StoreObjects(store, info.rank, info.world_size, topic="settings", timeout=timeout)
     problem = ""
     try:
         with Recorder.current().collective("meet", "the settings of all ranks", range(info.world_size)):
-            _compare(RankSync(None, objects=objects), record)
+            _compare(RankSync(None, objects=objects), _Record(settings, text))
     except ValueError as refusal:
         problem = str(refusal)
         with suppress(TimeoutError, dist.DistError):  # rank 0 serves the store, so it stays until others have read
@@ -245,53 +241,43 @@ def agree(store: dist.Store, info: RankInfo, prepare: Callable[[dict[str, Any]],
         raise error
     if problem:
         raise ValueError(problem) from error
-    return result
 
 
-def _text_of(error: Exception) -> str:
-    """Return the text of an error for the other ranks; never ""."""
-    text = str(error) if isinstance(error, ValueError) else ""
-    return text or repr(error)
+class _Record(NamedTuple):
+    """The settings of a rank, as far as it got, and the text of its error, "" without one."""
+
+    settings: Mapping[str, Any]
+    error: str
 
 
-def _compare(ranks: RankSync, record: Mapping[str, Any]) -> None:
-    """Compare the records of all ranks on rank 0. Raises ValueError on all ranks if there is a problem in them.
-
-    record: the settings of this rank, as far as `prepare` got, and the text of its error, "" without one.
-    """
+def _compare(ranks: RankSync, record: _Record) -> None:
+    """Compare the records of all ranks on rank 0. Raises ValueError on all ranks if there is a problem in them."""
     text = json.dumps(record, sort_keys=True, default=str)
-    digest = "failed" if record["error"] else hashlib.sha256(text.encode()).hexdigest()
+    digest = "failed" if record.error else hashlib.sha256(text.encode()).hexdigest()
     digests = set(ranks.collect(digest) or ())
     if ranks.first(lambda: len(digests) == 1 and "failed" not in digests):
         return
-    records = ranks.collect(record) or []
+    records = [_Record(*fields) for fields in ranks.collect(record) or ()]
     ranks.first(lambda: _raise_problems(records))
 
 
-def _raise_problems(records: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError about different settings and errors. records: of each rank; see `_compare`."""
-    problems = list(_problems(records))
-    if problems:
-        raise ValueError("; ".join(problems))
-
-
-def _problems(records: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a text about different settings, and one for each error.
-
-    records: the settings of each rank, as far as `prepare` got, and its error.
-    """
-    differences = list(_differences([record["settings"] for record in records]))
+def _raise_problems(records: Sequence[_Record]) -> None:
+    """Raise ValueError about different settings and errors. records: of each rank."""
+    problems = []
+    differences = list(_differences([record.settings for record in records]))
     if differences:
         shown = ", ".join(differences[:_MAX_FIELDS])
         more = f" (and {len(differences) - _MAX_FIELDS} more)" if len(differences) > _MAX_FIELDS else ""
-        yield (f"the ranks were started with different settings: {shown}{more}; start all with the same command, files "
-               "and versions")
+        problems.append(f"the ranks were started with different settings: {shown}{more}; start all with the same "
+                        "command, files and versions")
     ranks_by_error = defaultdict(list)
     for rank, record in enumerate(records):
-        ranks_by_error[record["error"]].append(rank)
+        ranks_by_error[record.error].append(rank)
     for error, ranks in ranks_by_error.items():
         if error:
-            yield error if len(ranks) == len(records) else f"{rank_ranges(ranks)}: {error}"
+            problems.append(error if len(ranks) == len(records) else f"{rank_ranges(ranks)}: {error}")
+    if problems:
+        raise ValueError("; ".join(problems))
 
 
 def _differences(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -307,7 +293,7 @@ def _differences(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{name} is {values}"
 
 
-_SIOCGIFADDR = 0x8915  # <linux/sockios.h>
+# -- the store, and the network interface
 
 
 def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str = "") -> dist.Store:

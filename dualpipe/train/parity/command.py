@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
 
 from dualpipe.parallel.mesh import mesh_sizes
 from dualpipe.runtime.dtypes import dtype_of
@@ -13,7 +13,7 @@ from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.schedule.draw import aligned
 from dualpipe.train.config.model_config import read_own_model_config
 from dualpipe.train.config.schema import Config, ParallelConfig
-from dualpipe.train.launch.join import Job, join, join_prepared
+from dualpipe.train.launch.join import Job, all_ranks_agree, join, open_store, prepare_device, process_groups
 from dualpipe.train.parity.compare import Measured, RouteReport
 from dualpipe.train.parity.errors import (
     BOUND_OF_ONE,
@@ -68,15 +68,13 @@ def _join_model(
     text: str, layout: ParallelConfig, info: RankInfo, dtype: str
 ) -> Iterator[tuple[Job, ComparedModel, str]]:
     """Join the ranks that compare the model of `--model`; yield the job, the model and a title."""
-
-    def prepare(settings: dict[str, Any]) -> tuple[ParallelConfig, ComparedModel]:
-        settings["--model"] = text
-        settings["--dtype"] = dtype
-        settings["the layout"] = str(layout)
+    store = open_store(layout, info)
+    with all_ranks_agree(store, info, timedelta(seconds=layout.timeout)) as settings:
+        settings |= {"--model": text, "--dtype": dtype, "the layout": str(layout)}
         mesh_sizes(info.world_size, pp=layout.pp, dp=layout.dp, ep=layout.ep)
-        return layout, find_model(text)
-
-    with join_prepared(layout, info, prepare) as (job, model):
+        model = find_model(text)
+        device = prepare_device(layout, info, store, settings)
+    with process_groups(layout, info, store, device) as job:
         yield job, model, f"{text}, {layout}"
 
 

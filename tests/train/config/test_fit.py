@@ -57,24 +57,24 @@ def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_o
 
 
 @pytest.fixture
-def saved_by_two_pipelines(tmp_path, monkeypatch):
-    """A configuration whose newest checkpoint was saved by 2 pipelines in steps of 16 sequences."""
+def resume_on(tmp_path):
+    """Return the configuration of a run that resumes on a number of ranks, and the line about it.
+
+    The checkpoint was saved by 2 pipelines in steps of 16 sequences.
+    """
     run = {"train": {"micro_batch_size": 2, "num_chunks": 4}, "parallel": {"dp": 2, "ep": 1}}
-    checkpoint = SimpleNamespace(manifest=SimpleNamespace(config={"run": run}))
-    monkeypatch.setattr(saver, "find_source", lambda config: saver.ResumeSource(tmp_path, {}, ""))
-    monkeypatch.setattr(saver, "find", lambda path: SimpleNamespace(committed=[checkpoint]))
-    return Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
+    saved = saver._saved_batch(tmp_path, SimpleNamespace(config={"run": run}))
+
+    def resume_on(config, world_size):
+        known = fit.Resolved.of(fit.fit_world(config, world_size), None)
+        kept, note = fit.keep_batch(known, saved)
+        return kept.config, note
+
+    return resume_on
 
 
-def resume_on(config, world_size):
-    """Return the configuration of a run that resumes on `world_size` ranks, and the line about it."""
-    known = fit.Resolved.of(fit.fit_world(config, world_size), None)
-    kept, note = fit.keep_batch(known, saver.find_saved_batch(config))
-    return kept.config, note
-
-
-def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path):
-    config = saved_by_two_pipelines
+def test_a_batch_that_cannot_be_kept_is_refused(resume_on, tmp_path):
+    config = Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
     assert resume_on(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
     resumed, note = resume_on(config, 4)
     assert resumed.train.num_chunks == 2 and "keeps the 16 sequences of a step: 2 pipelines saved" in note
@@ -85,8 +85,8 @@ def test_a_batch_that_cannot_be_kept_is_refused(saved_by_two_pipelines, tmp_path
         resume_on(config, 3)
 
 
-def test_an_allowed_change_of_the_batch_gives_a_warning(saved_by_two_pipelines):
-    config = replace(saved_by_two_pipelines, checkpoint=CheckpointConfig(allow=("loader",)))
+def test_an_allowed_change_of_the_batch_gives_a_warning(resume_on):
+    config = Config(train=TrainConfig(micro_batch_size=2, num_chunks=4), checkpoint=CheckpointConfig(allow=("loader",)))
     other, note = resume_on(config, 3)
     assert other.train.num_chunks == 4
     assert note == ("WARNING: a step now has 24 sequences instead of 16: 3 pipelines cannot share these in "

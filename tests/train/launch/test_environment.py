@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed import HashStore
 
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
@@ -135,13 +136,15 @@ def test_a_device_for_every_rank(monkeypatch):
     cases = [(2, "auto", "cuda:1"), (2, "cuda", "cuda:1"), (0, "auto", "cpu"), (2, "cpu", "cpu"), (1, "cpu", "cpu")]
     for count, wanted, expected in cases:
         monkeypatch.setattr("torch.cuda.device_count", lambda count=count: count)
-        assert str(choose_device(info, wanted, bool)) == expected
+        assert str(choose_device(info, wanted, HashStore())) == expected
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    taken = HashStore()
+    taken.add("device GPU-1", 1)
     for wanted in ("cuda", "auto"):
         with pytest.raises(ValueError, match=f"'{wanted}', but torch finds 1 CUDA devices here for 2 ranks; start few"):
-            choose_device(info, wanted, lambda uuid: uuid != "GPU-1")
-        assert str(choose_device(info, wanted, lambda uuid: uuid == "GPU-1")) == "cuda:0"  # all that this rank sees
+            choose_device(info, wanted, taken)
+        assert str(choose_device(info, wanted, HashStore())) == "cuda:0"  # all that this rank sees
 
 
 # -- examples/slurm.sbatch

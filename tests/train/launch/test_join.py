@@ -18,7 +18,7 @@ from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
 from dualpipe.train.launch import join as join_module
-from dualpipe.train.launch.join import agree, connect, join, run_settings
+from dualpipe.train.launch.join import all_ranks_agree, connect, join, run_settings
 from ports import free_ports
 from ranks import run_ranks
 
@@ -104,14 +104,16 @@ def test_the_environment_is_set_before_cuda_starts(run_toml):
 
 
 def agree_in_threads(prepare, world_size, *, seconds=20, absent=()):
-    """Return the result or error of `agree` on each of several ranks, and the records that it exchanged."""
+    """Return the result of `prepare` or the error on each of several ranks, and the ranks that sent a record."""
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=seconds))
 
     def rank(number):
         info = RankInfo(number, world_size, number, world_size)
         try:
-            return agree(store, info, lambda settings: prepare(number, settings), timedelta(seconds=seconds))
+            with all_ranks_agree(store, info, timedelta(seconds=seconds)) as settings:
+                result = prepare(number, settings)
+            return result
         except Exception as error:
             return error
 
@@ -178,8 +180,13 @@ def test_a_rank_that_cannot_read_its_settings_tells_the_others(monkeypatch, caps
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     info, patience = RankInfo(0, 2, 0, 2), timedelta(seconds=20)
+
+    def agree():
+        with all_ranks_agree(connect(info, patience), info, patience):
+            pass
+
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(lambda: agree(connect(info, patience), info, lambda settings: None, patience))
+        other = pool.submit(agree)
         assert cli.main(command.split()) == 2
         assert re.search(message, capsys.readouterr().err)
         with pytest.raises(ValueError, match=f"rank 1: {message}"):
