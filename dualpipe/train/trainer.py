@@ -28,7 +28,7 @@ from dualpipe.runtime.storage import check_shared
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.model_config import flops_per_token
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import RunData
+from dualpipe.train.data.run_data import RunData
 from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.describe_run import count_parameters, describe_run, record_start, unigram_loss
 from dualpipe.train.evaluate import evaluate
@@ -38,7 +38,7 @@ from dualpipe.train.kernel_choice import choose_kernels
 from dualpipe.train.launch.join import Job, join
 from dualpipe.train.launch.watchdog import Watchdog
 from dualpipe.train.metrics import MetricsWriter, NoMetrics, StepMetrics, Throughput, draw, memory_bytes
-from dualpipe.train.optim.lr_schedule import run_learning_rate
+from dualpipe.train.optim.lr_schedule import learning_rate
 from dualpipe.train.profile import (
     ProfiledSteps,
     Steps,
@@ -295,7 +295,7 @@ class Trainer:
         with snapshot.watch:  # records sums of the results of the step's actions
             losses = runner.run_step(batch, step)
         norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(settings.clip_norm or math.inf))
-        lr = run_learning_rate(step - 1, settings, self.config.train.steps)
+        lr = learning_rate(step - 1, settings, self.config.train.steps)
         runner.update(self.state.optimizer, lr, norm)
         values = self._step_values(norm, losses)
         reports = self.rank_reports.gather(data_wait)

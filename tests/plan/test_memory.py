@@ -39,7 +39,6 @@ from dualpipe.train.config.model_config import TrainedModel, read_model
 from dualpipe.train.config.schema import Config
 from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.optim import offload
-from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step import build_model, resolve_run_dtypes
 from ranks import run_ranks
@@ -306,8 +305,8 @@ def test_moments_in_host_memory(monkeypatch, capsys, options, bucket_bytes):
     model = read_config(config.model.config)
     (before,), (after,) = (estimate(each, model, activations=False) for each in (config, offloaded))
     stages = [stage.to(dtype_of(config.train.dtype)) for stage in build_stages(model, 1)]
-    storage = MomentStorage(dtype_of(config.optimizer.moments), on_host=True)
-    optimizer = Optimizer(stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, moments=storage)
+    optimizer = Optimizer(stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+                          moments=dtype_of(config.optimizer.moments), offload=True)
     buckets = optimizer._host_moments.buckets
     held = sum(bucket.memory.numel() for bucket in buckets)
     buffers = max(bucket.memory.numel() for bucket in buckets) * min(2, len(buckets))

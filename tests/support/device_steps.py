@@ -34,7 +34,6 @@ from dualpipe.pipeline import PipelineError
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.schedule import build
 from dualpipe.train.loss import MicroBatchLoss
-from dualpipe.train.optim.offload import MomentStorage
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step import build_model, resolve_model_dtypes
 from pretend_cuda import PretendCuda, pretend_cuda
@@ -267,7 +266,7 @@ def as_process(rank: int, shape: tuple[int, int, int], dtype: torch.dtype = torc
         model = build_model(config, schedule, mesh["pp"].get_local_rank(), dtypes=dtypes, device=CUDA, mesh=mesh)
         pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=name)
         optimizer = Optimizer(model.stages, lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
-                              moments=MomentStorage(on_host=offload))
+                              offload=offload)
         rows = torch.randint(CONFIG.vocab_size, (ROWS * MICRO_BATCHES, 9)).to(CUDA)
         inputs = (rows[:, :-1],) if model.has_first else ()
         for step in range(STEPS):

@@ -396,12 +396,12 @@ BREAK_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
     import dualpipe.train.trainer as loop
-    good = loop.run_learning_rate
+    good = loop.learning_rate
     def broken(step, *settings):
         if step == 2:
             raise RuntimeError("the cause")
         return good(step, *settings)
-    loop.run_learning_rate = broken
+    loop.learning_rate = broken
 """
 
 

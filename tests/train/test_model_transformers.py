@@ -22,7 +22,7 @@ from dualpipe.train.config.model_config import read_model
 from dualpipe.train.data.loader import RunData
 from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.optim.lr_schedule import run_learning_rate
+from dualpipe.train.optim.lr_schedule import learning_rate
 from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer
 from hf_families import config_of, tiny_model
@@ -98,7 +98,7 @@ def plain_losses(options):
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer.clip_norm)
             for group in adamw.param_groups:
-                group["lr"] = run_learning_rate(step, optimizer, config.train.steps)
+                group["lr"] = learning_rate(step, optimizer, config.train.steps)
             adamw.step()
             adamw.zero_grad()
             losses.append(loss.item())

@@ -25,6 +25,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"  # name in a checkpoint of what trans
 TEXT_KEY = "text"  # default of data.text_key
 Algorithm = Literal["muon", "adamw"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # values of optimizer.name that are not the path of a class
+LRSchedule = Literal["cosine", "linear", "constant", "wsd"]  # the names in train.optim.lr_schedule.SCHEDULES
 
 
 def _rule(is_valid: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:
@@ -437,7 +438,7 @@ class OptimizerConfig:
     the gradient, a custom optimizer applies it in its own way"""
     warmup_steps: int = _not_negative(0)
     """steps of linear warm-up"""
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    schedule: LRSchedule = "cosine"
     """learning rate after the warm-up: half a cosine, a linear decay, the peak, or the peak followed by a linear decay
     (wsd)"""
     min_lr_ratio: float = _fraction(0.1)

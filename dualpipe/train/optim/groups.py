@@ -9,43 +9,11 @@ from torch import Tensor, nn
 
 from dualpipe.nn import RMSNorm, Router
 from dualpipe.parallel.precision.dtype_plan import matches
-from dualpipe.runtime.errors import nearest
 from dualpipe.train.config.schema import OptimizerGroup
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, RMSNorm)
 _SCALE_NAMES = ("sinks", "A_log")  # parameters that are not matrices, whatever their shape
 _ROUTER_NAMES = {"gate", "router", "shared_expert_gate"}  # modules of transformers' models
-
-
-class ParameterGroup(NamedTuple):
-    """Settings for the parameters that a pattern matches. A field that is None changes nothing.
-
-    pattern: as in `dualpipe.parallel.Rule`.
-    lr: peak learning rate.
-    weight_decay: decoupled weight decay.
-    algorithm: "muon" or "adamw".
-    """
-
-    pattern: str
-    lr: float | None = None
-    weight_decay: float | None = None
-    algorithm: str | None = None
-
-
-def layer_decay_groups(lr: float, decay: float, num_layers: int, prefix: str = "") -> list[ParameterGroup]:
-    """Return groups whose learning rates are multiplied by `decay` from each layer to the one before it.
-
-    The embedding comes before layer 0. The head and its norm keep `lr`. For fine-tuning (arXiv:2003.10555, section
-    3.3). Example: with 2 layers and a decay of 0.5, layer 1 has lr / 2, layer 0 lr / 4, the embedding lr / 8.
-
-    Args:
-        lr: peak learning rate of the head.
-        decay: the factor.
-        num_layers: layers of the model.
-        prefix: of the names of layers and embedding.
-    """
-    names = [f"{prefix}embed_tokens", *(f"{prefix}layers.{index}" for index in range(num_layers))]
-    return [ParameterGroup(name, lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]
 
 
 def find_trainable_parameters(modules: Iterable[nn.Module]) -> dict[nn.Parameter, tuple[str, nn.Module]]:
@@ -81,7 +49,7 @@ def is_hidden_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def choose_algorithm(
-    optimizer: str, groups: Iterable[ParameterGroup | OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
+    optimizer: str, groups: Iterable[OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
 ) -> str:
     """Return the algorithm that updates a parameter: "adamw", "muon", or the import path of a custom optimizer.
 
@@ -116,7 +84,7 @@ class UpdateRule(NamedTuple):
 
 def choose_update(
     name: str, owner: nn.Module, parameter: Tensor, *, optimizer: str, lr: float, weight_decay: float,
-    groups: Sequence[ParameterGroup],
+    groups: Sequence[OptimizerGroup],
 ) -> UpdateRule:
     """Return the update of a parameter by `Optimizer`.
 
@@ -149,18 +117,17 @@ def choose_update(
     return UpdateRule(algorithm, lr_factor, decay)
 
 
-def check_groups(groups: Iterable[OptimizerGroup], names: Sequence[str]) -> None:
-    """Check that every group matches a parameter.
+def layer_decay_groups(lr: float, decay: float, num_layers: int, prefix: str = "") -> list[OptimizerGroup]:
+    """Return groups whose learning rates are multiplied by `decay` from each layer to the one before it.
+
+    The embedding comes before layer 0. The head and its norm keep `lr`. For fine-tuning (arXiv:2003.10555, section
+    3.3). Example: with 2 layers and a decay of 0.5, layer 1 has lr / 2, layer 0 lr / 4, the embedding lr / 8.
 
     Args:
-        groups: the groups of the configuration.
-        names: of all trainable parameters of the whole model.
-
-    Raises:
-        ValueError: a group matches none; lists the nearest names.
+        lr: peak learning rate of the head.
+        decay: the factor.
+        num_layers: layers of the model.
+        prefix: of the names of layers and embedding.
     """
-    for group in groups:
-        if not any(matches(group.pattern, name) for name in names):
-            nearest_names = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
-            raise ValueError(
-                f"optimizer.groups: no trained parameter matches {group.pattern!r}; nearest: {nearest_names}")
+    names = [f"{prefix}embed_tokens", *(f"{prefix}layers.{index}" for index in range(num_layers))]
+    return [OptimizerGroup(name, lr=lr * decay ** (num_layers + 1 - depth)) for depth, name in enumerate(names)]

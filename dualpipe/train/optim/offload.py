@@ -27,13 +27,6 @@ BUCKET_BYTES = 2**27  # of the moments in a bucket, unless those of one paramete
 ALIGNMENT = 128  # bytes; every moment starts at a multiple
 
 
-class MomentStorage(NamedTuple):
-    """Storage of an optimizer's moments. dtype: torch.float32 or bfloat16; on_host: in pinned host memory."""
-
-    dtype: torch.dtype = torch.float32
-    on_host: bool = False
-
-
 class MomentPlace(NamedTuple):
     """Place of a moment in the bytes of its bucket, with the strides of the parameter."""
 
@@ -72,11 +65,6 @@ class Bucket:
             # Registered, because torch's own allocator of pinned memory rounds up to a power of two.
             weakref.finalize(self.memory, devices.pin(self.memory)).atexit = False
 
-    def moments(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each parameter with its moments in host memory, distributed like it; call `HostMoments.wait` first."""
-        for parameter, places in zip(self.parameters, self.places):
-            yield parameter, [_distributed_as(parameter, place.view(self.memory)) for place in places]
-
 
 class HostMoments:
     """Moments of parameters in host memory. Begin as zeros.
@@ -94,9 +82,10 @@ class HostMoments:
         self._out_stream = devices.new_stream(self._device)
 
     def moments(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
-        """Yield each parameter with its moments in host memory, distributed like it."""
+        """Yield each parameter with its moments in host memory, distributed like it. Call `wait` before reading."""
         for bucket in self.buckets:
-            yield from bucket.moments()
+            for parameter, places in zip(bucket.parameters, bucket.places):
+                yield parameter, [_distributed_as(parameter, place.view(bucket.memory)) for place in places]
 
     def wait(self) -> None:
         """Make the host wait until all updates are stored, before it reads or writes the moments."""

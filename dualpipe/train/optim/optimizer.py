@@ -29,20 +29,16 @@ from dualpipe.models import HubConfig
 from dualpipe.models.decoder import Attention
 from dualpipe.nn.deferral import local
 from dualpipe.nn.init import local_part
+from dualpipe.parallel.precision.dtype_plan import matches
 from dualpipe.quantized import requantize
 from dualpipe.quantized.quantize_model import distribute_like, missing_master_message, quantized_part
+from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
-from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig
-from dualpipe.train.optim.groups import (
-    ParameterGroup,
-    check_groups,
-    choose_update,
-    find_trainable_parameters,
-    layer_decay_groups,
-)
+from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig, OptimizerGroup
+from dualpipe.train.optim.groups import choose_update, find_trainable_parameters, layer_decay_groups
 from dualpipe.train.optim.muon import Muon
-from dualpipe.train.optim.offload import HostMoments, MomentStorage
+from dualpipe.train.optim.offload import HostMoments
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names
 
@@ -59,7 +55,8 @@ class Optimizer:
         betas: of AdamW.
         eps: of AdamW.
         weight_decay: of matrices.
-        moments: torch.bfloat16, or torch.float32 for the dtype of the masters; or a `MomentStorage`.
+        moments: torch.bfloat16, or torch.float32 for the dtype of the masters.
+        offload: keep the moments of AdamW in pinned host memory.
         name: "adamw"; "muon", for matrices that `is_hidden_matrix` selects, with AdamW for the rest; or the import path
             of a subclass of `torch.optim.Optimizer`, such as torch.optim.NAdam. For a custom class the host waits for
             the gradient norm.
@@ -76,14 +73,13 @@ class Optimizer:
 
     def __init__(
         self, modules: Iterable[nn.Module], *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-        moments: torch.dtype | MomentStorage = torch.float32, name: str = "adamw",
-        options: Mapping[str, Any] | None = None, groups: Sequence[ParameterGroup] = (),
+        moments: torch.dtype = torch.float32, offload: bool = False, name: str = "adamw",
+        options: Mapping[str, Any] | None = None, groups: Sequence[OptimizerGroup] = (),
         masters: Mapping[nn.Parameter, Tensor] | None = None,
     ) -> None:
-        storage = moments if isinstance(moments, MomentStorage) else MomentStorage(moments)
-        if storage.dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"moments = {storage.dtype!r}: give torch.float32 or torch.bfloat16")
-        self._moment_dtype = torch.bfloat16 if storage.dtype is torch.bfloat16 else None  # None: that of the master
+        if moments not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moments = {moments!r}: give torch.float32 or torch.bfloat16")
+        self._moment_dtype = torch.bfloat16 if moments is torch.bfloat16 else None  # None: that of the master
         named_parameters = find_trainable_parameters(modules)
         self.parameters: list[nn.Parameter] = list(named_parameters)
         self._masters: dict[nn.Parameter, Tensor] = {
@@ -96,7 +92,7 @@ class Optimizer:
             by_settings = by_algorithm.setdefault(update.algorithm, {})
             by_settings.setdefault((update.lr_factor, update.weight_decay), []).append(master)
 
-        if storage.on_host and by_algorithm.keys() - {"adamw"}:
+        if offload and by_algorithm.keys() - {"adamw"}:
             raise ValueError(f"moments on the host: got parameters for {', '.join(sorted(by_algorithm))}, but only the "
                              "moments of adamw can be there; give all parameters to adamw, or keep them on the device")
 
@@ -114,7 +110,7 @@ class Optimizer:
         self._groups = {master: (algorithm, group) for algorithm, inner in self._inner.items()
                         for group in inner.param_groups for master in group["params"]}
         self._host_moments: HostMoments | None = None  # None: the moments are on the device
-        if storage.on_host:
+        if offload:
             self._host_moments = HostMoments(self._groups, dtype=self._moment_dtype, num_moments=len(MOMENTS))
         self._init_adamw_state()
 
@@ -314,14 +310,13 @@ def build_optimizer(
         }
     else:
         options = json.loads(settings.options) if settings.options else {}
-    groups = _parameter_groups(settings)
+    groups = list(settings.groups)
     if settings.layer_decay < 1:
         prefix = "" if isinstance(model, HubConfig) else model.name_prefix
-        groups = [*layer_decay_groups(settings.lr, settings.layer_decay, model.num_hidden_layers, prefix), *groups]
+        groups = layer_decay_groups(settings.lr, settings.layer_decay, model.num_hidden_layers, prefix) + groups
     return Optimizer(
         stages, lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay,
-        moments=MomentStorage(moments, on_host=settings.offload), name=settings.name, options=options, masters=masters,
-        groups=groups,
+        moments=moments, offload=settings.offload, name=settings.name, options=options, groups=groups, masters=masters,
     )
 
 
@@ -334,19 +329,25 @@ def check_optimizer(settings: OptimizerConfig, model: TrainedModel) -> None:
     if not settings.groups:
         return
     whole_model = find_trainable_parameters(stages_on_meta(model))
-    check_groups(settings.groups, [name for name, _ in whole_model.values()])
-    groups = _parameter_groups(settings)
+    names = [name for name, _ in whole_model.values()]
+    for group in settings.groups:
+        if not any(matches(group.pattern, name) for name in names):
+            nearest_names = ", ".join(nearest(group.pattern, names, 3, cutoff=0.0))
+            raise ValueError(
+                f"optimizer.groups: no trained parameter matches {group.pattern!r}; nearest: {nearest_names}")
     for parameter, (name, owner) in whole_model.items():
         choose_update(name, owner, parameter, optimizer=settings.name, lr=settings.lr,
-                      weight_decay=settings.weight_decay, groups=groups)
-
-
-def _parameter_groups(settings: OptimizerConfig) -> list[ParameterGroup]:
-    return [ParameterGroup(group.pattern, group.lr, group.weight_decay, group.algorithm) for group in settings.groups]
+                      weight_decay=settings.weight_decay, groups=settings.groups)
 
 
 class QKClip:
-    """QK-clip of all attention layers in the stages of this rank. Makes the layers record their largest logits.
+    """Scale back the query and key weights of attention heads whose largest logit in a step exceeds a limit.
+
+        factor_h = min(1, limit / largest logit of head h in the step's micro-batches, on all ranks)
+
+    With Muon, logits grow where they do not with AdamW, until the softmax attends to one key only. In contrast to a cap
+    on the logits, QK-clip changes no forward pass, and leaves heads below the limit alone (Kimi K2, arXiv:2507.20534,
+    section 2.1). Making a QKClip makes the layers record their largest logits, (A,) for A attention heads.
 
     Args:
         stages: the stages of this rank.

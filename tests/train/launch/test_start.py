@@ -23,11 +23,11 @@ from sockets import listening
 SLOW = """
 import os, time
 from dualpipe.train import trainer
-good = trainer.run_learning_rate
+good = trainer.learning_rate
 def slow(step, *settings):
     time.sleep(0.3 * (step > 3 and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"))
     return good(step, *settings)
-trainer.run_learning_rate = slow
+trainer.learning_rate = slow
 """
 
 

@@ -12,15 +12,14 @@ from dualpipe.train.config.load import load_config
 from dualpipe.train.config.schema import OptimizerConfig, OptimizerGroup
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim import offload
-from dualpipe.train.optim.groups import ParameterGroup
-from dualpipe.train.optim.offload import HostMoments, MomentStorage
+from dualpipe.train.optim.offload import HostMoments
 from dualpipe.train.optim.optimizer import MOMENTS, Optimizer
 from pretend_cuda import pretend_cuda
 from ranks import run_ranks
 from run_files import write_files
 
 ADAMW = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-GROUPS = [ParameterGroup("0", lr=0.02), ParameterGroup("4.weight", weight_decay=0.0)]
+GROUPS = [OptimizerGroup("0", lr=0.02), OptimizerGroup("4.weight", weight_decay=0.0)]
 CUDA = torch.device("cuda", 0)
 KINDS = [(dtype, moments) for dtype in (torch.float32, torch.bfloat16) for moments in (torch.float32, torch.bfloat16)]
 
@@ -35,7 +34,7 @@ def make_model(dtype=torch.float32, device="cpu"):
 
 
 def make_optimizer(model, *, on_host, moments=torch.float32):
-    return Optimizer([model], **ADAMW, moments=MomentStorage(moments, on_host=on_host), groups=GROUPS)
+    return Optimizer([model], **ADAMW, moments=moments, offload=on_host, groups=GROUPS)
 
 
 def run_step(model, optimizer, seed, norm=1.0):
@@ -245,5 +244,5 @@ def test_what_it_cannot_serve_is_refused(run_toml):
     with pytest.raises(ValueError, match=r"optimizer\.offload serves adamw only; leave out algorithm, or offload"):
         OptimizerConfig(groups=(OptimizerGroup("*.mlp", algorithm="muon"),), offload=True)
     with pytest.raises(ValueError, match="got parameters for adamw, muon, but only the moments of adamw can be there"):
-        Optimizer([make_model()], **ADAMW, name="muon", moments=MomentStorage(on_host=True))
+        Optimizer([make_model()], **ADAMW, name="muon", offload=True)
     assert load_config(run_toml, ["--optimizer.offload", "True"]).optimizer.offload

@@ -10,8 +10,8 @@ from dualpipe import Pipeline
 from dualpipe.models import config_from_dict
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
+from dualpipe.train.config.schema import OptimizerGroup
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.optim.groups import ParameterGroup
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.trainer import train
 from hub import FAMILIES, TINY
@@ -74,10 +74,10 @@ def test_matrices_are_decayed_whatever_the_shapes_of_other_parameters(family, al
 
 def test_a_group_cannot_give_stacked_biases_to_muon():
     stage = whole(config_from_dict({"model_type": "gpt_oss"} | FAMILIES["gpt_oss"]))
-    groups = [ParameterGroup("*.experts", algorithm="muon")]
+    groups = [OptimizerGroup("*.experts", algorithm="muon")]
     with pytest.raises(ValueError, match=r"gate_up_proj\.bias \(4, 64\) is neither a matrix nor a stack"):
         Optimizer([stage], **ADAMW, groups=groups)
-    optimizer = Optimizer([stage], **ADAMW, groups=[ParameterGroup("*.experts.*.weight", algorithm="muon")])
+    optimizer = Optimizer([stage], **ADAMW, groups=[OptimizerGroup("*.experts.*.weight", algorithm="muon")])
     assert optimizer.state_tensors()[stage.layers["0"].mlp.experts.down_proj.weight].keys() == {
         "master", "momentum_buffer"}
 
