@@ -111,8 +111,8 @@ class DataConfig:
     """[data]: the source of the tokens."""
 
     path: str = _rule(bool, 'give a packed directory, a folder of text, or "stdlib"')(STDLIB)
-    """directory made by `dualpipe data pack`, file or folder of text or records (.jsonl, .json, .jsonl.gz, .jsonl.zst,
-    .parquet), or "stdlib" (Python's own source code)"""
+    """directory made by `dualpipe data pack`, file or folder of text or of records in a format that docs/data.md lists,
+    or "stdlib" (Python's own source code)"""
     tokenizer: str = _rule(bool, 'give "auto", "bytes" or the directory of a tokenizer')(AUTO)
     """"bytes", or the directory of a model's tokenizer, which transformers loads, or the path of a tokenizer.json
     without settings beside it; "auto": the one in init.from_hf if there is one, else "bytes"; ignored if path is packed

@@ -39,12 +39,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.config.schema import TEXT_KEY
 from dualpipe.train.data.chat import Conversation
+from dualpipe.train.data.record_formats import NotText, find_format, list_suffixes
 from dualpipe.train.data.sources import (
     DOCUMENTS,
-    RECORD_KINDS,
-    NotText,
     Source,
-    file_kind,
     list_left_out,
     read_checked,
     read_conversations,
@@ -139,13 +137,13 @@ def _check_sources(sources: Sequence[Source], *, needs_records: bool) -> tuple[l
     skipped: dict[str, str] = {}
     for source in sources:
         try:
-            if needs_records and file_kind(source.path) == "text":
-                raise NotText(f"{source.path} holds no conversations: give records in files named "
-                              f"{', '.join(f'*{kind}' for kind in RECORD_KINDS)}", "no records")
+            if needs_records and find_format(source.path) is None:
+                raise NotText(f"{source.path} holds no conversations: give records in files named {list_suffixes()}",
+                              "no records")
             read_checked(source.path, 1 << 16)
             text_sources.append(source)
         except NotText as error:
-            if source.is_explicit or file_kind(source.path) != "text":
+            if source.is_explicit or find_format(source.path) is not None:
                 raise
             skipped[source.name] = error.reason
     return text_sources, skipped

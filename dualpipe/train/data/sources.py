@@ -1,23 +1,15 @@
 """Files of text or records, and the documents in them.
 
-A file is a document, or has one per record if it is JSON (plain, gzip or zstd) or Parquet. Files are read in pieces,
-however large they are, except arrays in JSON.
+A file is a document, or has one per record if its name has a suffix of `RECORD_FORMATS`.
 """
 
 from __future__ import annotations
 
-import gzip
 import importlib
-import json
 import os
-import re
 import sysconfig
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
-from io import BufferedReader
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -31,40 +23,29 @@ from dualpipe.train.data.chat import (
     conversion_hint,
     read_conversation,
 )
+from dualpipe.train.data.record_formats import (
+    BYTE_ORDER_MARK,
+    READ_ERRORS,
+    ChooseKeys,
+    NotText,
+    RecordFormat,
+    find_format,
+    list_suffixes,
+    looks_like_records,
+)
 
 _Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 # Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-ANY_JSON = (".json", ".json.gz", ".json.zst")  # lines, an array or a single object
-# Suffixes of files with records; others are text.
-RECORD_KINDS = (
-    ".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson", ".ndjson.gz", ".ndjson.zst", *ANY_JSON, ".parquet",
-)
-TABLE_KINDS = (".csv", ".tsv")  # rows under a header: neither text nor records
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_JSON_ARRAY = re.compile(rb'\s*\[\s*\{\s*"')  # the start of an array of objects
+TABLE_SUFFIXES = (".csv", ".tsv")  # rows under a header: neither text nor records
 _CHAT_REMEDY = "pack conversations with --chat or data.chat = true"
-ZSTD_PIECE = 1 << 12  # bytes to decompress at a time: about 10 KB of text
-PARQUET_ROWS = 256  # rows to decode at a time
 
 # Signatures of compressed files: name, offset, bytes. Other binary files are recognised by a NUL byte.
 SIGNATURES = (
     ("gzip", 0, b"\x1f\x8b"), ("zstd", 0, b"\x28\xb5\x2f\xfd"), ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ\0"),
     ("zip", 0, b"PK\x03\x04"), ("tar", 257, b"ustar"), ("Parquet", 0, b"PAR1"),
 )
-
-
-class NotText(ValueError):
-    """A file is compressed or binary.
-
-    Args:
-        reason: two or three words for a list of files.
-    """
-
-    def __init__(self, message: str, reason: str) -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Source(NamedTuple):
@@ -177,10 +158,9 @@ def read_documents(
         ValueError: the file cannot be read or is binary, or a record is not an object with a string under `text_key`.
             Names the file and the record, counted from 1 (in JSON lines: the line).
     """
-    kind = file_kind(path)
-    if kind == "text":
-        text = read_checked(path)
-        text = text.removeprefix(_BYTE_ORDER_MARK)
+    format = find_format(path)
+    if format is None:
+        text = read_checked(path).removeprefix(BYTE_ORDER_MARK)
         if text:
             yield text, str(path)
         return
@@ -197,7 +177,7 @@ def read_documents(
             raise ValueError(f"its {text_key!r} is not a string but of type {type(value).__name__}{hint}")
         return value.encode() or None
 
-    yield from _convert_records(path, choose_keys, read_text, on_position)
+    yield from _convert_records(path, format, choose_keys, read_text, on_position)
 
 
 def _list_keys(keys: Collection[str]) -> str:
@@ -231,6 +211,8 @@ def read_conversations(
     Raises:
         ValueError: as `read_documents` does.
     """
+    format = find_format(path)
+    assert format is not None, "`pack` refuses text as conversations"
     names = (key,) if key else MESSAGE_KEYS
     remedy = f"name the key of the messages with --text-key or data.text_key, or convert the records to {FORM}"
     no_messages = f"it has no {' or '.join(map(repr, names))}"
@@ -256,20 +238,21 @@ def read_conversations(
         if chosen not in names and not isinstance(record[chosen], list):
             raise ValueError(f"{no_messages}, and its {chosen!r} is not a list of messages but of type "
                              f"{type(record[chosen]).__name__}; {remedy}")
-        return read_conversation(record, chosen, fills_nulls=file_kind(path) == ".parquet")
+        return read_conversation(record, chosen, fills_nulls=format.fills_nulls)
 
-    yield from _convert_records(path, choose_keys, read, on_position)
+    yield from _convert_records(path, format, choose_keys, read, on_position)
 
 
 def _convert_records(
-    path: Path, choose_keys: Callable[[Collection[str]], list[str]],
+    path: Path, format: RecordFormat, choose_keys: ChooseKeys,
     convert: Callable[[dict[str, Any]], _Converted | None], on_position: Callable[[int], None] | None,
 ) -> Iterator[tuple[_Converted, str]]:
     """Yield the result of `convert` for every record, with the record's place. Skips records that convert to None.
 
     Args:
-        path: the file, of one of `RECORD_KINDS`.
-        choose_keys: takes the keys of a record and returns those to read, or raises ValueError.
+        path: the file.
+        format: its format.
+        choose_keys: chooses the keys of a record to read.
         convert: takes the values of a record by key, in the order of `choose_keys`; may raise ValueError.
         on_position: as in `read_documents`.
     """
@@ -277,7 +260,7 @@ def _convert_records(
     num_empty = 0
     first_empty = 0
     try:
-        for record, position in _read_records(path, choose_keys):
+        for record, position in format.read(path, choose_keys):
             converted = convert(record) if record else None
             if converted is not None:
                 yield converted, f"record {number} of {path}"
@@ -289,16 +272,11 @@ def _convert_records(
                 on_position(position)
     except NotText:
         raise
-    except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # raised for damaged files
+    except READ_ERRORS as error:
         raise ValueError(f"cannot read record {number} of {path}: {error}") from error
     if num_empty:
         warnings.warn(f"{path}: empty records are skipped: {num_empty}, the first is record {first_empty}",
                       stacklevel=1)
-
-
-def file_kind(path: Path) -> str:
-    """Return the suffix of a file with records, of `RECORD_KINDS`, or "text" for any other file."""
-    return next((kind for kind in RECORD_KINDS if path.name.lower().endswith(kind)), "text")
 
 
 def read_checked(path: Path, size: int = -1) -> bytes:
@@ -313,22 +291,20 @@ def read_checked(path: Path, size: int = -1) -> bytes:
             content = file.read(size)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    kind = file_kind(path)
-    if kind.endswith(".zst"):
-        _check_package(path, "zstandard")
-    elif kind == ".parquet":
-        _check_package(path, "pyarrow.parquet")
-    elif not kind.endswith(".gz"):
+    format = find_format(path)
+    if format is not None and format.module:
+        _check_module(path, format.module)
+    if format is None or not format.is_binary:
         _check_text(path, content)
-    if kind == "text" and path.name.lower().endswith(TABLE_KINDS):
+    if format is None and path.name.lower().endswith(TABLE_SUFFIXES):
         raise NotText(f"{path} is a table, not text; convert its rows to records in a file named *.jsonl or *.parquet",
                       "a table")
-    if kind == "text" and (_is_record(_strip(content.partition(b"\n")[0])) or _JSON_ARRAY.match(_strip(content))):
+    if format is None and looks_like_records(content):
         raise NotText(f"{path} starts with a JSON object; give records in files named *.jsonl or *.json", "JSON")
     return content
 
 
-def _check_package(path: Path, module: str) -> None:
+def _check_module(path: Path, module: str) -> None:
     """Raise ValueError if the module that reads a file is not installed."""
     try:
         importlib.import_module(module)
@@ -341,177 +317,7 @@ def _check_text(path: Path, content: bytes) -> None:
     """Raise NotText if the content of a file is compressed or binary."""
     for name, offset, signature in SIGNATURES:
         if content.startswith(signature, offset):
-            raise NotText(f"{path} is a {name} file; unpack it, or give records in files named "
-                          f"{', '.join(f'*{kind}' for kind in RECORD_KINDS)}", f"a {name} file")
+            raise NotText(f"{path} is a {name} file; unpack it, or give records in files named {list_suffixes()}",
+                          f"a {name} file")
     if b"\0" in content:
         raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
-
-
-def _read_records(
-    path: Path, choose_keys: Callable[[Collection[str]], list[str]]
-) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield the chosen values of every record, {} for an empty line, with the bytes of the file that are read.
-
-    Raises ValueError for bad records.
-    """
-    kind = file_kind(path)
-    if kind == ".parquet":
-        from pyarrow.parquet import ParquetFile
-
-        with ParquetFile(path, pre_buffer=False, buffer_size=1 << 20) as file:  # pre_buffer keeps the whole file
-            names = file.schema_arrow.names
-            keys = choose_keys(names)
-            for key in keys:
-                if names.count(key) > 1:
-                    raise ValueError(f"the file has {names.count(key)} columns with the name {key!r}; expected one: "
-                                     "rename or drop the others")
-            bytes_per_row = path.stat().st_size / max(1, file.metadata.num_rows)
-            number = 0
-            for batch in file.iter_batches(PARQUET_ROWS, columns=keys, use_threads=False):
-                for row in zip(*(batch.column(key) for key in keys)):
-                    number += 1
-                    yield {key: value.as_py() for key, value in zip(keys, row)}, int(number * bytes_per_row)
-        return
-    with path.open("rb") as file:
-        for record in _json_records(path, _lines(file, kind), choose_keys):
-            yield {key: record[key] for key in choose_keys(record)} if record is not None else {}, file.tell()
-
-
-def _json_records(
-    path: Path, lines: Iterable[bytes], choose_keys: Callable[[Collection[str]], list[str]]
-) -> Iterator[dict[str, Any] | None]:
-    """Yield the objects of a JSON file, one in each line; None for an empty line.
-
-    A file named *.json may also have all of its objects in an array, or only one in several lines. It is read whole
-    unless its first line that is not empty is an object, with others after it.
-
-    Raises:
-        NotText: a file named *.json has no records, but for example settings.
-        ValueError: a record is not an object.
-    """
-    lines = iter(lines)
-    head: list[bytes] = []
-    filled: list[bytes] = []  # the first two lines of them that are not empty
-    while len(filled) < 2:
-        line = next(lines, None)
-        if line is None:
-            break
-        head.append(line)
-        if _strip(line):
-            filled.append(line)
-    if file_kind(path) in ANY_JSON and not (len(filled) == 2 and _is_record(_strip(filled[0]))):
-        content = b"\n".join(line.rstrip(b"\n") for line in chain(head, lines))
-        if _strip(content):
-            yield from _whole_file_records(path, content, choose_keys)
-        return
-    for line in chain(head, lines):
-        yield _parse_object(line) if _strip(line) else None
-
-
-def _whole_file_records(
-    path: Path, content: bytes, choose_keys: Callable[[Collection[str]], list[str]]
-) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a file with an array of them, or with a single one. Raises as `_json_records` does."""
-    no_records = NotText(f"{path} has no records: expected objects, one in each line or all in an array", "no records")
-    try:
-        value = _parse_json(content)
-    except ValueError as error:
-        if _strip(content).startswith(b"["):  # records that are cut off or damaged
-            raise
-        raise no_records from error
-    if isinstance(value, dict):
-        try:
-            choose_keys(value)
-        except ValueError as error:
-            raise NotText(f"{path} has one object, but {error}", "no records") from error
-    records = value if isinstance(value, list) else [value]
-    if records and not any(isinstance(record, dict) for record in records):
-        raise no_records
-    yield from map(_check_object, records)
-
-
-def _parse_object(line: bytes) -> dict[str, Any]:
-    """Return the object in a line of JSON. Raises ValueError."""
-    return _check_object(_parse_json(line))
-
-
-def _check_object(record: Any) -> dict[str, Any]:
-    """Return a record that is an object. Raises ValueError for any other value."""
-    if not isinstance(record, dict):
-        raise ValueError(f"it is not a JSON object but of type {type(record).__name__}")
-    return record
-
-
-def _parse_json(content: bytes) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for an object that has a key twice."""
-    try:
-        return json.loads(content, object_pairs_hook=_make_object)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"it is not valid JSON ({error})") from error
-
-
-def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object with the keys and values. Raises ValueError if a key is there twice."""
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} is there twice; leave one out")
-    return values
-
-
-def _is_record(line: bytes) -> bool:
-    """Return True if a line is a JSON object."""
-    try:
-        return line.startswith(b"{") and isinstance(json.loads(line), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _strip(line: bytes) -> bytes:
-    """Return a line without white space and a byte order mark."""
-    return line.strip(b" \t\r\n").removeprefix(_BYTE_ORDER_MARK)
-
-
-def _lines(file: BufferedReader, kind: str) -> Iterable[bytes]:
-    """Return the lines of a file of JSON, decompressed."""
-    if kind.endswith(".gz"):
-        return gzip.GzipFile(fileobj=file)
-    return _zstd_lines(file) if kind.endswith(".zst") else file
-
-
-def _zstd_lines(file: BufferedReader) -> Iterator[bytes]:
-    """Yield the lines of a zstd file, without their ends.
-
-    Decompresses frame by frame, because the readers of the package `zstandard` take a truncated file for a complete
-    one.
-
-    Raises:
-        ValueError: the file is damaged.
-        EOFError: the file is truncated.
-    """
-    from zstandard import ZstdDecompressor, ZstdError
-
-    frame = None
-    line_pieces: list[bytes] = []  # of the line that has not ended yet
-    for compressed in iter(partial(file.read, ZSTD_PIECE), b""):
-        rest = compressed
-        while rest:
-            if frame is None:
-                frame = ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                *line_ends, line_start = frame.decompress(rest).split(b"\n")
-            except ZstdError as error:
-                raise ValueError(error) from error
-            for line_end in line_ends:
-                yield b"".join((*line_pieces, line_end))
-                line_pieces.clear()
-            line_pieces.append(line_start)
-            rest = frame.unused_data if frame.eof else b""
-            if frame.eof:
-                frame = None
-    if frame is not None:
-        raise EOFError("the file is cut off")
-    last_line = b"".join(line_pieces)
-    if last_line:
-        yield last_line

@@ -6,8 +6,10 @@ import json
 import lzma
 import os
 import random
+import re
 import sys
 import tracemalloc
+from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -15,10 +17,10 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train.data import sources
+from dualpipe.train.data import record_formats
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.sources import find_sources, read_conversations
+from dualpipe.train.data.sources import find_sources, read_conversations, read_documents
 from dualpipe.train.data.splits import ensure_packed
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import ByteTokenizer
@@ -63,11 +65,18 @@ def packed_texts(paths, out, **options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_record_is_a_document(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(sources, "ZSTD_PIECE", 7)  # pieces end within lines, and within frames
-    monkeypatch.setattr(sources, "PARQUET_ROWS", 3)
+    monkeypatch.setattr(record_formats, "ZSTD_PIECE", 7)  # pieces end within lines, and within frames
+    monkeypatch.setattr(record_formats, "PARQUET_ROWS", 3)
     path = write(tmp_path / f"a{kind}", TEXTS)
     assert packed_texts([path], tmp_path / "out") == TEXTS
     assert packed_texts([path.rename(tmp_path / f"A{kind.upper()}")], tmp_path / "upper") == TEXTS
+
+
+def test_the_documents_list_every_format():
+    documents = (Path(__file__).parents[3] / "docs/data.md").read_text()
+    for suffix in record_formats.RECORD_FORMATS:
+        for part in re.findall(r"\.\w+", suffix):
+            assert f"`{part}`" in documents
 
 
 def test_kinds_can_be_mixed_and_the_last_line_needs_no_newline(tmp_path):
@@ -351,12 +360,12 @@ def test_binary_files_and_missing_packages_are_detected_before_tokenizing(tmp_pa
 @pytest.mark.parametrize("kind", KINDS)
 def test_records_are_read_one_by_one(tmp_path, kind, monkeypatch):
     """8 MB of text in records of 8 KB, of which only a few are in memory, Python's and pyarrow's."""
-    monkeypatch.setattr(sources, "PARQUET_ROWS", 16)
+    monkeypatch.setattr(record_formats, "PARQUET_ROWS", 16)
     path = write(tmp_path / f"large{kind}", [random.Random(i).randbytes(4000).hex() for i in range(1000)])
     before = pa.total_allocated_bytes()
     tracemalloc.start()
     count, arrow_bytes = 0, []
-    for text, _ in sources.read_documents(path, "text"):
+    for text, _ in read_documents(path, "text"):
         count += len(text)
         arrow_bytes.append(pa.total_allocated_bytes() - before)
     peak = tracemalloc.get_traced_memory()[1] + max(arrow_bytes)
