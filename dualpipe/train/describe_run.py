@@ -26,8 +26,7 @@ from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
 from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.schema import Config
-from dualpipe.train.data.loader import RunData
-from dualpipe.train.data.splits import check_tokenizer
+from dualpipe.train.data.run_data import RunData, compare_with_checkpoint
 from dualpipe.train.data.token_stream import TokenStream
 from dualpipe.train.kernel_choice import KernelChoice
 from dualpipe.train.step import Model, StepRunner
@@ -208,7 +207,7 @@ def _warnings(runner: StepRunner, data: RunData) -> Iterator[str]:
     for slow in slow_fp8_weights(runner.model, tokens, runner.job.device):
         yield f"WARNING: slower in FP8 than in bfloat16, see dtypes.gemm_precision and rules: {slow}"
     positions = check_positions(runner.resolved)
-    tokenizers = [check_tokenizer(splits.train.packed, config.init.from_hf) for splits in data.sources]
+    tokenizers = [compare_with_checkpoint(splits.train.packed, config.init.from_hf) for splits in data.sources]
     for warning in (positions, *tokenizers):
         if warning:
             yield f"WARNING: {warning}"

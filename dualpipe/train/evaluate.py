@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dualpipe.parallel.mesh import DENSE
-from dualpipe.train.data.loader import RunData
+from dualpipe.train.data.run_data import RunData
 from dualpipe.train.loss import MicroBatchLoss, count_accepted
 from dualpipe.train.step import StepRunner
 

@@ -19,7 +19,7 @@ from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
-from dualpipe.train.data.loader import RunData
+from dualpipe.train.data.run_data import RunData
 from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.lr_schedule import learning_rate

@@ -1,35 +1,20 @@
-"""Batches of training data in an order that depends on the seed alone, read one step ahead in a thread."""
+"""Batches in an order that depends on the seed alone, and batches read one step ahead in a thread."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.parallel.mesh import Mesh
-from dualpipe.runtime.device import Event, Stream, new_stream, record, record_stream, use_stream, wait
-from dualpipe.runtime.ranks.rank_sync import RankSync
-from dualpipe.train.config.load import check_data_paths
-from dualpipe.train.config.schema import Config
+from dualpipe.runtime.device import Event, Stream, record, record_stream, use_stream, wait
 from dualpipe.train.data.mixture import Mixture, join_spans, read_spans
-from dualpipe.train.data.sequences import (
-    ORDER,
-    ConversationWindows,
-    Span,
-    Windows,
-    choose_conversations,
-    find_windows,
-    shuffle,
-)
-from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, scan_splits
+from dualpipe.train.data.sequences import ORDER, ConversationWindows, Windows, find_windows, shuffle
 from dualpipe.train.data.token_stream import TokenBatch, TokenStream
 
 # Value of "windows" in the state of a loader of conversations. The state of a loader of text has no "windows".
@@ -267,159 +252,3 @@ class _Uploader:
         wait(copied, self._stream.device)  # orders: the copy before its readers
         record_stream(*batch)
         return batch
-
-
-class RunData:
-    """Training and validation text of a run. Collective.
-
-    Attributes:
-        sources: training and validation text of each source; one, except in a mixture.
-        evaluated: the sources whose validation text is read: only the first if data.validation_path is set, because all
-            sources share that text.
-        batch_size: sequences of a global batch.
-        loader: loader of training batches.
-        validation_windows: bounds of the windows of every validation batch.
-
-    Args:
-        config: configuration of the run.
-        ranks: all ranks. Rank 0 packs the text.
-        place: place of this rank in the mesh, which selects the rows of a global batch to read.
-        split: selects the columns of a sequence to read.
-        reads: False for a rank that needs no batches, between the first and the last stage.
-        vocab_size: of the model.
-        mtp_depth: of the model.
-        device: device of the batches.
-
-    Raises:
-        ValueError: on all ranks, if text cannot be read, is too short, has tokens beyond `vocab_size`, or has a loss
-            mask with a model with multi-token prediction.
-    """
-
-    def __init__(
-        self, config: Config, ranks: RankSync, place: Mesh, split: SequenceSplit, *, reads: bool, vocab_size: int,
-        mtp_depth: int, device: torch.device,
-    ) -> None:
-        train = config.train
-        self._copy_stream = new_stream(device)  # side stream for copies of batches to the device; None on CPU
-        min_validation_tokens = train.sequence_length + 1 if train.eval_batches else 0
-        cache = Path(config.output.dir)
-        paths = ranks.first(partial(_prepare, config))
-
-        def open_sources() -> list[Splits]:
-            fraction = config.data.validation_fraction
-            return [
-                open_splits(train_path, validation_path, fraction, at_least=min_validation_tokens, cache=cache,
-                            is_mixed=len(paths) > 1)
-                for train_path, validation_path in paths
-            ]
-
-        self.sources = ranks.agree(open_sources)  # one node alone may lack the files
-        self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
-        _check_tokenizers(self.sources)
-        if not self.has_loss_mask and self.evaluated[0].validation.has_loss_mask:
-            path = self.evaluated[0].validation.packed.path
-            raise ValueError(f"data.validation_path: {path} holds conversations, but all of data.sources hold text, "
-                             "whose loss has no mask; give text, or a source with conversations")
-        for stream in chain.from_iterable(self.sources):
-            stream.packed.check_vocabulary(vocab_size)
-        if self.has_loss_mask and mtp_depth:
-            raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
-                             "prediction trains on text alone; set mtp.weight = 0")
-
-        num_rows = train.micro_batch_size * train.num_chunks if reads else 0
-        rows = range(num_rows * place.batch_shard, num_rows * (place.batch_shard + 1))
-        columns = split.token_indices(train.sequence_length) if split.size > 1 else None
-        separate_documents = config.data.separate_documents
-        self.batch_size = train.micro_batch_size * train.num_chunks * config.parallel.batch_shards
-        self.loader = Loader(
-            [splits.train for splits in self.sources], sequence_length=train.sequence_length,
-            batch_size=self.batch_size, seed=train.seed, rows=rows, columns=columns, depth=mtp_depth,
-            separate_documents=separate_documents,
-            weights=[source.weight for source in config.data.sources] if len(self.sources) > 1 else (),
-        )
-        self.validation_windows = self._choose_validation_windows(config, rows)
-        self._read_validation = partial(
-            read_spans, [splits.validation for splits in self.evaluated], window=train.sequence_length + 1,
-            columns=columns, depth=mtp_depth, separate_documents=separate_documents,
-        )
-
-    @property
-    def has_loss_mask(self) -> bool:
-        """True if some tokens do not count for the loss, so that batches have different numbers of targets."""
-        return any(splits.train.has_loss_mask for splits in self.sources)
-
-    @property
-    def num_validation_tokens(self) -> int:
-        """The number of tokens of the validation text."""
-        return sum(splits.validation.num_tokens for splits in self.evaluated)
-
-    def _choose_validation_windows(self, config: Config, rows: range) -> list[Span]:
-        """Return the bounds of the windows of every validation batch, for the rows of this rank."""
-        num_batches = config.train.eval_batches
-        if not num_batches or not any(splits.validation.num_documents for splits in self.evaluated):
-            return []
-        if len(self.evaluated) == 1:
-            return self._choose_windows_of(self.evaluated[0], config, self.batch_size, num_batches, rows)
-        # Batches of a mixture have sequences of all sources by weight, spread evenly over the text of each.
-        numbers = np.arange(self.batch_size * num_batches)
-        sources, _ = Mixture([source.weight for source in config.data.sources], config.train.seed).draws(numbers)
-        spans = []
-        for number, splits in enumerate(self.evaluated):
-            count = int((sources == number).sum())
-            at_least_one = max(1, count)  # there is no batch without sequences
-            (span,) = self._choose_windows_of(splits, config, at_least_one, 1, range(at_least_one))
-            spans.append(span.take(slice(count)))
-        batches = join_spans(sources, spans, config.train.sequence_length + 1)
-        batch_rows = np.array(rows, dtype=np.int64)
-        return [batches.take(batch * self.batch_size + batch_rows) for batch in range(num_batches)]
-
-    def _choose_windows_of(
-        self, splits: Splits, config: Config, batch_size: int, limit: int, rows: range
-    ) -> list[Span]:
-        """Return the bounds of the windows of every validation batch in one source."""
-        validation = splits.validation
-        sequence_length = config.train.sequence_length
-        batches = choose_evaluation_windows(
-            validation, sequence_length=sequence_length, batch_size=batch_size, limit=limit, rows=rows)
-        if validation.has_loss_mask and batches:
-            return choose_conversations(validation, sequence_length + 1, batch_size, limit, rows)
-        return [Span(np.array(starts, dtype=np.int64), None) for starts in batches]
-
-    def source_shares(self, step: int) -> list[float] | None:
-        """Return the share of the tokens of each source in the first `step` steps; None if there is one source."""
-        num_drawn = self.loader.num_drawn(step)
-        if len(num_drawn) == 1:
-            return None
-        return [count / sum(num_drawn) for count in num_drawn]
-
-    def training_batches(self, stop: int) -> AbstractContextManager[Iterator[TokenBatch]]:
-        """Return a context with an iterator over the batches of the remaining steps up to `stop`, read one ahead."""
-        return self.loader.batches(stop, self._copy_stream)
-
-    def validation_batches(self) -> AbstractContextManager[Iterator[TokenBatch]]:
-        """Return a context with an iterator over the validation batches, read one ahead."""
-        return read_ahead(self._read_validation, self.validation_windows, self._copy_stream)
-
-
-def _prepare(config: Config) -> list[tuple[Path, Path | None]]:
-    """Pack and scan the text on rank 0; return the packed directories of training and validation text, by source."""
-    check_data_paths(config)
-    data = config.data
-    cache = Path(config.output.dir)
-    pack_text = partial(ensure_packed, tokenizer=data.tokenizer, cache=cache, text_key=data.text_key, chat=data.chat,
-                        chat_template=data.chat_template, end_token=data.end_token)
-    paths = [source.path for source in data.sources] or [data.path]
-    train_paths = [pack_text(path) for path in paths]
-    validation_path = pack_text(data.validation_path) if data.validation_path else None
-    for train_path in train_paths:
-        scan_splits(train_path, validation_path, data.validation_fraction, cache=cache, is_mixed=len(train_paths) > 1)
-    return [(train_path, validation_path) for train_path in train_paths]
-
-
-def _check_tokenizers(sources: Sequence[Splits]) -> None:
-    """Raise ValueError unless all sources have the same tokenizer. Chat templates and ends of documents may differ."""
-    first, *others = [splits.train.packed for splits in sources]
-    for packed in others:
-        if not packed.has_vocabulary_of(first):
-            raise ValueError(f"data.sources: {first.path} was packed with the tokenizer {first.tokenizer!r}, "
-                             f"{packed.path} with {packed.tokenizer!r}; pack all with the same")

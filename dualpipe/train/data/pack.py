@@ -30,7 +30,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 from rich.console import Console
@@ -64,7 +64,7 @@ PROGRESS_INTERVAL = 0.2  # seconds between updates of the progress bar
 
 
 def pack(
-    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
+    sources: Sequence[Source], tokenizer: Tokenizer, out: str | Path, *, text_key: str = TEXT_KEY,
     shard_tokens: int = SHARD_TOKENS, overwrite: bool = False,
 ) -> dict[str, Any]:
     """Tokenize the documents of `sources` into the packed directory `out`, and return its index.
@@ -161,7 +161,7 @@ def _replace_directory(target: Path, new: Path, backup: Path) -> None:
 
 
 def _write_files(
-    sources: Sequence[Source], tokenizer: Tokenizer | ChatTokenizer, out: Path, shard_tokens: int, text_key: str,
+    sources: Sequence[Source], tokenizer: Tokenizer, out: Path, shard_tokens: int, text_key: str,
     skipped: dict[str, str],
 ) -> dict[str, Any]:
     """Write all files of a packed directory, and return its index.
@@ -246,7 +246,7 @@ class _Writer:
     """
 
     def __init__(
-        self, out: Path, tokenizer: Tokenizer | ChatTokenizer, records: IO[bytes], masks: IO[bytes],
+        self, out: Path, tokenizer: Tokenizer, records: IO[bytes], masks: IO[bytes],
         shard_tokens: int,
     ) -> None:
         self.dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
@@ -398,7 +398,6 @@ BATCH_CHARACTERS = 1 << 20  # a batch is closed once it has this many
 BATCH_DOCUMENTS = 4096  # the maximum in a batch: an encoding takes some 500 bytes besides its tokens
 BATCHES_AHEAD = 2  # batches that wait for the encoder or are encoded, so that it never waits for the caller
 
-AnyTokenizer: TypeAlias = ByteTokenizer | FileTokenizer | ChatTokenizer
 
 
 class EncodedDocument(NamedTuple):
@@ -425,7 +424,7 @@ class _Batch(NamedTuple):
 
 
 def encode_documents(
-    documents: Iterable[tuple[Document, str]], tokenizer: AnyTokenizer
+    documents: Iterable[tuple[Document, str]], tokenizer: Tokenizer
 ) -> Iterator[EncodedDocument]:
     """Yield documents with their tokens, in order.
 

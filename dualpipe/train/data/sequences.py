@@ -1,4 +1,4 @@
-"""Cut a stream into windows, the ranges of tokens that sequences are read from.
+"""Cut a stream into windows, the ranges of tokens that sequences are read from, and order them at random.
 
 Text is cut into consecutive windows of T + 1 tokens. Conversations stay whole, so that an answer is read with its
 question: a window starts at the start of a conversation and holds as many whole ones as fit. A conversation longer than
@@ -23,7 +23,10 @@ import numpy as np
 
 from dualpipe.train.data.token_stream import TokenStream
 
+ORDER = "feistel 1"  # name in checkpoints of the permutation that `shuffle` computes; another one needs another name
 _BLOCK = 1 << 22  # tokens of a loss mask to read at a time
+_ROUNDS = 12  # of the permutation
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64
 
 
 class Span(NamedTuple):
@@ -103,31 +106,47 @@ def find_windows(stream: TokenStream, size: int) -> Windows:
     return ConversationWindows(starts[counts > 0], stops[counts > 0], int((counts == 0).sum()))
 
 
-def choose_conversations(stream: TokenStream, size: int, batch_size: int, limit: int, rows: range) -> list[Span]:
-    """Return the bounds of the windows of every evaluation batch, spread evenly over conversations.
+def choose_evaluation_windows(
+    stream: TokenStream, *, sequence_length: int, batch_size: int, limit: int, rows: range | None = None
+) -> list[Span]:
+    """Return the bounds of the windows of every evaluation batch, spread evenly over the validation text.
 
-    If there are fewer windows than a batch has sequences, the other sequences of the only batch have no targets.
+    Batches are whole, and the same at every call. If there are fewer windows than a batch has sequences, there is one
+    batch: the windows of text overlap, and of conversations the other sequences have no targets.
 
     Args:
-        stream: the conversations; at least as many tokens as a window.
-        size: T + 1 tokens of a window.
+        stream: the validation text.
+        sequence_length: T; a window has T + 1 tokens.
         batch_size: sequences of the global batch.
         limit: maximum number of batches.
-        rows: sequences of a batch that this rank reads.
+        rows: sequences of a batch that this rank reads. None: all.
 
     Raises:
-        ValueError: no target counts for the loss.
+        ValueError: the text is shorter than a window, or none of its targets counts for the loss.
     """
+    if not limit:
+        return []
+    size = sequence_length + 1
+    if stream.num_tokens < size:
+        raise ValueError(f"the validation text has {stream.num_tokens} tokens, but a sequence needs "
+                         f"train.sequence_length + 1 = {size}; give more text in data.validation_path, lower "
+                         "train.sequence_length, or set train.eval_batches = 0")
     windows = find_windows(stream, size)
     total = windows.num_windows
     if not total:
         raise ValueError(f"no token of the {stream.num_documents} validation conversations counts for the loss; give "
                          "other conversations in data.validation_path, or set train.eval_batches = 0")
-    numbers = np.arange(batch_size)
-    numbers[total:] = -1
     if total >= batch_size:
         numbers = np.linspace(0, total - 1, min(limit, total // batch_size) * batch_size, dtype=np.int64)
-    return [windows.span(batch[rows.start : rows.stop]) for batch in numbers.reshape(-1, batch_size)]
+        span = windows.span(numbers)
+    elif isinstance(windows, TextWindows):
+        span = Span(np.linspace(0, stream.num_tokens - size, batch_size, dtype=np.int64), None)
+    else:
+        numbers = np.arange(batch_size)
+        numbers[total:] = -1
+        span = windows.span(numbers)
+    batch_rows = np.array(range(batch_size) if rows is None else rows, dtype=np.int64)
+    return [span.take(first + batch_rows) for first in range(0, len(span.starts), batch_size)]
 
 
 def cut_documents(bounds: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -166,15 +185,19 @@ def _count_targets(stream: TokenStream, starts: np.ndarray, stops: np.ndarray) -
     return counts
 
 
-ORDER = "feistel 1"  # name of the permutation in checkpoints
-_ROUNDS = 12
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # increment of SplitMix64
-
-
 def shuffle(indices: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
     """Return the images of `indices` under a random permutation of range(size), int64, in the same shape.
 
-    Takes O(1) time per index and no memory that grows with `size`.
+    Computes the permutation index by index: nothing is stored, however large it is.
+
+    A Feistel network over pairs (left, right): each round adds to one half a hash of the other half. A round can be
+    undone, so all rounds together are a bijection. The halves count modulo `left_size` and `right_size`, whose product
+    is barely above the size of the permutation. An index that lands beyond the size goes through the network once more,
+    until it lands inside (cycle walking). The walk follows a cycle of a bijection, so it ends, and no two indices end
+    at one place.
+
+    Example with 10 elements: the halves have sizes 4 and 3, the network permutes 0 to 11, and if it maps 7 to 11 and 11
+    to 2, then the permutation maps 7 to 2.
 
     Args:
         indices: integers in range(size), of any shape.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -55,18 +56,18 @@ def show(path: str | Path, *, tokenizer: str = BYTES, first: int = 0, count: int
 
 def _decoder(packed: PackedTokens, name: str) -> Callable[[Sequence[int]], str]:
     """Return a function that decodes tokens. Raises ValueError if the directory has another tokenizer."""
-    if name == BYTES:
-        is_same = packed.tokenizer == BYTES
-    else:
-        tokenizer = read_tokenizer(name)
-        is_same = packed.tokenizer.startswith(f"{tokenizer.identity}:")
-    if not is_same:
+    tokenizer = None if name == BYTES else read_tokenizer(name)
+    if not packed.has_vocabulary_of(BYTES if tokenizer is None else tokenizer.identity):
         raise ValueError(f"--tokenizer {name}: {packed.path} was packed with the tokenizer {packed.tokenizer!r}; give "
                          "that one")
-    if name == BYTES:
-        return lambda tokens: "".join("<end>" if token == ByteTokenizer.end_of_document else chr(token)
-                                      for token in tokens)
-    return lambda tokens: tokenizer.backend.decode(tokens, skip_special_tokens=False)
+    if tokenizer is None:
+        return _decode_bytes
+    return partial(tokenizer.backend.decode, skip_special_tokens=False)
+
+
+def _decode_bytes(tokens: Sequence[int]) -> str:
+    """Return bytes as text, a character for each."""
+    return "".join("<end>" if token == ByteTokenizer.end_of_document else chr(token) for token in tokens)
 
 
 def _pieces(

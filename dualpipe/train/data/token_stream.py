@@ -97,9 +97,13 @@ class PackedTokens:
                 raise ValueError(f"the checksum of {file.name} is wrong")
         return files
 
-    def has_vocabulary_of(self, other: PackedTokens) -> bool:
-        """Return True if both have the same tokenizer, whatever their chat templates and ends of documents."""
-        return self.tokenizer.split(":")[:2] == other.tokenizer.split(":")[:2]
+    def has_vocabulary_of(self, tokenizer: str) -> bool:
+        """Return True if the text has the ids of another tokenizer, whatever chat templates and ends of documents.
+
+        Args:
+            tokenizer: identity of the other tokenizer.
+        """
+        return self.tokenizer.split(":")[:2] == tokenizer.split(":")[:2]
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ValueError if the text has tokens that a model with `vocab_size` entries cannot embed."""

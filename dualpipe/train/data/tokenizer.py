@@ -260,10 +260,7 @@ def token_ids(encoding: Encoding) -> np.ndarray:
     return np.fromiter(encoding.ids, np.uint32, len(encoding))
 
 
-Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer
-
-
-def load_tokenizer(name: str, end_token: str = "") -> Tokenizer:
+def load_tokenizer(name: str, end_token: str = "") -> ByteTokenizer | FileTokenizer:
     """Load a tokenizer for text.
 
     Args:
@@ -345,3 +342,6 @@ class ChatTokenizer:
         """Return the tokens of one conversation with their loss mask. Raises ValueError as `find_spans` does."""
         text = self.prepare(conversation)
         return self.convert(text, self.encode_texts([text])[0])
+
+
+Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer | ChatTokenizer

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
 from dualpipe.train.config.load import load_config
-from dualpipe.train.data import loader
+from dualpipe.train.data import run_data
 from dualpipe.train.data.loader import Loader
-from dualpipe.train.data.splits import choose_evaluation_windows, split_documents
+from dualpipe.train.data.sequences import choose_evaluation_windows
+from dualpipe.train.data.splits import split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import train
@@ -75,7 +76,7 @@ def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml
         read = [start // 17 for documents, start, _ in seen[rank] if documents == text.num_documents]
         assert read == windows
         read = [start // 17 for documents, start, _ in seen[rank] if documents == validation.num_documents]
-        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch[rows_of_rank]]
+        assert read == [start // 17 for _ in range(2) for batch in evaluated for start in batch.starts[rows_of_rank]]
 
 
 def test_a_run_reports_the_validation_tokens_of_a_short_text(dualpipe, run_toml):
@@ -97,7 +98,7 @@ def _train_without_files(rank, folder, port):
 
     dist.destroy_process_group()
     if rank == 1:
-        loader.open_splits = open_splits
+        run_data.open_splits = open_splits
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.chdir(folder)
     with pytest.raises(ValueError) as raised:

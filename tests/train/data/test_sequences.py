@@ -10,7 +10,7 @@ from chats import CHATML, random_chats, save_chat_tokenizer, turns, write_chats
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.sequences import TextWindows, choose_conversations, cut_documents, find_windows
+from dualpipe.train.data.sequences import TextWindows, choose_evaluation_windows, cut_documents, find_windows
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import split_documents
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
@@ -87,13 +87,13 @@ def test_text_has_the_windows_that_it_had(many):
 def test_evaluation_reads_each_conversation_once_or_spreads_over_them(packed):
     stream, encoded = packed(random_chats(40))
     windows = find_windows(stream, 201)
-    few = choose_conversations(stream, 201, windows.num_windows + 3, 9, range(windows.num_windows + 3))
-    (span,) = few
+    batch_size = windows.num_windows + 3
+    (span,) = choose_evaluation_windows(stream, sequence_length=200, batch_size=batch_size, limit=9)
     targets = stream.read_windows(span.starts, 201, stops=span.stops).targets
     counts = (targets != NO_TARGET).sum(1)
     assert counts[-3:].tolist() == [0, 0, 0] and counts[:-3].min() > 0
     assert counts.sum() == sum(each.loss_mask.sum() for each in encoded)
-    batches = choose_conversations(stream, 201, 3, 2, range(1, 3))
+    batches = choose_evaluation_windows(stream, sequence_length=200, batch_size=3, limit=2, rows=range(1, 3))
     assert [len(batch.starts) for batch in batches] == [2, 2]
     assert batches[-1].starts[-1] == windows.starts[-1]
 

@@ -17,11 +17,12 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
+from dualpipe.train.config.schema import DataConfig
 from dualpipe.train.data import record_formats
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.pack import pack
+from dualpipe.train.data.run_data import ensure_packed
 from dualpipe.train.data.sources import find_sources, read_conversations, read_documents
-from dualpipe.train.data.splits import ensure_packed
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import ByteTokenizer
 
@@ -229,7 +230,7 @@ def test_an_empty_path_is_refused():
 
 def test_packed_directories_are_reused_for_the_same_content_and_key(tmp_path):
     def packed(**options):
-        return ensure_packed(str(path), tokenizer="bytes", cache=tmp_path / "cache", **options)
+        return ensure_packed(str(path), DataConfig(tokenizer="bytes", **options), tmp_path / "cache")
 
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join(json.dumps({"text": text, "other": text.upper()}).encode() + b"\n" for text in "abc"))

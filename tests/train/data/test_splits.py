@@ -8,10 +8,12 @@ import pytest
 
 from chats import save_chat_tokenizer
 from dualpipe.train.config.schema import DataConfig
-from dualpipe.train.data import splits
+from dualpipe.train.data import run_data
 from dualpipe.train.data.pack import pack
+from dualpipe.train.data.run_data import check_tokenizers, ensure_packed
+from dualpipe.train.data.sequences import choose_evaluation_windows
 from dualpipe.train.data.sources import find_sources
-from dualpipe.train.data.splits import Splits, choose_evaluation_windows, ensure_packed, open_splits, split_documents
+from dualpipe.train.data.splits import Splits, open_splits, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import ByteTokenizer
 from ranks import run_ranks
@@ -25,6 +27,12 @@ def texts_of(stream):
     pieces = np.split(tokens, np.flatnonzero(tokens == END) + 1)
     assert not len(pieces.pop())
     return [bytes(piece[:-1].tolist()) for piece in pieces]
+
+
+def starts_of(batches):
+    """Return the first tokens of the windows of batches of text."""
+    assert all(span.stops is None for span in batches)
+    return [span.starts.tolist() for span in batches]
 
 
 def test_split_is_by_document_and_stable(many):
@@ -59,7 +67,7 @@ def test_fraction_0_and_impossible_splits(many, texts, tmp_path):
     other.identity = "another"
     pack(find_sources([texts / "b.txt"]), other, tmp_path / "other")
     with pytest.raises(ValueError, match=r"was packed with the tokenizer 'bytes', .* with 'another'"):
-        open_splits(many, tmp_path / "other", 0.5)
+        check_tokenizers([open_splits(many, tmp_path / "other", 0.5)])
 
 
 def check_last_tokens(packed, fraction):
@@ -118,10 +126,10 @@ def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
     pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
     _, validation = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
     sizes = dict(sequence_length=16, batch_size=4, limit=8)
-    starts = choose_evaluation_windows(validation, **sizes)
-    assert starts == [[0, 7, 15, 23]], "from the first token to the last"
-    assert choose_evaluation_windows(validation, **sizes, rows=range(1, 3)) == [[7, 15]]
-    batch = validation.read_windows(starts[0], 17)
+    (starts,) = starts_of(choose_evaluation_windows(validation, **sizes))
+    assert starts == [0, 7, 15, 23], "from the first token to the last"
+    assert starts_of(choose_evaluation_windows(validation, **sizes, rows=range(1, 3))) == [[7, 15]]
+    batch = validation.read_windows(starts, 17)
     assert batch.targets[-1, -1] == END and batch.tokens[1].tolist() == validation.read(7, 23).tolist()
     with pytest.raises(ValueError, match=r"the validation text has 40 tokens, .* \+ 1 = 65; give more text in "):
         choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8)
@@ -175,35 +183,35 @@ def test_each_remedy_for_a_text_that_is_too_short_works(tmp_path, size, fraction
 
 def test_evaluation_batches_are_whole_and_distinct(many):
     stream = TokenStream(PackedTokens(many))
-    batches = choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5)
+    batches = starts_of(choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5))
     starts = [start for rows in batches for start in rows]
     assert len(batches) == 5 and len(set(starts)) == 20 and all(start % 21 == 0 for start in starts)
     assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
 
 
 def test_text_is_packed_on_first_use_and_again_when_it_changes(texts, tmp_path):
-    first = ensure_packed(str(texts), tokenizer="bytes", cache=tmp_path / "cache")
+    first = ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache")
     stamp = (first / "index.json").stat().st_mtime_ns
-    assert ensure_packed(str(texts), tokenizer="bytes", cache=tmp_path / "cache") == first
+    assert ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache") == first
     assert (first / "index.json").stat().st_mtime_ns == stamp
     (texts / "b.txt").write_bytes(b"changed")
-    assert ensure_packed(str(texts), tokenizer="bytes", cache=tmp_path / "cache") != first
+    assert ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache") != first
     shutil.rmtree(texts)
     texts.mkdir()
     with pytest.raises(ValueError, match="holds no text"):
-        ensure_packed(str(texts), tokenizer="bytes", cache=tmp_path / "cache")
+        ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache")
 
 
 def test_conversations_are_packed_again_when_the_format_of_their_masks_changes(tmp_path, monkeypatch):
     def packed():
-        return ensure_packed(str(path), tokenizer=str(tokenizer), cache=tmp_path / "cache", chat=True)
+        return ensure_packed(str(path), DataConfig(tokenizer=str(tokenizer), chat=True), tmp_path / "cache")
 
     tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
     path = tmp_path / "chats.jsonl"
     path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     first = packed()
     assert packed() == first
-    monkeypatch.setattr(splits, "MASKED_FORMAT", "a later format")
+    monkeypatch.setattr(run_data, "MASKED_FORMAT", "a later format")
     assert packed() != first
 
 
@@ -224,7 +232,7 @@ def _prepare(rank, folder, tokenizer):
 
     def work():
         assert rank == 0, "only one rank packs"
-        return ensure_packed(folder, tokenizer=tokenizer, cache=Path(folder).parent / "cache")
+        return ensure_packed(folder, DataConfig(tokenizer=tokenizer), Path(folder).parent / "cache")
 
     return RankSync(dist.group.WORLD).first(work)
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from dualpipe.train.data.splits import ensure_packed, split_documents
+from dualpipe.train.config.schema import DataConfig
+from dualpipe.train.data.run_data import ensure_packed
+from dualpipe.train.data.splits import split_documents
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
 
 
@@ -35,7 +37,7 @@ def test_damage_is_detected(many, file, damage, message):
     damage(many / file)
     with pytest.raises(ValueError, match=f"not a complete packed directory: .*{message}"):
         PackedTokens(many)
-    assert ensure_packed(str(many), tokenizer="bytes", cache=many.parent) == many, "not taken for text"
+    assert ensure_packed(str(many), DataConfig(tokenizer="bytes"), many.parent) == many, "not taken for text"
 
 
 def test_stream_reads_across_documents_and_shards(many):

@@ -12,8 +12,8 @@ from dualpipe import cli
 from dualpipe.train.config.fit import resolve_tokenizer
 from dualpipe.train.config.load import load_config
 from dualpipe.train.data.pack import pack
+from dualpipe.train.data.run_data import compare_with_checkpoint
 from dualpipe.train.data.sources import find_sources
-from dualpipe.train.data.splits import check_tokenizer
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import FileTokenizer, load_tokenizer, read_tokenizer
 
@@ -54,10 +54,10 @@ def test_a_lone_file(tmp_path):
     assert stream_of(tmp_path / "out") == [1, 2, 1, 0, 70000]
     index = json.loads((tmp_path / "out/index.json").read_text())
     assert (index["dtype"], index["end_token"], index["end_of_document"]) == ("uint32", "<|endoftext|>", 70000)
-    assert check_tokenizer(PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint")) == ""
+    assert compare_with_checkpoint(PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint")) == ""
     (tmp_path / "checkpoint/tokenizer.json").write_text("another")
-    assert "was packed with another tokenizer, but the model starts from a checkpoint with its own" in check_tokenizer(
-        PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint"))
+    warning = compare_with_checkpoint(PackedTokens(tmp_path / "out"), str(tmp_path / "checkpoint"))
+    assert "was packed with another tokenizer, but the model starts from a checkpoint with its own" in warning
     with pytest.raises(ValueError, match="the end token 'x': the tokenizer 'bytes' has an end-of-document id"):
         load_tokenizer("bytes", "x")
     with pytest.raises(ValueError, match="no token 'x'; name the token that ends a document with"):
