@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -314,7 +315,7 @@ class Saver:
         is_last = step == self._config.train.steps
         return self._checkpoints is not None and (step % self._settings.interval == 0 or is_last)
 
-    def save(self, state: TrainingState, step: int, *, now: bool = False) -> Location | None:
+    def save(self, state: TrainingState, step: int) -> None:
         """Save if it is due after this step.
 
         A checkpoint that cannot be written gives a warning, and training continues. The error of a second one in a row
@@ -323,33 +324,45 @@ class Saver:
         Args:
             state: the state to save.
             step: number of completed steps.
-            now: save even if it is not due, unless this step is saved already, and wait until it is committed.
-
-        Returns:
-            With `now` the path, or None if the run saves no checkpoints; else None.
 
         Raises:
-            CheckpointError: as above, or with `now` if the checkpoint cannot be written.
+            CheckpointError: as above.
         """
         checkpoints = self._checkpoints
-        if checkpoints is None or not (now or self.is_due(step)):
-            return None
-        save = checkpoints.save if now or self._settings.mode == "sync" else checkpoints.save_async
-
-        def write() -> Location | None:
-            self._saved_step = step
-            self._saved_path = None
-            return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
-                        extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
-
+        if checkpoints is None or not self.is_due(step):
+            return
         is_last = step == self._config.train.steps
+        save = checkpoints.save if self._settings.mode == "sync" else checkpoints.save_async
         self._attempt(checkpoints.wait, is_last=is_last)
-        if now:
-            if self._saved_path is None or self._saved_step != step:
-                self._saved_path = write()
-            return self._saved_path
-        self._attempt(write, is_last=is_last, is_new=True)
-        return None
+        self._attempt(partial(self._write, save, state, step), is_last=is_last, is_new=True)
+
+    def save_now(self, state: TrainingState, step: int) -> Location | None:
+        """Save unless this step is saved already, and wait until it is committed.
+
+        Args:
+            state: the state to save.
+            step: number of completed steps.
+
+        Returns:
+            The path, or None if the run saves no checkpoints.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be written.
+        """
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return None
+        self._attempt(checkpoints.wait, is_last=step == self._config.train.steps)
+        if self._saved_path is None or self._saved_step != step:
+            self._saved_path = self._write(checkpoints.save, state, step)
+        return self._saved_path
+
+    def _write(self, save: Callable[..., Location | None], state: TrainingState, step: int) -> Location | None:
+        """Call a method of `Checkpoints` that saves the state after this step, and return its result."""
+        self._saved_step = step
+        self._saved_path = None
+        return save(state.tensors(), step=step, plan=state.model.plan, config=describe(self._config, state.model),
+                    extra={"loader": state.loader.state_dict(), "anomaly": self._anomaly})
 
     def path_of(self, step: int) -> Location | None:
         """Return the checkpoint of this step, once it is committed; None if the run has none. Collective."""

@@ -425,7 +425,7 @@ class Trainer:
 
     def _save_at_stop(self) -> None:
         """Save a checkpoint after a requested stop, and print how to continue the run."""
-        checkpoint = self.saver.save(self.state, self.done, now=True)
+        checkpoint = self.saver.save_now(self.state, self.done)
         if self.job.rank == 0:
             say(stop_message(self.config, self.status, self.done, checkpoint))
 

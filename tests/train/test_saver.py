@@ -67,7 +67,7 @@ def test_save_now_saves_at_once_and_only_once(run_folder, monkeypatch, mode):
     def call(saver, state, step, save):
         save(saver, state, step)
         if step < 3:  # the second is due
-            saved[step] = save(saver, state, step, now=True)
+            saved[step] = saver.save_now(state, step)
             assert saved[step] is None or not verify(saved[step])
 
     at_saving(monkeypatch, call)
