@@ -2,20 +2,33 @@
 
 In float64 and float32 the unpipelined model of the same dtype is the reference. In bfloat16 the reference is a float64
 model with weights rounded to bfloat16, whose routes all models replay; the errors of the unpipelined bfloat16 model
-bound those of the pipeline. Replaying would hide a router that chooses wrongly, so the choices that the models would
-have made differently are counted.
+bound those of the pipeline.
+
+If something differs, further steps search for the first place that does:
+
+    weights     the weights of the stages are compared with the unpipelined model's before any step
+    modules     the outputs of all modules are compared, in the order in which the unpipelined model calls them. The
+                first that differs in a micro-batch causes all later ones, as micro-batches do not depend on each other
+    micro-batch if all of these are right, a weight gradient is wrong. The step is repeated with the losses of all
+                micro-batches but one multiplied by zero: so the contribution of that one has the order, the
+                accumulation and the reductions of the whole step
+    sums        if the gradients of all micro-batches are right and a sum is wrong, the search runs steps in which more
+                and more micro-batches count
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from dualpipe.runtime.recorder import Recorder
+from dualpipe.runtime.device import deterministic
+from dualpipe.schedule import Action
 from dualpipe.train.launch.join import Job
 from dualpipe.train.parity.errors import (
     SMALL,
@@ -30,63 +43,59 @@ from dualpipe.train.parity.errors import (
     worst,
 )
 from dualpipe.train.parity.models import BF16, ComparedModel, copy_parameters
-from dualpipe.train.parity.routes import ModuleNames, Replay, RouteCount, Routes
+from dualpipe.train.parity.routes import Microbatch, Replay, RouteReport, Routes, sum_counts
 from dualpipe.train.parity.steps import (
-    OutputDtypes,
+    CallKey,
+    Calls,
+    Names,
     StagesInPipeline,
     Step,
     UnpipelinedModel,
-    first_names,
     make_batches,
+    recorded_calls,
     stop_random_numbers,
 )
 
-# A module of the pipeline may change twice as many choices as in the unpipelined model, and this many (or 1%) more.
-MORE_CHANGED = 8
 LOSS = "loss of the micro-batches"
 LOST = "the gradient is zero: it is lost, or no stage uses the parameter"
 
 
+class Report(NamedTuple):
+    """The result of a comparison, the same on every rank.
+
+    note: see `stop_random_numbers`. errors: of gradients and losses, or of the weights if they differ before any step.
+    failures: texts about exceeded bounds. sums: errors of the sums over micro-batches. routes: those replayed; None in
+    float64 and float32. origin: a text about the first place that differs; "" if nothing does or none was found.
+    """
+
+    note: str
+    errors: list[Error]
+    failures: list[str]
+    sums: list[Error] = []  # noqa: RUF012
+    routes: RouteReport | None = None
+    origin: str = ""
+
+
+def compare(model: ComparedModel, job: Job, dtype: torch.dtype, tolerance: float) -> Report:
+    """Compare a model in its pipeline with the unpipelined one, and search for the first difference. Collective.
+
+    Args:
+        dtype: float64, float32 or bfloat16.
+        tolerance: largest relative error in float64 and float32.
+    """
+    comparison = Comparison(model, job, dtype, tolerance)
+    with deterministic() if dtype is BF16 else nullcontext():
+        report = comparison.run()
+        if report.failures and not report.origin:
+            report = report._replace(origin=_find_origin(comparison, report))
+        return report
+
+
 class References(NamedTuple):
-    """A step of the unpipelined model. rounded: in bfloat16, if `exact` is in float64 for that reason; else None."""
+    """A step of the unpipelined model: as the reference, and in the dtype of the pipeline; see `Comparison`."""
 
     exact: Step
-    rounded: Step | None
-
-
-class RouteReport(NamedTuple):
-    """The choices of all modules, by name.
-
-    unpipelined, pipelined: choices in the two models. unreplayed: modules that made no choice in the pipeline.
-    """
-
-    unpipelined: dict[str, RouteCount]
-    pipelined: dict[str, RouteCount]
-    unreplayed: list[str]
-
-    def failures(self) -> list[str]:
-        """Return a text about the first module that changes more choices than rounding explains, if there is one."""
-        for name, count in self.pipelined.items():
-            unpipelined = self.unpipelined[name]
-            expected = unpipelined.changed / unpipelined.made * count.made
-            if count.changed > 2 * expected + max(MORE_CHANGED, count.made / 100):
-                return [f"{name} would choose {count} experts differently than in float64, and {unpipelined} in the "
-                        "unpipelined model"]
-        return []
-
-
-class Measured(NamedTuple):
-    """The errors of a step on all ranks, the same on every rank.
-
-    errors: of gradients and losses, or of the weights if they differ before any step. sums: of the sums over
-    micro-batches. routes: those replayed; None in float64 and float32. failures: texts about exceeded bounds.
-    """
-
-    errors: list[Error]
-    sums: list[Error]
-    routes: RouteReport | None
-    failures: list[str]
-    are_weights: bool = False
+    rounded: Step
 
 
 class Comparison:
@@ -95,9 +104,11 @@ class Comparison:
     Attributes:
         note: see `stop_random_numbers`.
         tolerance: largest relative error in float64 and float32.
-        exact, rounded: the unpipelined model; `rounded` in bfloat16, if `exact` is in float64 for that reason.
+        exact: the unpipelined model, the reference.
+        rounded: the unpipelined model in the dtype of the pipeline: in float64 and float32 the same as `exact`.
+        pipeline: the stages of this rank.
 
-    Raises ValueError, on all ranks, if the stages lack parameters of the unpipelined model.
+    Raises ValueError, on all ranks, if the stages lack parameters of the unpipelined model, or have others.
     """
 
     def __init__(self, model: ComparedModel, job: Job, dtype: torch.dtype, tolerance: float) -> None:
@@ -106,95 +117,73 @@ class Comparison:
         self.is_bf16 = dtype is BF16
         self.tolerance = 0.0 if self.is_bf16 else tolerance
         self._dtype = dtype
-        whole = job.ranks.agree(lambda: model.build_whole(dtype, job.device))
-        self._batches = job.ranks.agree(lambda: make_batches(model, job.place.batch_shards, dtype, job.device))
-        self.note = job.ranks.agree(lambda: stop_random_numbers(model, whole, self._batches[0]))
-        self._whole = whole
-        self._first = first_names(whole)
-        self._names = ModuleNames(whole, self._first)
-        self._exact_whole = job.ranks.agree(self._build_exact) if self.is_bf16 else whole
-        self.exact = self._unpipelined(self._exact_whole, torch.float64 if self.is_bf16 else dtype)
-        self.rounded = self._unpipelined(whole, dtype) if self.is_bf16 else None
-        self._routes = Routes()
-        self._rank_routes = self._routes  # of the tokens of this context-parallel rank
-        self.pipeline = StagesInPipeline(
-            model, job, dtype, self._batches, self._names, self._first, training=whole.training)
-        self._stages_of = self._gather_stages()
-        self._outputs = OutputDtypes()
+        agree = job.ranks.agree
+        whole = agree(lambda: model.build_whole(dtype, job.device))
+        batches = agree(lambda: make_batches(model, job.place.batch_shards, dtype, job.device))
+        self.note = agree(lambda: stop_random_numbers(model, whole, batches[0]))
+        self._weights = dict(whole.named_parameters(remove_duplicate=False))
+        names = Names(whole)
+        routes: Routes | None = None
+        if self.is_bf16:
+            routes = Routes()
+            self._unpipelined_replay = Replay(routes)
+            self.rounded = UnpipelinedModel(model, whole, batches, names, job.device, self._unpipelined_replay)
+            exact = agree(lambda: self._build_exact(whole))
+            wide = [batch.map(lambda t: t.double() if t.is_floating_point() else t) for batch in batches]
+            self.exact = UnpipelinedModel(model, exact, wide, names, job.device, routes)
+        else:
+            self.rounded = UnpipelinedModel(model, whole, batches, names, job.device)
+            self.exact = self.rounded
+        self.pipeline = StagesInPipeline(model, job, dtype, batches, names, routes, training=whole.training)
+        self._stages_of = self._gather_stages(names)
 
-    def run(self) -> Measured:
+    def run(self) -> Report:
         """Compare the weights, then a step, and in bfloat16 its gradients with the sums over micro-batches."""
         weights = self._compare_weights()
         if any(error.is_wrong for error in weights):
-            return Measured(weights, [], None, [self._count_wrong(weights)], are_weights=True)
-        references, unpipelined_replay = self._first_references()
-        replay = self._replay(self._rank_routes)
-        with Recorder.current().observed_by(self._outputs):
-            losses = self.pipeline.train(chooser=replay)
+            largest = worst(weights)
+            origin = describe_origin(largest, f"the weights of stage {largest.stage}, before any step")
+            return Report(self.note, weights, [self._count_wrong(weights)], origin=origin)
+        references = self.train_unpipelined()
+        losses = self.pipeline.train()
         self.job.ranks.agree(self._check_dtypes)
-        rank_errors = self.measure_gradients(references) + self._measure_losses(losses, references)
-        errors = list(chain.from_iterable(self.job.ranks.gather(lambda: rank_errors)))
+        errors = self._gather(self.measure_gradients(references) + self._measure_losses(losses, references))
+        failures = self.find_failures(errors)
         if not self.is_bf16:
-            wrong = any(error.is_wrong for error in errors)
-            return Measured(errors, [], None, [self._count_wrong(errors)] if wrong else [])
-        assert replay is not None, "bfloat16 replays"
+            return Report(self.note, errors, failures)
+        routes = self._count_routes()
         sums = self.measure_sums(range(self.model.num_chunks))
-        routes = self._count_routes(unpipelined_replay, replay)
-        failures = rounding_failures(errors)
         largest = worst(sums)
         if largest.is_wrong:
             failures.append(f"{largest.name} is not the sum of its micro-batches' gradients")
-        return Measured(errors, sums, routes, failures + routes.failures())
+        return Report(self.note, errors, failures + routes.failures(), sums, routes)
 
-    # -- steps
-
-    def train(self, counted: Collection[int], *, with_router_losses: bool = True) -> None:
-        """Run a step of the pipeline. counted: see `StagesInPipeline.train`."""
-        replay = self._replay(self._rank_routes)
-        self.pipeline.train(counted, replay, with_router_losses=with_router_losses)
-
-    def train_unpipelined(self, counted: Collection[int]) -> References:
+    def train_unpipelined(self, counted: Collection[int] | None = None) -> References:
         """Run a step of the unpipelined model. counted: see `UnpipelinedModel.train`."""
-        exact = self.exact.train(counted, self._replay(self._routes))
-        rounded = None if self.rounded is None else self.rounded.train(counted, self._replay(self._routes))
-        return References(exact, rounded)
 
-    def _first_references(self) -> tuple[References, Replay]:
-        """Run the first step of the unpipelined model, and in bfloat16 record and replay its routes."""
-        agree = self.job.ranks.agree
-        replay = Replay(self._routes)
-        rounded = self.rounded
-        if rounded is None:
-            return References(agree(self.exact.train), None), replay
-        exact_step = agree(lambda: self.exact.train(chooser=self._routes))
-        rounded_step = agree(lambda: rounded.train(chooser=replay))
-        columns = self.pipeline.columns
-        if columns is not None:
-            self._rank_routes = self._routes.of_columns(columns, self._batches[0].inputs[0].shape[1])
-        return References(exact_step, rounded_step), replay
+        def train() -> References:
+            exact = self.exact.train(counted)  # first: it chooses the routes
+            return References(exact, self.rounded.train(counted) if self.is_bf16 else exact)
 
-    def _replay(self, routes: Routes) -> Replay | None:
-        return Replay(routes) if self.is_bf16 else None
+        return self.job.ranks.agree(train)
 
     # -- errors
 
+    def find_failures(self, errors: Sequence[Error]) -> list[str]:
+        """Return a text for each bound of a step that errors exceed."""
+        if self.is_bf16:
+            return rounding_failures(errors)
+        return [self._count_wrong(errors)] if any(error.is_wrong for error in errors) else []
+
     def measure_gradients(self, references: References) -> list[Error]:
-        """Return the errors of this rank's gradients. [] outside of pipeline 0: the others have the same gradients."""
-        gradients = self.pipeline.gradients()
-        if self.job.place.replica:
-            return []
-        floor = self._gradient_floor(references)
+        """Return the errors of this rank's gradients."""
         exact, rounded = references
+        floor = self._gradient_floor(references)
         errors = []
-        for stage, name, gradient in gradients:
-            expected = exact.gradients[name]
-            unpipelined = None if rounded is None else rounded.gradients[name]
-            _check_shape(stage, name, gradient, expected)
-            error = self._measure(name, gradient, expected, unpipelined, floor)
-            if error.is_wrong:
-                reference = expected if unpipelined is None else unpipelined
-                error = error._replace(hint=self._hint(gradient, reference, error))
-            errors.append(error._replace(stage=stage))
+        for stage, name, gradient in self.pipeline.gradients():
+            error = self.measure(name, gradient, exact.gradients[name], rounded.gradients[name], floor)
+            hint = self._hint(gradient, rounded.gradients[name], error) if error.is_wrong else ""
+            errors.append(error._replace(stage=stage, hint=hint))
         return errors
 
     def measure_sums(self, numbers: Collection[int]) -> list[Error]:
@@ -202,18 +191,22 @@ class Comparison:
 
         Without the losses of routers, which a step without its other micro-batches has too.
         """
-        replicas = self.job.place.replicas
         sums = MicrobatchSums()
         for number in numbers:
-            self.train([number], with_router_losses=False)
+            self.pipeline.train([number], with_router_losses=False)
             sums.add(self.pipeline.gradients())
-        self.train(numbers, with_router_losses=False)
-        num_additions = self.model.num_chunks + 2 * replicas  # one per micro-batch, and two per replica
-        rank_errors = sums.measure(self.pipeline.gradients(), num_additions,
-                                   lambda name: self.model.gradient_dtype(name, replicas))
-        if self.job.place.replica:
-            rank_errors = []
-        return list(chain.from_iterable(self.job.ranks.gather(lambda: rank_errors)))
+        self.pipeline.train(numbers, with_router_losses=False)
+        num_additions = self.model.num_chunks + 2 * self.job.place.replicas  # one per micro-batch, and two per replica
+        return self._gather(sums.measure(self.pipeline.gradients(), num_additions, self.model.gradient_dtype))
+
+    def gather_wrong_gradients(self, references: References) -> list[Error]:
+        """Return the errors of gradients that exceed their bounds, on all ranks."""
+        return [error for error in self._gather(self.measure_gradients(references)) if error.is_wrong]
+
+    def _gather(self, errors: Sequence[Error]) -> list[Error]:
+        """Return the errors of all ranks; of gradients and weights in pipeline 0 alone: the others have the same."""
+        own = [error for error in errors if error.stage < 0 or not self.job.place.replica]
+        return list(chain.from_iterable(self.job.ranks.gather(lambda: own)))
 
     def _gradient_floor(self, references: References) -> float:
         """Return the norm that the norm of a gradient counts as at least; in bfloat16, see `smallest_error`.
@@ -224,55 +217,48 @@ class Comparison:
         2e-16 or 1e-7 relative to it, is always allowed; a larger error is detected in any tensor.
         """
         exact, rounded = references
-        if rounded is None:
-            return norm_of(exact.gradients.values()) * torch.finfo(self._dtype).eps / self.tolerance
-        return smallest_error(rounded.gradients, exact.gradients)
+        if self.is_bf16:
+            return smallest_error(rounded.gradients, exact.gradients)
+        return norm_of(exact.gradients.values()) * torch.finfo(self._dtype).eps / self.tolerance
 
-    def _measure(self, name: str, value: Tensor, exact: Tensor, rounded: Tensor | None, floor: float) -> Error:
+    def measure(self, name: str, value: Tensor, exact: Tensor, rounded: Tensor, floor: float = 0.0) -> Error:
         """Measure a tensor of the pipeline. floor: see `_gradient_floor`."""
-        if rounded is None:
+        if not self.is_bf16:
             return difference(name, value, exact, floor, allowed=self.tolerance)
-        if value.numel() < SMALL:
-            return rounding(name, value, rounded, exact, floor)
-        return rounding(name, value, rounded, exact)
+        return rounding(name, value, rounded, exact, floor if value.numel() < SMALL else 0.0)
 
     def _measure_losses(self, losses: Tensor | None, references: References) -> list[Error]:
         """Return the errors of the losses that this rank has: those of its pipeline, and on rank 0 the routers'."""
+        exact, rounded = references
         place = self.job.place
-        title = f"{LOSS} of pipeline {place.replica}" if place.replicas > 1 else LOSS
-        values = dict(self.pipeline.router_losses()) if not self.job.rank else {}
-        if losses is not None:
-            values[title] = losses.cpu()
         floor = self._gradient_floor(references)
-        expected, unpipelined = (
-            {} if step is None else {title: step.losses[place.batch_shard], **step.router_losses}
-            for step in references)
-        return [self._measure(name, value, expected[name], unpipelined.get(name), floor)
-                for name, value in values.items()]
+        errors = []
+        if not self.job.rank:
+            errors = [self.measure(name, value, exact.router_losses[name], rounded.router_losses[name], floor)
+                      for name, value in self.pipeline.router_losses().items()]
+        if losses is not None:
+            title = f"{LOSS} of pipeline {place.replica}" if place.replicas > 1 else LOSS
+            shard = place.batch_shard
+            errors.append(self.measure(title, losses.cpu(), exact.losses[shard], rounded.losses[shard], floor))
+        return errors
 
     def _compare_weights(self) -> list[Error]:
         """Compare the weights of all ranks with those of the unpipelined model; [] if formats make them differ."""
         if self.model.has_dtype_rules:
             return []
-        expected = dict(self._whole.named_parameters(remove_duplicate=False))
-        values = self.pipeline.values()
-
-        def compare() -> list[Error]:
-            errors = []
-            for stage, name, value in values:
-                weight = expected[name].detach()
-                _check_shape(stage, name, value, weight)
-                errors.append(difference(name, value.to(weight.dtype), weight, allowed=self.tolerance, stage=stage))
-            return errors if not self.job.place.replica else []
-
-        return list(chain.from_iterable(self.job.ranks.gather(compare)))
+        errors = []
+        for stage, name, value in self.pipeline.values():
+            weight = self._weights[name].detach()
+            error = difference(name, value.to(weight.dtype), weight, allowed=self.tolerance)
+            errors.append(error._replace(stage=stage))
+        return self._gather(errors)
 
     def _check_dtypes(self) -> None:
         """Raise ValueError if the outputs of a stage are not in bfloat16."""
         if not self.is_bf16 or self.model.has_dtype_rules:
             return
         last = self.pipeline.schedule.num_stages - 1
-        for stage, dtypes in self._outputs.of_stage.items():
+        for stage, dtypes in self.pipeline.observer.output_dtypes.items():
             others = dtypes - {BF16}
             if others and stage != last:  # the last stage may return float32 logits
                 raise ValueError(f"the outputs of stage {stage} are {others.pop()}, but --dtype bf16 needs "
@@ -299,49 +285,233 @@ class Comparison:
 
     # -- names and routes
 
-    def _gather_stages(self) -> dict[str, list[int]]:
-        """Return the numbers of the stages that have each parameter. Raises ValueError if none has one."""
-        rank_names = {(name, stage.number) for stage in self.pipeline.stages for name in stage.names.values()}
+    def _gather_stages(self, names: Names) -> dict[str, list[int]]:
+        """Return the numbers of the stages that have each parameter.
+
+        Raises ValueError, on all ranks, if none has one, or if a stage has one of another shape.
+        """
+
+        def name_parameters() -> set[tuple[str, int]]:
+            for stage, name, parameter in self.pipeline.parameters():
+                expected = self._weights[name].shape
+                if parameter.shape != expected:
+                    raise ValueError(
+                        f"{name!r} in stage {stage} has shape {list(parameter.shape)}, and {list(expected)} in the "
+                        "unpipelined model; parts of a parameter must be DTensors, as "
+                        "dualpipe.parallel.shard_experts makes them")
+            return {(name, stage.number) for stage in self.pipeline.stages for name in stage.names.values()}
+
         stages_of: dict[str, list[int]] = {}
-        for name, stage in sorted(set(chain.from_iterable(self.job.ranks.gather(lambda: rank_names)))):
+        for name, stage in sorted(set(chain.from_iterable(self.job.ranks.gather(name_parameters)))):
             stages_of.setdefault(name, []).append(stage)
-        missing = [name for name, first in self._first.items() if first not in stages_of]
+        missing = [name for name, first in names.first.items() if first not in stages_of]
         if missing:
             raise ValueError(f"no stage has {len(missing)} of the unpipelined model's parameters, such as "
                              f"{missing[0]!r}; cut() must put every parameter into a stage")
         return stages_of
 
-    def _count_routes(self, unpipelined: Replay, pipelined: Replay) -> RouteReport:
-        """Return the choices summed over all ranks."""
-        names = list(unpipelined.counts)
-        rank_modules = set(self.pipeline.modules.values())
-        rank_unreplayed = {name for name in names if name in rank_modules and name not in pipelined.counts}
-        gathered = self.job.ranks.gather(lambda: (pipelined.counts, rank_unreplayed))
-        totals: dict[str, RouteCount] = {}
-        for name in names:
-            for rank_counts, _ in gathered:
-                if name in rank_counts:
-                    totals[name] = totals.get(name, RouteCount()).plus(rank_counts[name])
-        unreplayed = set(chain.from_iterable(rank_names for _, rank_names in gathered))
-        return RouteReport(unpipelined.counts, totals, [name for name in names if name in unreplayed])
+    def _count_routes(self) -> RouteReport:
+        """Return the choices of the latest step, summed over all ranks."""
+        replay = self.pipeline.replay
+        assert replay is not None, "bfloat16 replays"
+        gathered = self.job.ranks.gather(lambda: replay.counts)
+        unpipelined = dict(self._unpipelined_replay.counts)
+        pipelined = {}
+        for name in unpipelined:
+            counts = [counts[name] for counts in gathered if name in counts]
+            if counts:
+                pipelined[name] = sum_counts(counts)
+        return RouteReport(unpipelined, pipelined)
 
-    # -- models
-
-    def _build_exact(self) -> nn.Module:
+    def _build_exact(self, whole: nn.Module) -> nn.Module:
         """Build the unpipelined model in float64, with the weights of the bfloat16 model."""
         exact = self.model.build_whole(torch.float64, self.job.device)
-        copy_parameters(exact.named_parameters(), self._whole)
-        return exact.train(self._whole.training)
-
-    def _unpipelined(self, whole: nn.Module, dtype: torch.dtype) -> UnpipelinedModel:
-        """Return the unpipelined model in a dtype, with its batches."""
-        batches = [batch.map(lambda t: t.to(dtype) if t.is_floating_point() else t) for batch in self._batches]
-        return UnpipelinedModel(self.model, whole, batches, self.job.device, self._names.of(whole, self._first))
+        copy_parameters(exact, whole)
+        return exact.train(whole.training)
 
 
-def _check_shape(stage: int, name: str, tensor: Tensor, expected: Tensor) -> None:
-    """Raise ValueError if the shape of a stage's tensor differs from that in the unpipelined model."""
-    if tensor.shape != expected.shape:
-        raise ValueError(f"{name!r} in stage {stage} has shape {list(tensor.shape)}, and {list(expected.shape)} in the "
-                         "unpipelined model; parts of a parameter must be DTensors, as "
-                         "dualpipe.parallel.shard_experts makes them")
+# -- the first place that differs
+
+
+def describe_origin(error: Error, where: str) -> str:
+    """Return a text about a wrong tensor, and the place where it, or what it is computed from, first differs."""
+    cause = f" ({error.hint})" if error.hint else ""
+    return f"{error.name}: relative error {error.relative:.2g}; first differs in {where}{cause}"
+
+
+def _find_origin(comparison: Comparison, report: Report) -> str:
+    """Return a text about the first place that differs; "" if no error exceeds its bound. Collective."""
+    if comparison.find_failures(report.errors):
+        return (
+            _find_module(comparison, report.errors)
+            or _find_loss(comparison, report.errors)
+            or _find_weight_gradient(comparison)
+            or describe_origin(worst(report.errors), "the step as a whole, and in no micro-batch alone"))
+    if any(error.is_wrong for error in report.sums):
+        return _find_addition(comparison, report.sums)
+    return ""
+
+
+def _find_loss(comparison: Comparison, errors: Iterable[Error]) -> str:
+    """Return a text about the first wrong loss; "" if all are right. The outputs of all modules are right."""
+    for error in errors:
+        if error.name.startswith(LOSS) and error.is_wrong:
+            last = comparison.pipeline.schedule.num_stages - 1
+            return describe_origin(error, f"the loss behind stage {last}, whose outputs are right")
+    return ""
+
+
+def _find_weight_gradient(comparison: Comparison) -> str:
+    """Return a text about the first micro-batch with a wrong contribution to a gradient; "" if all are right.
+
+    Of several parameters it is the first in the backward, which runs from the last stage to the first.
+    """
+    for microbatch in range(comparison.model.num_chunks):
+        comparison.pipeline.train([microbatch])
+        references = comparison.train_unpipelined([microbatch])
+        wrong = comparison.gather_wrong_gradients(references)
+        if wrong:
+            order = list(references.exact.gradients)
+            first = min(wrong, key=lambda error: (-error.stage, order.index(error.name)))
+            return describe_origin(first, comparison.pipeline.weight_action(first.stage, microbatch))
+    return ""
+
+
+def _find_addition(comparison: Comparison, sums: Iterable[Error]) -> str:
+    """Return a text about the worst gradient of the first micro-batch that is added wrongly."""
+    for microbatch in range(comparison.model.num_chunks):
+        wrong = [error for error in comparison.measure_sums(range(microbatch + 1)) if error.is_wrong]
+        if wrong:
+            largest = max(wrong, key=lambda error: error.relative)
+            hint = "its gradient is right alone, the addition is not"
+            if largest.hint:
+                hint = f"{hint}; {largest.hint}"
+            where = comparison.pipeline.weight_action(largest.stage, microbatch)
+            return describe_origin(largest._replace(hint=hint), where)
+    largest = worst(sums)
+    return describe_origin(
+        largest, f"the sum over the micro-batches of stage {largest.stage}, though not when the step is run again")
+
+
+class Verdict(NamedTuple):
+    """A comparison of the outputs of a call. stage: of the pipeline's module."""
+
+    is_right: bool
+    stage: int
+
+
+class Suspects(NamedTuple):
+    """Modules of which one is wrong in a micro-batch. stage: of the first wrong output. hint: a likely cause, or ""."""
+
+    names: list[str]
+    stage: int
+    hint: str = ""
+
+
+def _find_module(comparison: Comparison, errors: Sequence[Error]) -> str:
+    """Return a text about the first module with another output than in the unpipelined model; "" if there is none.
+
+    With context parallelism there is none: a rank has parts of the outputs.
+    """
+    if comparison.pipeline.columns is not None:
+        return ""
+    expected, verdicts = _judge_calls(comparison)
+    for microbatch in sorted(verdicts, key=lambda place: (place.number, place.replica)):
+        suspects = find_suspects(expected[microbatch], verdicts[microbatch])
+        if suspects is not None:
+            return _describe_suspects(suspects, microbatch, errors)
+    return ""
+
+
+def _describe_suspects(suspects: Suspects, microbatch: Microbatch, errors: Sequence[Error]) -> str:
+    """Return a text about the worst parameter of the modules, or of their stage; first one without a gradient."""
+
+    def errors_in(modules: Sequence[str]) -> list[Error]:
+        return [error for error in errors if any(error.name.startswith(f"{module}.") for module in modules)]
+
+    # If outputs before the wrong one are unknown, that module is more likely to have received wrong inputs.
+    inside = errors_in(suspects.names[:-1]) or errors_in(suspects.names)
+    lost = [error for error in inside if error.hint == LOST]
+    largest = worst(lost or inside or [error for error in errors if error.stage == suspects.stage])
+    stage = largest.stage if inside else suspects.stage
+    where = f"{Action('F', stage, microbatch.number).title}, in {' or '.join(suspects.names)}"
+    return describe_origin(largest._replace(hint=suspects.hint or (LOST if lost else "")), where)
+
+
+def _judge_calls(comparison: Comparison) -> tuple[dict[Microbatch, Calls], dict[Microbatch, dict[CallKey, Verdict]]]:
+    """Repeat the step with hooks on all modules; return the calls of the unpipelined model, and verdicts on them.
+
+    The verdicts are on the modules of all ranks whose outputs can be compared.
+    """
+    pipeline, exact, rounded = comparison.pipeline, comparison.exact, comparison.rounded
+    with recorded_calls(pipeline.modules_with_own_tokens(), pipeline.observer.position) as calls:
+        pipeline.train()
+    with (recorded_calls(exact.modules, exact.position) as expected,
+          recorded_calls(rounded.modules, rounded.position) as of_rounded):
+        comparison.train_unpipelined()
+    rank_verdicts: list[tuple[Microbatch, CallKey, Verdict]] = []
+    for microbatch, rank_calls in calls.items():
+        num_calls = Counter(name for name, _ in expected[microbatch])
+        for key, call in expected[microbatch].items():
+            # The calls of a module that several ranks share cannot be told apart.
+            if (key.name, num_calls[key.name] - 1) not in rank_calls:
+                continue
+            own = rank_calls[key]
+            is_right = _are_right(comparison, own.outputs, call.outputs, of_rounded[microbatch][key].outputs)
+            if is_right is not None:
+                rank_verdicts.append((microbatch, key, Verdict(is_right, pipeline.stage_of[own.module])))
+    verdicts: dict[Microbatch, dict[CallKey, Verdict]] = defaultdict(dict)
+    for microbatch, key, verdict in chain.from_iterable(comparison.job.ranks.gather(lambda: rank_verdicts)):
+        verdicts[microbatch][key] = verdict
+    return expected, verdicts
+
+
+def _are_right(
+    comparison: Comparison, outputs: Sequence[Tensor], exact: Sequence[Tensor], rounded: Sequence[Tensor]
+) -> bool | None:
+    """Return True if the outputs of a call are right; None if they cannot be compared."""
+    errors = []
+    for output, reference, unpipelined in zip(outputs, exact, rounded):
+        if not reference.is_floating_point() or not reference.numel():
+            continue
+        if output.shape != reference.shape:
+            return None
+        errors.append(comparison.measure("", output, reference, unpipelined))
+    return not any(error.is_wrong for error in errors) if errors else None
+
+
+def find_suspects(expected: Calls, verdicts: Mapping[CallKey, Verdict]) -> Suspects | None:
+    """Return the modules called after the last right output, up to the first wrong one; None if none is wrong.
+
+    Modules that the pipeline does not call, or whose outputs cannot be compared, are neither right nor wrong, such as
+    experts split over ranks, which receive other tokens. Modules around others are left out, unless they are wrong.
+
+    Example: norm right, router right, experts not comparable, next norm wrong -> experts, next norm.
+
+    Args:
+        expected: calls in the unpipelined model.
+        verdicts: on those that the pipeline makes too and whose outputs can be compared.
+    """
+    unknown: list[CallKey] = []
+    for key in expected:
+        verdict = verdicts.get(key)
+        if verdict is None:
+            unknown.append(key)
+        elif verdict.is_right:
+            unknown = []
+        else:
+            return _suspects_before(key, unknown, expected, verdict.stage)
+    return None
+
+
+def _suspects_before(wrong: CallKey, unknown: Sequence[CallKey], expected: Calls, stage: int) -> Suspects:
+    """Return the modules of which one causes a wrong output. unknown: calls after the last right output."""
+    for key in unknown:
+        module = expected[key].module
+        if module._forward_hooks or module._forward_pre_hooks:
+            hint = (f"{type(module).__name__} has forward hooks, and the pipeline does not call it: its segments() "
+                    "must run them")
+            return Suspects([key.name], stage, hint)
+    names = [key.name for key in unknown
+             if not any(other.name.startswith(f"{key.name}.") for other in expected)]
+    return Suspects(list(dict.fromkeys([*names, wrong.name])), stage)

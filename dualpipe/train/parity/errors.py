@@ -17,7 +17,6 @@ the sum over micro-batches: a gradient that is lost, or accumulated in bfloat16.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -91,16 +90,14 @@ def difference(
     return Error(name, tuple(value.shape), max_abs, relative, norm, allowed, stage=stage)
 
 
-def rounding(
-    name: str, value: Tensor, unpipelined: Tensor, exact: Tensor, floor: float = ONE_ROUNDING, *, stage: int = -1
-) -> Error:
+def rounding(name: str, value: Tensor, unpipelined: Tensor, exact: Tensor, floor: float = 0.0) -> Error:
     """Measure a tensor of the bfloat16 pipeline and of the unpipelined bfloat16 model against float64.
 
-    floor: the relative error of the unpipelined model counts as at least this.
+    floor: the relative error of the unpipelined model counts as at least this, and as at least one rounding.
     """
-    error = difference(name, value, exact, stage=stage)
+    error = difference(name, value, exact)
     of_unpipelined = difference(name, unpipelined, exact).relative
-    allowed = BOUND_OF_ONE * max(of_unpipelined, floor if error.norm else 0.0)
+    allowed = BOUND_OF_ONE * max(of_unpipelined, max(floor, ONE_ROUNDING) if error.norm else 0.0)
     return error._replace(allowed=allowed, unpipelined=of_unpipelined)
 
 
@@ -124,13 +121,13 @@ class MicrobatchSums:
 
     def add(self, gradients: Iterable[StageTensor]) -> None:
         """Add the gradients of a micro-batch."""
-        for index, (_, _, gradient) in enumerate(gradients):
-            exact = gradient.double()
-            if index == len(self._sums):
-                self._sums.append(torch.zeros_like(exact))
-                self._magnitudes.append(torch.zeros_like(exact))
-            self._sums[index] += exact
-            self._magnitudes[index] += exact.abs()
+        exact = [gradient.double() for _, _, gradient in gradients]
+        if not self._sums:
+            self._sums = [torch.zeros_like(gradient) for gradient in exact]
+            self._magnitudes = [torch.zeros_like(gradient) for gradient in exact]
+        for total, magnitude, gradient in zip(self._sums, self._magnitudes, exact):
+            total += gradient
+            magnitude += gradient.abs()
 
     def measure(
         self, step: Sequence[StageTensor], num_additions: int, dtype_of: Callable[[str], torch.dtype]
@@ -161,15 +158,14 @@ def has_bfloat16_values(tensor: Tensor) -> bool:
 # -- all errors of a step
 
 
-def worst_of(errors: Iterable[Error], count: int) -> list[Error]:
-    """Return the `count` errors that exceed the allowed ones most, the largest first."""
-    return heapq.nlargest(count, errors, key=lambda error: error.excess)
+def worst_first(errors: Iterable[Error]) -> list[Error]:
+    """Return the errors in descending order of their excess."""
+    return sorted(errors, key=lambda error: error.excess, reverse=True)
 
 
 def worst(errors: Iterable[Error]) -> Error:
     """Return the error that exceeds the allowed one most."""
-    (largest,) = worst_of(errors, 1)
-    return largest
+    return max(errors, key=lambda error: error.excess)
 
 
 def combine_gradients(errors: Iterable[Error]) -> Error:

@@ -21,22 +21,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dualpipe.kernels.formats import FORMATS
+from dualpipe.kernels.formats import Format
+from dualpipe.models import HubConfig
 from dualpipe.nn import defer_weight_grads
 from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes, shard_stages
-from dualpipe.parallel.mesh import Mesh
 from dualpipe.pipeline import Pipeline
 from dualpipe.pipeline.batch import validate_side_inputs
 from dualpipe.runtime.errors import nearest
 from dualpipe.schedule import Schedule, build
 from dualpipe.train.config.fit import Resolved
-from dualpipe.train.config.schema import Config, DTypesConfig
 from dualpipe.train.data.token_stream import shift_targets
 from dualpipe.train.launch.join import Job
-from dualpipe.train.loss import MicroBatchLoss, token_weight, tokens_ahead
-from dualpipe.train.step import StepRunner, build_routers, build_whole, resolve_model_dtypes, resolve_run_dtypes
+from dualpipe.train.loss import MicroBatchLoss, tokens_ahead
+from dualpipe.train.step import StepRunner, build_routers, build_whole, resolve_model_dtypes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -60,11 +59,6 @@ class Batch(NamedTuple):
     labels: tuple[Tensor, ...]
     side: dict[str, Tensor]
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors."""
-        return [*self.inputs, *self.labels, *self.side.values()]
-
     def map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with a function applied to every tensor."""
         return Batch(
@@ -79,6 +73,9 @@ class Batch(NamedTuple):
                 for m in range(num_chunks)]
 
 
+NO_ROUTERS = RouterSet([], num_microbatches=1)
+
+
 class RankPipeline(NamedTuple):
     """This rank's stages in their pipeline.
 
@@ -91,27 +88,24 @@ class RankPipeline(NamedTuple):
     stages: list[NamedStage]
     pipeline: Pipeline
     criterion: Callable[..., Tensor]
-    routers: RouterSet
+    routers: RouterSet = NO_ROUTERS
     columns: Tensor | None = None
 
 
 class ComparedModel(ABC):
-    """A model that parity compares."""
+    """A model that parity compares.
 
-    @property
-    @abstractmethod
-    def num_chunks(self) -> int:
-        """Number of micro-batches in a step."""
+    Attributes:
+        num_chunks: number of micro-batches in a step.
+        num_steps: number of steps to run, of which the last is compared.
+        has_dtype_rules: dtypes and formats of some tensors are others than those asked for.
+        loss: `loss(*outputs, *labels)` of a micro-batch of whole sequences.
+    """
 
-    @property
-    def num_steps(self) -> int:
-        """Number of steps to run, of which the last is compared."""
-        return 1
-
-    @property
-    def has_dtype_rules(self) -> bool:
-        """True if dtypes and formats of some tensors are others than those asked for."""
-        return False
+    num_chunks: int
+    num_steps = 1
+    has_dtype_rules = False
+    loss: Callable[..., Tensor]
 
     @abstractmethod
     def build_whole(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -128,16 +122,12 @@ class ComparedModel(ABC):
     def make_batch(self, replica: int) -> Batch:
         """Return the batch of a step of one pipeline."""
 
-    @abstractmethod
-    def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch of whole sequences."""
-
     def build_routers(self, whole: nn.Module, device: torch.device) -> RouterSet:
         """Return the routers of the unpipelined model whose losses are part of the step; by default none."""
-        return RouterSet([], num_microbatches=1, device=device)
+        return NO_ROUTERS
 
-    def gradient_dtype(self, name: str, replicas: int) -> torch.dtype:
-        """Return the narrowest dtype in which the gradients of a parameter are added over `replicas` pipelines."""
+    def gradient_dtype(self, name: str) -> torch.dtype:
+        """Return the narrowest dtype in which the gradients of a parameter are added in a bfloat16 pipeline."""
         return torch.float32
 
 
@@ -180,10 +170,10 @@ class CutModel(ComparedModel):
     def build_pipeline(self, job: Job, dtype: torch.dtype) -> RankPipeline:
         """Split a copy of the unpipelined model, and prepare this rank's stages."""
         schedule = build(self.schedule, job.place.size("pp"), self.num_chunks)
-        all_stages = self._cut(schedule.num_stages, dtype, storage_dtype(dtype, job.mesh), job.device)
+        all_stages = self._cut(schedule.num_stages, dtype, storage_dtype(dtype, job), job.device)
         stages = [all_stages[number] for number in schedule.rank_stages(job.place.rank("pp"))]
-        self._place([stage.module for stage in stages], dtype, job.mesh)
-        return _into_pipeline(schedule, stages, self.compute_loss, job)
+        self._place([stage.module for stage in stages], dtype, job)
+        return _into_pipeline(schedule, stages, self.loss, job)
 
     def make_batch(self, replica: int) -> Batch:
         """Return `batch(replica)`, whose tensors are checked."""
@@ -194,10 +184,6 @@ class CutModel(ComparedModel):
         inputs, labels, *side = parts
         return Batch(_as_tensors("inputs", inputs), _as_tensors("labels", labels),
                      validate_side_inputs(side[0] if side else {}))
-
-    def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch."""
-        return self.loss(*outputs_and_labels)
 
     def _cut(
         self, num_stages: int, dtype: torch.dtype, storage: torch.dtype, device: torch.device
@@ -243,15 +229,15 @@ class CutModel(ComparedModel):
             names[stage_name] = name
         return names
 
-    def _place(self, modules: list[nn.Module], dtype: torch.dtype, mesh: DeviceMesh | None) -> None:
+    def _place(self, modules: list[nn.Module], dtype: torch.dtype, job: Job) -> None:
         """Prepare the stages as for training. Those of a single rank are not prepared."""
-        if mesh is None:
+        if job.mesh is None:
             accumulate_wide(modules)
             return
         if self.place is not None:
-            self.place(modules, mesh, dtype)
+            self.place(modules, job.mesh, dtype)
             return
-        place = Mesh.of(mesh)
+        place = job.place
         if place.size("ep") > 1:
             raise ValueError(f"--ep {place.size('ep')} needs CutModel(place=...), which distributes experts over "
                              "ranks; give it, or leave out --ep")
@@ -261,13 +247,13 @@ class CutModel(ComparedModel):
         shard_stages(modules, place.dense if place.replicas > 1 else None, plan)
 
 
-def storage_dtype(dtype: torch.dtype, mesh: DeviceMesh | None) -> torch.dtype:
+def storage_dtype(dtype: torch.dtype, job: Job) -> torch.dtype:
     """Return the dtype in which the parameters of stages that compute in `dtype` are stored.
 
     Sharded parameters are stored in at least float32: FSDP2 casts them when it gathers them, and returns gradients in
     the storage dtype. Parameters that are not sharded are never cast.
     """
-    return torch.promote_types(dtype, torch.float32) if Mesh.of(mesh).replicas > 1 else dtype
+    return torch.promote_types(dtype, torch.float32) if job.place.replicas > 1 else dtype
 
 
 def policy_of(dtype: torch.dtype) -> DTypePolicy:
@@ -285,11 +271,11 @@ def accumulate_wide(modules: Iterable[nn.Module]) -> None:
                 parameter.grad_dtype = wide  # type: ignore[attr-defined]
 
 
-def copy_parameters(target: Iterable[tuple[str, Tensor]], source: nn.Module) -> None:
-    """Copy the values of the parameters of `source`, by their names there. Quantized ones are dequantized."""
-    values = dict(source.named_parameters(remove_duplicate=False))
+def copy_parameters(target: nn.Module, source: nn.Module) -> None:
+    """Copy the values of the parameters of `source`, which has the same names. Quantized ones are dequantized."""
+    values = dict(source.named_parameters())
     with torch.no_grad():
-        for name, parameter in target:
+        for name, parameter in target.named_parameters():
             parameter.copy_(values[name])
 
 
@@ -304,7 +290,7 @@ def _into_pipeline(
     """Put the stages of this rank into their pipeline."""
     modules = [stage.module for stage in stages]
     pipeline = Pipeline(modules, process_group=job.place.group("pp"), schedule=schedule)
-    return RankPipeline(schedule, stages, pipeline, criterion, RouterSet([], num_microbatches=1, device=job.device))
+    return RankPipeline(schedule, stages, pipeline, criterion)
 
 
 def _as_tensors(name: str, value: object) -> tuple[Tensor, ...]:
@@ -345,17 +331,20 @@ class HubModel(ComparedModel):
             raise ValueError(f"--model {str(folder)!r} has no *.safetensors; give a directory with weights")
         disable_progress_bar()  # every stage on every rank would show one
         self._folder = folder
-        self._config: PretrainedConfig = AutoConfig.from_pretrained(folder)
-        if getattr(self._config, "quantization_config", None) is not None:
+        config: PretrainedConfig = AutoConfig.from_pretrained(folder)
+        self._vocab_size = config.get_text_config().vocab_size
+        if getattr(config, "quantization_config", None) is not None:
             raise ValueError(f"--model {str(folder)!r} is quantized, but transformers' own model has gradients for "
                              "unquantized weights only; save it dequantized")
 
     def build_whole(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Return transformers' own model, with a forward that returns the logits."""
+        """Return transformers' own model, which returns the logits alone."""
         from transformers import AutoModelForCausalLM
 
-        causal_lm = AutoModelForCausalLM.from_pretrained(self._folder, dtype=dtype, experts_implementation=EAGER)
-        return _Logits(causal_lm).to(device).train()
+        whole: nn.Module = AutoModelForCausalLM.from_pretrained(
+            self._folder, dtype=dtype, experts_implementation=EAGER, use_cache=False)
+        whole.register_forward_hook(_take_logits)
+        return whole.to(device).train()
 
     def build_pipeline(self, job: Job, dtype: torch.dtype) -> RankPipeline:
         """Load this rank's stages as training does."""
@@ -364,40 +353,26 @@ class HubModel(ComparedModel):
         schedule = build("dualpipev", job.place.size("pp"), self.num_chunks)
         numbers = schedule.rank_stages(job.place.rank("pp"))
         modules = load_stages(
-            self._folder, schedule.num_stages, numbers, mesh=job.mesh, dtype=storage_dtype(dtype, job.mesh),
-            policy=None if job.mesh is None else policy_of(dtype),
-        )
+            self._folder, schedule.num_stages, numbers, mesh=job.mesh, dtype=storage_dtype(dtype, job),
+            policy=policy_of(dtype))
         stages = [named_alike(number, module.to(job.device)) for number, module in zip(numbers, modules)]
-        if job.mesh is None:
-            accumulate_wide(modules)
-        return _into_pipeline(schedule, stages, self.compute_loss, job)
+        return _into_pipeline(schedule, stages, self.loss, job)
 
     def make_batch(self, replica: int) -> Batch:
         """Return random tokens and the next token of each, both (B, S)."""
         generator = torch.Generator().manual_seed(replica)
-        vocab_size = self._config.get_text_config().vocab_size
-        rows = torch.randint(vocab_size, (self.num_chunks, HUB_LENGTH + 1), generator=generator, device="cpu")
+        rows = torch.randint(self._vocab_size, (self.num_chunks, HUB_LENGTH + 1), generator=generator, device="cpu")
         return Batch((rows[:, :-1].contiguous(),), (rows[:, 1:].contiguous(),), {})
 
-    def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the contribution of a micro-batch to the mean cross-entropy over the batch."""
-        logits, labels = outputs_and_labels
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / self.num_chunks
 
 
-class _Logits(nn.Module):
-    """A causal language model with a forward that returns the logits alone. Parameters keep their names."""
-
-    def __init__(self, causal_lm: Any) -> None:
-        super().__init__()
-        for name, child in causal_lm.named_children():
-            self.add_module(name, child)
-        self._causal_lm = [causal_lm]  # in a list, so that it is no submodule and adds no second names
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits (B, S, V) for tokens (B, S)."""
-        logits: Tensor = self._causal_lm[0](tokens, use_cache=False).logits
-        return logits
+def _take_logits(causal_lm: nn.Module, inputs: object, output: Any) -> Tensor:
+    """Return the logits (B, S, V) of what a causal language model of transformers returns."""
+    logits: Tensor = output.logits
+    return logits
 
 
 # -- a configuration of `dualpipe train`
@@ -422,48 +397,32 @@ class ConfigModel(ComparedModel):
             data=replace(config.data, separate_documents=self._has_documents),
         ))
         self._config = self._resolved.config
-        self._quantized_rules = [
-            Rule(rule.pattern, storage=rule.storage if rule.storage in FORMATS else None, gather=rule.gather)
-            for rule in config.dtypes.rules if rule.gather or rule.storage in FORMATS
-        ]
-
-    @property
-    def num_chunks(self) -> int:
-        """train.num_chunks."""
-        return self._config.train.num_chunks
-
-    @property
-    def num_steps(self) -> int:
-        """2 with balance of level "global", which uses the loads of the step before: the first step has none."""
-        router = self._config.router
-        return 2 if router.balance and router.balance_level == "global" else 1
-
-    @property
-    def has_dtype_rules(self) -> bool:
-        """True with [dtypes] rules."""
-        return bool(self._config.dtypes.rules)
+        self.num_chunks = config.train.num_chunks
+        # Balance of level "global" uses the loads of the step before, and the first step has none.
+        self.num_steps = 2 if config.router.balance and config.router.balance_level == "global" else 1
+        self.has_dtype_rules = bool(config.dtypes.rules)
 
     def build_whole(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
         """Return the unpipelined model: in bfloat16 with the formats of the run, else with dequantized weights."""
-        if dtype is BF16:
-            return self._build_whole(self._plan_of_single_rank(), device)
-        whole = self._build_whole(dtype, device)
-        if self._quantized_rules:
-            plan = resolve_model_dtypes(self._resolved.model, dtype, replicas=1, rules=self._quantized_rules)
-            copy_parameters(whole.named_parameters(), self._build_whole(plan, device))
-        return whole
+        seed = self._config.train.seed
+        plan = self._plan(dtype, is_whole=True)
+        model = cast(HubConfig, self._resolved.model)
+        whole = build_whole(model, dtypes=plan, device=device, seed=seed)
+        if dtype is BF16 or not any(rule.format for rule in self._resolved.dtypes.rules):
+            return whole
+        dequantized = build_whole(model, dtypes=dtype, device=device, seed=seed)
+        copy_parameters(dequantized, whole)
+        return dequantized
 
     def build_pipeline(self, job: Job, dtype: torch.dtype) -> RankPipeline:
         """Build this rank's part of the model as the trainer does."""
-        ranks = StepRunner(self._resolved, job, dtypes=self._plan(dtype, self._config.parallel.replicas))
-        numbers = ranks.schedule.rank_stages(job.place.rank("pp"))
-        stages = [named_alike(number, stage) for number, stage in zip(numbers, ranks.model.stages)]
-        length = self._config.train.sequence_length
+        runner = StepRunner(self._resolved, job, dtypes=self._plan(dtype))
+        numbers = runner.schedule.rank_stages(job.place.rank("pp"))
+        stages = [named_alike(number, stage) for number, stage in zip(numbers, runner.model.stages)]
         columns = None
-        if ranks.split.size > 1:
-            columns = ranks.split.token_indices(length).to(job.device)
-        criterion = self._criterion(self.num_chunks / token_weight(ranks.split, length))
-        return RankPipeline(ranks.schedule, stages, ranks.pipeline, criterion, ranks.routers, columns)
+        if runner.split.size > 1:
+            columns = runner.split.token_indices(self._config.train.sequence_length).to(job.device)
+        return RankPipeline(runner.schedule, stages, runner.pipeline, runner.criterion(1), runner.routers, columns)
 
     def build_routers(self, whole: nn.Module, device: torch.device) -> RouterSet:
         """Return the routers as [router] configures them."""
@@ -492,44 +451,35 @@ class ConfigModel(ComparedModel):
             side["ahead"] = ahead
         return Batch((rows[:, :-1].contiguous(),), (targets,), side)
 
-    def compute_loss(self, *outputs_and_labels: Tensor) -> Tensor:
-        """Return the loss of a micro-batch."""
-        return self._criterion(self.num_chunks)(*outputs_and_labels)
+    def loss(self, *outputs_and_labels: Tensor) -> Tensor:
+        """Return the loss of a micro-batch in the first step."""
+        mtp_weight = self._config.mtp.weight_of(1, self._config.train.steps)
+        return MicroBatchLoss(self.num_chunks, mtp_weight)(*outputs_and_labels)
 
-    def gradient_dtype(self, name: str, replicas: int) -> torch.dtype:
+    def gradient_dtype(self, name: str) -> torch.dtype:
         """Return the dtype of accumulation or, if it is narrower, that in which FSDP2 returns gradients."""
-        plan = self._plan(BF16, replicas)
+        plan = self._plan(BF16)
         dtypes = [plan.reduce_dtype(name)]
-        if replicas > 1:
+        if self._config.parallel.replicas > 1:
             dtypes.append(plan.of(name).storage)
         return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _criterion(self, num_microbatches: float) -> MicroBatchLoss:
-        return MicroBatchLoss(num_microbatches, self._config.mtp.weight)
+    def _plan(self, dtype: torch.dtype, *, is_whole: bool = False) -> DTypePlan:
+        """Return the dtypes of the pipeline's tensors: those of the run in bfloat16, else `dtype` and the formats.
 
-    def _build_whole(self, dtypes: DTypePlan | torch.dtype, device: torch.device) -> nn.Module:
-        return build_whole(self._resolved.model, dtypes=dtypes, device=device, seed=self._config.train.seed)  # type: ignore[arg-type]
-
-    def _plan(self, dtype: torch.dtype, replicas: int) -> DTypePlan:
-        """Return the dtypes of the pipeline's tensors: those of the run in bfloat16, else `dtype` and the formats."""
-        if dtype is not BF16:
-            return resolve_model_dtypes(self._resolved.model, dtype, replicas=replicas, rules=self._quantized_rules)
-        return resolve_run_dtypes(self._resolved.with_config(self._narrow_config()), {})
-
-    def _plan_of_single_rank(self) -> DTypePlan:
-        """Return the dtypes of the unpipelined bfloat16 model: one rank, and storage rules for formats alone."""
-        config = self._narrow_config()
+        The unpipelined model is on one rank, which stores parameters in their compute dtype or in a format.
+        """
         rules = []
-        for rule in config.dtypes.rules:
-            storage = rule.storage if rule.storage in FORMATS else None
-            if any((storage, rule.gather, rule.compute, rule.reduce, rule.save, rule.output)):
-                rules.append(replace(rule, storage=storage))
-        parallel = replace(config.parallel, dp=1, cp=1, ep=1)
-        config = replace(config, parallel=parallel, dtypes=DTypesConfig(tuple(rules)))
-        return resolve_run_dtypes(self._resolved.with_config(config), {})
-
-    def _narrow_config(self) -> Config:
-        return replace(self._config, train=replace(self._config.train, dtype="bf16"))
+        for rule in self._resolved.dtypes.rules:
+            dtypes = rule.dtypes
+            if dtype is not BF16:
+                dtypes = {name: value for name, value in dtypes.items() if isinstance(value, Format)}
+            elif is_whole and not isinstance(rule.storage, Format):
+                dtypes.pop("storage", None)
+            if dtypes:
+                rules.append(Rule(rule.pattern, **dtypes))
+        replicas = 1 if is_whole else self._config.parallel.replicas
+        return resolve_model_dtypes(self._resolved.model, dtype, replicas=replicas, rules=rules)
 
 
 # -- the value of --model
@@ -576,9 +526,9 @@ def _find_function(text: str, module_name: str, function_name: str) -> Callable[
             raise  # another module, which the user's module imports
         raise ValueError(f"--model {text!r}: there is no module {error.name!r} in {directory} or among installed "
                          "packages; give its name as Python imports it") from error
-    function = getattr(module, function_name, None)
+    function: Callable[[], Any] | None = getattr(module, function_name, None)
     if not callable(function):
         near = nearest(function_name, [name for name, value in vars(module).items() if callable(value)])
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"--model {text!r}: module {module_name!r} has no function {function_name!r}{hint}")
-    return cast("Callable[[], Any]", function)
+    return function

@@ -13,6 +13,9 @@ module is that of the innermost method on the stack. Hooks would not find it: se
 wherever it runs. After the last of them the first one follows, so that a recomputed layer, or one that runs in two
 parts, stays in step.
 
+Replaying would hide a router that chooses wrongly, so the choices that the models would have made differently are
+counted.
+
 Dimension letters: R rows, which choose K of N options each. For tokens that choose experts: T, K, E.
 """
 
@@ -20,25 +23,20 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from dualpipe.nn.routing.router import Router
-from dualpipe.pipeline.lower import Instruction
-from dualpipe.pipeline.microbatch_state import SegmentRun
-from dualpipe.runtime.recorder import WHAT, Entry, Observer, Recorder
 
 _TOP_K = (torch.topk, torch.Tensor.topk)
-
-
-# -- positions: the micro-batch that a module runs
+# A module of the pipeline may change twice as many choices as in the unpipelined model, and this many (or 1%) more.
+MORE_CHANGED = 8
 
 
 class Microbatch(NamedTuple):
@@ -48,62 +46,13 @@ class Microbatch(NamedTuple):
     number: int
 
 
-class UnpipelinedPosition:
-    """The current micro-batch of a model without a pipeline, which runs one after the other."""
-
-    def __init__(self) -> None:
-        self.microbatch: Microbatch | None = None
-
-    def __call__(self, module: nn.Module) -> Microbatch | None:
-        """Return the current micro-batch."""
-        return self.microbatch
-
-
-class PipelinePosition(Observer):
-    """The current micro-batch of every module in a pipeline's stages, from the open entries of the recorder.
-
-    stages: stage number of each module.
-    """
-
-    def __init__(self, replica: int, stages: Mapping[nn.Module, int]) -> None:
-        self._replica = replica
-        self._stages = stages
-        self._open: list[Entry] = []
-
-    def began(self, recorder: Recorder, entry: Entry) -> None:
-        """Add an entry that has begun."""
-        self._open.append(entry)
-
-    def ended(self, recorder: Recorder, entry: Entry) -> None:
-        """Remove an entry that has ended."""
-        if self._open and self._open[-1] is entry:
-            self._open.pop()
-
-    def __call__(self, module: nn.Module) -> Microbatch | None:
-        """Return the micro-batch that the module's stage runs."""
-        for entry in reversed(self._open):
-            running = entry[WHAT]
-            if isinstance(running, SegmentRun):
-                return Microbatch(self._replica, running.microbatch)
-            if isinstance(running, Instruction):
-                return self._in_instruction(running, self._stages[module])
-        return None
-
-    def _in_instruction(self, instruction: Instruction, stage: int) -> Microbatch | None:
-        """Return the micro-batch of a stage's action in an instruction; of two actions, that of the running one."""
-        actions = [action for action in instruction.actions if action.stage == stage]
-        if len(actions) > 1:
-            actions = [action for action in actions if (action.kind != "F") == in_backward()]
-        return Microbatch(self._replica, actions[0].microbatch) if actions else None
+Position = Callable[[nn.Module], Microbatch | None]
+"""Returns the micro-batch that a module runs; None outside of one."""
 
 
 def in_backward() -> bool:
     """Return True inside autograd's backward."""
     return torch._C._current_graph_task_id() != -1
-
-
-Position = Callable[[nn.Module], Microbatch | None]
-"""Returns the micro-batch that a module runs; None outside of one."""
 
 
 # -- choices
@@ -124,50 +73,21 @@ class ChoicePlace(NamedTuple):
         return f"{self.top_k} of {self.num_options} in {self.num_rows} rows"
 
 
-class Chooser(Protocol):
-    """Decides the choices of a step."""
-
-    def begin_step(self) -> None:
-        """Begin another step with the same choices."""
-
-    def choose(self, place: ChoicePlace, indices_RK: Tensor) -> Tensor:
-        """Return the indices to use, instead of those that the model would choose."""
-
-
 class Routes:
-    """The choices of the float64 model, a `Chooser` that records them."""
+    """Records the choices of the float64 model, in order by place."""
 
     def __init__(self) -> None:
-        self._choices: dict[ChoicePlace, list[Tensor]] = {}
+        self.choices: dict[ChoicePlace, list[Tensor]] = {}
 
     def begin_step(self) -> None:
         """Drop what an earlier step has chosen."""
-        self._choices.clear()
+        self.choices.clear()
 
     def choose(self, place: ChoicePlace, indices_RK: Tensor) -> Tensor:
         """Record a choice, and return it."""
         if not in_backward():  # a recomputed choice is already recorded
-            self._choices.setdefault(place, []).append(indices_RK)
+            self.choices.setdefault(place, []).append(indices_RK)
         return indices_RK
-
-    def of_columns(self, columns: Tensor | None, length: int) -> Routes:
-        """Return the choices of the tokens in some columns of sequences of `length` tokens; all of them for None."""
-        if columns is None:
-            return self
-        routes = Routes()
-        for place, choices in self._choices.items():
-            parts = [choice.unflatten(0, (-1, length))[:, columns].flatten(0, 1) for choice in choices]
-            routes._choices[place._replace(num_rows=len(parts[0]))] = parts
-        return routes
-
-    def at(self, place: ChoicePlace) -> list[Tensor]:
-        """Return the choices of a place, in order. Raises ValueError if there are none."""
-        if place in self._choices:
-            return self._choices[place]
-        sizes = [other.size for other in self._choices if other.module == place.module]
-        raise ValueError(
-            f"{place.module} chooses {place.size}, and {sizes[0] if sizes else 'nothing'} in the unpipelined model; "
-            "replayed routes need the same choices, for all tokens of a micro-batch at once: compare in float64")
 
 
 class RouteCount(NamedTuple):
@@ -179,16 +99,28 @@ class RouteCount(NamedTuple):
     def __str__(self) -> str:
         return f"{self.changed} of {self.made}"
 
-    def plus(self, other: RouteCount) -> RouteCount:
-        """Return the sum of two counts."""
-        return RouteCount(self.made + other.made, self.changed + other.changed)
+
+def sum_counts(counts: Iterable[RouteCount]) -> RouteCount:
+    """Return the sum of the counts."""
+    made, changed = 0, 0
+    for count in counts:
+        made += count.made
+        changed += count.changed
+    return RouteCount(made, changed)
 
 
 class Replay:
-    """Replays routes in a model, and counts the choices that it changes in a step."""
+    """Replays routes in a model, and counts the choices that it changes in a step.
 
-    def __init__(self, routes: Routes) -> None:
+    Args:
+        columns: numbers of the tokens in each sequence that the model has; None for all.
+        length: number of tokens in a sequence, if it has some of them.
+    """
+
+    def __init__(self, routes: Routes, columns: Tensor | None = None, length: int = 0) -> None:
         self._routes = routes
+        self._columns = columns
+        self._length = length
         self._num_replayed: Counter[ChoicePlace] = Counter()
         self.counts: dict[str, RouteCount] = {}  # by module, in the order of their first choices
 
@@ -198,20 +130,35 @@ class Replay:
         self.counts.clear()
 
     def choose(self, place: ChoicePlace, indices_RK: Tensor) -> Tensor:
-        """Return the recorded choice, instead of the model's own."""
-        choices = self._routes.at(place)
+        """Return the recorded choice, instead of the model's own. Raises ValueError if there is none of its size."""
+        choices = self._find(place)
+        if not choices:
+            sizes = [other.size for other in self._routes.choices if other.module == place.module]
+            raise ValueError(
+                f"{place.module} chooses {place.size}, and {sizes[0] if sizes else 'nothing'} in the unpipelined "
+                "model; replayed routes need the same choices, for all tokens of a micro-batch at once: compare in "
+                "float64")
         number = self._num_replayed[place]
         recorded_RK = choices[number % len(choices)].to(indices_RK.device)
         if number < len(choices):  # later choices are recomputed ones
             is_common_RK = (indices_RK.unsqueeze(2) == recorded_RK.unsqueeze(1)).any(2)  # in any order
             count = RouteCount(indices_RK.numel(), indices_RK.numel() - int(is_common_RK.sum()))
-            self.counts[place.module] = self.counts.get(place.module, RouteCount()).plus(count)
+            self.counts[place.module] = sum_counts([self.counts.get(place.module, RouteCount()), count])
         self._num_replayed[place] += 1
         return recorded_RK
 
+    def _find(self, place: ChoicePlace) -> list[Tensor]:
+        """Return the recorded choices of a place, in order."""
+        columns = self._columns
+        if columns is None:
+            return self._routes.choices.get(place, [])
+        num_rows = place.num_rows * self._length // len(columns)
+        return [choice.unflatten(0, (-1, self._length))[:, columns].flatten(0, 1)
+                for choice in self._routes.choices.get(place._replace(num_rows=num_rows), [])]
+
 
 @contextmanager
-def choosing(modules: Mapping[nn.Module, str], position: Position, chooser: Chooser | None) -> Iterator[None]:
+def choosing(modules: Mapping[nn.Module, str], position: Position, chooser: Routes | Replay | None) -> Iterator[None]:
     """Replace the choices of `modules` by those of `chooser` during a `with` block; leave them alone for None.
 
     modules: names in the unpipelined model, by module. position: returns the micro-batch that a module runs.
@@ -219,37 +166,33 @@ def choosing(modules: Mapping[nn.Module, str], position: Position, chooser: Choo
     if chooser is None:
         yield
         return
+
+    def choose(module: nn.Module, indices_RK: Tensor, num_options: int) -> Tensor:
+        microbatch = position(module)
+        if microbatch is None:
+            return indices_RK
+        num_rows, top_k = indices_RK.shape
+        return chooser.choose(ChoicePlace(modules[module], microbatch, num_rows, num_options, top_k), indices_RK)
+
     routers = [module for module in modules if isinstance(module, Router)]
     choices = [router.choice for router in routers]
     for router in routers:
-        router.choice = partial(_choose_experts, modules[router], partial(position, router), chooser)
+        router.choice = partial(choose, router)
     try:
-        with _TopKMode(modules, position, chooser):
+        with _TopKMode(modules, choose):
             yield
     finally:
         for router, choice in zip(routers, choices):
             router.choice = choice
 
 
-def _choose_experts(
-    name: str, position: Callable[[], Microbatch | None], chooser: Chooser, experts_TK: Tensor, num_experts: int
-) -> Tensor:
-    """Return the experts that a router of this library is to use (T, K)."""
-    microbatch = position()
-    if microbatch is None:
-        return experts_TK
-    num_tokens, top_k = experts_TK.shape
-    return chooser.choose(ChoicePlace(name, microbatch, num_tokens, num_experts, top_k), experts_TK)
-
-
 class _TopKMode(TorchFunctionMode):
-    """Replaces the results of torch.topk in `modules` by the choices of `chooser`."""
+    """Replaces the results of torch.topk in `modules` by those of `choose`, which gets the model's own."""
 
-    def __init__(self, modules: Mapping[nn.Module, str], position: Position, chooser: Chooser) -> None:
+    def __init__(self, modules: Mapping[nn.Module, str], choose: Callable[[nn.Module, Tensor, int], Tensor]) -> None:
         super().__init__()
         self._modules = modules
-        self._position = position
-        self._chooser = chooser
+        self._choose = choose
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -259,16 +202,11 @@ class _TopKMode(TorchFunctionMode):
         if func not in _TOP_K:
             return result
         module = _running_module(self._modules)
-        if module is None or isinstance(module, Router):
-            return result
-        microbatch = self._position(module)
         scores, dim = _scores_and_dim(*args, **(kwargs or {}))
-        if microbatch is None or not scores.is_floating_point():
+        if module is None or isinstance(module, Router) or not scores.is_floating_point():
             return result
         model_indices = result.indices.movedim(dim, -1)
-        model_RK = model_indices.flatten(0, -2)
-        place = ChoicePlace(self._modules[module], microbatch, len(model_RK), scores.shape[dim], model_RK.shape[1])
-        chosen_RK = self._chooser.choose(place, model_RK)
+        chosen_RK = self._choose(module, model_indices.flatten(0, -2), scores.shape[dim])
         indices = chosen_RK.view(model_indices.shape).movedim(-1, dim)
         return torch.return_types.topk((scores.gather(dim, indices), indices))
 
@@ -293,56 +231,43 @@ def _running_module(modules: Mapping[nn.Module, str]) -> nn.Module | None:
     return None
 
 
-# -- names of modules
+# -- the choices of all modules
 
 
-class _Key(NamedTuple):
-    """Identity of a module.
+class RouteReport(NamedTuple):
+    """The choices of all modules in the two models, by name."""
 
-    parameters: names in the unpipelined model of the parameters inside the module or, if it has none, inside the
-    nearest module around it that has some. path: from that module to this one.
-    """
+    unpipelined: dict[str, RouteCount]
+    pipelined: dict[str, RouteCount]
 
-    parameters: frozenset[str]
-    path: str
+    @property
+    def unreplayed(self) -> list[str]:
+        """Names of the modules that made no choice in the pipeline."""
+        return [name for name in self.unpipelined if name not in self.pipelined]
 
+    def failures(self) -> list[str]:
+        """Return a text about the first module that changes more choices than rounding explains, if there is one."""
+        for name, count in self.pipelined.items():
+            unpipelined = self.unpipelined[name]
+            expected = unpipelined.changed / unpipelined.made * count.made
+            if count.changed > 2 * expected + max(MORE_CHANGED, count.made / 100):
+                return [f"{name} would choose {count} experts differently than in float64, and {unpipelined} in the "
+                        "unpipelined model"]
+        return []
 
-class ModuleNames:
-    """Maps modules of a stage to names in the unpipelined model, by the parameters inside them.
-
-    Modules with the same parameters inside, such as a module and its wrapper, all get the name of the outermost one.
-
-    names: in the unpipelined model, by the names of the parameters of `whole`; tied parameters have one of them.
-    """
-
-    def __init__(self, whole: nn.Module, names: Mapping[str, str]) -> None:
-        self._names: dict[_Key, str] = {}
-        for path, key in _keys(whole, names).items():
-            self._names.setdefault(key, path)  # outer modules come first
-
-    def of(self, module: nn.Module, names: Mapping[str, str]) -> dict[nn.Module, str]:
-        """Return the names of the modules inside `module` that the unpipelined model has too.
-
-        names: names in the unpipelined model, by the names of the parameters in `module`.
-        """
-        modules = dict(module.named_modules())
-        return {modules[path]: self._names[key] for path, key in _keys(module, names).items() if key in self._names}
-
-
-def _keys(module: nn.Module, names: Mapping[str, str]) -> dict[str, _Key]:
-    """Return the keys of the modules inside `module`, by their names in it, outer modules first."""
-    parameters: dict[str, set[str]] = {}
-    for parameter_name, name in names.items():
-        for prefix in _prefixes(parameter_name):
-            parameters.setdefault(prefix, set()).add(name)
-    keys: dict[str, _Key] = {}
-    for path, _ in module.named_modules():
-        anchor = next(prefix for prefix in reversed([*_prefixes(path), path]) if not prefix or prefix in parameters)
-        keys[path] = _Key(frozenset(parameters.get(anchor, ())), path[len(anchor):].lstrip("."))
-    return keys
-
-
-def _prefixes(name: str) -> list[str]:
-    """Return the names of the modules around a module or parameter: "a.b.c" -> "", "a", "a.b"."""
-    parts = name.split(".")[:-1]
-    return ["", *accumulate(parts, lambda prefix, part: f"{prefix}.{part}")]
+    def describe(self) -> str:
+        """Return lines about the routes that were replayed, and those that were not."""
+        if not self.unpipelined:
+            return ("no routes were recorded: no module calls torch.topk on scores or is a dualpipe.nn.Router; if the "
+                    "model chooses experts in another way (argmax, sort), choices that rounding changes count as "
+                    "errors: make its routers call torch.topk, or compare in float64")
+        pipelined = sum_counts(self.pipelined.values())
+        unpipelined = sum_counts(self.unpipelined.values())
+        lines = [f"routes of {len(self.unpipelined)} modules replayed from float64; bfloat16 alone would have changed "
+                 f"{pipelined} choices pipelined, {unpipelined} unpipelined"]
+        unreplayed = self.unreplayed
+        if unreplayed:
+            names = ", ".join(unreplayed[:3])
+            lines.append(f"routes of {len(unreplayed)} modules were recorded and not replayed, such as {names}: in the "
+                         "pipeline they call no torch.topk; choices that rounding changes there count as errors")
+        return "\n".join(lines)

@@ -6,8 +6,10 @@ Parameters go by their names in the unpipelined model; a tied one has the first 
 from __future__ import annotations
 
 import copy
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -19,41 +21,53 @@ from torch.distributed.tensor import DTensor
 from dualpipe.nn.deferral import local
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.pipeline.compiled_stage import as_tuple
+from dualpipe.pipeline.lower import Instruction
+from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.device import RandomState
-from dualpipe.runtime.recorder import Observer, Recorder
+from dualpipe.runtime.recorder import WHAT, Entry, Observer, Recorder
 from dualpipe.schedule import Action
 from dualpipe.train.launch.join import Job
-from dualpipe.train.parity.models import Batch, ComparedModel, NamedStage, accumulate_wide
-from dualpipe.train.parity.routes import (
-    Chooser,
-    Microbatch,
-    ModuleNames,
-    PipelinePosition,
-    UnpipelinedPosition,
-    choosing,
-    in_backward,
-)
+from dualpipe.train.parity.models import Batch, ComparedModel, accumulate_wide
+from dualpipe.train.parity.routes import Microbatch, Position, Replay, Routes, choosing, in_backward
+
+# -- names
 
 
-class Step(NamedTuple):
-    """The results of a step of the unpipelined model.
+class Names:
+    """Names of the parameters and modules of the unpipelined model.
 
-    losses: of the micro-batches (pipelines, micro-batches). router_losses: by name. gradients: by parameter, the mean
-    over pipelines.
+    Modules of a stage are recognized by the parameters inside them. Modules with the same parameters inside, such as a
+    module and its wrapper, all get the name of the outermost one. Modules without parameters have no name.
+
+    Attributes:
+        first: for the name of every parameter, the first name of that parameter.
     """
 
-    losses: Tensor
-    router_losses: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    def __init__(self, whole: nn.Module) -> None:
+        first_by_parameter: dict[nn.Parameter, str] = {}
+        self.first = {name: first_by_parameter.setdefault(parameter, name)
+                      for name, parameter in whole.named_parameters(remove_duplicate=False)}
+        self._modules: dict[frozenset[str], str] = {}
+        for path, inside in self._parameters_inside(whole, self.first):
+            self._modules.setdefault(inside, path)  # outer modules come first
 
+    def of_modules(self, module: nn.Module, parameters: Mapping[str, str]) -> dict[nn.Module, str]:
+        """Return the names of the modules inside `module` that the unpipelined model has too.
 
-class StageTensor(NamedTuple):
-    """The unsharded value or gradient of a stage's parameter."""
+        parameters: names in the unpipelined model, by the names of the parameters in `module`.
+        """
+        return {module.get_submodule(path): self._modules[inside]
+                for path, inside in self._parameters_inside(module, parameters) if inside in self._modules}
 
-    stage: int
-    name: str
-    tensor: Tensor
+    def _parameters_inside(
+        self, module: nn.Module, parameters: Mapping[str, str]
+    ) -> Iterator[tuple[str, frozenset[str]]]:
+        """Yield the name of each module inside `module`, and those of its parameters in the unpipelined model."""
+        for path, child in module.named_modules():
+            names = [name for name, _ in child.named_parameters(path, remove_duplicate=False)]
+            if names:
+                yield path, frozenset(self.first[parameters[name]] for name in names)
 
 
 # -- batches, and models that draw random numbers
@@ -68,7 +82,7 @@ def make_batches(model: ComparedModel, num_pipelines: int, dtype: torch.dtype, d
     for replica in range(num_pipelines):
         batch = model.make_batch(replica)
         batch = batch.map(lambda t: t.detach().to(device, dtype if t.is_floating_point() else None))
-        for tensor in batch.tensors:
+        for tensor in chain(batch.inputs, batch.labels, batch.side.values()):
             rows = tensor.shape[0] if tensor.dim() else 0
             if rows < model.num_chunks:
                 raise ValueError(f"the batch has a tensor of shape {list(tensor.shape)}, whose first dimension must be "
@@ -109,14 +123,14 @@ def _first_drawing(model: ComparedModel, whole: nn.Module, batch: Batch) -> str:
         if states_before.pop() != _random_state():
             drawing.append(f"{names[module] or 'the model'} ({type(module).__name__})")
 
-    for module in whole.modules():
+    for module in names:
         module.register_forward_pre_hook(begin)
         module.register_forward_hook(end)
     microbatch = batch.split(model.num_chunks)[0]
     with torch.no_grad():
         outputs = as_tuple(whole(*microbatch.inputs, **microbatch.side))
         state_before_loss = _random_state()
-        model.compute_loss(*outputs, *microbatch.labels)
+        model.loss(*outputs, *microbatch.labels)
     if state_before_loss != _random_state():
         drawing.append("the loss")
     return drawing[0] if drawing else ""
@@ -127,31 +141,19 @@ def _random_state() -> bytes:
     return b"".join(bytes(state.numpy()) for state in RandomState.capture() if state is not None)
 
 
-# -- names
-
-
-def first_names(whole: nn.Module) -> dict[str, str]:
-    """Return, for the name of every parameter, the first name of that parameter."""
-    first_by_parameter: dict[nn.Parameter, str] = {}
-    return {name: first_by_parameter.setdefault(parameter, name)
-            for name, parameter in whole.named_parameters(remove_duplicate=False)}
-
-
-def with_first_names(stages: Sequence[NamedStage], first: Mapping[str, str]) -> list[NamedStage]:
-    """Return the stages with the first names of their parameters."""
-    return [stage._replace(names={stage_name: first[name] for stage_name, name in stage.names.items()})
-            for stage in stages]
-
-
-def modules_of(stages: Sequence[NamedStage], names: ModuleNames) -> dict[nn.Module, str]:
-    """Return the names in the unpipelined model of the modules in stages."""
-    modules: dict[nn.Module, str] = {}
-    for stage in stages:
-        modules |= names.of(stage.module, stage.names)
-    return modules
-
-
 # -- without a pipeline
+
+
+class Step(NamedTuple):
+    """The results of a step of the unpipelined model.
+
+    losses: of the micro-batches (pipelines, micro-batches). router_losses: by name. gradients: by parameter, the mean
+    over pipelines.
+    """
+
+    losses: Tensor
+    router_losses: dict[str, Tensor]
+    gradients: dict[str, Tensor]
 
 
 class UnpipelinedModel:
@@ -159,58 +161,61 @@ class UnpipelinedModel:
 
     Gradients accumulate in at least float32.
 
+    Args:
+        batches: of all pipelines.
+        chooser: chooses experts; None for the model's own choices.
+
     Attributes:
         modules: names of the modules.
-        position: the current micro-batch.
     """
 
     def __init__(
-        self, model: ComparedModel, whole: nn.Module, batches: Sequence[Batch], device: torch.device,
-        modules: dict[nn.Module, str],
+        self, model: ComparedModel, whole: nn.Module, batches: Sequence[Batch], names: Names, device: torch.device,
+        chooser: Routes | Replay | None = None,
     ) -> None:
         self._model = model
         self._whole = whole
         self._batches = batches
-        self.modules = modules
+        self.modules = names.of_modules(whole, names.first)
+        self._chooser = chooser
         accumulate_wide([whole])
         self._routers = model.build_routers(whole, device)
-        self.position = UnpipelinedPosition()
+        self._microbatch: Microbatch | None = None
 
-    def train(self, counted: Collection[int] | None = None, chooser: Chooser | None = None) -> Step:
-        """Run a step.
+    def position(self, module: nn.Module) -> Microbatch | None:
+        """Return the current micro-batch."""
+        return self._microbatch
 
-        Args:
-            counted: numbers of the micro-batches whose losses count; None for all. The others are multiplied by zero.
-            chooser: chooses experts; None for the model's own choices.
+    def train(self, counted: Collection[int] | None = None) -> Step:
+        """Run a step from zero gradients.
+
+        counted: numbers of the micro-batches whose losses count; None for all. The others are multiplied by zero.
         """
         losses = torch.zeros(len(self._batches), self._model.num_chunks, dtype=torch.float64, device="cpu")
         for _ in range(self._model.num_steps):
-            if chooser is not None:
-                chooser.begin_step()
+            if self._chooser is not None:
+                self._chooser.begin_step()
             self._whole.zero_grad()
-            with self._routers.step(), choosing(self.modules, self.position, chooser):
+            with self._routers.step(), choosing(self.modules, self.position, self._chooser):
                 for microbatch, batch in self._microbatches():
                     outputs = as_tuple(self._whole(*batch.inputs, **batch.side))
-                    loss = _check_loss(self._model.compute_loss(*outputs, *batch.labels))
+                    loss = _check_loss(self._model.loss(*outputs, *batch.labels))
                     if counted is not None and microbatch.number not in counted:
                         loss = loss * 0
                     # Not with torch.autograd.backward, which disables function modes: they must see recomputed choices.
                     run_backward([get_gradient_edge(loss)], [torch.full_like(loss, 1 / len(self._batches))])
                     losses[microbatch] = loss.detach().double()
-        return Step(losses, router_losses(self._routers), self._gradients())
+        gradients = {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                     for name, parameter in self._whole.named_parameters() if parameter.requires_grad}
+        return Step(losses, _router_losses(self._routers), gradients)
 
     def _microbatches(self) -> Iterator[tuple[Microbatch, Batch]]:
         """Yield the micro-batches of all pipelines; each is the current position until the next one."""
         for replica, batch in enumerate(self._batches):
             for number, part in enumerate(batch.split(self._model.num_chunks)):
-                self.position.microbatch = Microbatch(replica, number)
-                yield self.position.microbatch, part
-        self.position.microbatch = None
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return the gradients, zeros for a missing one."""
-        return {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-                for name, parameter in self._whole.named_parameters() if parameter.requires_grad}
+                self._microbatch = Microbatch(replica, number)
+                yield self._microbatch, part
+        self._microbatch = None
 
 
 def _check_loss(loss: object) -> Tensor:
@@ -225,7 +230,7 @@ def _check_loss(loss: object) -> Tensor:
     return loss
 
 
-def router_losses(routers: RouterSet) -> dict[str, Tensor]:
+def _router_losses(routers: RouterSet) -> dict[str, Tensor]:
     """Return the losses of the routers in the last step, by name."""
     return {name: value for name, value in routers.metrics().items() if name.endswith("_loss")}
 
@@ -233,50 +238,102 @@ def router_losses(routers: RouterSet) -> dict[str, Tensor]:
 # -- in the pipeline
 
 
-class OutputDtypes(Observer):
-    """Records the floating-point dtypes of the outputs of a rank's stages, by stage number."""
+class StageTensor(NamedTuple):
+    """The unsharded value or gradient of a stage's parameter."""
 
-    def __init__(self) -> None:
-        self.of_stage: dict[int, set[torch.dtype]] = {}
+    stage: int
+    name: str
+    tensor: Tensor
+
+
+class StageObserver(Observer):
+    """Observes the stages of a rank in a step: the micro-batch that each module runs, and the dtypes of the outputs.
+
+    Args:
+        replica: number of the pipeline.
+        stages: stage number of each module.
+
+    Attributes:
+        output_dtypes: floating-point dtypes of the outputs, by stage number.
+    """
+
+    def __init__(self, replica: int, stages: Mapping[nn.Module, int]) -> None:
+        self._replica = replica
+        self._stages = stages
+        self._open: list[Entry] = []
+        self.output_dtypes: dict[int, set[torch.dtype]] = {}
+
+    def began(self, recorder: Recorder, entry: Entry) -> None:
+        """Add an entry that has begun."""
+        self._open.append(entry)
+
+    def ended(self, recorder: Recorder, entry: Entry) -> None:
+        """Remove an entry that has ended."""
+        if self._open and self._open[-1] is entry:
+            self._open.pop()
 
     def made(self, recorder: Recorder, what: object, results: tuple[object, ...]) -> None:
         """Record the dtypes of the results of a forward."""
         if isinstance(what, Action) and what.kind == "F":
             dtypes = {result.dtype for result in results if isinstance(result, Tensor) and result.is_floating_point()}
-            self.of_stage[what.stage] = self.of_stage.get(what.stage, set()) | dtypes
+            self.output_dtypes.setdefault(what.stage, set()).update(dtypes)
+
+    def position(self, module: nn.Module) -> Microbatch | None:
+        """Return the micro-batch that the module's stage runs."""
+        for entry in reversed(self._open):
+            running = entry[WHAT]
+            if isinstance(running, SegmentRun):
+                return Microbatch(self._replica, running.microbatch)
+            if isinstance(running, Instruction):
+                actions = [action for action in running.actions if action.stage == self._stages[module]]
+                if len(actions) > 1:  # a forward and a backward
+                    actions = [action for action in actions if (action.kind != "F") == in_backward()]
+                return Microbatch(self._replica, actions[0].microbatch) if actions else None
+        return None
 
 
 class StagesInPipeline:
     """This rank's stages in their pipeline, in train or eval mode. Construction and methods are collective.
 
-    batches: of all pipelines. names, first: names of modules and of parameters in the unpipelined model.
+    Args:
+        batches: of all pipelines.
+        routes: choices of experts to replay; None for the model's own choices.
+
+    Attributes:
+        columns: see `RankPipeline`.
+        replay: of `routes`.
+        modules: names of the modules.
+        stage_of: stage number of each module.
+        observer: of the steps.
     """
 
     def __init__(
-        self, model: ComparedModel, job: Job, dtype: torch.dtype, batches: Sequence[Batch], names: ModuleNames,
-        first: Mapping[str, str], *, training: bool,
+        self, model: ComparedModel, job: Job, dtype: torch.dtype, batches: Sequence[Batch], names: Names,
+        routes: Routes | None, *, training: bool,
     ) -> None:
-        built = model.build_pipeline(job, dtype)
-        self.schedule = built.schedule
-        self.stages = with_first_names(built.stages, first)
-        self.columns = built.columns
-        self.modules = modules_of(self.stages, names)
-        self._model = model
-        self._pipeline = built.pipeline
-        self._criterion = built.criterion
-        self._routers = built.routers
-        self._context_group = job.place.group("cp")
-        self._batch = _of_columns(batches[job.place.batch_shard], built.columns)
-        self._row_weight = torch.ones((), dtype=dtype, device=job.device)
-        self.stage_of = {module: stage.number for stage in self.stages for module in stage.module.modules()}
-        self.position = PipelinePosition(job.place.batch_shard, self.stage_of)
-        if not training:
-            for stage in self.stages:
+        self._built = model.build_pipeline(job, dtype)
+        self.schedule = self._built.schedule
+        self.columns = self._built.columns
+        self.stages = [
+            stage._replace(names={own: names.first[name] for own, name in stage.names.items()})
+            for stage in self._built.stages]
+        self.modules: dict[nn.Module, str] = {}
+        for stage in self.stages:
+            self.modules |= names.of_modules(stage.module, stage.names)
+            if not training:
                 stage.module.eval()
+        self._model = model
+        self._context_group = job.place.group("cp")
+        whole_batch = batches[job.place.batch_shard]
+        self._batch = _of_columns(whole_batch, self.columns)
+        self.replay: Replay | None = None
+        if routes is not None:
+            self.replay = Replay(routes, self.columns, length=whole_batch.inputs[0].shape[-1])
+        self.stage_of = {module: stage.number for stage in self.stages for module in stage.module.modules()}
+        self.observer = StageObserver(job.place.batch_shard, self.stage_of)
 
     def train(
-        self, counted: Collection[int] | None = None, chooser: Chooser | None = None, *,
-        with_router_losses: bool = True,
+        self, counted: Collection[int] | None = None, *, with_router_losses: bool = True
     ) -> Tensor | None:
         """Run a step from zero gradients; return the losses of the micro-batches on the rank of the last stage.
 
@@ -284,31 +341,31 @@ class StagesInPipeline:
             counted: numbers of the micro-batches whose losses count; None for all. The losses of the others are
                 multiplied by zero. They run nevertheless, so that the contribution of a micro-batch to a gradient has
                 the order and the accumulation of a whole step.
-            chooser: chooses experts; None for the model's own choices.
             with_router_losses: the losses of the routers, which are not those of single micro-batches, are part of it.
         """
-        num_chunks = self._model.num_chunks
-        numbers = {stage.number for stage in self.stages}
-        has_first = 0 in numbers
-        has_last = self.schedule.num_stages - 1 in numbers
-        labels = (*self._batch.labels, self._row_weights(counted)) if has_last else ()
+        by_number = {stage.number: stage.module for stage in self.stages}
+        last = by_number.get(self.schedule.num_stages - 1)
 
         def criterion(*outputs_and_labels: Tensor) -> Tensor:
-            *tensors, row_weights = outputs_and_labels
-            return self._criterion(*tensors) * row_weights[0]
+            loss: Tensor = self._built.criterion(*outputs_and_labels)
+            assert last is not None, "its rank has the loss"
+            microbatch = self.observer.position(last)
+            assert microbatch is not None, "the loss is that of a micro-batch"
+            return loss if counted is None or microbatch.number in counted else loss * 0
 
         losses: Tensor | None = None
-        with Recorder.current().observed_by(self.position):
+        with Recorder.current().observed_by(self.observer):
             for _ in range(self._model.num_steps):
-                if chooser is not None:
-                    chooser.begin_step()
-                self._pipeline.zero_grad()
-                routers = self._routers.step() if with_router_losses else nullcontext()
-                with routers, choosing(self.modules, self.position, chooser):
-                    losses, _ = self._pipeline.step(
-                        *(self._batch.inputs if has_first else ()), num_chunks=num_chunks,
-                        criterion=criterion if has_last else None, labels=labels,
-                        side=self._batch.side if has_first else None)
+                if self.replay is not None:
+                    self.replay.begin_step()
+                self._built.pipeline.zero_grad()
+                routers = self._built.routers.step() if with_router_losses else nullcontext()
+                with routers, choosing(self.modules, self.observer.position, self.replay):
+                    losses, _ = self._built.pipeline.step(
+                        *(self._batch.inputs if 0 in by_number else ()), num_chunks=self._model.num_chunks,
+                        criterion=None if last is None else criterion,
+                        labels=() if last is None else self._batch.labels,
+                        side=self._batch.side if 0 in by_number else None)
         if losses is not None and self._context_group is not None:
             dist.all_reduce(losses, group=self._context_group)
             losses /= self._context_group.size()
@@ -316,19 +373,18 @@ class StagesInPipeline:
 
     def router_losses(self) -> dict[str, Tensor]:
         """Return the losses of the routers in the last step, the same on all ranks."""
-        return router_losses(self._routers)
+        return _router_losses(self._built.routers)
 
     def values(self) -> list[StageTensor]:
         """Return the values of the parameters, unsharded."""
-        return [StageTensor(stage, name, _unshard(parameter.detach()))
-                for stage, name, parameter in self.parameters()]
+        return [StageTensor(stage, name, _unshard(parameter)) for stage, name, parameter in self.parameters()]
 
     def gradients(self) -> list[StageTensor]:
         """Return the gradients, unsharded, zeros for a missing one."""
         gradients = []
         for stage, name, parameter in self.parameters():
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            gradients.append(StageTensor(stage, name, _unshard(grad.detach())))
+            gradients.append(StageTensor(stage, name, _unshard(grad)))
         return gradients
 
     def parameters(self) -> list[tuple[int, str, nn.Parameter]]:
@@ -347,20 +403,9 @@ class StagesInPipeline:
 
     def weight_action(self, stage: int, microbatch: int) -> str:
         """Return the title of the action that computes the weight gradients of a stage."""
-        for steps in self.schedule.ranks:
-            for step in steps:
-                for action in step:
-                    if action.stage == stage and action.microbatch == microbatch and action.kind in "BW":
-                        return action.title
-        raise AssertionError(f"the schedule {self.schedule.name!r} runs the weights of every stage and micro-batch")
-
-    def _row_weights(self, counted: Collection[int] | None) -> Tensor:
-        """Return the weight of every row's micro-batch (rows,): 1 if its loss counts, else 0."""
-        weights = self._row_weight.expand(len(self._batch.inputs[0])).clone()
-        for number, rows in enumerate(weights.tensor_split(self._model.num_chunks)):
-            if counted is not None and number not in counted:
-                rows.zero_()
-        return weights
+        actions = chain.from_iterable(chain.from_iterable(self.schedule.ranks))
+        return next(action.title for action in actions
+                    if (action.stage, action.microbatch) == (stage, microbatch) and action.kind in "BW")
 
 
 def _of_columns(batch: Batch, columns: Tensor | None) -> Batch:
@@ -382,33 +427,47 @@ def _is_split_expert(parameter: nn.Parameter) -> bool:
 
 
 def _unshard(tensor: Tensor) -> Tensor:
+    """Return the whole of a parameter or gradient. Collective."""
+    tensor = tensor.detach()
     return tensor.full_tensor() if isinstance(tensor, DTensor) else local(tensor)
 
 
 # -- calls of modules
 
 
+class CallKey(NamedTuple):
+    """Identity of a call in a micro-batch. name: of the module. number: of the module's calls, from 0."""
+
+    name: str
+    number: int
+
+
 class Call(NamedTuple):
     """A call of a module. outputs: the tensors that it returned."""
 
     module: nn.Module
-    name: str
     outputs: list[Tensor]
 
 
+Calls = dict[CallKey, Call]
+"""The calls of modules in a micro-batch, in order."""
+
+
 @contextmanager
-def recorded_calls(
-    modules: Mapping[nn.Module, str], position: UnpipelinedPosition | PipelinePosition
-) -> Iterator[dict[Microbatch, list[Call]]]:
+def recorded_calls(modules: Mapping[nn.Module, str], position: Position) -> Iterator[dict[Microbatch, Calls]]:
     """Yield the calls of modules during a `with` block, by micro-batch. modules: names in the unpipelined model."""
-    calls: dict[Microbatch, list[Call]] = {}
+    calls: dict[Microbatch, Calls] = defaultdict(dict)
+    num_calls: Counter[tuple[Microbatch, str]] = Counter()
 
     def record(module: nn.Module, inputs: object, outputs: object) -> None:
         microbatch = position(module)
-        if microbatch is not None and not in_backward():
-            tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
-            copies = [tensor.detach().clone() for tensor in tensors if isinstance(tensor, Tensor)]
-            calls.setdefault(microbatch, []).append(Call(module, modules[module], copies))
+        if microbatch is None or in_backward():
+            return
+        name = modules[module]
+        tensors = outputs if isinstance(outputs, tuple | list) else (outputs,)
+        copies = [tensor.detach().clone() for tensor in tensors if isinstance(tensor, Tensor)]
+        calls[microbatch][CallKey(name, num_calls[microbatch, name])] = Call(module, copies)
+        num_calls[microbatch, name] += 1
 
     handles = [module.register_forward_hook(record) for module, name in modules.items() if name]
     try:

@@ -7,9 +7,6 @@ import pytest
 
 import own_model
 from dualpipe import cli
-from dualpipe.train.parity.command import describe_routes
-from dualpipe.train.parity.compare import RouteReport
-from dualpipe.train.parity.routes import RouteCount
 from hf_families import save_tiny
 
 
@@ -90,13 +87,6 @@ def test_bf16_says_that_no_routes_were_recorded(monkeypatch, capsys):
     monkeypatch.syspath_prepend(Path(own_model.__file__).parent)
     assert cli.main(["parity", "--model", "own_model:without_top_k", "--dtype", "bf16"]) == 0
     assert "\nno routes were recorded: no module calls torch.topk on scores" in capsys.readouterr().out
-
-
-def test_routes_that_are_not_replayed_are_named():
-    counts = {f"layers.{number}.router": RouteCount(96, number) for number in range(2)}
-    text = describe_routes(RouteReport(counts, {"layers.0.router": RouteCount(96, 3)}, ["layers.1.router"]))
-    assert "would have changed 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
-    assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
 
 
 @pytest.mark.slow

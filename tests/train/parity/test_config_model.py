@@ -18,7 +18,7 @@ from dualpipe.train.launch.join import Job
 from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity import models
 from dualpipe.train.parity.command import check_parity, print_errors
-from dualpipe.train.parity.compare import Comparison
+from dualpipe.train.parity.compare import Comparison, Report
 from dualpipe.train.parity.errors import Error
 from dualpipe.train.parity.models import ConfigModel
 from dualpipe.train.parity.steps import StagesInPipeline
@@ -54,7 +54,8 @@ def test_a_name_is_printed_in_one_piece(capsys, monkeypatch):
     """A narrow terminal does not break the name either."""
     monkeypatch.setenv("COLUMNS", "40")
     name = "layers.47.mlp.experts.gate_up_proj.weight" * 3
-    print_errors([Error(name, (2, 3), 1e-12, 1e-12, 1.0), Error("loss", (4,), 0.0, 0.0, 1.0)], "1f1b, float64", 2)
+    errors = [Error(name, (2, 3), 1e-12, 1e-12, 1.0), Error("loss", (4,), 0.0, 0.0, 1.0)]
+    print_errors(Report("", errors, []), "1f1b, float64", 2)
     _, header, first, second = capsys.readouterr().out.splitlines()
     assert header.split() == ["tensor", "stage", "shape", "max", "abs", "relative"]
     assert first.split()[:4] == [name, "-", "(2,", "3)"]

@@ -8,7 +8,7 @@ from torch import nn
 
 import own_model
 from dualpipe.train.launch.join import Job
-from dualpipe.train.parity.steps import UnpipelinedModel, make_batches
+from dualpipe.train.parity.steps import Names, UnpipelinedModel, make_batches
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def stages_of(model):
 def train_whole(model, dtype):
     """Run a step of the unpipelined model."""
     whole = model.build_whole(dtype, CPU)
-    return UnpipelinedModel(model, whole, make_batches(model, 1, dtype, CPU), CPU, {}).train()
+    return UnpipelinedModel(model, whole, make_batches(model, 1, dtype, CPU), Names(whole), CPU).train()
 
 
 def test_parameters_are_recognised_as_those_of_the_model():

@@ -33,8 +33,8 @@ def test_difference():
 def test_errors_are_measured_by_those_of_the_unpipelined_model():
     exact = torch.ones(64, dtype=torch.float64)
     narrow = exact * 1.01
-    error = rounding("w", (exact * 1.02).float(), narrow, exact, stage=2)
-    assert error.stage == 2 and error.excess * BOUND_OF_ONE == pytest.approx(2, abs=1e-3) and not error.is_wrong
+    error = rounding("w", (exact * 1.02).float(), narrow, exact)
+    assert error.excess * BOUND_OF_ONE == pytest.approx(2, abs=1e-3) and not error.is_wrong
     assert error.relative == pytest.approx(0.02, abs=1e-6)
     assert rounding("w", exact * (1 + 0.0101 * BOUND_OF_ONE), narrow, exact).is_wrong
     assert not rounding("w", exact * (1 + 2**-8), exact, exact).is_wrong, "roundings of the tensor are always allowed"

@@ -12,15 +12,8 @@ from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.parity.routes import (
-    Microbatch,
-    PipelinePosition,
-    Replay,
-    RouteCount,
-    Routes,
-    UnpipelinedPosition,
-    choosing,
-)
+from dualpipe.train.parity.routes import Microbatch, Replay, RouteCount, RouteReport, Routes, choosing
+from dualpipe.train.parity.steps import StageObserver
 
 CLOSE = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
 TURNED = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.4, 0.1, 0.2, 0.3]])  # expert 3 instead of 2 for the first token
@@ -50,9 +43,7 @@ class Twice(nn.Module):
 
 def run(module, chooser, scores, number=0, method="forward"):
     """Call a module for a micro-batch, with `chooser` to decide."""
-    position = UnpipelinedPosition()
-    position.microbatch = Microbatch(0, number)
-    with choosing({module: "router"}, position, chooser):
+    with choosing({module: "router"}, lambda _: Microbatch(0, number), chooser):
         return getattr(module, method)(scores)
 
 
@@ -93,11 +84,9 @@ def test_each_microbatch_has_its_own():
 def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
     module, routes = Twice(), Routes()
     scores = CLOSE.clone().requires_grad_()
-    position = UnpipelinedPosition()
-    position.microbatch = Microbatch(0, 0)
 
     def step(chooser, own):
-        with choosing({module: "router"}, position, chooser):
+        with choosing({module: "router"}, lambda _: Microbatch(0, 0), chooser):
             values = checkpoint(module, own, use_reentrant=use_reentrant)
             run_backward([get_gradient_edge(values)], [torch.ones_like(values)])
 
@@ -111,15 +100,15 @@ def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
 
 def test_others_are_left_alone():
     module = TopK()
-    position = UnpipelinedPosition()
+    microbatch = None
 
     class Refuse:
         def choose(self, place, indices):
             raise AssertionError(place)
 
-    with choosing({module: "router"}, position, Refuse()):
+    with choosing({module: "router"}, lambda _: microbatch, Refuse()):
         module(CLOSE)  # outside of a micro-batch
-        position.microbatch = Microbatch(0, 0)
+        microbatch = Microbatch(0, 0)
         torch.topk(CLOSE, 2)
         TopK()(CLOSE)  # not among the modules
         module(torch.arange(4).view(1, 4))
@@ -150,8 +139,9 @@ def test_choices_of_another_size_are_refused():
 
 def test_the_microbatch_of_a_pipeline_is_that_of_the_running_action():
     first, second, recorder = nn.Identity(), nn.Identity(), Recorder()
-    position = PipelinePosition(3, {first: 0, second: 1})
-    recorder.subscribe(position)
+    observer = StageObserver(3, {first: 0, second: 1})
+    position = observer.position
+    recorder.subscribe(observer)
     assert position(first) is None
     pair = Instruction((), (Action("F", 0, 5), Action("B", 1, 2)), (), (), "", "FB")
     with recorder.doing("FB", pair):
@@ -164,21 +154,35 @@ def test_the_microbatch_of_a_pipeline_is_that_of_the_running_action():
 
 def test_two_actions_of_one_stage_are_told_apart():
     module, recorder, found = nn.Identity(), Recorder(), []
-    position = PipelinePosition(0, {module: 0})
-    recorder.subscribe(position)
+    observer = StageObserver(0, {module: 0})
+    recorder.subscribe(observer)
 
     class Look(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
-            found.append(position(module).number)
+            found.append(observer.position(module).number)
             return x.clone()
 
         @staticmethod
         def backward(ctx, gradient):
-            found.append(position(module).number)
+            found.append(observer.position(module).number)
             return gradient
 
     pair = Instruction((), (Action("F", 0, 5), Action("B", 0, 2)), (), (), "", "FB")
     with recorder.doing("FB", pair):
         Look.apply(torch.ones(1, requires_grad=True)).backward()
     assert found == [5, 2]
+
+
+def test_a_rank_with_some_columns_has_their_choices():
+    routes = Routes()
+    run(TopK(), routes, torch.cat([CLOSE, TURNED]))  # two sequences of two tokens
+    replay = Replay(routes, torch.tensor([0]), length=2)
+    assert run(TopK(), replay, torch.zeros(2, 4)).indices.tolist() == [[1, 2], [1, 3]]
+
+
+def test_routes_that_are_not_replayed_are_named():
+    counts = {f"layers.{number}.router": RouteCount(96, number) for number in range(2)}
+    text = RouteReport(counts, {"layers.0.router": RouteCount(96, 3)}).describe()
+    assert "would have changed 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
+    assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
