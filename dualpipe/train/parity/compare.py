@@ -43,7 +43,7 @@ from dualpipe.train.parity.errors import (
     worst,
 )
 from dualpipe.train.parity.models import BF16, ComparedModel, copy_parameters
-from dualpipe.train.parity.routes import Microbatch, Replay, RouteReport, Routes, sum_counts
+from dualpipe.train.parity.routes import Microbatch, Replay, RouteCounts, RouteReport, Routes
 from dualpipe.train.parity.steps import (
     CallKey,
     Calls,
@@ -314,14 +314,12 @@ class Comparison:
         """Return the choices of the latest step, summed over all ranks."""
         replay = self.pipeline.replay
         assert replay is not None, "bfloat16 replays"
-        gathered = self.job.ranks.gather(lambda: replay.counts)
-        unpipelined = dict(self._unpipelined_replay.counts)
-        pipelined = {}
-        for name in unpipelined:
-            counts = [counts[name] for counts in gathered if name in counts]
-            if counts:
-                pipelined[name] = sum_counts(counts)
-        return RouteReport(unpipelined, pipelined)
+        made: Counter[str] = Counter()
+        changed: Counter[str] = Counter()
+        for counts in self.job.ranks.gather(lambda: replay.counts):
+            made.update(counts.made)
+            changed.update(counts.changed)
+        return RouteReport(self._unpipelined_replay.counts, RouteCounts(made, changed))
 
     def _build_exact(self, whole: nn.Module) -> nn.Module:
         """Build the unpipelined model in float64, with the weights of the bfloat16 model."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -90,23 +90,11 @@ class Routes:
         return indices_RK
 
 
-class RouteCount(NamedTuple):
-    """The number of choices of a module. changed: those that the model would have made differently."""
+class RouteCounts(NamedTuple):
+    """Numbers of choices by module, in order. changed: those that the model would have made differently."""
 
-    made: int = 0
-    changed: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.changed} of {self.made}"
-
-
-def sum_counts(counts: Iterable[RouteCount]) -> RouteCount:
-    """Return the sum of the counts."""
-    made, changed = 0, 0
-    for count in counts:
-        made += count.made
-        changed += count.changed
-    return RouteCount(made, changed)
+    made: Counter[str]
+    changed: Counter[str]
 
 
 class Replay:
@@ -122,12 +110,12 @@ class Replay:
         self._columns = columns
         self._length = length
         self._num_replayed: Counter[ChoicePlace] = Counter()
-        self.counts: dict[str, RouteCount] = {}  # by module, in the order of their first choices
+        self.counts = RouteCounts(Counter(), Counter())
 
     def begin_step(self) -> None:
         """Begin with the first choices again."""
         self._num_replayed.clear()
-        self.counts.clear()
+        self.counts = RouteCounts(Counter(), Counter())
 
     def choose(self, place: ChoicePlace, indices_RK: Tensor) -> Tensor:
         """Return the recorded choice, instead of the model's own. Raises ValueError if there is none of its size."""
@@ -142,8 +130,8 @@ class Replay:
         recorded_RK = choices[number % len(choices)].to(indices_RK.device)
         if number < len(choices):  # later choices are recomputed ones
             is_common_RK = (indices_RK.unsqueeze(2) == recorded_RK.unsqueeze(1)).any(2)  # in any order
-            count = RouteCount(indices_RK.numel(), indices_RK.numel() - int(is_common_RK.sum()))
-            self.counts[place.module] = sum_counts([self.counts.get(place.module, RouteCount()), count])
+            self.counts.made[place.module] += indices_RK.numel()
+            self.counts.changed[place.module] += indices_RK.numel() - int(is_common_RK.sum())
         self._num_replayed[place] += 1
         return recorded_RK
 
@@ -235,35 +223,37 @@ def _running_module(modules: Mapping[nn.Module, str]) -> nn.Module | None:
 
 
 class RouteReport(NamedTuple):
-    """The choices of all modules in the two models, by name."""
+    """The choices of all modules in the two models."""
 
-    unpipelined: dict[str, RouteCount]
-    pipelined: dict[str, RouteCount]
+    unpipelined: RouteCounts
+    pipelined: RouteCounts
 
     @property
     def unreplayed(self) -> list[str]:
         """Names of the modules that made no choice in the pipeline."""
-        return [name for name in self.unpipelined if name not in self.pipelined]
+        return [name for name in self.unpipelined.made if name not in self.pipelined.made]
 
     def failures(self) -> list[str]:
         """Return a text about the first module that changes more choices than rounding explains, if there is one."""
-        for name, count in self.pipelined.items():
-            unpipelined = self.unpipelined[name]
-            expected = unpipelined.changed / unpipelined.made * count.made
-            if count.changed > 2 * expected + max(MORE_CHANGED, count.made / 100):
-                return [f"{name} would choose {count} experts differently than in float64, and {unpipelined} in the "
-                        "unpipelined model"]
+        for name, unpipelined_made in self.unpipelined.made.items():
+            made = self.pipelined.made[name]
+            changed = self.pipelined.changed[name]
+            unpipelined_changed = self.unpipelined.changed[name]
+            expected = unpipelined_changed / unpipelined_made * made
+            if changed > 2 * expected + max(MORE_CHANGED, made / 100):
+                return [f"{name} would choose {changed} of {made} experts differently than in float64, and "
+                        f"{unpipelined_changed} of {unpipelined_made} in the unpipelined model"]
         return []
 
     def describe(self) -> str:
         """Return lines about the routes that were replayed, and those that were not."""
-        if not self.unpipelined:
+        num_modules = len(self.unpipelined.made)
+        if not num_modules:
             return ("no routes were recorded: no module calls torch.topk on scores or is a dualpipe.nn.Router; if the "
                     "model chooses experts in another way (argmax, sort), choices that rounding changes count as "
                     "errors: make its routers call torch.topk, or compare in float64")
-        pipelined = sum_counts(self.pipelined.values())
-        unpipelined = sum_counts(self.unpipelined.values())
-        lines = [f"routes of {len(self.unpipelined)} modules replayed from float64; bfloat16 alone would have changed "
+        unpipelined, pipelined = (f"{counts.changed.total()} of {counts.made.total()}" for counts in self)
+        lines = [f"routes of {num_modules} modules replayed from float64; bfloat16 alone would have changed "
                  f"{pipelined} choices pipelined, {unpipelined} unpipelined"]
         unreplayed = self.unreplayed
         if unreplayed:

@@ -1,5 +1,7 @@
 """Choices that are recorded in one model and replayed in another."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch import nn
@@ -12,7 +14,7 @@ from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.pipeline.stage_runner import run_backward
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.schedule import Action
-from dualpipe.train.parity.routes import Microbatch, Replay, RouteCount, RouteReport, Routes, choosing
+from dualpipe.train.parity.routes import Microbatch, Replay, RouteCounts, RouteReport, Routes, choosing
 from dualpipe.train.parity.steps import StageObserver
 
 CLOSE = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.4, 0.1, 0.2, 0.3]])
@@ -61,7 +63,7 @@ def test_values_are_those_of_the_running_model(method, dim):
     assert torch.equal(values, own.gather(dim, right.indices))
     values.sum().backward()
     assert own.grad.sum() == 4 and own.grad.flatten()[torch.argmin((own - 0.4).abs().flatten())] == 1
-    assert replay.counts == {"router": RouteCount(4, 1)}
+    assert replay.counts == ({"router": 4}, {"router": 1})
 
 
 def test_tokens_may_be_in_rows():
@@ -95,7 +97,7 @@ def test_what_runs_twice_chooses_the_same_twice(use_reentrant):
     replay = Replay(routes)
     step(replay, own)
     assert torch.equal(own.grad, scores.grad)
-    assert replay.counts == {"router": RouteCount(8, 2)}, "the recomputation is not counted"
+    assert replay.counts == ({"router": 8}, {"router": 2}), "the recomputation is not counted"
 
 
 def test_others_are_left_alone():
@@ -125,7 +127,7 @@ def test_this_librarys_router_is_replayed_by_its_choice():
     weights, replayed = run(router, replay, -x)
     assert torch.equal(replayed, experts) and router.choice is before
     assert torch.equal(weights, (router.weight @ -x.t()).t().softmax(-1).gather(1, experts))
-    assert replay.counts["router"].made == 12 and replay.counts["router"].changed > 0
+    assert replay.counts.made["router"] == 12 and replay.counts.changed["router"] > 0
 
 
 def test_choices_of_another_size_are_refused():
@@ -182,7 +184,8 @@ def test_a_rank_with_some_columns_has_their_choices():
 
 
 def test_routes_that_are_not_replayed_are_named():
-    counts = {f"layers.{number}.router": RouteCount(96, number) for number in range(2)}
-    text = RouteReport(counts, {"layers.0.router": RouteCount(96, 3)}).describe()
+    first, second = "layers.0.router", "layers.1.router"
+    unpipelined = RouteCounts(Counter({first: 96, second: 96}), Counter({first: 0, second: 1}))
+    text = RouteReport(unpipelined, RouteCounts(Counter({first: 96}), Counter({first: 3}))).describe()
     assert "would have changed 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
     assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
