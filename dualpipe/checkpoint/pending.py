@@ -154,7 +154,7 @@ class PendingSave:
     def end(self, outcome: Location | BaseException) -> None:
         """Complete `ended` with the path or the error. Only the first call has an effect."""
         if isinstance(outcome, RankLost):  # the saving thread may learn of the loss much later
-            self._recorder.lost = self._recorder.lost or str(outcome)
+            self._recorder.lost = self._recorder.lost or outcome.wait
         with suppress(InvalidStateError):
             if isinstance(outcome, BaseException):
                 self.ended.set_exception(outcome)

@@ -7,11 +7,23 @@ import signal
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 E = TypeVar("E", bound=BaseException)
 _MAX_PROBLEMS = 200  # lines of a list of problems
 USER_ERROR = 2  # exit status of an error that the user can put right: a ValueError
+
+
+class Wait(NamedTuple):
+    """A wait that ended with the loss of a rank.
+
+    rank: global rank that waited. ranks: global ranks that were being waited on. text: names what it waited for, the
+    duration, and the ranks being waited on.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    text: str
 
 
 class PipelineError(RuntimeError):
@@ -19,24 +31,25 @@ class PipelineError(RuntimeError):
 
     is_loss: a rank did not reach a communication in time, or has left without publishing a cause, so that
     it is not certain that all ranks raise this.
+    wait: the wait of some rank that ended with the loss, if it is known.
     """
 
-    def __init__(self, text: str, *, is_loss: bool = False) -> None:
+    def __init__(self, text: str, *, is_loss: bool = False, wait: Wait | None = None) -> None:
         super().__init__(text)
         self.is_loss = is_loss
+        self.wait = wait
 
 
 class RankLost(PipelineError):
-    """Another rank did not reach a communication in time, or is gone.
+    """Another rank did not reach a communication in time, or is gone. The message describes the wait of this rank."""
 
-    The message names the wait, its duration and the ranks.
+    def __init__(self, text: str, wait: Wait | None = None) -> None:
+        super().__init__(text, is_loss=True, wait=wait)
 
-    ranks: global ranks that were being waited on.
-    """
-
-    def __init__(self, text: str, ranks: Sequence[int] = ()) -> None:
-        super().__init__(text, is_loss=True)
-        self.ranks = tuple(ranks)
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Return the global ranks that were being waited on."""
+        return self.wait.ranks if self.wait is not None else ()
 
 
 ONE_LINE_ERRORS = (ValueError, FloatingPointError, OSError, RankLost)  # printed as one line, without a traceback

@@ -7,18 +7,26 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum, auto
 from pathlib import Path
 from typing import NamedTuple
 
-from dualpipe.runtime.errors import ONE_LINE_ERRORS, PipelineError, RankLost, die_with, error_line, exit_status
+from dualpipe.runtime.errors import (
+    ONE_LINE_ERRORS,
+    PipelineError,
+    RankLost,
+    Wait,
+    die_with,
+    exit_status,
+    names_ranks,
+)
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.recorder import rank_name
 
@@ -56,6 +64,91 @@ def process_age(pid: int | str = "self") -> float:
     return time.monotonic() - _loaded_at
 
 
+class Kind(StrEnum):
+    """The kind of an error, by the rank that it comes from."""
+
+    OWN = auto()  # this rank failed by itself
+    TOLD = auto()  # another rank failed, and published its error
+    LOST = auto()  # a wait of this rank, or of another that published it, ended with the loss of a rank
+    WATCHDOG = auto()  # the watchdog ended this rank, in a wait that did not end by itself or after a loss elsewhere
+
+    @classmethod
+    def of(cls, error: BaseException) -> Kind:
+        """Return the kind of an error that ends this rank."""
+        cause = error.__cause__
+        has_lost = isinstance(error, RankLost) or isinstance(cause, RankLost)
+        if isinstance(error, PipelineError) and (has_lost or cause is None):
+            return cls.LOST if error.is_loss else cls.TOLD
+        return cls.LOST if has_lost else cls.OWN
+
+
+@dataclass
+class ExitReport:
+    """The end of a rank before its work is done, as the launcher reads it.
+
+    rank: its global rank.
+    status: its exit status.
+    kind: where its error comes from.
+    message: the error, in one line if it is expected; "" if there is none, or it has been printed.
+    traceback: lines that are printed before the message, for an unexpected error.
+    notes: lines that are printed after it.
+    wait: the wait that ended with the loss of a rank, if that is the error.
+    traces: the files of traces that the error ended.
+    time: when the rank ended (time.time).
+    """
+
+    rank: int
+    status: int
+    kind: Kind = Kind.OWN
+    message: str = ""
+    traceback: str = ""
+    notes: Sequence[str] = ()
+    wait: Wait | None = None
+    traces: Sequence[str] = ()
+    time: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: BaseException, info: RankInfo, sizes: Mapping[str, int]) -> ExitReport:
+        """Describe the error that ends a rank. sizes: see `as_rank`."""
+        report = cls(info.rank, exit_status(error), Kind.of(error), traces=getattr(error, "traces", ()))
+        report.message = str(error) or type(error).__name__
+        lost = error if isinstance(error, PipelineError) else error.__cause__
+        if isinstance(lost, PipelineError):
+            report.wait = lost.wait
+        if report.kind is not Kind.OWN or isinstance(error, ONE_LINE_ERRORS):
+            report.notes = getattr(error, "__notes__", ())
+            return report
+        report.traceback = "".join(traceback.format_exception(error))  # with the notes
+        if not (isinstance(error, PipelineError) or names_ranks(error)):
+            report.message = f"{rank_name(info.rank, sizes)}: {type(error).__name__}: {error}"
+        return report
+
+    @classmethod
+    def read(cls, path: Path) -> ExitReport:
+        """Read the report of a rank from its file."""
+        fields = json.loads(path.read_text())
+        report = cls(**fields)
+        report.kind = Kind(fields["kind"])
+        report.wait = None if fields["wait"] is None else Wait(*fields["wait"])
+        return report
+
+    @property
+    def text(self) -> str:
+        """The printed lines, "" if there are none."""
+        if not self.message and not self.traceback:
+            return ""
+        return "\n".join([f"{self.traceback}error: {self.message}", *self.notes])
+
+
+def report_exit(report: ExitReport) -> None:
+    """Report the end of this rank to the launcher; without one, print its error to stderr."""
+    file = os.environ.get(ERROR_FILE)
+    if report.status and file is not None:
+        replace_file(Path(file), json.dumps(asdict(report)))
+    elif report.text:
+        print(report.text, file=sys.stderr, flush=True)
+
+
 @dataclass
 class Ending:
     """The exit status of a rank that ends without an error."""
@@ -83,52 +176,15 @@ def as_rank(info: RankInfo, sizes: Mapping[str, int] | None = None) -> Iterator[
         # The launcher requests states by SIGUSR2. The default handler would kill a rank whose watchdog has ended.
         signal.signal(signal.SIGUSR2, lambda *_: None)
         die_with(int(os.environ[LAUNCHER]))
-    text = ""
-    from_another_rank = False
     try:
         yield ending
+        report = ExitReport(info.rank, ending.status)
     except BaseException as error:
-        ending.status = exit_status(error)
-        from_another_rank = is_from_another_rank(error)
-        text = _error_text(error, rank_name(info.rank, sizes or {}), from_another_rank)
-    report_exit(text, ending.status, from_another_rank=from_another_rank)
+        report = ExitReport.of(error, info, sizes or {})
+    report_exit(report)
     with suppress(OSError):  # the reader of the output may be gone
         sys.stdout.flush()
         sys.stderr.flush()
     # The destructors of process groups are skipped: after a failure they wait for other ranks, and after success torch
     # 2.11 was once seen to abort in them.
-    os._exit(ending.status)
-
-
-def _error_text(error: BaseException, name: str, from_another_rank: bool) -> str:
-    """Return the text of a rank's error: with a traceback if the error is unexpected. name: of the rank."""
-    if from_another_rank or isinstance(error, ONE_LINE_ERRORS):
-        return error_line(error)
-    trace = "".join(traceback.format_exception(error))
-    if re.match(r"ranks? \d", str(error)):  # an error that the ranks have agreed on names the rank that has failed
-        return f"{trace}error: {error}"
-    return f"{trace}error: {name}: {type(error).__name__}: {error}"
-
-
-def is_from_another_rank(error: BaseException) -> bool:
-    """Return True if an error comes from another rank: a lost rank, or the published failure of one."""
-    cause = error.__cause__
-    if isinstance(error, RankLost) or isinstance(cause, RankLost):
-        return True
-    return isinstance(error, PipelineError) and cause is None
-
-
-def report_exit(text: str, status: int, *, from_another_rank: bool = False) -> None:
-    """Report the end of this rank to the launcher; without one, print its error to stderr.
-
-    Args:
-        text: the error, or "" if it has been printed.
-        status: the exit status.
-        from_another_rank: the error is the consequence of another rank's, and so not the cause.
-    """
-    file = os.environ.get(ERROR_FILE)
-    if status and file is not None:
-        report = {"time": time.time(), "text": text, "status": status, "lost": from_another_rank}
-        replace_file(Path(file), json.dumps(report))
-    elif text:
-        print(text, file=sys.stderr, flush=True)
+    os._exit(report.status)

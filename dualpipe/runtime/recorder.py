@@ -20,7 +20,7 @@ from itertools import groupby, takewhile
 from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-from dualpipe.runtime.errors import RankLost
+from dualpipe.runtime.errors import RankLost, Wait
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -66,7 +66,7 @@ class Recorder:
         self.sizes = dict(sizes or {})
         self.step = 0  # the current optimizer step, from 1
         self.is_observed = False  # True if there are observers
-        self.lost: str | None = None  # the error text of the first wait that ended with the loss of a rank
+        self.lost: Wait | None = None  # the first wait that ended with the loss of a rank
         self._loss: _Loss | None = None
         # True while a trace is recorded: no entry falls out of the ring, and details are recorded.
         self.keeps_all = False
@@ -203,10 +203,11 @@ class Recorder:
             return
         ranks = [rank for rank in entry[RANKS] if rank != self.rank]
         text = self._describe_loss(entry, ranks, error, since)
+        wait = Wait(self.rank, ranks, text)
         if self.lost is None:
-            self.lost = text
+            self.lost = wait
             self._loss = _Loss(entry, self._latest(), Counter(self._numbers))
-        raise RankLost(text, ranks) from error
+        raise RankLost(text, wait) from error
 
     def _describe_loss(self, entry: Entry, ranks: Sequence[int], error: BaseException, since: int) -> str:
         """Return the text of a wait on `ranks` that an error of the backend has ended."""
@@ -288,9 +289,10 @@ class Recorder:
         loss = self._loss
         latest = self._latest() if loss is None else loss.latest
         numbers = self._numbers if loss is None else loss.numbers
+        lost = None if self.lost is None else self.lost.text
         return {
             "rank": self.rank, "name": self.name(self.rank), "sizes": self.sizes, "step": self.step,
-            "pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "lost": self.lost,
+            "pid": os.getpid(), "host": socket.gethostname(), "time": time.time(), "lost": lost,
             "open": [_to_dict(entry, now) for entry in list(self._open)],
             "last": [_to_dict(entry, now) for entry in latest],
             "lost_in": None if loss is None else _to_dict(loss.wait, now),

@@ -137,6 +137,7 @@ class Tracer(Observer):
         else:
             if error is not None:
                 error.add_note(f"{TRACED}{path}")
+                error.traces = [*getattr(error, "traces", ()), str(path)]  # type: ignore[attr-defined]
 
     def _collect_and_write(
         self, entries: dict[str, list[Entry]], until: int, *, has_failed: bool, together: bool

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from dualpipe.runtime.errors import PipelineError, RankLost, describe_error, names_ranks
+from dualpipe.runtime.errors import PipelineError, RankLost, Wait, describe_error, names_ranks
 from dualpipe.runtime.ranks.board import ANSWER, Board
 from dualpipe.runtime.ranks.process_groups import backends
 from dualpipe.runtime.recorder import Recorder
@@ -46,10 +46,18 @@ class Cause(NamedTuple):
     """Cause of the end of a step.
 
     is_loss: a rank did not reach a communication in time or has left, and published no cause itself.
+    wait: the wait that ended with the loss.
     """
 
     text: str
     is_loss: bool = False
+    wait: Wait | None = None
+
+    @classmethod
+    def of_json(cls, record: str | bytes) -> Cause:
+        """Read a cause that was written as JSON."""
+        text, is_loss, wait = json.loads(record)
+        return cls(text, is_loss, None if wait is None else Wait(*wait))
 
 
 class FailureBoard:
@@ -69,12 +77,12 @@ class FailureBoard:
         """Publish a cause, and return the first one that any rank published; `cause` if the store does not answer."""
         record = json.dumps(cause)
         first = self._board.ask(lambda store: store.compare_set(self._key, "", record), None)
-        return cause if first is None else Cause(*json.loads(first))
+        return cause if first is None else Cause.of_json(first)
 
     def cause(self) -> Cause | None:
         """Return the published cause; None if there is none, or the store does not answer."""
         record = self._board.ask(lambda store: store.get(self._key) if store.check([self._key]) else None, None)
-        return None if record is None else Cause(*json.loads(record))
+        return None if record is None else Cause.of_json(record)
 
     def mark_waiting(self, rank: int) -> None:
         """Publish that a rank is alive and has lost the ranks that it waited on."""
@@ -114,7 +122,8 @@ class StepFailure:
         """Raise PipelineError if an earlier step has failed."""
         if self._cause is not None:
             raise PipelineError("an earlier step failed and ended the pipeline's process groups; restart the "
-                                f"processes. It failed with: {self._cause.text}", is_loss=True)
+                                f"processes. It failed with: {self._cause.text}", is_loss=True,
+                                wait=self._cause.wait)
 
     @contextmanager
     def ending_step(self, running: Callable[[], str]) -> Iterator[None]:
@@ -136,7 +145,7 @@ class StepFailure:
                 raise error
             # A loss is not this rank's own error; it is shown because its text has the duration of the wait.
             is_shown = is_own or isinstance(error, RankLost)
-            raise PipelineError(cause.text, is_loss=cause.is_loss) from (error if is_shown else None)
+            raise PipelineError(cause.text, is_loss=cause.is_loss, wait=cause.wait) from (error if is_shown else None)
         finally:
             del error  # this frame is in its traceback: the cycle would keep all tensors of the step
 
@@ -158,14 +167,15 @@ class StepFailure:
     def _cause_of_loss(self, error: RankLost, recorder: Recorder) -> Cause:
         """Hang up, and return the cause of the loss of the ranks that this rank waited on."""
         cause = self._board.cause()
-        self.hang_up(cause or Cause(str(error), is_loss=True))
+        self.hang_up(cause or Cause(str(error), is_loss=True, wait=error.wait))
         if cause is None:
             self._board.mark_waiting(recorder.rank)
             cause = self._await_cause(GRACE)
         if cause is None and self._board.is_any_waiting(error.ranks):
             cause = self._await_cause(GRACE)  # the awaited ranks have lost others, and publish those as the cause
         if cause is None:
-            cause = self._board.publish(Cause(f"{recorder.name(recorder.rank)}: {error}", is_loss=True))
+            text = f"{recorder.name(recorder.rank)}: {error}"
+            cause = self._board.publish(Cause(text, is_loss=True, wait=error.wait))
         self._cause = cause
         return cause
 

@@ -224,9 +224,11 @@ class RankSync:
             for answer in answers
         ]
         if any(failures):
-            lost = [rank for answer in answers if isinstance(answer, RankLost) for rank in answer.ranks]
+            waits = [answer.wait for answer in answers if isinstance(answer, RankLost) and answer.wait is not None]
             text = _join_failures(self.global_ranks, failures)
-            error = RankLost(text, lost) if lost else kind(text)
+            error: Exception = kind(text)
+            if waits:
+                error = RankLost(text, waits[0]._replace(ranks=[rank for wait in waits for rank in wait.ranks]))
             raise mark_names_ranks(error) from (value if isinstance(value, Exception) else None)
         return [answer.value for answer in _raise_lost(answers)]
 

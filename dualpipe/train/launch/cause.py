@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpipe.runtime.rank_process import STOPPING
+from dualpipe.runtime.rank_process import STOPPING, ExitReport, Kind
 from dualpipe.runtime.recorder import rank_name
 from dualpipe.train.launch.diagnose import HALTED, diagnose, is_consequence, read_stuck
 
@@ -22,19 +22,15 @@ from dualpipe.train.launch.diagnose import HALTED, diagnose, is_consequence, rea
 NO_FAILURE = (None, 0, os.EX_TEMPFAIL, *(128 + number for number in STOPPING))
 
 
-class Ending(NamedTuple):
-    """The outcome of one launch of all ranks. After a failure, the first line is the cause."""
-
-    status: int
-    lines: Sequence[str] = ()
-    failed: bool = False
-
-
 class Cause(NamedTuple):
-    """The exit status of the rank at fault, and the lines that name it and describe what it did."""
+    """The exit status of the rank at fault, and the lines that name it and describe what it did.
+
+    report: the report that the lines are from, if they are from one.
+    """
 
     status: int
     lines: list[str]
+    report: ExitReport | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,7 @@ class Evidence:
         sizes: of the mesh dimensions, to name ranks.
         statuses: exit status of each rank, negative after a signal; None for a running one.
         letters: process state in /proc of running ranks (see `dualpipe.train.launch.diagnose.HALTED`).
-        errors: records that failed ranks have left, by rank: "status", "text", "time", and "lost", True if the rank
-            ended because it lost another one.
+        reports: of failed ranks, by rank.
         states: of the recorders of ranks (`Recorder.state`), by rank.
         folder: with the files of those states.
         out_of_memory: a process on this machine was killed for lack of memory.
@@ -55,15 +50,15 @@ class Evidence:
     sizes: Mapping[str, int]
     statuses: Sequence[int | None]
     letters: Mapping[int, str]
-    errors: Mapping[int, Any]
+    reports: Mapping[int, ExitReport]
     states: Mapping[int, Any]
     folder: Path
     out_of_memory: bool
 
     @property
-    def all_lost(self) -> bool:
-        """True if every recorded error is the loss of another rank, so none explains the failure."""
-        return all(error["lost"] for error in self.errors.values())
+    def has_own_error(self) -> bool:
+        """True if a rank has reported an error of its own, which explains the failure."""
+        return any(report.kind is Kind.OWN for report in self.reports.values())
 
     def describe(self, rank: int, text: str) -> str:
         """Return an error line about a rank."""
@@ -73,18 +68,15 @@ class Evidence:
 def find_cause(evidence: Evidence) -> Cause:
     """Return the cause of a failure.
 
-    A rank that was killed or is stopped comes first, then an error that a rank has recorded and that is not the loss of
-    another rank. The other searches are for a rank that recorded no error. If none finds a cause, it is the
-    earliest recorded loss of a rank.
+    A rank that was killed or is stopped comes first, then an error that a rank has reported as its own. The other
+    searches are for a rank that reported no error. If none finds a cause, it is the first loss that was reported.
     """
-    searches = (_killed, _stopped, _own_error, _error_about_rank, _in_disk_sleep, _silent_end, _diagnosis)
+    searches = (_killed, _stopped, _own_error, _told_error, _in_disk_sleep, _silent_end, _diagnosis, _first_loss)
     for search in searches:
         cause = search(evidence)
         if cause is not None:
             return cause
-    first = min(evidence.errors, key=lambda rank: (evidence.errors[rank]["time"], rank), default=0)
-    error = evidence.errors.get(first, {"status": 1, "text": "error: ended by its watchdog"})
-    return Cause(error["status"], [evidence.describe(first, error["text"].partition("error: ")[2])])
+    return Cause(1, [evidence.describe(0, "ended by its watchdog")])
 
 
 def _killed(evidence: Evidence) -> Cause | None:
@@ -112,20 +104,18 @@ def _stopped(evidence: Evidence) -> Cause | None:
 
 
 def _own_error(evidence: Evidence) -> Cause | None:
-    """Look for the first error that is not the loss of another rank."""
-    ranks = [rank for rank, error in evidence.errors.items() if not error["lost"]]
-    if not ranks:
+    """Look for the first error that a rank has reported as its own."""
+    report = _earliest(report for report in evidence.reports.values() if report.kind is Kind.OWN)
+    if report is None:
         return None
-    error = evidence.errors[min(ranks, key=lambda rank: (evidence.errors[rank]["time"], rank))]
-    return Cause(error["status"], [error["text"]] if error["text"] else [])
+    return Cause(report.status, [report.text] if report.text else [], report)
 
 
-def _error_about_rank(evidence: Evidence) -> Cause | None:
-    """Look for an error that other ranks report about a failed rank, which has not recorded the error itself."""
-    for _, error in sorted(evidence.errors.items()):
-        names_rank = re.match(r"error: ranks? \d", error["text"])
-        if names_rank and not re.search("waited|cannot be reached", error["text"]):
-            return Cause(error["status"], [error["text"]])
+def _told_error(evidence: Evidence) -> Cause | None:
+    """Look for the error of a rank that it has published to other ranks, and not reported itself."""
+    for report in evidence.reports.values():
+        if report.kind is Kind.TOLD:
+            return Cause(report.status, [report.text], report)
     return None
 
 
@@ -140,7 +130,7 @@ def _in_disk_sleep(evidence: Evidence) -> Cause | None:
 def _silent_end(evidence: Evidence) -> Cause | None:
     """Look for a rank that ended and left nothing. Its status may be 0, while the others continued."""
     for rank, status in enumerate(evidence.statuses):
-        if status is not None and rank not in evidence.errors and rank not in evidence.states:
+        if status is not None and rank not in evidence.reports and rank not in evidence.states:
             text = f"ended with exit status {status} and no error message"
             return Cause(status or 1, [evidence.describe(rank, text)])
     return None
@@ -158,24 +148,32 @@ def _diagnosis(evidence: Evidence) -> Cause | None:
     return Cause(1, [f"error: {lines[0]}", *lines[1:]])
 
 
+def _first_loss(evidence: Evidence) -> Cause | None:
+    """Look for the first report of a loss."""
+    report = _earliest(evidence.reports.values())
+    if report is None:
+        return None
+    if report.wait is not None:
+        line = evidence.describe(report.wait.rank, report.wait.text)
+    else:
+        line = evidence.describe(report.rank, report.message or "was ended by its watchdog")
+    return Cause(report.status, ["\n".join([line, *report.notes])], report)
+
+
+def _earliest(reports: Iterable[ExitReport]) -> ExitReport | None:
+    return min(reports, key=lambda report: (report.time, report.rank), default=None)
+
+
 def describe_waits(evidence: Evidence, cause: Cause) -> Iterator[str]:
-    """Yield a line for each thing that ranks waited for when they lost another rank, unless the cause names it."""
-    lines_by_wait: dict[str, str] = {}
-    for rank, error in evidence.errors.items():
-        wait = re.search("waited .*?(?=; |$)", error["text"], re.MULTILINE)
-        if wait is not None:
-            lines_by_wait.setdefault(wait[0], f"  {rank_name(rank, evidence.sizes)}: {wait[0]}")
-    cause_text = "".join(cause.lines)
-    for wait_text, line in lines_by_wait.items():
-        if wait_text not in cause_text:
-            yield line
-
-
-def read_text(path: str | Path) -> str:
-    """Return the text of a file, "" if it cannot be read."""
-    with suppress(OSError):
-        return Path(path).read_text()
-    return ""
+    """Yield a line for each wait that ended with the loss of a rank, unless it is the cause."""
+    described = set()
+    if cause.report is not None and cause.report.wait is not None:
+        described.add(cause.report.wait.text)
+    for report in evidence.reports.values():
+        wait = report.wait
+        if wait is not None and wait.text not in described:
+            described.add(wait.text)
+            yield f"  {rank_name(wait.rank, evidence.sizes)}: {wait.text}"
 
 
 def count_oom_kills() -> list[int]:
@@ -188,3 +186,10 @@ def count_oom_kills() -> list[int]:
         elif "memory" in kinds.split(","):
             files.append(f"/sys/fs/cgroup/memory/{group}/memory.oom_control")
     return [int(text) for file in files for text in re.findall(r"^oom_kill (\d+)$", read_text(file), re.MULTILINE)]
+
+
+def read_text(path: str | Path) -> str:
+    """Return the text of a file, "" if it cannot be read."""
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""

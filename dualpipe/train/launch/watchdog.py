@@ -28,8 +28,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from dualpipe.runtime.device import flight_recorder
+from dualpipe.runtime.errors import Wait
 from dualpipe.runtime.files import replace_file
-from dualpipe.runtime.rank_process import ERROR_FILE, INTERRUPTED, STOPPING, RankInfo, report_exit
+from dualpipe.runtime.rank_process import (
+    ERROR_FILE,
+    INTERRUPTED,
+    STOPPING,
+    ExitReport,
+    Kind,
+    RankInfo,
+    report_exit,
+)
 from dualpipe.runtime.ranks.board import Board
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.diagnose import FOLDER, diagnose, halted, stack_file, state_file
@@ -102,9 +111,8 @@ class Watchdog:
 
         After another error without a launcher, publish this rank's state.
         """
-        loss = self._find_loss()
-        if loss:
-            self._announce_loss(loss)
+        if self._find_loss() is not None:
+            self._announce_loss(is_known=True)
         elif ERROR_FILE not in os.environ:  # a rank that finds this one lost waits for its state
             self._store.put(json.dumps(self._state() | {"asked": FAULT}))
         self._store.flush()
@@ -154,12 +162,12 @@ class Watchdog:
         idle = now - self._progress_time
         overdue = self._innermost() if idle > self._limit else {}  # most waits end by themselves before
         loss = self._find_loss()
-        if loss or asked >= FAULT:
+        if loss is not None or asked >= FAULT:
             self._leave(loss)
         elif overdue.get("ranks") and overdue["kind"] != "save":  # ranks in a save compare their progress themselves
-            self._leave(self._describe_wait(overdue))
+            self._leave(self._overdue_wait(overdue))
         elif self._store.gone and now - self._store.gone > self._limit:
-            self._leave("the store of the job is gone, with rank 0, but this rank still runs")
+            self._leave(None, "the store of the job is gone, with rank 0, but this rank still runs")
         elif asked > self._asked:
             self._asked = asked
             if idle > self._patience / 2:  # this rank hangs too: the report of the rank that asked covers it
@@ -172,10 +180,11 @@ class Watchdog:
                 self._store.ask()
                 self._print_diagnosis(f"watchdog: no progress for {idle:.0f} s: ")
 
-    def _describe_wait(self, entry: dict[str, Any]) -> str:
-        """Return a text about a wait for other ranks."""
-        others = ", ".join(self.recorder.name(rank) for rank in entry["ranks"] if rank != self._info.rank)
-        return f"waited {entry['seconds']:.3g} s for {entry['what']} from {others}"
+    def _overdue_wait(self, entry: dict[str, Any]) -> Wait:
+        """Return the wait of an open entry."""
+        others = [rank for rank in entry["ranks"] if rank != self._info.rank]
+        names = ", ".join(map(self.recorder.name, others))
+        return Wait(self._info.rank, others, f"waited {entry['seconds']:.3g} s for {entry['what']} from {names}")
 
     # -- signals
 
@@ -202,12 +211,12 @@ class Watchdog:
 
     # -- the loss of a rank
 
-    def _find_loss(self) -> str:
-        """Return the text about the first rank that this one lost, "" if there is none."""
-        return next((thread.lost for thread in self.recorder.threads() if thread.lost), "")
+    def _find_loss(self) -> Wait | None:
+        """Return the first wait of this rank that ended with the loss of another, None if there is none."""
+        return next((thread.lost for thread in self.recorder.threads() if thread.lost is not None), None)
 
-    def _announce_loss(self, loss: str) -> None:
-        """Announce to all ranks, once, that a rank is lost.
+    def _announce_loss(self, *, is_known: bool) -> None:
+        """Announce to all ranks, once, that a rank is lost. is_known: this rank has lost it, and was not only told.
 
         Without a launcher that reads the states, the first rank to announce it prints the diagnosis. The others stay
         until then: torchrun or srun ends all ranks when one has ended, and the store ends with rank 0.
@@ -220,17 +229,21 @@ class Watchdog:
         self._write_state()
         if ERROR_FILE in os.environ:
             return
-        is_first = bool(loss) and self._store.is_first("fault")
-        if is_first or (not self._store.wait_said() and loss):
+        is_first = is_known and self._store.is_first("fault")
+        if is_first or (not self._store.wait_said() and is_known):
             self._print_diagnosis("error: ")
             self._store.set_said()
 
-    def _leave(self, loss: str) -> None:
-        """End this process, unless the main thread does so by itself. loss: see `_find_loss`."""
+    def _leave(self, wait: Wait | None, message: str = "") -> None:
+        """End this process, unless the main thread does so by itself.
+
+        wait: of this rank, if that is why. message: another reason; "" if other ranks have announced a loss.
+        """
         deadline = time.monotonic() + _LAST_CHANCE
-        self._announce_loss(loss)
+        message = wait.text if wait is not None else message
+        self._announce_loss(is_known=bool(message))
         if not self._ended.wait(max(0.0, deadline - time.monotonic())):
-            report_exit(f"error: {loss}" if loss else "", 1, from_another_rank=True)
+            report_exit(ExitReport(self._info.rank, 1, Kind.WATCHDOG, message, wait=wait))
             os._exit(1)
 
     # -- states

@@ -102,7 +102,7 @@ def one_has_left(rank):
         time.sleep(0.5)
     with pytest.raises(RankLost) as error:
         ranks.exchange(None)
-    assert error.value.ranks == (2,)
+    assert error.value.ranks == [2]
     return str(error.value)
 
 

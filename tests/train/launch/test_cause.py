@@ -31,7 +31,7 @@ def computes():
 def test_disk_sleep_is_a_cause_unless_the_rank_had_given_up_on_another(tmp_path, has_given_up, first_line):
     states = {0: lost_the_other() if has_given_up else Recorder(0, SIZES).state(), 1: computes()}
     evidence = Evidence(
-        sizes=SIZES, statuses=[None, None], letters={0: "D", 1: "S"}, errors={}, states=states, folder=tmp_path,
+        sizes=SIZES, statuses=[None, None], letters={0: "D", 1: "S"}, reports={}, states=states, folder=tmp_path,
         out_of_memory=False,
     )
     assert find_cause(evidence).lines[0].startswith(first_line)

@@ -221,7 +221,9 @@ def test_a_wait_that_does_not_end_by_itself_is_ended(tmp_path, disk):
         os.waitpid(child, 0)
     assert status == (child, 1 << 8)
     word = json.loads((tmp_path / "word.json").read_text())
-    assert word["lost"] and word["text"].endswith(" s for the activation for stage 1, micro-batch 0 from rank 1 (pp 1)")
+    assert (word["kind"], word["rank"]) == ("watchdog", 0)
+    assert word["message"].endswith(" s for the activation for stage 1, micro-batch 0 from rank 1 (pp 1)")
+    assert word["wait"] == [0, [1], word["message"]]
     assert (tmp_path / FOLDER / "rank-00000.json").exists() == (disk == "writes")
 
 
