@@ -18,7 +18,6 @@ from dualpipe.schedule import command as schedule  # pure Python
 
 if TYPE_CHECKING:
     from dualpipe.train.config.schema import Config
-    from dualpipe.train.data.tokenizer import ChatTokenizer
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -165,22 +164,16 @@ def _pack(args: argparse.Namespace) -> None:
     if args.chat_template and not args.chat:
         raise ValueError(f"--chat-template {args.chat_template}: plain text has no template; add --chat to pack "
                          "conversations, or leave it out")
-    tokenizer = _chat_tokenizer(args) if args.chat else load_tokenizer(args.tokenizer, args.end_of_document or "")
+    if args.end_of_document is not None and args.chat:
+        raise ValueError(f"--end-of-document {args.end_of_document!r}: with --chat, the chat template ends a "
+                         "conversation; leave it out")
+    tokenizer = load_tokenizer(args.tokenizer, args.end_of_document or "", chat=args.chat,
+                               chat_template=args.chat_template)
     index = pack(sources, tokenizer, args.out, text_key=args.text_key, overwrite=args.overwrite)
     note = f", each ended by {index['end_token']!r}" if index.get("end_token") else ""
     if args.chat:
         note = f", {index['counted']:,} of them count for the loss"
     print(f"{Path(args.out)}: {index['tokens']:,} tokens in {index['documents']:,} documents{note}")
-
-
-def _chat_tokenizer(args: argparse.Namespace) -> ChatTokenizer:
-    """Return the tokenizer of `data pack --chat`."""
-    from dualpipe.train.data.tokenizer import ChatTokenizer
-
-    if args.end_of_document is not None:
-        raise ValueError(f"--end-of-document {args.end_of_document!r}: with --chat, the chat template ends a "
-                         "conversation; leave it out")
-    return ChatTokenizer(args.tokenizer, args.chat_template)
 
 
 def _show_data(args: argparse.Namespace) -> None:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dualpipe.train.data.chat import Conversation
+    from dualpipe.train.data.pack import EncodedDocument
+    from dualpipe.train.data.tokenizer import ChatTokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
@@ -44,6 +49,14 @@ def save_chat_tokenizer(folder: Path, template: str | None = CHATML) -> Path:
         settings["chat_template"] = template
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def encode(tokenizer: ChatTokenizer, conversation: Conversation) -> EncodedDocument:
+    """Return a conversation with its tokens and its loss mask."""
+    from dualpipe.train.data.pack import encode_documents
+
+    (encoded,) = encode_documents([(conversation, "a conversation")], tokenizer)
+    return encoded
 
 
 def turns(*texts: str, system: str | None = None, role: str = "user") -> list[dict[str, str]]:

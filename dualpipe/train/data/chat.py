@@ -1,4 +1,18 @@
-"""Conversations: their forms in records, chat templates, and the assistant's turns in the rendered text."""
+"""Conversations: read from records, rendered by a chat template, with the assistant's turns found in the text.
+
+A record has OpenAI's or ShareGPT's form:
+
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}], "tools": [...]}
+    {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}], "system": "Be brief."}
+
+The system prompt beside the messages becomes the first message. Messages may have more keys, such as `tool_calls`,
+which the chat template receives; those that are null are left out. Content may be a list of text parts. Tools and tool
+calls may be JSON texts. An assistant message with weight 0 does not count for the loss.
+
+transformers renders a conversation. Its `apply_chat_template` chooses one of several templates (`tool_use` for
+conversations with tools), drops keys that are null, knows the names of reasoning, and runs the template in a sandbox.
+Added here are the bounds of the assistant's turns, whose tokens alone count for the loss.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +43,18 @@ SHAREGPT_ROLES = {
     "human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "chatgpt": ASSISTANT,
     "model": ASSISTANT, "system": SYSTEM, "tool": "tool", "observation": "tool",
 }
-
-
-def conversion_hint(keys: Collection[str]) -> str:
-    """Return the remedy for records with a question and an answer instead of messages; "" for other keys.
-
-    keys: those of a record.
-    """
-    question = next((key for key in QUESTION_KEYS if key in keys), None)
-    answer = next((key for key in ANSWER_KEYS if key in keys), None)
-    if question is None or answer is None:
-        return ""
-    return f"convert the records to {FORM}, with {question!r} as the user's content and {answer!r} as the assistant's"
+_ALWAYS_READ = ("role", "content")  # keys of messages that are in every text
+_EMPTY: tuple[Any, ...] = ("", [], {})  # values of keys that would change no text
+_SHOWN = 40  # characters of texts that differ
+_REMEDY = ("give a template with {% generation %} blocks around the assistant's text, with --chat-template or "
+           "data.chat_template")
+# Unicode noncharacters, which no text contains, mark generation blocks in a rendered text.
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
+_MARKS = re.compile(f"[{_BEGIN}{_END}]")
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+# The line end behind the macro is removed, as behind any block.
+_MACRO = f"{{% macro mark_generation() %}}{_BEGIN}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
 
 
 class Conversation(NamedTuple):
@@ -107,6 +121,18 @@ def read_conversation(record: Mapping[str, Any], key: str, *, fills_nulls: bool 
     return Conversation(messages, tools, frozenset(uncounted))
 
 
+def conversion_hint(keys: Collection[str]) -> str:
+    """Return the remedy for records with a question and an answer instead of messages; "" for other keys.
+
+    keys: those of a record.
+    """
+    question = next((key for key in QUESTION_KEYS if key in keys), None)
+    answer = next((key for key in ANSWER_KEYS if key in keys), None)
+    if question is None or answer is None:
+        return ""
+    return f"convert the records to {FORM}, with {question!r} as the user's content and {answer!r} as the assistant's"
+
+
 def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the message of the system prompt beside the messages of a record, or None if there is nothing to add.
 
@@ -123,39 +149,6 @@ def _read_system(record: Mapping[str, Any], first: Mapping[str, Any]) -> dict[st
         raise ValueError(f"its {SYSTEM_KEY!r} differs from its first message, which is of the role {SYSTEM!r} too; "
                          "expected one system prompt: leave one of them out")
     return None
-
-
-def _read_objects(value: Any) -> list[dict[str, Any]] | None:
-    """Return a list of objects, each of which or all of which may be JSON text; None if it is empty.
-
-    Some data sets have tools and tool calls as text, because their schemas differ. Raises ValueError with a text that
-    continues the name of the list.
-    """
-    values = _parse_text(value)
-    if not isinstance(values, list):
-        raise ValueError(f"is not a list but of type {type(values).__name__}")
-    objects = [_parse_text(item) for item in values]
-    for item in objects:
-        if not isinstance(item, dict):
-            raise ValueError(f"has an item that is not an object but of type {type(item).__name__}")
-    return objects or None
-
-
-def _parse_text(value: Any) -> Any:
-    """Return the value of a JSON text, or any other value as it is. Raises ValueError."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise ValueError(f"is a string that is not JSON ({error})") from error
-
-
-def _drop_nulls(value: Any) -> Any:
-    """Return nested lists and objects without the keys of objects whose value is None."""
-    if isinstance(value, Mapping):
-        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_message(value: Any) -> dict[str, Any]:
@@ -214,148 +207,53 @@ def _pop_weight(message: dict[str, Any]) -> bool:
     return bool(weight)
 
 
-Tools = list[Any]
-# Unicode noncharacters, which no text contains, mark generation blocks in a rendered text.
-_BEGIN = "\ufdd0"
-_END = "\ufdd1"
-_MARKS = re.compile(f"[{_BEGIN}{_END}]")
-_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
-# The line end behind the macro is removed, as behind any block.
-_MACRO = f"{{% macro mark_generation() %}}{_BEGIN}{{{{ caller() }}}}{_END}{{% endmacro %}}\n"
+def _read_objects(value: Any) -> list[dict[str, Any]] | None:
+    """Return a list of objects, each of which or all of which may be JSON text; None if it is empty.
 
-
-class Rendered(NamedTuple):
-    """A rendered conversation.
-
-    text: the output of the template.
-    generated: bounds, in characters, of the generation blocks. None: the template has none.
+    Some data sets have tools and tool calls as text, because their schemas differ. Raises ValueError with a text that
+    continues the name of the list.
     """
-
-    text: str
-    generated: list[tuple[int, int]] | None
-
-
-class ChatTemplate:
-    """The chat template of a tokenizer, or the templates of which transformers chooses one for each conversation.
-
-    Attributes:
-        name: origin of the template, for messages.
-        content: the templates and their variables as bytes, to hash.
-
-    Args:
-        tokenizer: has the templates and the variables.
-        path: a file with a template to use instead. "": those of the tokenizer.
-
-    Raises:
-        ValueError: there is no template, or the file cannot be read.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: str = "") -> None:
-        self._tokenizer = tokenizer
-        self._own: str | None = None
-        self.name = f"the chat template in {tokenizer.name_or_path}"
-        if path:
-            self.name = f"the chat template {path}"
-            try:
-                self._own = Path(path).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise ValueError(f"cannot read {self.name}: {error}") from error
-        elif not tokenizer.chat_template:
-            raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has no chat template; use the tokenizer of a "
-                             "model that was trained to chat, or give a template with --chat-template or "
-                             "data.chat_template")
-        variables = sorted(tokenizer.special_tokens_map.items())
-        self.content = json.dumps([self._own or tokenizer.chat_template, variables], default=str).encode()
-
-    def names(self, role: str, tools: Tools | None = None) -> bool:
-        """Return True if the text of the template contains a role as a string."""
-        source = self._source(tools)
-        return f"'{role}'" in source or f'"{role}"' in source
-
-    def render(
-        self, messages: list[dict[str, Any]], tools: Tools | None = None, *, prompts: bool = False
-    ) -> Rendered:
-        """Render messages.
-
-        Args:
-            messages: in OpenAI's form.
-            tools: schemas of functions.
-            prompts: end with the generation prompt, the start of an assistant turn (add_generation_prompt).
-
-        Raises:
-            ValueError: the template refuses the messages, or they contain a character that marks generation blocks.
-        """
-        source = self._source(tools)
-        text = self._apply(source, messages, tools, prompts=prompts)
-        marked_source = _GENERATION.sub(_call_mark, source)
-        if marked_source == source:
-            return Rendered(text, None)
-        rendered = _remove_marks(self._apply(_MACRO + marked_source, messages, tools, prompts=prompts))
-        if rendered.text != text:
-            raise ValueError(f"{self.name} changes the text of its generation blocks after rendering them, so their "
-                             "bounds are unknown; print the blocks as they are")
-        return rendered
-
-    def _source(self, tools: Tools | None) -> str:
-        """Return the template for a conversation. Raises ValueError if there are several and none is the default."""
-        try:
-            return self._tokenizer.get_chat_template(self._own, tools)
-        except ValueError as error:
-            raise ValueError(f"{self.name} cannot be chosen: {_one_line(error)}") from error
-
-    def _apply(
-        self, source: str, messages: list[dict[str, Any]], tools: Tools | None, *, prompts: bool
-    ) -> str:
-        """Return the output of a template. Raises ValueError if it fails."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            if not messages:  # before a first turn of the assistant; `apply_chat_template` requires a message
-                variables: dict[str, Any] = self._tokenizer.special_tokens_map
-                texts: Any = render_jinja_template(
-                    [[]], tools, chat_template=source, add_generation_prompt=prompts, **variables)
-                return texts[0][0]
-            text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=source, add_generation_prompt=prompts, tokenize=False)
-            assert isinstance(text, str), "one conversation, not tokenized"
-            return text
-        except Exception as error:  # of any expression in the template
-            raise ValueError(f"{self.name} refuses the conversation: {_one_line(error)}") from error
+    values = _parse_text(value)
+    if not isinstance(values, list):
+        raise ValueError(f"is not a list but of type {type(values).__name__}")
+    objects = [_parse_text(item) for item in values]
+    for item in objects:
+        if not isinstance(item, dict):
+            raise ValueError(f"has an item that is not an object but of type {type(item).__name__}")
+    return objects or None
 
 
-def _call_mark(tag: re.Match[str]) -> str:
-    """Return the tag that calls the macro around a generation block, or ends the call, with the same white space."""
-    before, end, after = tag.groups()
-    return f"{{%{before} {'endcall' if end else 'call mark_generation()'} {after}%}}"
+def _parse_text(value: Any) -> Any:
+    """Return the value of a JSON text, or any other value as it is. Raises ValueError."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise ValueError(f"is a string that is not JSON ({error})") from error
 
 
-def _one_line(error: Exception) -> str:
-    """Return the text of an error in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def _remove_marks(marked: str) -> Rendered:
-    """Remove the marks from a text, and return it with the bounds of the marked parts."""
-    pieces = _MARKS.split(marked)
-    marks = _MARKS.findall(marked)
-    if marks != [_BEGIN, _END] * (len(marks) // 2):
-        raise ValueError("the conversation contains U+FDD0 or U+FDD1, which are not characters, or a generation block "
-                         "is inside another; remove them from the text, or the inner block from the template")
-    bounds = list(accumulate(map(len, pieces[:-1])))
-    return Rendered("".join(pieces), list(zip(bounds[::2], bounds[1::2])))
-
-
-_ALWAYS_READ = ("role", "content")
-_EMPTY: tuple[Any, ...] = ("", [], {})
-_SHOWN = 40  # characters of texts that differ
-_REMEDY = ("give a template with {% generation %} blocks around the assistant's text, with --chat-template or "
-           "data.chat_template")
+def _drop_nulls(value: Any) -> Any:
+    """Return nested lists and objects without the keys of objects whose value is None."""
+    if isinstance(value, Mapping):
+        return {key: _drop_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def find_spans(
     template: ChatTemplate, conversation: Conversation, ends: Collection[str] = ()
 ) -> tuple[str, list[tuple[int, int]]]:
     """Render a conversation; return the text, and the bounds of the assistant turns in it that count for the loss.
+
+    A template with generation blocks marks the turns. For any other template, each assistant turn is found by rendering
+    the conversation up to the turn, with the generation prompt, and up to its end:
+
+        messages before the turn, with the prompt    <user>Hi<end><assistant>
+        messages with the turn                       <user>Hi<end><assistant>Hello<end>
+        the turn                                                            Hello<end>
+
+    Each text must be a prefix of the next one and of the whole conversation. A template that renders earlier turns
+    differently once later ones follow (for example, one that drops their reasoning) is refused.
 
     Args:
         template: the chat template.
@@ -383,44 +281,6 @@ def find_spans(
     return text, [span for turn, span in zip(turns, spans) if turn not in conversation.uncounted]
 
 
-class UnreadKeys:
-    """Keys of conversations that the template does not read. Warns of each once.
-
-    template: the chat template.
-    """
-
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
-        self._seen: set[str] = set(_ALWAYS_READ)
-
-    def check(self, conversation: Conversation) -> None:
-        """Render a conversation without each of its keys that is new, and warn of those that change nothing.
-
-        A key of messages is left out of the last one that has it, and later messages are left out too, since templates
-        drop the reasoning of earlier turns.
-        """
-        messages, tools, _ = conversation
-        if tools and "tools" not in self._seen:
-            self._seen.add("tools")
-            if self._template.render(messages, tools).text == self._template.render(messages).text:
-                self._warn("tools")
-        for number, message in reversed(list(enumerate(messages))):
-            for key in [key for key, value in message.items() if value not in _EMPTY and key not in self._seen]:
-                self._seen.add(key)
-                rest = {name: value for name, value in message.items() if name != key}
-                try:
-                    whole = self._template.render(messages[: number + 1], tools).text
-                    is_read = self._template.render([*messages[:number], rest], tools).text != whole
-                except ValueError:  # the template requires what is left out
-                    is_read = True
-                if not is_read:
-                    self._warn(key)
-
-    def _warn(self, key: str) -> None:
-        warnings.warn(f"{self._template.name} does not read {key!r}: it is not in the packed conversations",
-                      stacklevel=1)
-
-
 def _check_role(template: ChatTemplate, conversation: Conversation, role: str, number: int) -> None:
     """Raise ValueError if neither OpenAI's form nor the template has the role of message `number`, counted from 1.
 
@@ -428,7 +288,7 @@ def _check_role(template: ChatTemplate, conversation: Conversation, role: str, n
     the assistant, such as "model", are refused even if the template has them.
     """
     is_other_name = role != ASSISTANT and SHAREGPT_ROLES.get(role) == ASSISTANT
-    if role in ROLES or (template.names(role, conversation.tools) and not is_other_name):
+    if role in ROLES or (template.names_role(role, conversation.tools) and not is_other_name):
         return
     meant = SHAREGPT_ROLES.get(role) or next(iter(nearest(role, ROLES)), None)
     hint = f"; give {meant!r}" if meant else ""
@@ -481,3 +341,162 @@ def _trim(text: str, begin: int, end: int, ends: Collection[str]) -> int:
     """Return the end of a turn without white space after its last special token."""
     turn = text[begin:end].rstrip()
     return begin + len(turn) if turn.endswith(tuple(ends)) else end
+
+
+class UnreadKeys:
+    """Keys of conversations that the template does not read. Warns of each once.
+
+    template: the chat template.
+    """
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._seen: set[str] = set(_ALWAYS_READ)
+
+    def check(self, conversation: Conversation) -> None:
+        """Render a conversation without each of its keys that is new, and warn of those that change nothing.
+
+        A key of messages is left out of the last one that has it, and later messages are left out too, since templates
+        drop the reasoning of earlier turns.
+        """
+        messages, tools, _ = conversation
+        if tools and "tools" not in self._seen:
+            self._seen.add("tools")
+            if self._template.render(messages, tools).text == self._template.render(messages).text:
+                self._warn("tools")
+        for number, message in reversed(list(enumerate(messages))):
+            for key in [key for key, value in message.items() if value not in _EMPTY and key not in self._seen]:
+                self._seen.add(key)
+                rest = {name: value for name, value in message.items() if name != key}
+                try:
+                    whole = self._template.render(messages[: number + 1], tools).text
+                    is_read = self._template.render([*messages[:number], rest], tools).text != whole
+                except ValueError:  # the template requires what is left out
+                    is_read = True
+                if not is_read:
+                    self._warn(key)
+
+    def _warn(self, key: str) -> None:
+        warnings.warn(f"{self._template.name} does not read {key!r}: it is not in the packed conversations",
+                      stacklevel=1)
+
+
+class Rendered(NamedTuple):
+    """A rendered conversation.
+
+    text: the output of the template.
+    generated: bounds, in characters, of the generation blocks. None: the template has none.
+    """
+
+    text: str
+    generated: list[tuple[int, int]] | None
+
+
+class ChatTemplate:
+    """The chat template of a tokenizer, or the templates of which transformers chooses one for each conversation.
+
+    Attributes:
+        name: origin of the template, for messages.
+        content: the templates and their variables as bytes, to hash.
+
+    Args:
+        tokenizer: has the templates and the variables.
+        path: a file with a template to use instead. "": those of the tokenizer.
+
+    Raises:
+        ValueError: there is no template, or the file cannot be read.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, path: str = "") -> None:
+        self._tokenizer = tokenizer
+        self._own: str | None = None
+        self.name = f"the chat template in {tokenizer.name_or_path}"
+        if path:
+            self.name = f"the chat template {path}"
+            try:
+                self._own = Path(path).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read {self.name}: {error}") from error
+        elif not tokenizer.chat_template:
+            raise ValueError(f"the tokenizer in {tokenizer.name_or_path} has no chat template; use the tokenizer of a "
+                             "model that was trained to chat, or give a template with --chat-template or "
+                             "data.chat_template")
+        variables = sorted(tokenizer.special_tokens_map.items())
+        self.content = json.dumps([self._own or tokenizer.chat_template, variables], default=str).encode()
+
+    def names_role(self, role: str, tools: list[Any] | None = None) -> bool:
+        """Return True if the text of the template contains a role as a string."""
+        source = self._source(tools)
+        return f"'{role}'" in source or f'"{role}"' in source
+
+    def render(
+        self, messages: list[dict[str, Any]], tools: list[Any] | None = None, *, prompts: bool = False
+    ) -> Rendered:
+        """Render messages.
+
+        Args:
+            messages: in OpenAI's form.
+            tools: schemas of functions.
+            prompts: end with the generation prompt, the start of an assistant turn (add_generation_prompt).
+
+        Raises:
+            ValueError: the template refuses the messages, or they contain a character that marks generation blocks.
+        """
+        source = self._source(tools)
+        text = self._apply(source, messages, tools, prompts=prompts)
+        marked_source = _GENERATION.sub(_call_mark, source)
+        if marked_source == source:
+            return Rendered(text, None)
+        rendered = _remove_marks(self._apply(_MACRO + marked_source, messages, tools, prompts=prompts))
+        if rendered.text != text:
+            raise ValueError(f"{self.name} changes the text of its generation blocks after rendering them, so their "
+                             "bounds are unknown; print the blocks as they are")
+        return rendered
+
+    def _source(self, tools: list[Any] | None) -> str:
+        """Return the template for a conversation. Raises ValueError if there are several and none is the default."""
+        try:
+            return self._tokenizer.get_chat_template(self._own, tools)
+        except ValueError as error:
+            raise ValueError(f"{self.name} cannot be chosen: {_one_line(error)}") from error
+
+    def _apply(
+        self, source: str, messages: list[dict[str, Any]], tools: list[Any] | None, *, prompts: bool
+    ) -> str:
+        """Return the output of a template. Raises ValueError if it fails."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            if not messages:  # before a first turn of the assistant; `apply_chat_template` requires a message
+                variables: dict[str, Any] = self._tokenizer.special_tokens_map
+                texts: Any = render_jinja_template(
+                    [[]], tools, chat_template=source, add_generation_prompt=prompts, **variables)
+                return texts[0][0]
+            text = self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=source, add_generation_prompt=prompts, tokenize=False)
+            assert isinstance(text, str), "one conversation, not tokenized"
+            return text
+        except Exception as error:  # of any expression in the template
+            raise ValueError(f"{self.name} refuses the conversation: {_one_line(error)}") from error
+
+
+def _call_mark(tag: re.Match[str]) -> str:
+    """Return the tag that calls the macro around a generation block, or ends the call, with the same white space."""
+    before, end, after = tag.groups()
+    return f"{{%{before} {'endcall' if end else 'call mark_generation()'} {after}%}}"
+
+
+def _remove_marks(marked: str) -> Rendered:
+    """Remove the marks from a text, and return it with the bounds of the marked parts."""
+    pieces = _MARKS.split(marked)
+    marks = _MARKS.findall(marked)
+    if marks != [_BEGIN, _END] * (len(marks) // 2):
+        raise ValueError("the conversation contains U+FDD0 or U+FDD1, which are not characters, or a generation block "
+                         "is inside another; remove them from the text, or the inner block from the template")
+    bounds = list(accumulate(map(len, pieces[:-1])))
+    return Rendered("".join(pieces), list(zip(bounds[::2], bounds[1::2])))
+
+
+def _one_line(error: Exception) -> str:
+    """Return the text of an error in one line."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -208,10 +207,22 @@ def read_ahead(
     """
     uploader = None if stream is None else _Uploader(read, stream)
     with ThreadPoolExecutor(1, thread_name_prefix="read_ahead") as thread:
-        reads = (thread.submit(uploader.start if uploader else read, key) for key in keys)
-        # Pairs submit the next read before they wait for the current one. The last read is paired with a dummy.
-        results = (current.result() for current, _next in pairwise(chain(reads, [Future[Any]()])))
-        yield map(uploader.finish, results) if uploader else results
+        if uploader is None:
+            yield _results_ahead(thread, read, keys)
+        else:
+            yield map(uploader.finish, _results_ahead(thread, uploader.start, keys))
+
+
+def _results_ahead(thread: ThreadPoolExecutor, read: Callable[[Any], Any], keys: Iterable[Any]) -> Iterator[Any]:
+    """Yield `read(key)` for all keys. Starts the next one before it waits for the current one."""
+    current: Future[Any] | None = None
+    for key in keys:
+        following = thread.submit(read, key)
+        if current is not None:
+            yield current.result()
+        current = following
+    if current is not None:
+        yield current.result()
 
 
 class _Uploader:

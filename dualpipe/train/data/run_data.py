@@ -26,7 +26,7 @@ from dualpipe.train.data.sequences import Span, choose_evaluation_windows
 from dualpipe.train.data.sources import DOCUMENTS, find_sources
 from dualpipe.train.data.splits import Splits, open_splits, scan_splits
 from dualpipe.train.data.token_stream import PackedTokens, TokenBatch
-from dualpipe.train.data.tokenizer import ChatTokenizer, Tokenizer, load_tokenizer
+from dualpipe.train.data.tokenizer import load_tokenizer
 
 
 class RunData:
@@ -185,11 +185,7 @@ def ensure_packed(path: str, data: DataConfig, cache: Path) -> Path:
     sources = find_sources([path])
     if not sources:
         raise ValueError(f"data.path = {path!r} holds no text; give a folder with files")
-    tokenizer: Tokenizer
-    if data.chat:
-        tokenizer = ChatTokenizer(data.tokenizer, data.chat_template)
-    else:
-        tokenizer = load_tokenizer(data.tokenizer, data.end_token)
+    tokenizer = load_tokenizer(data.tokenizer, data.end_token, chat=data.chat, chat_template=data.chat_template)
     format = MASKED_FORMAT if data.chat else FORMAT
     digest = hashlib.sha256(f"{format}\n{tokenizer.identity}\n{data.text_key}\n".encode())
     for source in sources:  # files of the same name, size and time are taken for unchanged, without reading them

@@ -1,4 +1,11 @@
-"""Tokenizers of texts and of conversations."""
+"""Tokenizers of texts and of conversations: one token per byte, or those of a model, loaded by transformers.
+
+The `identity` of a tokenizer is recorded in packed data, so that data of one tokenizer is not read as data of another:
+
+    bytes                       one token per byte
+    sha256:HASH:END             the tokenizer of a model with this hash; the id END ends documents
+    sha256:HASH:chat-TEMPLATE   the same tokenizer, with a chat template of the hash TEMPLATE
+"""
 
 from __future__ import annotations
 
@@ -40,17 +47,6 @@ class PreparedText(NamedTuple):
     spans: list[tuple[int, int]] | None = None
 
 
-class MaskedTokens(NamedTuple):
-    """Tokens of a document.
-
-    tokens: (N,) uint32.
-    loss_mask: (N,) bool, True for tokens that count for the loss. None: all do.
-    """
-
-    tokens: np.ndarray
-    loss_mask: np.ndarray | None
-
-
 class ByteTokenizer:
     """One token per byte. The id after the last byte ends a document."""
 
@@ -64,27 +60,6 @@ class ByteTokenizer:
         """Return the ids of a document without its end, uint8 (len(document),)."""
         assert isinstance(document, bytes), "conversations need a chat tokenizer"
         return np.frombuffer(document, dtype=np.uint8)
-
-
-class LoadedTokenizer(NamedTuple):
-    """A tokenizer of a model.
-
-    path: the directory or the file.
-    backend: encodes text, on all cores.
-    identity: hash of all that the tokens of a text depend on.
-    file_checksum: SHA-256 of the tokenizer.json; "" if there is none.
-    vocab_size: of the tokenizer, with the tokens that were added to it.
-    begins: tokens that the tokenizer puts before a text unless told not to, such as ["<s>"].
-    model: the tokenizer of transformers. None: read from a file by `tokenizers` alone.
-    """
-
-    path: Path
-    backend: HubTokenizer
-    identity: str
-    file_checksum: str
-    vocab_size: int
-    begins: list[str]
-    model: PreTrainedTokenizerFast | None
 
 
 class FileTokenizer:
@@ -134,9 +109,9 @@ class FileTokenizer:
         """Return the encodings of texts, without the ends of documents, in parallel."""
         return self._backend.encode_batch_fast([text.text for text in texts], add_special_tokens=False)
 
-    def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
-        """Return the tokens in an encoding."""
-        return MaskedTokens(token_ids(encoding), None)
+    def convert(self, text: PreparedText, encoding: Encoding) -> tuple[np.ndarray, None]:
+        """Return the tokens in an encoding, uint32 (N,), and None: all of them count for the loss."""
+        return _token_ids(encoding), None
 
 
 def _choose_end(tokenizer: LoadedTokenizer) -> str:
@@ -177,105 +152,6 @@ def _read_end_ids(path: Path) -> list[int]:
         if all(type(number) is int for number in numbers):
             return numbers
     return []
-
-
-def read_tokenizer(name: str | Path, *, needs_model: bool = False) -> LoadedTokenizer:
-    """Read the tokenizer of a model.
-
-    Args:
-        name: a directory, which transformers loads; or a tokenizer.json, which stands for its directory if that has
-            more of the tokenizer's settings, and otherwise is read by `tokenizers` alone.
-        needs_model: load the file by transformers as well.
-
-    Raises:
-        ValueError: the tokenizer cannot be read, or transformers is missing.
-    """
-    from tokenizers.processors import ByteLevel
-
-    path = Path(name)
-    if path.name == TOKENIZER and any((path.parent / name).is_file() for name in _SETTINGS):
-        path = path.parent
-    model = None
-    if path.is_dir() or needs_model:
-        model = _load_model_tokenizer(path)
-        backend = model.backend_tokenizer
-    else:
-        backend = _read_file(path)
-    backend.no_truncation()  # a file may hold the settings of whoever saved it
-    backend.no_padding()
-    begins = backend.encode("").tokens
-    # The file's own post-processor adds these tokens, which are not wanted, and may cut white space off the offsets,
-    # which the loss mask of conversations needs.
-    backend.post_processor = ByteLevel(trim_offsets=False)
-    identity = f"sha256:{hashlib.sha256(backend.to_str().encode()).hexdigest()}"
-    vocab_size = max(backend.get_vocab().values(), default=-1) + 1
-    file = path / TOKENIZER if path.is_dir() else path
-    file_checksum = checksum_of(file, "sha256") if file.is_file() else ""
-    return LoadedTokenizer(path, backend, identity, file_checksum, vocab_size, begins, model)
-
-
-def _load_model_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer by transformers, from a directory or a file. Raises ValueError."""
-    try:
-        from transformers import AutoTokenizer, PreTrainedTokenizerFast
-    except ImportError as error:
-        raise ValueError(f"the tokenizer {path} needs transformers: pip install 'dualpipe[hf]'") from error
-    if not path.exists():
-        raise ValueError(f"there is no tokenizer {path}; give 'bytes' or the directory of a model's tokenizer")
-    try:
-        if path.is_dir():
-            model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-        else:
-            model = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path))
-    except Exception as error:  # of any kind, for files that are missing or damaged
-        problem = " ".join(str(error).split())
-        raise ValueError(f"transformers cannot load the tokenizer in {path} ({problem}); give 'bytes', the directory "
-                         "of a model's tokenizer or the path of a tokenizer.json") from error
-    if not isinstance(model, PreTrainedTokenizerFast):
-        raise ValueError(f"the tokenizer in {path} is a {type(model).__name__}, which runs in Python; expected one of "
-                         "the package tokenizers: save it with a tokenizer.json")
-    # Without files, transformers makes an empty tokenizer of the model's class.
-    names = (TOKENIZER, "tekken.json", *model.vocab_files_names.values())
-    if path.is_dir() and not any(path.glob("*.model")) and not any((path / name).is_file() for name in names):
-        raise ValueError(f"there is no vocabulary in {path}; give a directory with a tokenizer.json or a "
-                         "tokenizer.model")
-    return model
-
-
-def _read_file(path: Path) -> HubTokenizer:
-    """Return the tokenizer in a `tokenizers` JSON file. Raises ValueError."""
-    from tokenizers import Tokenizer as HubTokenizer
-
-    try:
-        return HubTokenizer.from_str(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes', the directory of a "
-                         "model's tokenizer or the path of a tokenizer.json") from error
-    except Exception as error:  # `tokenizers` raises nothing narrower
-        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
-
-
-def token_ids(encoding: Encoding) -> np.ndarray:
-    """Return the ids in an encoding, uint32 (N,)."""
-    return np.fromiter(encoding.ids, np.uint32, len(encoding))
-
-
-def load_tokenizer(name: str, end_token: str = "") -> ByteTokenizer | FileTokenizer:
-    """Load a tokenizer for text.
-
-    Args:
-        name: "bytes", or as in `read_tokenizer`.
-        end_token: as in `FileTokenizer`.
-
-    Raises:
-        ValueError: as `FileTokenizer` does, or `end_token` is given for bytes.
-    """
-    if name != BYTES:
-        return FileTokenizer(name, end_token)
-    if end_token:
-        raise ValueError(f"the end token {end_token!r}: the tokenizer 'bytes' has an end-of-document id of its own; "
-                         "leave it out, or give the tokenizer of a model")
-    return ByteTokenizer()
 
 
 class ChatTokenizer:
@@ -328,20 +204,142 @@ class ChatTokenizer:
         """Return the encodings of texts, with offsets, in parallel."""
         return self._backend.encode_batch([text.text for text in texts], add_special_tokens=False)
 
-    def convert(self, text: PreparedText, encoding: Encoding) -> MaskedTokens:
-        """Return the tokens in an encoding with their loss mask. The first token never counts: nothing predicts it."""
+    def convert(self, text: PreparedText, encoding: Encoding) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens in an encoding, uint32 (N,), and their loss mask, bool (N,): True for those that count.
+
+        The first token never counts, because nothing predicts it.
+        """
         assert text.spans is not None, "`prepare` finds the spans"
         begins, ends = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         loss_mask = np.zeros(len(begins), dtype=bool)
         for begin, end in text.spans:  # a token counts if any of its characters is the assistant's
             loss_mask |= (begins < end) & (ends > begin) & (begins < ends)
         loss_mask[:1] = False
-        return MaskedTokens(token_ids(encoding), loss_mask)
-
-    def encode(self, conversation: Conversation) -> MaskedTokens:
-        """Return the tokens of one conversation with their loss mask. Raises ValueError as `find_spans` does."""
-        text = self.prepare(conversation)
-        return self.convert(text, self.encode_texts([text])[0])
+        return _token_ids(encoding), loss_mask
 
 
 Tokenizer: TypeAlias = ByteTokenizer | FileTokenizer | ChatTokenizer
+
+
+def load_tokenizer(name: str, end_token: str = "", *, chat: bool = False, chat_template: str = "") -> Tokenizer:
+    """Load a tokenizer for text, or for conversations.
+
+    Args:
+        name: "bytes", or as in `read_tokenizer`.
+        end_token: for text, as in `FileTokenizer`.
+        chat: load it for conversations.
+        chat_template: for conversations, as in `ChatTokenizer`.
+
+    Raises:
+        ValueError: as `FileTokenizer` and `ChatTokenizer` do, or `end_token` is given for bytes.
+    """
+    if chat:
+        return ChatTokenizer(name, chat_template)
+    if name != BYTES:
+        return FileTokenizer(name, end_token)
+    if end_token:
+        raise ValueError(f"the end token {end_token!r}: the tokenizer 'bytes' has an end-of-document id of its own; "
+                         "leave it out, or give the tokenizer of a model")
+    return ByteTokenizer()
+
+
+class LoadedTokenizer(NamedTuple):
+    """A tokenizer of a model.
+
+    path: the directory or the file.
+    backend: encodes text, on all cores.
+    identity: hash of all that the tokens of a text depend on.
+    file_checksum: SHA-256 of the tokenizer.json; "" if there is none.
+    vocab_size: of the tokenizer, with the tokens that were added to it.
+    begins: tokens that the tokenizer puts before a text unless told not to, such as ["<s>"].
+    model: the tokenizer of transformers. None: read from a file by `tokenizers` alone.
+    """
+
+    path: Path
+    backend: HubTokenizer
+    identity: str
+    file_checksum: str
+    vocab_size: int
+    begins: list[str]
+    model: PreTrainedTokenizerFast | None
+
+
+def read_tokenizer(name: str | Path, *, needs_model: bool = False) -> LoadedTokenizer:
+    """Read the tokenizer of a model.
+
+    Args:
+        name: a directory, which transformers loads; or a tokenizer.json, which stands for its directory if that has
+            more of the tokenizer's settings, and otherwise is read by `tokenizers` alone.
+        needs_model: load the file by transformers as well.
+
+    Raises:
+        ValueError: the tokenizer cannot be read, or transformers is missing.
+    """
+    from tokenizers.processors import ByteLevel
+
+    path = Path(name)
+    if path.name == TOKENIZER and any((path.parent / name).is_file() for name in _SETTINGS):
+        path = path.parent
+    model = None
+    if path.is_dir() or needs_model:
+        model = _load_model_tokenizer(path)
+        backend = model.backend_tokenizer
+    else:
+        backend = _read_file(path)
+    backend.no_truncation()  # a file may hold the settings of whoever saved it
+    backend.no_padding()
+    begins = backend.encode("").tokens
+    # The file's own post-processor adds these tokens, which are not wanted, and may cut white space off the offsets,
+    # which the loss mask of conversations needs.
+    backend.post_processor = ByteLevel(trim_offsets=False)
+    identity = f"sha256:{hashlib.sha256(backend.to_str().encode()).hexdigest()}"
+    vocab_size = max(backend.get_vocab().values(), default=-1) + 1
+    file = path / TOKENIZER if path.is_dir() else path
+    file_checksum = checksum_of(file, "sha256") if file.is_file() else ""
+    return LoadedTokenizer(path, backend, identity, file_checksum, vocab_size, begins, model)
+
+
+def _load_model_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer by transformers, from a directory or a file. Raises ValueError."""
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ValueError(f"the tokenizer {path} needs transformers: pip install 'dualpipe[hf]'") from error
+    if not path.exists():
+        raise ValueError(f"there is no tokenizer {path}; give 'bytes' or the directory of a model's tokenizer")
+    try:
+        if path.is_dir():  # its code is not run, and nothing is downloaded
+            model = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        else:
+            model = PreTrainedTokenizerFast(tokenizer_file=str(path), name_or_path=str(path))
+    except Exception as error:  # of any kind, for files that are missing or damaged
+        problem = " ".join(str(error).split())
+        raise ValueError(f"transformers cannot load the tokenizer in {path} ({problem}); give 'bytes', the directory "
+                         "of a model's tokenizer or the path of a tokenizer.json") from error
+    if not isinstance(model, PreTrainedTokenizerFast):
+        raise ValueError(f"the tokenizer in {path} is a {type(model).__name__}, which runs in Python; expected one of "
+                         "the package tokenizers: save it with a tokenizer.json")
+    # Without files, transformers makes an empty tokenizer of the model's class.
+    names = (TOKENIZER, "tekken.json", *model.vocab_files_names.values())
+    if path.is_dir() and not any(path.glob("*.model")) and not any((path / name).is_file() for name in names):
+        raise ValueError(f"there is no vocabulary in {path}; give a directory with a tokenizer.json or a "
+                         "tokenizer.model")
+    return model
+
+
+def _read_file(path: Path) -> HubTokenizer:
+    """Return the tokenizer in a `tokenizers` JSON file. Raises ValueError."""
+    from tokenizers import Tokenizer as HubTokenizer
+
+    try:
+        return HubTokenizer.from_str(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the tokenizer {path}: {error.strerror}; give 'bytes', the directory of a "
+                         "model's tokenizer or the path of a tokenizer.json") from error
+    except Exception as error:  # `tokenizers` raises nothing narrower
+        raise ValueError(f"{path} is not a tokenizer that `tokenizers` can read: {error}") from error
+
+
+def _token_ids(encoding: Encoding) -> np.ndarray:
+    """Return the ids in an encoding, uint32 (N,)."""
+    return np.fromiter(encoding.ids, np.uint32, len(encoding))

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from tokenizers.processors import ByteLevel
 from transformers import AutoTokenizer
 
-from chats import CHATML, MARKED, SPECIAL, random_chats, save_chat_tokenizer, turns
+from chats import CHATML, MARKED, SPECIAL, encode, random_chats, save_chat_tokenizer, turns
 from dualpipe.train.data.chat import Conversation, read_conversation
 from dualpipe.train.data.tokenizer import ChatTokenizer
 
@@ -21,7 +21,7 @@ def test_tokens_and_masks_are_those_of_transformers(tmp_path):
     for chat in [*random_chats(30), turns("a", "b", system="c")]:
         expected = hub.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         for tokenizer in (marked, plain):
-            tokens, counts = tokenizer.encode(Conversation(chat))
+            *_, tokens, counts = encode(tokenizer, Conversation(chat))
             assert tokens.tolist() == expected["input_ids"]
             assert counts.tolist() == list(map(bool, expected["assistant_masks"])) and counts.any()
     assert marked.identity != plain.identity and marked.vocab_size == plain.vocab_size == 266
@@ -75,14 +75,14 @@ def test_conversations_of_any_shape_have_the_tokens_of_transformers(tmp_path, sh
             expected = hub.apply_chat_template(record["messages"], tools=record.get("tools"), return_dict=True)
         except (TypeError, TemplateError):  # this template needs content, or a string
             with pytest.raises(ValueError, match="refuses the conversation"):
-                tokenizer.encode(conversation)
+                encode(tokenizer, conversation)
             continue
         if "[{'type': 'text'" in hub.decode(expected["input_ids"]):
             with pytest.raises(ValueError, match="prints the content"):
-                tokenizer.encode(conversation)
+                encode(tokenizer, conversation)
             continue
         num_equal += 1
-        tokens, loss_mask = tokenizer.encode(conversation)
+        *_, tokens, loss_mask = encode(tokenizer, conversation)
         assert tokens.tolist() == expected["input_ids"] and loss_mask.any()
         if shape in ("printed", "parts") and not any("tool_calls" in m for m in conversation.messages):
             said = [m["content"] + "<|im_end|>" for m in conversation.messages if m["role"] == "assistant"]
@@ -92,7 +92,7 @@ def test_conversations_of_any_shape_have_the_tokens_of_transformers(tmp_path, sh
 
 def test_tokens_that_are_only_in_the_settings(tmp_path):
     """As one id each, with the tokens of transformers, by the directory or by its tokenizer.json."""
-    expected, _ = ChatTokenizer(str(save_chat_tokenizer(tmp_path / "all"))).encode(Conversation(turns("a", "b")))
+    expected = encode(ChatTokenizer(str(save_chat_tokenizer(tmp_path / "all"))), Conversation(turns("a", "b"))).tokens
     folder = save_chat_tokenizer(tmp_path / "few")
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
@@ -102,29 +102,29 @@ def test_tokens_that_are_only_in_the_settings(tmp_path):
     (folder / "added_tokens.json").write_text(json.dumps({name: ids[name] for name in SPECIAL[1:]}))
     for name in (folder, file):
         tokenizer = ChatTokenizer(str(name))
-        assert tokenizer.encode(Conversation(turns("a", "b"))).tokens.tolist() == expected.tolist()
+        assert encode(tokenizer, Conversation(turns("a", "b"))).tokens.tolist() == expected.tolist()
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "added_tokens.json").unlink()
     (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"extra_special_tokens": ["<|im_start|>"]}))
-    other, _ = ChatTokenizer(str(folder)).encode(Conversation(turns("a", "b")))
+    other = encode(ChatTokenizer(str(folder)), Conversation(turns("a", "b"))).tokens
     assert len(other) == len(expected)
 
 
 def test_a_character_of_several_tokens_and_an_answer_of_one(tmp_path):
     tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path)))
-    tokens, counts = tokenizer.encode(Conversation(turns("a", "\U0001f600")))
+    *_, tokens, counts = encode(tokenizer, Conversation(turns("a", "\U0001f600")))
     assert counts.sum() == 5, "four bytes and the end of the turn"
     assert np.flatnonzero(counts).tolist() == list(range(len(tokens) - 6, len(tokens) - 1))
-    assert tokenizer.encode(Conversation(turns("a", ""))).loss_mask.sum() == 1
+    assert encode(tokenizer, Conversation(turns("a", ""))).loss_mask.sum() == 1
 
 
 def test_the_first_token_never_counts(tmp_path):
     """Nothing predicts it."""
     bare = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path, bare)))
-    assert tokenizer.encode(Conversation(turns("xyz", role="assistant"))).loss_mask.tolist() == [False, True, True]
-    assert tokenizer.encode(Conversation(turns("x", role="assistant"))).loss_mask.tolist() == [False]
-    assert len(tokenizer.encode(Conversation(turns("", role="assistant"))).tokens) == 0
+    assert encode(tokenizer, Conversation(turns("xyz", role="assistant"))).loss_mask.tolist() == [False, True, True]
+    assert encode(tokenizer, Conversation(turns("x", role="assistant"))).loss_mask.tolist() == [False]
+    assert len(encode(tokenizer, Conversation(turns("", role="assistant"))).tokens) == 0
 
 
 def test_what_is_refused(tmp_path):
@@ -139,7 +139,7 @@ def test_what_is_refused(tmp_path):
 def test_half_of_a_surrogate_pair_is_refused(tmp_path):
     tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path)))
     with pytest.raises(ValueError, match=r"it has '\\ud83d', one half of a character that JSON writes as a pair"):
-        tokenizer.encode(Conversation(turns("a \ud83d", "b")))
+        encode(tokenizer, Conversation(turns("a \ud83d", "b")))
 
 
 def test_white_space_counts_with_a_tokenizer_that_trims_offsets(tmp_path):
@@ -153,7 +153,7 @@ def test_white_space_counts_with_a_tokenizer_that_trims_offsets(tmp_path):
     saved.save(str(path))
     trimming = ChatTokenizer(str(path))
     for answer in (" ", "\n\n", "hello \n the", " hello "):
-        tokens, loss_mask = trimming.encode(Conversation(turns("a", answer)))
-        expected_tokens, expected_mask = plain.encode(Conversation(turns("a", answer)))
+        *_, tokens, loss_mask = encode(trimming, Conversation(turns("a", answer)))
+        *_, expected_tokens, expected_mask = encode(plain, Conversation(turns("a", answer)))
         assert tokens.tolist() == expected_tokens.tolist()
         assert loss_mask.tolist() == expected_mask.tolist() and loss_mask.any()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from chats import CHATML, random_chats, save_chat_tokenizer, turns, write_chats
+from chats import CHATML, encode, random_chats, save_chat_tokenizer, turns, write_chats
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.pack import pack
@@ -25,7 +25,7 @@ def packed(tmp_path):
         tokenizer = ChatTokenizer(str(save_chat_tokenizer(tmp_path / "tokenizer", template)))
         file = write_chats(tmp_path / "chats.jsonl", chats)
         pack(find_sources([file]), tokenizer, tmp_path / "packed-chats", shard_tokens=shard_tokens, overwrite=True)
-        encoded = [tokenizer.encode(Conversation(chat)) for chat in chats]
+        encoded = [encode(tokenizer, Conversation(chat)) for chat in chats]
         return TokenStream(PackedTokens(tmp_path / "packed-chats")), encoded
 
     return make
