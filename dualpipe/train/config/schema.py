@@ -25,7 +25,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"  # name in a checkpoint of what trans
 TEXT_KEY = "text"  # default of data.text_key
 Algorithm = Literal["muon", "adamw"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)  # values of optimizer.name that are not the path of a class
-LRSchedule = Literal["cosine", "linear", "constant", "wsd"]  # the names in train.optim.lr_schedule.SCHEDULES
+# The names in `train.optim.lr_schedule.SCHEDULES`.
+LRSchedule = Literal["cosine", "linear", "constant", "wsd"]
 
 
 def _rule(is_valid: Callable[[Any], object], remedy: str) -> Callable[[Any], Any]:

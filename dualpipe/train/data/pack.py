@@ -39,15 +39,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from dualpipe.runtime.files import name_file_in_errors, write_file
 from dualpipe.train.config.schema import TEXT_KEY
 from dualpipe.train.data.chat import Conversation
-from dualpipe.train.data.record_formats import NotText, find_format, list_suffixes
-from dualpipe.train.data.sources import (
-    DOCUMENTS,
-    Source,
-    list_left_out,
-    read_checked,
-    read_conversations,
-    read_documents,
-)
+from dualpipe.train.data.record_formats import NotText, find_format, list_suffixes, read_checked
+from dualpipe.train.data.sources import DOCUMENTS, Source, list_left_out, read_conversations, read_documents
 from dualpipe.train.data.tokenizer import ByteTokenizer, ChatTokenizer, Document, FileTokenizer, PreparedText, Tokenizer
 
 if TYPE_CHECKING:

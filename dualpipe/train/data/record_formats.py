@@ -7,6 +7,7 @@ by this table. docs/data.md lists the suffixes. Readers hold little of a file in
 from __future__ import annotations
 
 import gzip
+import importlib
 import json
 import re
 import zlib
@@ -22,6 +23,11 @@ ZSTD_PIECE = 1 << 12  # bytes to decompress at a time: about 10 KB of text
 PARQUET_ROWS = 256  # rows to decode at a time
 # Errors of readers for damaged files.
 READ_ERRORS = (ValueError, OSError, EOFError, RecursionError, zlib.error)
+# Signatures of compressed files: name, offset, bytes. Other binary files are recognised by a NUL byte.
+SIGNATURES = (
+    ("gzip", 0, b"\x1f\x8b"), ("zstd", 0, b"\x28\xb5\x2f\xfd"), ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ\0"),
+    ("zip", 0, b"PK\x03\x04"), ("tar", 257, b"ustar"), ("Parquet", 0, b"PAR1"),
+)
 _JSON_ARRAY = re.compile(rb'\s*\[\s*\{\s*"')  # the start of an array of objects
 
 # Takes the keys of a record, and returns those to read. Raises ValueError if the record lacks them.
@@ -74,7 +80,51 @@ def list_suffixes() -> str:
     return ", ".join(f"*{suffix}" for suffix in RECORD_FORMATS)
 
 
-def looks_like_records(content: bytes) -> bool:
+def read_checked(path: Path, size: int = -1) -> bytes:
+    """Check that a file is text or has records, and return its first `size` bytes, by default all.
+
+    Raises:
+        NotText: the file is compressed or binary.
+        ValueError: the file cannot be opened, or the package that reads it is missing.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(size)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    format = find_format(path)
+    if format is not None and format.module:
+        _check_module(path, format.module)
+    if format is None or not format.is_binary:
+        _check_text(path, content)
+    if format is None and path.name.lower().endswith(TABLE_SUFFIXES):
+        raise NotText(f"{path} is a table, not text; convert its rows to records in a file named *.jsonl or *.parquet",
+                      "a table")
+    if format is None and _looks_like_records(content):
+        raise NotText(f"{path} starts with a JSON object; give records in files named *.jsonl or *.json", "JSON")
+    return content
+
+
+def _check_module(path: Path, module: str) -> None:
+    """Raise ValueError if the module that reads a file is not installed."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise ValueError(f"{path} needs the package {package}: pip install 'dualpipe[data]'") from error
+
+
+def _check_text(path: Path, content: bytes) -> None:
+    """Raise NotText if the content of a file is compressed or binary."""
+    for name, offset, signature in SIGNATURES:
+        if content.startswith(signature, offset):
+            raise NotText(f"{path} is a {name} file; unpack it, or give records in files named {list_suffixes()}",
+                          f"a {name} file")
+    if b"\0" in content:
+        raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")
+
+
+def _looks_like_records(content: bytes) -> bool:
     """Return True if the content of a file begins with a JSON object in a line, or with an array of objects."""
     return _is_object(_strip(content.partition(b"\n")[0])) or _JSON_ARRAY.match(_strip(content)) is not None
 
@@ -143,6 +193,7 @@ RECORD_FORMATS = {
     ".json.zst": RecordFormat(_read_json, is_binary=True, module="zstandard"),
     ".parquet": RecordFormat(_read_parquet, is_binary=True, module="pyarrow.parquet", fills_nulls=True),
 }
+TABLE_SUFFIXES = (".csv", ".tsv")  # of tables, which have no reader and are not packed as text either
 
 
 def _parse_line(line: bytes, choose_keys: ChooseKeys) -> dict[str, Any]:

@@ -5,7 +5,6 @@ A file is a document, or has one per record if its name has a suffix of `RECORD_
 
 from __future__ import annotations
 
-import importlib
 import os
 import sysconfig
 import warnings
@@ -30,22 +29,14 @@ from dualpipe.train.data.record_formats import (
     NotText,
     RecordFormat,
     find_format,
-    list_suffixes,
-    looks_like_records,
+    read_checked,
 )
 
 _Converted = TypeVar("_Converted")
 DOCUMENTS = "documents.npy"  # a folder with this file is a packed directory
 # Folders of the standard library to skip: third-party packages, tests, and tables that are data rather than code.
 SKIPPED_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"}
-TABLE_SUFFIXES = (".csv", ".tsv")  # rows under a header: neither text nor records
 _CHAT_REMEDY = "pack conversations with --chat or data.chat = true"
-
-# Signatures of compressed files: name, offset, bytes. Other binary files are recognised by a NUL byte.
-SIGNATURES = (
-    ("gzip", 0, b"\x1f\x8b"), ("zstd", 0, b"\x28\xb5\x2f\xfd"), ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ\0"),
-    ("zip", 0, b"PK\x03\x04"), ("tar", 257, b"ustar"), ("Parquet", 0, b"PAR1"),
-)
 
 
 class Source(NamedTuple):
@@ -277,47 +268,3 @@ def _convert_records(
     if num_empty:
         warnings.warn(f"{path}: empty records are skipped: {num_empty}, the first is record {first_empty}",
                       stacklevel=1)
-
-
-def read_checked(path: Path, size: int = -1) -> bytes:
-    """Check that a file is text or has records, and return its first `size` bytes, by default all.
-
-    Raises:
-        NotText: the file is compressed or binary.
-        ValueError: the file cannot be opened, or the package that reads it is missing.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(size)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    format = find_format(path)
-    if format is not None and format.module:
-        _check_module(path, format.module)
-    if format is None or not format.is_binary:
-        _check_text(path, content)
-    if format is None and path.name.lower().endswith(TABLE_SUFFIXES):
-        raise NotText(f"{path} is a table, not text; convert its rows to records in a file named *.jsonl or *.parquet",
-                      "a table")
-    if format is None and looks_like_records(content):
-        raise NotText(f"{path} starts with a JSON object; give records in files named *.jsonl or *.json", "JSON")
-    return content
-
-
-def _check_module(path: Path, module: str) -> None:
-    """Raise ValueError if the module that reads a file is not installed."""
-    try:
-        importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise ValueError(f"{path} needs the package {package}: pip install 'dualpipe[data]'") from error
-
-
-def _check_text(path: Path, content: bytes) -> None:
-    """Raise NotText if the content of a file is compressed or binary."""
-    for name, offset, signature in SIGNATURES:
-        if content.startswith(signature, offset):
-            raise NotText(f"{path} is a {name} file; unpack it, or give records in files named {list_suffixes()}",
-                          f"a {name} file")
-    if b"\0" in content:
-        raise NotText(f"{path} is not text: it has NUL bytes; leave it out, or convert it to UTF-8", "NUL bytes")

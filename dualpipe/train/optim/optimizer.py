@@ -36,7 +36,7 @@ from dualpipe.runtime.errors import nearest
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.config.model_config import TrainedModel, stages_on_meta
 from dualpipe.train.config.schema import ALGORITHMS, OptimizerConfig, OptimizerGroup
-from dualpipe.train.optim.groups import choose_update, find_trainable_parameters, layer_decay_groups
+from dualpipe.train.optim.groups import UpdateRule, choose_update, find_trainable_parameters, layer_decay_groups
 from dualpipe.train.optim.muon import Muon
 from dualpipe.train.optim.offload import HostMoments
 
@@ -84,29 +84,26 @@ class Optimizer:
         self.parameters: list[nn.Parameter] = list(named_parameters)
         self._masters: dict[nn.Parameter, Tensor] = {
             parameter: _make_master(parameter, (masters or {}).get(parameter)) for parameter in named_parameters}
-        # Masters by algorithm, then by (factor of the learning rate, weight decay).
-        by_algorithm: dict[str, dict[tuple[float, float], list[Tensor]]] = {}
+        masters_by_rule: dict[UpdateRule, list[Tensor]] = {}
         for (parameter_name, owner), master in zip(named_parameters.values(), self._masters.values()):
-            update = choose_update(
+            rule = choose_update(
                 parameter_name, owner, master, optimizer=name, lr=lr, weight_decay=weight_decay, groups=groups)
-            by_settings = by_algorithm.setdefault(update.algorithm, {})
-            by_settings.setdefault((update.lr_factor, update.weight_decay), []).append(master)
-
-        if offload and by_algorithm.keys() - {"adamw"}:
-            raise ValueError(f"moments on the host: got parameters for {', '.join(sorted(by_algorithm))}, but only the "
+            masters_by_rule.setdefault(rule, []).append(master)
+        algorithms = list(dict.fromkeys(rule.algorithm for rule in masters_by_rule))  # without repetitions, in order
+        if offload and set(algorithms) - {"adamw"}:
+            raise ValueError(f"moments on the host: got parameters for {', '.join(sorted(algorithms))}, but only the "
                              "moments of adamw can be there; give all parameters to adamw, or keep them on the device")
 
-        def build(algorithm: str, params: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        def build(algorithm: str) -> torch.optim.Optimizer:
+            params = [{"params": group_masters, "weight_decay": rule.weight_decay, "lr_factor": rule.lr_factor}
+                      for rule, group_masters in masters_by_rule.items() if rule.algorithm == algorithm]
             if algorithm == "adamw":
                 return torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, fused=True)
             if algorithm == "muon":
                 return Muon(params, lr=lr, moments=self._moment_dtype, **(options or {}))
             return _build_custom(algorithm, params, {"lr": lr, **(options or {})})
 
-        self._inner = {
-            algorithm: build(algorithm, [{"params": params, "weight_decay": decay, "lr_factor": lr_factor}
-                                         for (lr_factor, decay), params in by_settings.items()])
-            for algorithm, by_settings in by_algorithm.items()}
+        self._inner = {algorithm: build(algorithm) for algorithm in algorithms}
         self._groups = {master: (algorithm, group) for algorithm, inner in self._inner.items()
                         for group in inner.param_groups for master in group["params"]}
         self._host_moments: HostMoments | None = None  # None: the moments are on the device
