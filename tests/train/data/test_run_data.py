@@ -1,25 +1,102 @@
-"""The data of a run: a single file, files of records, and the rows that each rank reads in its thread."""
+"""The data of a run: packing on first use, and the rows that each rank reads in its thread."""
 
 import gzip
 import json
 import os
 import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from chats import save_chat_tokenizer
 from dualpipe import cli
 from dualpipe.runtime.rank_process import RankInfo
+from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.load import load_config
+from dualpipe.train.config.schema import DataConfig
 from dualpipe.train.data import run_data
 from dualpipe.train.data.loader import Loader
+from dualpipe.train.data.pack import pack
+from dualpipe.train.data.run_data import check_tokenizers, ensure_packed
 from dualpipe.train.data.sequences import choose_evaluation_windows
-from dualpipe.train.data.splits import split_documents
+from dualpipe.train.data.sources import find_sources
+from dualpipe.train.data.splits import open_splits, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
+from dualpipe.train.data.tokenizer import ByteTokenizer
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.trainer import train
 from ranks import run_ranks
+
+
+def test_text_is_packed_on_first_use_and_again_when_it_or_the_key_changes(tmp_path):
+    def packed(**options):
+        return ensure_packed(str(folder), DataConfig(tokenizer="bytes", **options), tmp_path / "cache")
+
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    with pytest.raises(ValueError, match="holds no text"):
+        packed()
+    path = folder / "a.jsonl"
+    path.write_bytes(b"".join(json.dumps({"text": text, "other": text.upper()}).encode() + b"\n" for text in "abc"))
+    first = packed()
+    stamp = (first / "index.json").stat().st_mtime_ns
+    assert packed() == packed(text_key="text") == first and (first / "index.json").stat().st_mtime_ns == stamp
+    other = packed(text_key="other")
+    assert other != first
+    streams = [TokenStream(PackedTokens(directory)) for directory in (first, other)]
+    assert [bytes(stream.read(0, 1).tolist()) for stream in streams] == [b"a", b"A"]
+    assert streams[0].fingerprint != streams[1].fingerprint
+    path.write_bytes(path.read_bytes() + b'{"text": "d", "other": "D"}\n')
+    assert packed() != first
+
+
+def test_conversations_are_packed_again_when_the_format_of_their_masks_changes(tmp_path, monkeypatch):
+    def packed():
+        return ensure_packed(str(path), DataConfig(tokenizer=str(tokenizer), chat=True), tmp_path / "cache")
+
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
+    path = tmp_path / "chats.jsonl"
+    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
+    first = packed()
+    assert packed() == first
+    monkeypatch.setattr(run_data, "MASKED_FORMAT", "a later format")
+    assert packed() != first
+
+
+def test_texts_of_different_tokenizers_are_refused(texts, tmp_path):
+    """In a mixture, the ends of documents may differ."""
+    paths = {}
+    for name in ("a:1", "a:2", "b:1"):
+        tokenizer = ByteTokenizer()
+        tokenizer.identity = f"sha256:{name}"
+        paths[name] = tmp_path / name
+        pack(find_sources([texts / "b.txt"]), tokenizer, paths[name])
+    splits = {names: open_splits(*(paths[name] for name in names), 0.0)
+              for names in (("a:1", "a:1"), ("a:2", "a:1"), ("b:1", "b:1"))}
+    check_tokenizers([splits["a:1", "a:1"]])
+    check_tokenizers([splits["a:2", "a:1"], splits["a:1", "a:1"]])
+    with pytest.raises(ValueError, match=r"with the tokenizer 'sha256:a:2', .* with 'sha256:a:1'; pack both with the"):
+        check_tokenizers([splits["a:2", "a:1"]])
+    with pytest.raises(ValueError, match=r"^data.sources: .* 'sha256:a:1', .* with 'sha256:b:1'; pack all with the"):
+        check_tokenizers([splits["a:1", "a:1"], splits["b:1", "b:1"]])
+
+
+def _prepare(rank, folder, tokenizer):
+    def work():
+        assert rank == 0, "only one rank packs"
+        return ensure_packed(folder, DataConfig(tokenizer=tokenizer), Path(folder).parent / "cache")
+
+    return RankSync(dist.group.WORLD).first(work)
+
+
+def test_one_rank_packs_and_its_failure_reaches_all(texts):
+    paths = run_ranks(_prepare, 2, str(texts), "bytes")
+    assert paths[0] == paths[1] and (paths[0] / "index.json").exists()
+    errors = run_ranks(_prepare, 2, str(texts), "no/such.json", check=False)
+    assert [type(e) for e in errors] == [ValueError, ValueError]
+    assert all("cannot read the tokenizer no/such.json" in str(e) for e in errors)
 
 
 @pytest.mark.slow

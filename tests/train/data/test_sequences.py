@@ -1,6 +1,9 @@
-"""Windows of text and of conversations, and the batches that are read from them."""
+"""Windows of text and of conversations, the batches that are read from them, and their random order."""
 
+import itertools
 import json
+import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,11 +13,11 @@ from chats import CHATML, encode, random_chats, save_chat_tokenizer, turns, writ
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.sequences import TextWindows, choose_evaluation_windows, cut_documents, find_windows
+from dualpipe.train.data.sequences import TextWindows, choose_evaluation_windows, cut_documents, find_windows, shuffle
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import split_documents
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream
-from dualpipe.train.data.tokenizer import ChatTokenizer
+from dualpipe.train.data.tokenizer import ByteTokenizer, ChatTokenizer
 
 
 @pytest.fixture
@@ -128,3 +131,98 @@ def test_batches_are_parts_of_the_global_batch(packed):
     assert torch.equal(part.tokens, whole.tokens[1:3, columns])
     assert torch.equal(part.targets, whole.targets[1:3, columns])
     assert torch.equal(part.positions, whole.positions[1:3])
+
+
+def starts_of(batches):
+    """Return the first tokens of the windows of batches of text."""
+    assert all(span.stops is None for span in batches)
+    return [span.starts.tolist() for span in batches]
+
+
+def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
+    (tmp_path / "short.txt").write_text("0123456789" * 200)
+    pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
+    _, validation = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
+    sizes = dict(sequence_length=16, batch_size=4, limit=8)
+    (starts,) = starts_of(choose_evaluation_windows(validation, **sizes))
+    assert starts == [0, 7, 15, 23], "from the first token to the last"
+    assert starts_of(choose_evaluation_windows(validation, **sizes, rows=range(1, 3))) == [[7, 15]]
+    batch = validation.read_windows(starts, 17)
+    assert batch.targets[-1, -1] == ByteTokenizer.end_of_document
+    assert batch.tokens[1].tolist() == validation.read(7, 23).tolist()
+    with pytest.raises(ValueError, match=r"the validation text has 40 tokens, .* \+ 1 = 65; give more text in "):
+        choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8)
+
+
+def test_evaluation_batches_are_whole_and_distinct(many):
+    stream = TokenStream(PackedTokens(many))
+    batches = starts_of(choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5))
+    starts = [start for rows in batches for start in rows]
+    assert len(batches) == 5 and len(set(starts)) == 20 and all(start % 21 == 0 for start in starts)
+    assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
+
+
+SIZES = [*range(1, 70), 97, 127, 128, 129, 255, 256, 257, 625, 1009, 1024, 4095, 4096, 4097, 10_007, 65_536, 65_537]
+
+
+@pytest.mark.parametrize("seed, epoch", [(0, 0), (2**62, 5)])
+def test_shuffle_is_a_permutation(seed, epoch):
+    for size in SIZES:
+        places = shuffle(np.arange(size), size, seed, epoch)
+        assert (np.sort(places) == np.arange(size)).all(), size
+    assert shuffle(np.arange(0), 0, seed, epoch).shape == (0,)
+
+
+def test_an_index_has_the_same_place_alone_and_in_an_array():
+    whole = shuffle(np.arange(1000), 1000, 3, 1)
+    assert [int(shuffle(np.array([index]), 1000, 3, 1)[0]) for index in range(0, 1000, 97)] == whole[::97].tolist()
+    assert shuffle(np.arange(6).reshape(2, 3), 1000, 3, 1).tolist() == whole[:6].reshape(2, 3).tolist()
+
+
+def test_the_order_equals_that_of_checkpoints():
+    """A changed order must change the name `sequences.ORDER`."""
+    assert shuffle(np.arange(8), 8, 0, 0).tolist() == [0, 1, 2, 4, 5, 3, 7, 6]
+    assert shuffle(np.arange(3), 10**12, 7, 2).tolist() == [803451923396, 680015824767, 301291443039]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_small_sizes_have_all_orders_equally_often(size):
+    orders = list(itertools.permutations(range(size)))
+    draws = 40 * len(orders)
+    counts = Counter(tuple(shuffle(np.arange(size), size, seed, 0).tolist()) for seed in range(draws))
+    assert set(counts) == set(orders)
+    chi_squared = sum((count - 40) ** 2 / 40 for count in counts.values())
+    degrees = len(orders) - 1
+    assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
+
+
+def test_places_are_as_random_as_those_of_numpy():
+    """Check the distribution of places, neighbours and fixed points against the spread of chance."""
+    size, seeds = 24, 600
+    places = np.stack([shuffle(np.arange(size), size, seed, 1) for seed in range(seeds)])
+    counts = np.stack([np.bincount(places[:, index], minlength=size) for index in range(size)])
+    assert abs(counts - seeds / size).max() < 5 * (seeds / size) ** 0.5
+    steps = np.bincount((np.diff(places) % size).ravel(), minlength=size)[1:]
+    assert abs(steps - steps.mean()).max() < 5 * steps.mean() ** 0.5
+    large = shuffle(np.arange(100_000), 100_000, 0, 0)
+    assert abs(np.corrcoef(large, np.arange(100_000))[0, 1]) < 0.02
+    assert abs(np.corrcoef(large[1:], large[:-1])[0, 1]) < 0.02
+    assert (large == np.arange(100_000)).sum() < 8 and (abs(np.diff(large)) == 1).sum() < 14
+
+
+def test_other_seeds_and_epochs_have_other_orders():
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1), (2**40, 0), (0, 2**40)]
+    orders = [shuffle(np.arange(5000), 5000, *key) for key in keys]
+    for one, other in itertools.combinations(orders, 2):
+        assert (one == other).sum() < 8, "one in common is to be expected"
+
+
+def test_a_huge_order_takes_neither_memory_nor_time():
+    size = 2**62 - 57
+    shuffle(np.arange(2), size, 0, 0)
+    tracemalloc.start()
+    places = shuffle(np.arange(size - 1000, size), size, 0, 0)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(set(places.tolist())) == 1000 and places.min() >= 0 and places.max() < size
+    assert peak < 200_000, "of 8 KB of indices"

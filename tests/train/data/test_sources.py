@@ -17,11 +17,9 @@ import zstandard
 from pyarrow import parquet
 
 from dualpipe import cli
-from dualpipe.train.config.schema import DataConfig
 from dualpipe.train.data import record_formats
 from dualpipe.train.data.chat import Conversation
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.run_data import ensure_packed
 from dualpipe.train.data.sources import find_sources, read_conversations, read_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import ByteTokenizer
@@ -226,24 +224,6 @@ def test_messages_under_the_default_key_of_text_are_read(tmp_path):
 def test_an_empty_path_is_refused():
     with pytest.raises(ValueError, match="a path is empty; give files or directories of text"):
         find_sources([""])
-
-
-def test_packed_directories_are_reused_for_the_same_content_and_key(tmp_path):
-    def packed(**options):
-        return ensure_packed(str(path), DataConfig(tokenizer="bytes", **options), tmp_path / "cache")
-
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"".join(json.dumps({"text": text, "other": text.upper()}).encode() + b"\n" for text in "abc"))
-    first = packed()
-    stamp = (first / "index.json").stat().st_mtime_ns
-    assert packed() == packed(text_key="text") == first and (first / "index.json").stat().st_mtime_ns == stamp
-    other = packed(text_key="other")
-    assert other != first
-    streams = [TokenStream(PackedTokens(folder)) for folder in (first, other)]
-    assert [bytes(stream.read(0, 1).tolist()) for stream in streams] == [b"a", b"A"]
-    assert streams[0].fingerprint != streams[1].fingerprint
-    path.write_bytes(path.read_bytes() + b'{"text": "d", "other": "D"}\n')
-    assert packed() != first
 
 
 JSON = {

@@ -1,22 +1,17 @@
-"""Split text into training and validation text, and choose evaluation windows."""
+"""Split text into training and validation text."""
 
 import re
-import shutil
 
 import numpy as np
 import pytest
 
-from chats import save_chat_tokenizer
 from dualpipe.train.config.schema import DataConfig
-from dualpipe.train.data import run_data
 from dualpipe.train.data.pack import pack
-from dualpipe.train.data.run_data import check_tokenizers, ensure_packed
 from dualpipe.train.data.sequences import choose_evaluation_windows
 from dualpipe.train.data.sources import find_sources
 from dualpipe.train.data.splits import Splits, open_splits, split_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
 from dualpipe.train.data.tokenizer import ByteTokenizer
-from ranks import run_ranks
 
 END = ByteTokenizer.end_of_document
 
@@ -27,12 +22,6 @@ def texts_of(stream):
     pieces = np.split(tokens, np.flatnonzero(tokens == END) + 1)
     assert not len(pieces.pop())
     return [bytes(piece[:-1].tolist()) for piece in pieces]
-
-
-def starts_of(batches):
-    """Return the first tokens of the windows of batches of text."""
-    assert all(span.stops is None for span in batches)
-    return [span.starts.tolist() for span in batches]
 
 
 def test_split_is_by_document_and_stable(many):
@@ -63,11 +52,6 @@ def test_fraction_0_and_impossible_splits(many, texts, tmp_path):
         split_documents(PackedTokens(tmp_path / "one"), 0.1)
     splits = open_splits(many, tmp_path / "one", 0.5)
     assert (splits.train.num_documents, splits.validation.num_tokens) == (200, 4)
-    other = ByteTokenizer()
-    other.identity = "another"
-    pack(find_sources([texts / "b.txt"]), other, tmp_path / "other")
-    with pytest.raises(ValueError, match=r"was packed with the tokenizer 'bytes', .* with 'another'"):
-        check_tokenizers([open_splits(many, tmp_path / "other", 0.5)])
 
 
 def check_last_tokens(packed, fraction):
@@ -121,20 +105,6 @@ def test_fingerprints_of_whole_documents_equal_those_in_checkpoints(many):
     assert split_documents(PackedTokens(many), 0.2).train.fingerprint == "c771769c856f97cd"
 
 
-def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
-    (tmp_path / "short.txt").write_text("0123456789" * 200)
-    pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "out")
-    _, validation = split_documents(PackedTokens(tmp_path / "out"), 0.02)  # 40 of 2001 tokens
-    sizes = dict(sequence_length=16, batch_size=4, limit=8)
-    (starts,) = starts_of(choose_evaluation_windows(validation, **sizes))
-    assert starts == [0, 7, 15, 23], "from the first token to the last"
-    assert starts_of(choose_evaluation_windows(validation, **sizes, rows=range(1, 3))) == [[7, 15]]
-    batch = validation.read_windows(starts, 17)
-    assert batch.targets[-1, -1] == END and batch.tokens[1].tolist() == validation.read(7, 23).tolist()
-    with pytest.raises(ValueError, match=r"the validation text has 40 tokens, .* \+ 1 = 65; give more text in "):
-        choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8)
-
-
 def test_a_short_text_gives_one_sequence_for_validation_if_it_has_two(tmp_path):
     (tmp_path / "short.txt").write_text("0123456789" * 200)
     pack(find_sources([tmp_path / "short.txt"]), ByteTokenizer(), tmp_path / "one")
@@ -181,65 +151,9 @@ def test_each_remedy_for_a_text_that_is_too_short_works(tmp_path, size, fraction
     assert ("set data.validation_fraction = 0" in str(error.value)) == (size >= 33), "all of it is then for training"
 
 
-def test_evaluation_batches_are_whole_and_distinct(many):
-    stream = TokenStream(PackedTokens(many))
-    batches = starts_of(choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5))
-    starts = [start for rows in batches for start in rows]
-    assert len(batches) == 5 and len(set(starts)) == 20 and all(start % 21 == 0 for start in starts)
-    assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
-
-
-def test_text_is_packed_on_first_use_and_again_when_it_changes(texts, tmp_path):
-    first = ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache")
-    stamp = (first / "index.json").stat().st_mtime_ns
-    assert ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache") == first
-    assert (first / "index.json").stat().st_mtime_ns == stamp
-    (texts / "b.txt").write_bytes(b"changed")
-    assert ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache") != first
-    shutil.rmtree(texts)
-    texts.mkdir()
-    with pytest.raises(ValueError, match="holds no text"):
-        ensure_packed(str(texts), DataConfig(tokenizer="bytes"), tmp_path / "cache")
-
-
-def test_conversations_are_packed_again_when_the_format_of_their_masks_changes(tmp_path, monkeypatch):
-    def packed():
-        return ensure_packed(str(path), DataConfig(tokenizer=str(tokenizer), chat=True), tmp_path / "cache")
-
-    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
-    path = tmp_path / "chats.jsonl"
-    path.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
-    first = packed()
-    assert packed() == first
-    monkeypatch.setattr(run_data, "MASKED_FORMAT", "a later format")
-    assert packed() != first
-
-
 def test_unigram_loss_of_a_known_text(tmp_path):
     (tmp_path / "t").write_bytes(b"aab")
     pack(find_sources([tmp_path / "t"]), ByteTokenizer(), tmp_path / "out")
     stream = TokenStream(PackedTokens(tmp_path / "out"))
     p = np.array([3, 3, 2, 2]) / (4 + 257)  # add-one counts of a, a, b and the end
     assert Splits(stream, stream).unigram_loss(257) == pytest.approx(-np.log(p).mean(), rel=1e-12)
-
-
-def _prepare(rank, folder, tokenizer):
-    from pathlib import Path
-
-    import torch.distributed as dist
-
-    from dualpipe.runtime.ranks.rank_sync import RankSync
-
-    def work():
-        assert rank == 0, "only one rank packs"
-        return ensure_packed(folder, DataConfig(tokenizer=tokenizer), Path(folder).parent / "cache")
-
-    return RankSync(dist.group.WORLD).first(work)
-
-
-def test_one_rank_packs_and_its_failure_reaches_all(texts):
-    paths = run_ranks(_prepare, 2, str(texts), "bytes")
-    assert paths[0] == paths[1] and (paths[0] / "index.json").exists()
-    errors = run_ranks(_prepare, 2, str(texts), "no/such.json", check=False)
-    assert [type(e) for e in errors] == [ValueError, ValueError]
-    assert all("cannot read the tokenizer no/such.json" in str(e) for e in errors)
