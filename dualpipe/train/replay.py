@@ -45,7 +45,7 @@ from dualpipe.train.data.token_stream import TokenBatch
 from dualpipe.train.kernel_choice import KernelChoice, choose_kernels
 from dualpipe.train.launch.join import join
 from dualpipe.train.optim.optimizer import Optimizer
-from dualpipe.train.saver import TrainingState, describe, find_source, model_tensors
+from dualpipe.train.saver import TrainingState, describe, model_tensors, recorded_dtypes
 from dualpipe.train.step import StepRunner, build_training
 
 _MAX_SHOWN = 4  # names in a message
@@ -418,7 +418,7 @@ def _batch_tensors(runner: StepRunner, batch: TokenBatch) -> dict[str, Tensor]:
 
 
 def read_bundle(path: str | Path) -> Config:
-    """Return the configuration to replay a bundle with, which resumes from it.
+    """Return the configuration to replay a bundle with: that of its run, with the bundle's model, resuming from it.
 
     Raises ValueError if `path` is not a bundle, or its config.json was changed.
     """
@@ -433,8 +433,7 @@ def read_bundle(path: str | Path) -> Config:
     if model_from_dict(hub, backend) != model_from_dict(manifest.config["model"], backend):
         raise ValueError(f"{file} has changed: it is not the model of the bundle's manifest; restore it")
     model = replace(config.model, config=str(path))
-    no_directory = path / "none"  # does not exist, so the replay loads the bundle and no checkpoint of the run
-    checkpoint = CheckpointConfig(dir=str(no_directory), resume=str(path))
+    checkpoint = CheckpointConfig(resume=str(path))
     return replace(config, init=InitConfig(), export=ExportConfig(), model=model, checkpoint=checkpoint)
 
 
@@ -450,8 +449,7 @@ def replay(config: Config, info: RankInfo) -> int:
     with (
         recorder.activate(), deterministic(config.train.deterministic), join(config, info) as (job, resolved)
     ):
-        source = job.ranks.first(lambda: find_source(config))
-        runner, optimizer = build_training(resolved, job, source.compute_dtypes)
+        runner, optimizer = build_training(resolved, job, recorded_dtypes(manifest))
         runner.counts_targets |= state_has_loss_mask(manifest.extra["loader"])
         kernels = choose_kernels(runner)
         recorder.step = manifest.step

@@ -141,8 +141,12 @@ def _select_newest(path: Location, checkpoints: FoundCheckpoints, note: str = ""
             hint = _START_ANEW if isinstance(error, AllDamaged) else ""
             raise ValueError(f"checkpoint.resume: {error}{hint}") from error
     manifest = checkpoints.committed[0].manifest
-    compute_dtypes = {name: dtype_of(uses["compute"]) for name, uses in manifest.dtypes.items()}
-    return ResumeSource(path, compute_dtypes, note, _saved_batch(path, manifest))
+    return ResumeSource(path, recorded_dtypes(manifest), note, _saved_batch(path, manifest))
+
+
+def recorded_dtypes(manifest: Manifest) -> dict[str, torch.dtype]:
+    """Return the dtypes that the tensors of a checkpoint were computed in, by name."""
+    return {name: dtype_of(uses["compute"]) for name, uses in manifest.dtypes.items()}
 
 
 def _saved_batch(path: Location, manifest: Manifest) -> SavedBatch | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry
+from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Recorder
 from dualpipe.schedule.read_costs import costs_from
 from dualpipe.schedule.simulate import lengthen_pairs, simulate
 from dualpipe.schedule.types import KINDS, Schedule
@@ -111,16 +111,16 @@ class StepHealth:
         config: configuration of the run.
         schedule: of its pipelines.
         place: of this rank in its pipeline.
-        names: of all ranks.
+        recorder: of this rank.
         max_load: largest possible load of an expert over the mean; 1 without experts.
     """
 
-    def __init__(self, config: Config, schedule: Schedule, place: int, names: Sequence[str], max_load: float) -> None:
+    def __init__(self, config: Config, schedule: Schedule, place: int, recorder: Recorder, max_load: float) -> None:
         self._router = config.router
         self._overlaps = config.parallel.overlap
         self._schedule = schedule
         self._place = place
-        self._names = names
+        self._recorder = recorder
         self._max_load = max_load
         self._simulated = 0.0  # idle seconds of this rank in the simulation; 0 until that has run
         self._streaks = {
@@ -129,25 +129,25 @@ class StepHealth:
         }
 
     def lines(
-        self, rank: int, seconds: float, *, data_waits: Sequence[float], load: float | None, waits: StepWaits | None
+        self, seconds: float, *, data_waits: Sequence[float], load: float | None, waits: StepWaits | None
     ) -> Iterator[str]:
         """Yield a line for every cause that has now lasted long enough.
 
         Args:
-            rank: this rank.
             seconds: duration of the step.
             data_waits: seconds that each rank waited for its batch.
             load: of the fullest expert over the mean; None without experts.
             waits: of this rank; None if they are not known.
         """
-        starved = max(range(len(data_waits)), key=lambda index: data_waits[index])
-        symptoms = [input_starvation(self._names[starved], data_waits[starved] / seconds)]
+        starved = max(range(len(data_waits)), key=lambda rank: data_waits[rank])
+        symptoms = [input_starvation(self._recorder.name(starved), data_waits[starved] / seconds)]
         if load is not None:
             symptoms.append(self._uneven_load(load))
         if waits is not None:
+            name = self._recorder.name(self._recorder.rank)
             shares = {kind: time / seconds for kind, time in waits.collectives.items()}
-            symptoms.append(exposed_communication(self._names[rank], shares, overlaps=self._overlaps))
-            symptoms.append(self._excess_bubble(self._names[rank], seconds, waits))
+            symptoms.append(exposed_communication(name, shares, overlaps=self._overlaps))
+            symptoms.append(self._excess_bubble(name, seconds, waits))
         present = {symptom.cause: symptom for symptom in symptoms if symptom is not None}
         for cause, streak in self._streaks.items():
             if streak.is_due(present=cause in present):

@@ -191,7 +191,7 @@ class Trainer:
             peak_tflops=peak_tflops(model_name(job.device)) if config.train.dtype == "bf16" else None,
         )
         self.health = StepHealth(
-            config, runner.schedule, job.place.rank("pp"), list(map(runner.recorder.name, range(job.ranks.size))),
+            config, runner.schedule, job.place.rank("pp"), runner.recorder,
             max_load=model.config.num_experts / model.config.num_experts_per_tok)
         folder = Path(config.output.dir)
         self.observers: list[StepWindow] = [
@@ -356,7 +356,7 @@ class Trainer:
             data_waits = [float(report.data_wait) for report in reports]
             waits = measure_waits(self.runner.recorder.entries()) if copy_event is None else None
             load = values.get("load_max_over_mean")
-            self.remarks += self.health.lines(self.job.rank, seconds, data_waits=data_waits, load=load, waits=waits)
+            self.remarks += self.health.lines(seconds, data_waits=data_waits, load=load, waits=waits)
         if "counted_tokens" in values:
             values["counted_tokens"] = int(values["counted_tokens"])
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]

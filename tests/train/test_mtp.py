@@ -210,14 +210,14 @@ def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
 
 
 POISON = """
-from dualpipe.train import step
-real = vars(step_runner).setdefault("real_run_step", step_runner.StepRunner.run_step)
+from dualpipe.train import step as module
+real = vars(module).setdefault("real_run_step", module.StepRunner.run_step)
 def run_step(self, batch, step):
     losses = real(self, batch, step)
     if self.recorder.step == 2:
         next(self.model.stages[0].parameters()).grad.view(-1)[0] = float("nan")
     return losses
-step_runner.StepRunner.run_step = run_step
+module.StepRunner.run_step = run_step
 """
 
 

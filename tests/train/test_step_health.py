@@ -53,12 +53,12 @@ class WithActions:
 def health(max_load=4.0, *, overlap=True, **router):
     """Return the health of runs on two ranks, the first of which reports."""
     config = Config(parallel=ParallelConfig(overlap=overlap), router=RouterConfig(**router))
-    return StepHealth(config, build("1f1b", 2, 4), 0, ["rank 0 (pp 0)", "rank 1 (pp 1)"], max_load)
+    return StepHealth(config, build("1f1b", 2, 4), 0, Recorder(0, {"pp": 2}), max_load)
 
 
 def lines_of(run, steps, *, data=(0.0, 0.0), load=1.1, waits=None):
     """Return the lines that `steps` equal steps of a second report."""
-    return [line for _ in range(steps) for line in run.lines(0, 1.0, data_waits=data, load=load, waits=waits)]
+    return [line for _ in range(steps) for line in run.lines(1.0, data_waits=data, load=load, waits=waits)]
 
 
 def recorded(*entries):
