@@ -8,7 +8,7 @@
 A tensor has a storage dtype (of the parameter that the optimizer updates), a compute dtype (in the forward), a reduce
 dtype (in which its gradient is accumulated and reduced) and a save dtype (of an export for other libraries). The plan
 of a whole model serves each of its stages, since they keep the names of the whole model. See docs/precision.md for an
-example, and `contract` for the check of a model against its plan.
+example, and `check_contract.py` for the check of a model against its plan.
 """
 
 from __future__ import annotations
