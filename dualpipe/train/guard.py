@@ -61,19 +61,6 @@ class BadStep(Exception):
         self.spike = spike
 
 
-class Resolution(NamedTuple):
-    """The reaction to a bad step.
-
-    done: number of steps that count.
-    rolled_back: the run has loaded a checkpoint.
-    text: the line to print.
-    """
-
-    done: int
-    rolled_back: bool
-    text: str
-
-
 class Guard:
     """The guard of a run, as [guard] configures it. All ranks call the same methods at the same steps.
 
@@ -138,8 +125,12 @@ class Guard:
 
     # -- after a bad step
 
-    def resolve(self, bad: BadStep) -> Resolution:
+    def resolve(self, bad: BadStep) -> tuple[int, str]:
         """React to a bad step as the settings say. Collective.
+
+        Returns:
+            The number of completed steps: that of the bad step if it is skipped, a lower one after a rollback; and the
+            text to print.
 
         Raises:
             FloatingPointError: the run stops.
@@ -158,7 +149,7 @@ class Guard:
         if policy == "skip":
             self._state.loader.step = bad.step
             self._saver.save(self._state, bad.step)
-            return Resolution(bad.step, rolled_back=False, text=f"{text}\nskipped: the step updates nothing")
+            return bad.step, f"{text}\nskipped: the step updates nothing"
         return self._roll_back(bad, text)
 
     def _explain(self, bad: BadStep) -> str:
@@ -192,8 +183,11 @@ class Guard:
         torch._foreach_copy_(self._router_tensors, snapshot.routers)
         snapshot.random.restore()
 
-    def _roll_back(self, bad: BadStep, text: str) -> Resolution:
-        """Load a checkpoint, and skip the batches up to that of the bad step. Raises FloatingPointError without one."""
+    def _roll_back(self, bad: BadStep, text: str) -> tuple[int, str]:
+        """Load a checkpoint, and skip the batches up to that of the bad step. Raises FloatingPointError without one.
+
+        Returns the step of the checkpoint, and `text` with another line.
+        """
         loader = self._state.loader
         num_read = bad.step + loader.skipped_batches  # batches up to now, with that of the bad step
         target = self._saver.roll_back(self._state)
@@ -202,8 +196,7 @@ class Guard:
                                      'guard.on_nonfinite = "skip"')
         loader.step = target
         loader.skipped_batches = num_read - target
-        text += f"\nrolled back to step {target}; the data of steps {target + 1} to {bad.step} is skipped"
-        return Resolution(target, rolled_back=True, text=text)
+        return target, f"{text}\nrolled back to step {target}; the data of steps {target + 1} to {bad.step} is skipped"
 
 
 class SpikeDetector:

@@ -88,7 +88,9 @@ def choose_expert_gemm(stages: Sequence[nn.Module], library: str, work: ExpertWo
     """
     if library == "dualpipe":
         return GemmChoice(library)
-    layers = [layer for stage in stages for layer in _expert_layers(stage)]
+    modules = [module for stage in stages for module in stage.modules()]
+    layers = [module for module in modules
+              if isinstance(module, GroupedLinear) and not isinstance(local(module.weight.detach()), QuantizedTensor)]
     shapes = sorted({
         GemmShape(layer.num_groups // work.expert_ranks, layer.out_features, layer.in_features) for layer in layers})
     text = f"GEMMs of the experts by {library!r}, as configured"
@@ -111,12 +113,6 @@ def choose_expert_gemm(stages: Sequence[nn.Module], library: str, work: ExpertWo
     for layer in layers:
         layer.gemm_library = cast(GemmLibrary, library)
     return GemmChoice(library, text)
-
-
-def _expert_layers(stage: nn.Module) -> list[GroupedLinear]:
-    """Return the expert layers of a stage whose weights are not quantized."""
-    layers = [module for module in stage.modules() if isinstance(module, GroupedLinear)]
-    return [layer for layer in layers if not isinstance(local(layer.weight.detach()), QuantizedTensor)]
 
 
 def _check_library(library: str, shapes: Sequence[GemmShape], work: ExpertWork) -> None:

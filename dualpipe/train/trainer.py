@@ -416,11 +416,10 @@ class Trainer:
 
     def _resolve(self, bad: BadStep) -> None:
         """Let the guard skip a bad step or roll back; it may raise FloatingPointError. Collective."""
-        resolution = self.guard.resolve(bad)
-        self.done = resolution.done
-        if resolution.rolled_back:
-            self.writer.go_back(resolution.done)
-        self.writer.say(f"WARNING: {resolution.text}")
+        self.done, text = self.guard.resolve(bad)
+        if self.done < bad.step:  # rolled back
+            self.writer.go_back(self.done)
+        self.writer.say(f"WARNING: {text}")
         self._close_observers()
 
     def _save_at_stop(self) -> None:
