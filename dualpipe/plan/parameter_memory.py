@@ -92,7 +92,7 @@ def _largest_shard(stage: nn.Module, p: ParallelConfig) -> int:
 def muon_shapes(optimizer: OptimizerConfig, stage: nn.Module) -> list[tuple[int, ...]]:
     """Return the shapes of the parameters of a stage that Muon updates."""
     return [tuple(param.shape) for param, (name, owner) in find_trainable_parameters([stage]).items()
-            if choose_algorithm(optimizer.name, optimizer.groups, name, owner, param) == "muon"]
+            if choose_algorithm(name, owner, param, optimizer=optimizer.name, groups=optimizer.groups) == "muon"]
 
 
 class StageSizes(NamedTuple):

@@ -147,7 +147,7 @@ class Numbers(TokenStream):
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_read_their_tokens_of_the_same_rows(size):
     def batch(columns):
-        return Loader(Numbers(), sequence_length=13, batch_size=4, seed=1, rows=range(2), columns=columns).batch(2)
+        return Loader([Numbers()], sequence_length=13, batch_size=4, seed=1, rows=range(2), columns=columns).batch(2)
 
     whole, splits = batch(None), [SequenceSplit(rank, size) for rank in range(size)]
     for own in (split.token_indices(13) for split in splits):

@@ -93,12 +93,12 @@ def test_the_loader_gives_the_same_windows_and_ranks_that_share_them_have_target
     with made(toml, "--data.separate_documents", f"{separate}") as run:
         packed = PackedTokens(run.data.sources[0].train.packed.path)
     sizes = {"sequence_length": 16, "batch_size": 16, "seed": 0}
-    plain, whole = (Loader(TokenStream(packed), **sizes, **how).batch(1)
+    plain, whole = (Loader([TokenStream(packed)], **sizes, **how).batch(1)
                     for how in ({"separate_documents": separate}, {"depth": 2, "separate_documents": separate}))
     assert all(a.equal(b) for a, b in zip(plain, whole._replace(targets=whole.targets[..., 0])))
     assert (whole.targets[:, :14, 2] == NO_TARGET).any() == separate, "there are documents that end in a window"
     columns = SequenceSplit(0, 2).token_indices(16)
-    part = Loader(TokenStream(packed), **sizes, columns=columns, depth=2, separate_documents=separate).batch(1)
+    part = Loader([TokenStream(packed)], **sizes, columns=columns, depth=2, separate_documents=separate).batch(1)
     assert part.targets.equal(whole.targets[:, columns]) and part.positions.equal(whole.positions)
 
 

@@ -35,7 +35,7 @@ class Loader:
         num_left_out: windows that are not read, because no target in them counts for the loss.
 
     Args:
-        streams: the training text, or the sources of a mixture.
+        streams: the training text alone, or the sources of a mixture.
         sequence_length: T.
         batch_size: sequences of the global batch.
         seed: selects the random orders.
@@ -50,11 +50,11 @@ class Loader:
     """
 
     def __init__(
-        self, streams: TokenStream | Sequence[TokenStream], *, sequence_length: int, batch_size: int, seed: int,
+        self, streams: Sequence[TokenStream], *, sequence_length: int, batch_size: int, seed: int,
         rows: range | None = None, columns: torch.Tensor | None = None, depth: int = 0,
         separate_documents: bool = False, weights: Sequence[float] = (),
     ) -> None:
-        self._streams = [streams] if isinstance(streams, TokenStream) else list(streams)
+        self._streams = streams
         self._window = sequence_length + 1
         self._windows = [_find_windows(stream, self._window) for stream in self._streams]
         self.mixture = Mixture(weights, seed) if weights else None

@@ -74,16 +74,7 @@ class RunData:
 
         self.sources = ranks.agree(open_sources)  # one node alone may lack the files
         self.evaluated = self.sources[:1] if config.data.validation_path else self.sources
-        check_tokenizers(self.sources)
-        if not self.has_loss_mask and self.evaluated[0].validation.has_loss_mask:
-            path = self.evaluated[0].validation.packed.path
-            raise ValueError(f"data.validation_path: {path} holds conversations, but all of data.sources hold text, "
-                             "whose loss has no mask; give text, or a source with conversations")
-        for stream in chain.from_iterable(self.sources):
-            stream.packed.check_vocabulary(vocab_size)
-        if self.has_loss_mask and mtp_depth:
-            raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
-                             "prediction trains on text alone; set mtp.weight = 0")
+        self._check_sources(vocab_size, mtp_depth)
 
         num_rows = train.micro_batch_size * train.num_chunks if reads else 0
         rows = range(num_rows * place.batch_shard, num_rows * (place.batch_shard + 1))
@@ -101,6 +92,19 @@ class RunData:
             read_spans, [splits.validation for splits in self.evaluated], window=train.sequence_length + 1,
             columns=columns, depth=mtp_depth, separate_documents=separate_documents,
         )
+
+    def _check_sources(self, vocab_size: int, mtp_depth: int) -> None:
+        """Raise ValueError if the sources do not fit each other or the model."""
+        check_tokenizers(self.sources)
+        if not self.has_loss_mask and self.evaluated[0].validation.has_loss_mask:
+            path = self.evaluated[0].validation.packed.path
+            raise ValueError(f"data.validation_path: {path} holds conversations, but all of data.sources hold text, "
+                             "whose loss has no mask; give text, or a source with conversations")
+        for stream in chain.from_iterable(self.sources):
+            stream.packed.check_vocabulary(vocab_size)
+        if self.has_loss_mask and mtp_depth:
+            raise ValueError(f"mtp.weight: {self.sources[0].train.packed.path} holds conversations, and multi-token "
+                             "prediction trains on text alone; set mtp.weight = 0")
 
     @property
     def has_loss_mask(self) -> bool:

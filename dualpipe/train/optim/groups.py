@@ -49,16 +49,16 @@ def is_hidden_matrix(name: str, owner: nn.Module, parameter: Tensor) -> bool:
 
 
 def choose_algorithm(
-    optimizer: str, groups: Iterable[OptimizerGroup], name: str, owner: nn.Module, parameter: Tensor
+    name: str, owner: nn.Module, parameter: Tensor, *, optimizer: str, groups: Iterable[OptimizerGroup]
 ) -> str:
     """Return the algorithm that updates a parameter: "adamw", "muon", or the import path of a custom optimizer.
 
     Args:
-        optimizer: the `name` of `Optimizer`.
-        groups: the last matching group with an algorithm wins.
         name: of the parameter.
         owner: module of the parameter.
         parameter: the parameter.
+        optimizer: the `name` of `Optimizer`.
+        groups: the last matching group with an algorithm wins.
     """
     algorithm = optimizer
     if optimizer == "muon" and not is_hidden_matrix(name, owner, parameter):
@@ -100,7 +100,7 @@ def choose_update(
     Raises:
         ValueError: a group selects Muon for a parameter that is not a matrix.
     """
-    algorithm = choose_algorithm(optimizer, groups, name, owner, parameter)
+    algorithm = choose_algorithm(name, owner, parameter, optimizer=optimizer, groups=groups)
     decays = is_matrix(name, owner, parameter)
     if algorithm == "muon" and not (decays and parameter.dim() <= 3):
         raise ValueError(f"optimizer.groups: {name} {tuple(parameter.shape)} is neither a matrix nor a stack of "

@@ -138,7 +138,7 @@ def _make_buckets(parameters: Iterable[Tensor], dtype: torch.dtype | None, num_m
     end = 0
     for parameter in parameters:
         like = torch.empty_like(local(parameter.detach()), dtype=dtype, device="meta")  # the strides of its moments
-        nbytes = padded(like.nbytes)
+        nbytes = _padded(like.nbytes)
         if members and end + num_moments * nbytes > BUCKET_BYTES:
             yield Bucket(members, places, end)
             members = []
@@ -166,6 +166,6 @@ def buffer_bytes(moments: int, largest: int) -> int:
     return 2 * bucket if moments > bucket else moments
 
 
-def padded(nbytes: int) -> int:
+def _padded(nbytes: int) -> int:
     """Return the bytes that a moment takes in a bucket."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

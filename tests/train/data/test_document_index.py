@@ -79,7 +79,7 @@ def test_ten_billion_tokens_take_little_memory_and_a_batch_a_few_records(tmp_pat
         folder = pretend(tmp_path / f"{count}", count, length)
         tracemalloc.start()
         text, validation = open_splits(folder, None, 0.01)
-        loader = Loader(text, sequence_length=16, batch_size=4, seed=0)
+        loader = Loader([text], sequence_length=16, batch_size=4, seed=0)
         assert text.num_tokens + validation.num_tokens == count * length >= 10**10
         assert loader.num_windows > 5 * 10**8
         read.clear()

@@ -114,7 +114,7 @@ def test_resuming_and_other_weights(streams):
     with pytest.raises(ValueError, match="the loader's state is of another run: data "):
         make_loader(streams[::-1]).load_state_dict(state)
     with pytest.raises(ValueError, match="the loader's state is of another run: data "):
-        Loader(streams[0], sequence_length=10, batch_size=8, seed=5).load_state_dict(state)
+        Loader(streams[:1], sequence_length=10, batch_size=8, seed=5).load_state_dict(state)
 
 
 def test_text_and_conversations(streams, tmp_path):

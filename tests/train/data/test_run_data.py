@@ -145,7 +145,7 @@ def test_ranks_read_their_own_rows_in_a_thread_and_middle_ranks_nothing(run_toml
     assert {thread for rank in seen[:2] for _, _, thread in rank} == {"read_ahead"}
     (packed,) = folder.glob("out/data-*")
     text, validation = split_documents(PackedTokens(packed), 0.2)
-    loader = Loader(text, sequence_length=16, batch_size=16, seed=0)
+    loader = Loader([text], sequence_length=16, batch_size=16, seed=0)
     evaluated = choose_evaluation_windows(validation, sequence_length=16, batch_size=16, limit=2)
     for rank in range(2):
         rows_of_rank = slice(8 * rank, 8 * rank + 8)

@@ -42,7 +42,7 @@ def test_the_example_in_the_text():
 def test_every_token_that_counts_is_a_target_once_with_its_conversation_from_its_beginning(packed):
     chats = [*random_chats(30), turns("a question", "long answer " * 30), *random_chats(30, seed=1)]
     stream, encoded = packed(chats)
-    loader = Loader(stream, sequence_length=150, batch_size=1, seed=0, separate_documents=True)
+    loader = Loader([stream], sequence_length=150, batch_size=1, seed=0, separate_documents=True)
     assert len(stream.packed.shards) > 3 and loader.num_left_out == 0
     found = []
     for step in range(loader.num_windows):
@@ -63,7 +63,7 @@ def test_windows_without_targets_are_left_out(packed):
     """The assistant's answer lies in the last of several windows of its conversation."""
     stream, _ = packed([turns("long question " * 19, "yes")])
     windows = find_windows(stream, 51)
-    loader = Loader(stream, sequence_length=50, batch_size=2, seed=0)
+    loader = Loader([stream], sequence_length=50, batch_size=2, seed=0)
     assert windows.num_windows == loader.num_windows == 1 and windows.num_left_out == loader.num_left_out > 3
     targets = loader.batch(0).targets
     assert (targets != NO_TARGET).sum(1).tolist() == [4, 4], "each epoch has one window"
@@ -114,20 +114,20 @@ def test_a_split_within_conversations(packed):
 def test_loaders_of_text_and_conversations_do_not_go_on_from_each_other(packed, many):
     stream, _ = packed(random_chats(20))
     sizes = dict(sequence_length=100, batch_size=2, seed=0)
-    state = json.loads(json.dumps(Loader(stream, **sizes).state_dict()))
-    Loader(stream, **sizes).load_state_dict(state | {"step": 3})
+    state = json.loads(json.dumps(Loader([stream], **sizes).state_dict()))
+    Loader([stream], **sizes).load_state_dict(state | {"step": 3})
     del state["windows"]
     with pytest.raises(ValueError, match=r"windows None \(now 'whole conversations 1'\)"):
-        Loader(stream, **sizes).load_state_dict(state)
-    assert "windows" not in Loader(TokenStream(PackedTokens(many)), **sizes).state_dict()
+        Loader([stream], **sizes).load_state_dict(state)
+    assert "windows" not in Loader([TokenStream(PackedTokens(many))], **sizes).state_dict()
 
 
 def test_batches_are_parts_of_the_global_batch(packed):
     stream, _ = packed(random_chats(40))
     sizes = dict(sequence_length=100, batch_size=4, seed=3, separate_documents=True)
-    whole = Loader(stream, **sizes).batch(2)
+    whole = Loader([stream], **sizes).batch(2)
     columns = torch.tensor([0, 5, 99])
-    part = Loader(stream, **sizes, rows=range(1, 3), columns=columns).batch(2)
+    part = Loader([stream], **sizes, rows=range(1, 3), columns=columns).batch(2)
     assert torch.equal(part.tokens, whole.tokens[1:3, columns])
     assert torch.equal(part.targets, whole.targets[1:3, columns])
     assert torch.equal(part.positions, whole.positions[1:3])
@@ -150,14 +150,20 @@ def test_evaluation_windows_of_a_short_text_overlap(tmp_path):
     batch = validation.read_windows(starts, 17)
     assert batch.targets[-1, -1] == ByteTokenizer.end_of_document
     assert batch.tokens[1].tolist() == validation.read(7, 23).tolist()
-    with pytest.raises(ValueError, match=r"the validation text has 40 tokens, .* \+ 1 = 65; give more text in "):
-        choose_evaluation_windows(validation, sequence_length=64, batch_size=4, limit=8)
+    assert starts_of(choose_evaluation_windows(validation, sequence_length=39, batch_size=1, limit=8)) == [[0]]
+    with pytest.raises(ValueError, match=r"the validation text has 40 tokens, but a sequence needs "
+                       r"train.sequence_length \+ 1 = 41; give more text .* set train.eval_batches = 0"):
+        choose_evaluation_windows(validation, sequence_length=40, batch_size=4, limit=8)
+    assert choose_evaluation_windows(validation, sequence_length=40, batch_size=4, limit=0) == []
 
 
 def test_evaluation_batches_are_whole_and_distinct(many):
     stream = TokenStream(PackedTokens(many))
     batches = starts_of(choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5))
     starts = [start for rows in batches for start in rows]
+    for rows in (range(2, 4), range(0)):
+        parts = choose_evaluation_windows(stream, sequence_length=20, batch_size=4, limit=5, rows=rows)
+        assert starts_of(parts) == [batch[rows.start : rows.stop] for batch in batches]
     assert len(batches) == 5 and len(set(starts)) == 20 and all(start % 21 == 0 for start in starts)
     assert stream.read_windows(batches[-1], 21).tokens.shape == (4, 20)
 

@@ -70,9 +70,6 @@ def test_a_lone_file(tmp_path):
         FileTokenizer(tmp_path / "t.txt")
     with pytest.raises(ValueError, match="cannot read the tokenizer"):
         FileTokenizer(tmp_path / "none.json")
-    (tmp_path / "t.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="not UTF-8"):
-        pack(find_sources([tmp_path / "t.txt"]), tokenizer, tmp_path / "out2")
 
 
 def test_a_document_ends_with_the_eos_token_or_the_only_one_that_can_end_it(tmp_path, capsys):
