@@ -45,10 +45,12 @@ from dualpipe.train.parity.errors import (
 from dualpipe.train.parity.models import BF16, ComparedModel, copy_parameters
 from dualpipe.train.parity.routes import Microbatch, Replay, RouteCounts, RouteReport, Routes
 from dualpipe.train.parity.steps import (
+    LOSS,
     CallKey,
     Calls,
     Names,
     StagesInPipeline,
+    StageTensor,
     Step,
     UnpipelinedModel,
     make_batches,
@@ -56,7 +58,6 @@ from dualpipe.train.parity.steps import (
     stop_random_numbers,
 )
 
-LOSS = "loss of the micro-batches"
 LOST = "the gradient is zero: it is lost, or no stage uses the parameter"
 
 
@@ -71,7 +72,7 @@ class Report(NamedTuple):
     note: str
     errors: list[Error]
     failures: list[str]
-    sums: list[Error] = []  # noqa: RUF012
+    sums: Sequence[Error] = ()
     routes: RouteReport | None = None
     origin: str = ""
 
@@ -147,7 +148,7 @@ class Comparison:
         references = self.train_unpipelined()
         losses = self.pipeline.train()
         self.job.ranks.agree(self._check_dtypes)
-        errors = self._gather(self.measure_gradients(references) + self._measure_losses(losses, references))
+        errors = self.measure_step([*self.pipeline.gradients(), *losses], references)
         failures = self.find_failures(errors)
         if not self.is_bf16:
             return Report(self.note, errors, failures)
@@ -175,16 +176,16 @@ class Comparison:
             return rounding_failures(errors)
         return [self._count_wrong(errors)] if any(error.is_wrong for error in errors) else []
 
-    def measure_gradients(self, references: References) -> list[Error]:
-        """Return the errors of this rank's gradients."""
-        exact, rounded = references
+    def measure_step(self, tensors: Iterable[StageTensor], references: References) -> list[Error]:
+        """Return the errors of gradients and losses on all ranks. tensors: those of this rank."""
+        exact, rounded = ({**step.gradients, **step.losses} for step in references)
         floor = self._gradient_floor(references)
         errors = []
-        for stage, name, gradient in self.pipeline.gradients():
-            error = self.measure(name, gradient, exact.gradients[name], rounded.gradients[name], floor)
-            hint = self._hint(gradient, rounded.gradients[name], error) if error.is_wrong else ""
+        for stage, name, tensor in tensors:
+            error = self.measure(name, tensor, exact[name], rounded[name], floor)
+            hint = self._hint(tensor, rounded[name], error) if error.is_wrong and stage >= 0 else ""
             errors.append(error._replace(stage=stage, hint=hint))
-        return errors
+        return self._gather(errors)
 
     def measure_sums(self, numbers: Collection[int]) -> list[Error]:
         """Compare the gradients of a step over some micro-batches with the sums over each alone, on all ranks.
@@ -197,11 +198,7 @@ class Comparison:
             sums.add(self.pipeline.gradients())
         self.pipeline.train(numbers, with_router_losses=False)
         num_additions = self.model.num_chunks + 2 * self.job.place.replicas  # one per micro-batch, and two per replica
-        return self._gather(sums.measure(self.pipeline.gradients(), num_additions, self.model.gradient_dtype))
-
-    def gather_wrong_gradients(self, references: References) -> list[Error]:
-        """Return the errors of gradients that exceed their bounds, on all ranks."""
-        return [error for error in self._gather(self.measure_gradients(references)) if error.is_wrong]
+        return self._gather(sums.measure(self.pipeline.gradients(), num_additions, self.pipeline.gradient_dtype))
 
     def _gather(self, errors: Sequence[Error]) -> list[Error]:
         """Return the errors of all ranks; of gradients and weights in pipeline 0 alone: the others have the same."""
@@ -226,21 +223,6 @@ class Comparison:
         if not self.is_bf16:
             return difference(name, value, exact, floor, allowed=self.tolerance)
         return rounding(name, value, rounded, exact, floor if value.numel() < SMALL else 0.0)
-
-    def _measure_losses(self, losses: Tensor | None, references: References) -> list[Error]:
-        """Return the errors of the losses that this rank has: those of its pipeline, and on rank 0 the routers'."""
-        exact, rounded = references
-        place = self.job.place
-        floor = self._gradient_floor(references)
-        errors = []
-        if not self.job.rank:
-            errors = [self.measure(name, value, exact.router_losses[name], rounded.router_losses[name], floor)
-                      for name, value in self.pipeline.router_losses().items()]
-        if losses is not None:
-            title = f"{LOSS} of pipeline {place.replica}" if place.replicas > 1 else LOSS
-            shard = place.batch_shard
-            errors.append(self.measure(title, losses.cpu(), exact.losses[shard], rounded.losses[shard], floor))
-        return errors
 
     def _compare_weights(self) -> list[Error]:
         """Compare the weights of all ranks with those of the unpipelined model; [] if formats make them differ."""
@@ -367,7 +349,8 @@ def _find_weight_gradient(comparison: Comparison) -> str:
     for microbatch in range(comparison.model.num_chunks):
         comparison.pipeline.train([microbatch])
         references = comparison.train_unpipelined([microbatch])
-        wrong = comparison.gather_wrong_gradients(references)
+        errors = comparison.measure_step(comparison.pipeline.gradients(), references)
+        wrong = [error for error in errors if error.is_wrong]
         if wrong:
             order = list(references.exact.gradients)
             first = min(wrong, key=lambda error: (-error.stage, order.index(error.name)))

@@ -82,6 +82,7 @@ class RankPipeline(NamedTuple):
     criterion: the loss of a micro-batch on this rank.
     routers: the routers whose losses are part of the step.
     columns: numbers of this context-parallel rank's tokens in each sequence; None for whole sequences.
+    plan: of the dtypes; None if gradients are added in at least float32.
     """
 
     schedule: Schedule
@@ -90,6 +91,7 @@ class RankPipeline(NamedTuple):
     criterion: Callable[..., Tensor]
     routers: RouterSet = NO_ROUTERS
     columns: Tensor | None = None
+    plan: DTypePlan | None = None
 
 
 class ComparedModel(ABC):
@@ -125,10 +127,6 @@ class ComparedModel(ABC):
     def build_routers(self, whole: nn.Module, device: torch.device) -> RouterSet:
         """Return the routers of the unpipelined model whose losses are part of the step; by default none."""
         return NO_ROUTERS
-
-    def gradient_dtype(self, name: str) -> torch.dtype:
-        """Return the narrowest dtype in which the gradients of a parameter are added in a bfloat16 pipeline."""
-        return torch.float32
 
 
 # -- a custom model
@@ -343,7 +341,7 @@ class HubModel(ComparedModel):
 
         whole: nn.Module = AutoModelForCausalLM.from_pretrained(
             self._folder, dtype=dtype, experts_implementation=EAGER, use_cache=False)
-        whole.register_forward_hook(_take_logits)
+        whole.register_forward_hook(lambda module, inputs, output: output.logits)
         return whole.to(device).train()
 
     def build_pipeline(self, job: Job, dtype: torch.dtype) -> RankPipeline:
@@ -367,12 +365,6 @@ class HubModel(ComparedModel):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return the contribution of a micro-batch to the mean cross-entropy over the batch."""
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / self.num_chunks
-
-
-def _take_logits(causal_lm: nn.Module, inputs: object, output: Any) -> Tensor:
-    """Return the logits (B, S, V) of what a causal language model of transformers returns."""
-    logits: Tensor = output.logits
-    return logits
 
 
 # -- a configuration of `dualpipe train`
@@ -422,7 +414,8 @@ class ConfigModel(ComparedModel):
         columns = None
         if runner.split.size > 1:
             columns = runner.split.token_indices(self._config.train.sequence_length).to(job.device)
-        return RankPipeline(runner.schedule, stages, runner.pipeline, runner.criterion(1), runner.routers, columns)
+        return RankPipeline(
+            runner.schedule, stages, runner.pipeline, runner.criterion(1), runner.routers, columns, runner.model.plan)
 
     def build_routers(self, whole: nn.Module, device: torch.device) -> RouterSet:
         """Return the routers as [router] configures them."""
@@ -455,14 +448,6 @@ class ConfigModel(ComparedModel):
         """Return the loss of a micro-batch in the first step."""
         mtp_weight = self._config.mtp.weight_of(1, self._config.train.steps)
         return MicroBatchLoss(self.num_chunks, mtp_weight)(*outputs_and_labels)
-
-    def gradient_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of accumulation or, if it is narrower, that in which FSDP2 returns gradients."""
-        plan = self._plan(BF16)
-        dtypes = [plan.reduce_dtype(name)]
-        if self._config.parallel.replicas > 1:
-            dtypes.append(plan.of(name).storage)
-        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def _plan(self, dtype: torch.dtype, *, is_whole: bool = False) -> DTypePlan:
         """Return the dtypes of the pipeline's tensors: those of the run in bfloat16, else `dtype` and the formats.

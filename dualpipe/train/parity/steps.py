@@ -144,16 +144,23 @@ def _random_state() -> bytes:
 # -- without a pipeline
 
 
-class Step(NamedTuple):
-    """The results of a step of the unpipelined model.
+LOSS = "loss of the micro-batches"
 
-    losses: of the micro-batches (pipelines, micro-batches). router_losses: by name. gradients: by parameter, the mean
-    over pipelines.
+
+def loss_title(shard: int, num_shards: int) -> str:
+    """Return the name of the losses of a part of the batch."""
+    return f"{LOSS} of pipeline {shard}" if num_shards > 1 else LOSS
+
+
+class Step(NamedTuple):
+    """The results of a step of the unpipelined model, by name.
+
+    gradients: of the parameters, the mean over pipelines. losses: those of the micro-batches of each pipeline as one
+    tensor (micro-batches,), see `loss_title`, and those of the routers.
     """
 
-    losses: Tensor
-    router_losses: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    losses: dict[str, Tensor]
 
 
 class UnpipelinedModel:
@@ -207,7 +214,8 @@ class UnpipelinedModel:
                     losses[microbatch] = loss.detach().double()
         gradients = {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
                      for name, parameter in self._whole.named_parameters() if parameter.requires_grad}
-        return Step(losses, _router_losses(self._routers), gradients)
+        by_pipeline = {loss_title(shard, len(self._batches)): row for shard, row in enumerate(losses)}
+        return Step(gradients, by_pipeline | _router_losses(self._routers))
 
     def _microbatches(self) -> Iterator[tuple[Microbatch, Batch]]:
         """Yield the micro-batches of all pipelines; each is the current position until the next one."""
@@ -239,7 +247,7 @@ def _router_losses(routers: RouterSet) -> dict[str, Tensor]:
 
 
 class StageTensor(NamedTuple):
-    """The unsharded value or gradient of a stage's parameter."""
+    """The unsharded value or gradient of a stage's parameter; a loss has the stage -1."""
 
     stage: int
     name: str
@@ -323,7 +331,7 @@ class StagesInPipeline:
             if not training:
                 stage.module.eval()
         self._model = model
-        self._context_group = job.place.group("cp")
+        self._job = job
         whole_batch = batches[job.place.batch_shard]
         self._batch = _of_columns(whole_batch, self.columns)
         self.replay: Replay | None = None
@@ -334,8 +342,10 @@ class StagesInPipeline:
 
     def train(
         self, counted: Collection[int] | None = None, *, with_router_losses: bool = True
-    ) -> Tensor | None:
-        """Run a step from zero gradients; return the losses of the micro-batches on the rank of the last stage.
+    ) -> list[StageTensor]:
+        """Run a step from zero gradients; return its losses, as far as this rank has them.
+
+        The rank of the last stage has those of the micro-batches, and rank 0 those of the routers.
 
         Args:
             counted: numbers of the micro-batches whose losses count; None for all. The losses of the others are
@@ -366,14 +376,15 @@ class StagesInPipeline:
                         criterion=None if last is None else criterion,
                         labels=() if last is None else self._batch.labels,
                         side=self._batch.side if 0 in by_number else None)
-        if losses is not None and self._context_group is not None:
-            dist.all_reduce(losses, group=self._context_group)
-            losses /= self._context_group.size()
-        return losses
-
-    def router_losses(self) -> dict[str, Tensor]:
-        """Return the losses of the routers in the last step, the same on all ranks."""
-        return _router_losses(self._built.routers)
+        by_name = {} if self._job.rank else _router_losses(self._built.routers)
+        if losses is not None:
+            context_group = self._job.place.group("cp")
+            if context_group is not None:
+                dist.all_reduce(losses, group=context_group)
+                losses /= context_group.size()
+            if not self._job.place.rank("cp"):
+                by_name[loss_title(self._job.place.batch_shard, self._job.place.batch_shards)] = losses.cpu()
+        return [StageTensor(-1, name, loss) for name, loss in by_name.items()]
 
     def values(self) -> list[StageTensor]:
         """Return the values of the parameters, unsharded."""
@@ -386,6 +397,19 @@ class StagesInPipeline:
             grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             gradients.append(StageTensor(stage, name, _unshard(grad)))
         return gradients
+
+    def gradient_dtype(self, name: str) -> torch.dtype:
+        """Return the narrowest dtype in which the gradients of a parameter are added.
+
+        It is the dtype of accumulation or, if it is narrower, that in which FSDP2 returns gradients.
+        """
+        plan = self._built.plan
+        if plan is None:
+            return torch.float32
+        dtypes = [plan.reduce_dtype(name)]
+        if self._job.place.replicas > 1:
+            dtypes.append(plan.of(name).storage)
+        return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
     def parameters(self) -> list[tuple[int, str, nn.Parameter]]:
         """Return stage number, name and parameter, for all parameters with a gradient."""

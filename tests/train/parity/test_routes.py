@@ -189,3 +189,9 @@ def test_routes_that_are_not_replayed_are_named():
     text = RouteReport(unpipelined, RouteCounts(Counter({first: 96}), Counter({first: 3}))).describe()
     assert "would have changed 3 of 96 choices pipelined, 1 of 192 unpipelined" in text
     assert "routes of 1 modules were recorded and not replayed, such as layers.1.router: " in text
+
+
+def test_a_model_without_routes_is_told_so():
+    none = RouteCounts(Counter(), Counter())
+    text = RouteReport(none, none).describe()
+    assert text.startswith("no routes were recorded: no module calls torch.topk on scores")
