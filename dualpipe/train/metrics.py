@@ -62,7 +62,7 @@ class StepMetrics:
     counted_tokens: int | None = None  # tokens of the global batch that count for the loss; None if all do
     eval_loss: float | None = None  # on validation data after this step; None without an evaluation
     # Multi-token prediction, None without it: loss and eval_loss of each depth, and the mean number of tokens per
-    # greedy verification of the drafts, from 1 to 1 + depths (see `train.step.loss.count_accepted`).
+    # greedy verification of the drafts, from 1 to 1 + depths (see `train.loss.count_accepted`).
     mtp_loss: list[float] | None = None
     eval_mtp_loss: list[float] | None = None
     acceptance_length: float | None = None

@@ -205,7 +205,7 @@ class Trainer:
     @property
     def is_finished(self) -> bool:
         """True after the last step, and once a rank has requested a stop."""
-        return self.done == self.config.train.steps or self.status != 0
+        return self.done >= self.config.train.steps or self.status != 0
 
     def train(self) -> int:
         """Run all steps and evaluations, then export the model if requested, and draw the pictures.
