@@ -283,6 +283,9 @@ class _WaitGraph:
         return str(self.moments[rank])
 
 
+# -- texts
+
+
 def _mismatches(states: Mapping[int, _State]) -> Iterator[str]:
     """Yield a line for the first collective in torch's flight recorder that differs between ranks."""
     ranks_by_call: dict[tuple[str, int], dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -326,6 +329,9 @@ def _title(entry: _State | None) -> str:
     if "(" in what:  # an action, or a segment of one
         return str(what)
     return f"{kind} ({what})" if what else str(kind)
+
+
+# -- `dualpipe why`, and the files of ranks
 
 
 def report(folder: Path, *, as_json: bool = False) -> list[str]:
@@ -382,6 +388,9 @@ def state_file(folder: Path, rank: int) -> Path:
 def stack_file(folder: Path, rank: int) -> Path:
     """Return the path of a rank's Python stacks, which are written while it cannot write its state."""
     return folder / f"rank-{rank:05}.stack"
+
+
+# -- the processes of ranks
 
 
 def process_state(pid: int) -> str:

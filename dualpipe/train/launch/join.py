@@ -1,4 +1,12 @@
-"""A rank joins its job: the store, the check that all ranks have the same settings, process groups and mesh."""
+"""A rank joins its job: the store, the check that all ranks have the same settings, process groups and mesh.
+
+Ranks with different seeds, learning rates or models do not fail; they spoil the result. So before any process group
+exists, rank 0 compares digests of all settings, through the store at MASTER_ADDR and MASTER_PORT. The settings
+themselves are sent only if digests differ: a job of thousands of ranks sends 64 bytes per rank.
+
+The store has no passwords: any process that reaches its port can read and write it, and stop the job. So for ranks on
+one machine it listens on the loopback interface alone.
+"""
 
 from __future__ import annotations
 

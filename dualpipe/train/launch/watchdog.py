@@ -46,8 +46,13 @@ from dualpipe.train.launch.diagnose import FOLDER, diagnose, halted, stack_file,
 if TYPE_CHECKING:
     from torch.distributed import Store
 
+FAULT = 2**32  # added to the counter in the store when a rank is lost; a request for states adds 1
+TICK = 0.25  # seconds between two checks of this rank
+ASK = 1.0  # seconds between two reads of the store
 # Seconds in which several signals count as one: Ctrl-C reaches a rank from the terminal and from its launcher.
 TOGETHER = 1.0
+_ANSWER = timedelta(seconds=5)  # for an answer of the store
+_COLLECT = 3.0  # seconds for other ranks to write their states
 _LAST_CHANCE = 2.0  # seconds for the main thread to end by itself after the loss of a rank
 _LATE = 2.0  # seconds beyond its limit, after which the watchdog no longer expects a wait to end by itself
 _FRAMES = 100  # of a stack; a layer has 40, with those of torch
@@ -99,21 +104,14 @@ class Watchdog:
         os.close(self._signals_input)
         if not self._is_watching:
             return
-        if kind is not None:
-            self._announce_error()
         if kind is None:
             if self._opening is not None:
                 self._opening.join(ASK)
             self._remove_files()
-
-    def _announce_error(self) -> None:
-        """Announce the loss of a rank, if that is the error: the thread may not have seen it.
-
-        After another error without a launcher, publish this rank's state.
-        """
-        if self._find_loss() is not None:
+            return
+        if self._find_loss() is not None:  # the thread may not have seen it
             self._announce_loss(is_known=True)
-        elif ERROR_FILE not in os.environ:  # a rank that finds this one lost waits for its state
+        elif ERROR_FILE not in os.environ:  # without a launcher, a rank that finds this one lost waits for its state
             self._store.put(json.dumps(self._state() | {"asked": FAULT}))
         self._store.flush()
 
@@ -160,7 +158,9 @@ class Watchdog:
             self._progress_time = now
             self._has_reported = False
         idle = now - self._progress_time
-        overdue = self._innermost() if idle > self._limit else {}  # most waits end by themselves before
+        overdue: dict[str, Any] = {}
+        if idle > self._limit:  # most waits end by themselves before
+            overdue = next(reversed(self.recorder.state()["open"]), {})  # the innermost open entry
         loss = self._find_loss()
         if loss is not None or asked >= FAULT:
             self._leave(loss)
@@ -248,10 +248,6 @@ class Watchdog:
 
     # -- states
 
-    def _innermost(self) -> dict[str, Any]:
-        """Return the innermost open entry of this rank, {} if there is none."""
-        return next(reversed(self.recorder.state()["open"]), {})
-
     def _state(self) -> dict[str, Any]:
         """Return the state of this rank: its recorder's, with stacks, torch's flight recorder and halted neighbours."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -303,17 +299,14 @@ def _do_nothing(number: int, frame: object) -> None:
     """Handle a signal in the main thread: the watchdog thread reads its number from the pipe."""
 
 
-FAULT = 2**32  # added to the counter in the store when a rank is lost; a request for states adds 1
-TICK = 0.25  # seconds between two checks of this rank
-ASK = 1.0  # seconds between two reads of the store
-_ANSWER = timedelta(seconds=5)  # for an answer of the store
-_COLLECT = 3.0  # seconds for other ranks to write their states
+# -- messages
 
 
 class PeerStore:
-    """A rank's messages to the watchdogs of the other ranks, and theirs to it.
+    """Messages between the watchdogs of a job's ranks, through the job's store and apart from collectives.
 
-    No method waits for long, or raises if the store is gone.
+    They use a board of their own: its thread may hang with the host of the store. No method waits for long, or raises
+    if the store is gone.
 
     Args:
         store: of the job; None for a single rank.
