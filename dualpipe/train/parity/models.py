@@ -191,38 +191,38 @@ class CutModel(ComparedModel):
         Checks all stages, so that an invalid one raises on every rank.
         """
         whole = self.build_whole(dtype, device)
-        shapes = {name: parameter.shape for name, parameter in whole.named_parameters(remove_duplicate=False)}
-        names_by_id = {id(parameter): name for name, parameter in whole.named_parameters()}
+        parameters = dict(whole.named_parameters(remove_duplicate=False))  # now, as cut() may change the model
         modules = list(self.cut(whole, num_stages))
         if len(modules) != num_stages or not all(isinstance(module, nn.Module) for module in modules):
             kinds = [type(module).__name__ for module in modules]
             raise ValueError(f"cut(whole, {num_stages}) returned {kinds}; it must return {num_stages} nn.Modules")
-        for parameter in whole.parameters():
+        for parameter in parameters.values():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(storage)
-        return [NamedStage(number, module, self._names_of(number, module, names_by_id, shapes))
+        return [NamedStage(number, module, self._names_of(number, module, parameters))
                 for number, module in enumerate(modules)]
 
-    def _names_of(
-        self, number: int, stage: nn.Module, names_by_id: dict[int, str], shapes: dict[str, torch.Size]
-    ) -> dict[str, str]:
+    def _names_of(self, number: int, stage: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
         """Return the names in the unpipelined model of a stage's parameters, which are not yet sharded.
+
+        parameters: of the unpipelined model, by name.
 
         Raises ValueError for a parameter that is not in the unpipelined model, or has another shape there.
         """
+        names_by_parameter = {parameter: name for name, parameter in parameters.items()}
         names: dict[str, str] = {}
         for stage_name, parameter in stage.named_parameters(remove_duplicate=False):
             if self.names is not None:
                 name = self.names(number, stage_name)
             else:
                 # By identity, as a stage may rename parameters; a parameter that cut() created must keep its name.
-                name = names_by_id.get(id(parameter), stage_name)
-            if name not in shapes:
+                name = names_by_parameter.get(parameter, stage_name)
+            if name not in parameters:
                 raise ValueError(f"stage {number} has a parameter {stage_name!r}, which the unpipelined model lacks; "
                                  "make stages of the modules that cut() receives, or give CutModel(names=...)")
-            if parameter.shape != shapes[name]:
+            if parameter.shape != parameters[name].shape:
                 raise ValueError(f"{stage_name!r} of stage {number} has shape {list(parameter.shape)}, and {name!r} of "
-                                 f"the unpipelined model {list(shapes[name])}; shard parameters in "
+                                 f"the unpipelined model {list(parameters[name].shape)}; shard parameters in "
                                  "CutModel(place=...), not in cut()")
             names[stage_name] = name
         return names
