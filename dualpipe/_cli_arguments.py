@@ -71,7 +71,7 @@ MEMORY: Arguments = {
 }
 OPTIONS_AFTER_CONFIG = {"train": TRAIN, "parity": PARITY, "plan": PLAN, "memory": MEMORY}  # by command
 PACK: Arguments = {
-    "paths": dict(nargs="+", metavar="PATH", help="files or folders of text, JSON or .parquet, or "
+    "paths": dict(nargs="+", metavar="PATH", help="files or folders in the formats of docs/data.md, or "
                   '"stdlib" (Python\'s own source)'),
     "--tokenizer": dict(default="bytes", metavar="bytes|DIR|FILE.json", help="default: bytes"),
     "--end-of-document": dict(metavar="TOKEN", help="token that ends a document; default: the tokenizer's eos_token"),

@@ -1,19 +1,23 @@
 """The metrics file, the progress lines and the loss curve."""
 
+import dataclasses
 import io
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from matplotlib.figure import Figure
 from rich.console import Console
 
+from dualpipe.nn.routing.losses import LOSSES
 from dualpipe.schedule import build
 from dualpipe.train import metrics as metrics_module
 from dualpipe.train.metrics import Console as RunConsole
@@ -385,3 +389,10 @@ def test_the_picture_has_a_curve_of_each_loss(tmp_path, monkeypatch, depths):
 
 def test_memory_of_this_process():
     assert 2**20 < memory_bytes(torch.device("cpu")) < 2**40
+
+
+def test_the_documents_list_every_metric():
+    text = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    rows = "\n".join(re.findall(r"^\| `[a-z_]+`.*", text, re.MULTILINE))
+    names = {field.name for field in dataclasses.fields(StepMetrics)} - {"router_losses"} | set(LOSSES)
+    assert [name for name in sorted(names) if f"`{name}`" not in rows] == []
