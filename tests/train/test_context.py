@@ -107,7 +107,8 @@ def sent(rank, toml, options, cp):
     config = resolved.config
     job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
     comparison = Comparison(ConfigModel(resolved), job, torch.float64, 1e-10)
-    comparison.run()
+    report = comparison.run()
+    assert [error.name for error in report.errors if error.stage < 0] == ["loss of the micro-batches"], "of both ranks"
     stages = [stage.module for stage in comparison.pipeline.stages]
     contexts = {layer.self_attn.context_parallel for stage in stages for layer in stage.layers.values()}
     model, tokens = resolved.model, train.micro_batch_size * train.num_chunks * length // cp
