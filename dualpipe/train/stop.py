@@ -4,9 +4,10 @@ In every step each rank reports whether it requests a stop, in one small all-red
 reports together with the values of the step, so the reports add no wait.
 
 The way of a signal: `Watchdog._request_stop`, in a thread of the rank -> `RankReports.gather` in `Trainer._step`, where
-all ranks learn of it -> `Trainer._read` sets `Trainer.status` -> `Trainer._save_at_stop` -> `train` returns 128 + the signal
--> `as_rank` in runtime/rank_process.py ends the process with it -> `RankProcesses.wait` in launch/start.py, for which it
-is no failure. The launcher passes its own signal on to all ranks. Before a rank has its watchdog, a signal kills it.
+all ranks learn of it -> `Trainer._read` sets `Trainer.status` -> `Trainer._save_at_stop` -> `train` returns
+128 + the signal -> `as_rank` in runtime/rank_process.py ends the process with it -> `RankProcesses.wait` in
+launch/start.py, for which it is no failure. The launcher passes its own signal on to all ranks. Before a rank has its
+watchdog, a signal kills it.
 """
 
 from __future__ import annotations
