@@ -13,7 +13,7 @@ import torch
 from dualpipe.cli import main
 from dualpipe.pipeline import executor
 from dualpipe.schedule import validate
-from scripts import BENCHMARKS, TORCHRUN, fork_script, run_script
+from scripts import TORCHRUN, fork_script, run_script
 
 SCRIPT = "bench_overlap.py"
 SMALL = ("--device", "cpu", "--repeats", "1", "--tokens", "32")
@@ -56,27 +56,6 @@ def test_between_real_ranks(tmp_path, capsys):
     result = run_script(SCRIPT, *SMALL, "--group", "--costs", str(tmp_path), launcher=TORCHRUN)
     assert "FAILED" not in result.stdout and result.stdout.count("goal: ") == 1, result.stdout + result.stderr
     check_costs(tmp_path / "overlap_tiny_32.json", capsys)
-
-
-DISAGREEING = """
-import os, sys
-import bench_overlap
-MISSING = sys.argv.pop()
-bench_overlap.settings = lambda args: []
-bench_overlap.report = lambda goals, outcome: int(os.environ["RANK"] == MISSING)
-sys.exit(bench_overlap.main())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("missing, status", [("1", 0), ("0", 1)])
-def test_between_ranks_the_status_is_that_of_rank_0(tmp_path, missing, status):
-    """Rank 0's rows are the ones shown, whatever the times of the others say."""
-    path = tmp_path / "disagreeing.py"
-    path.write_text(DISAGREEING)
-    options = ("--device", "cpu", "--group", missing)
-    result = run_script(path, *options, launcher=TORCHRUN, PYTHONPATH=str(BENCHMARKS))
-    assert result.returncode == status, result.stdout + result.stderr
 
 
 def test_measures_a_tiny_layer(bench, monkeypatch):
@@ -140,47 +119,6 @@ def test_blocks_stay_until_the_work_beside_them_is_done(script):
         assert x.sum().item() == 4
     with pytest.raises(RuntimeError, match=r"4 blocks gave up after 0\.01 s"), blocks.held(4, limit_us=10_000):
         time.sleep(0.1)
-
-
-class Clock:
-    """Stand-in for the module `time`; only `sleep` advances it."""
-
-    now = 100.0
-
-    def perf_counter(self):
-        return self.now
-
-    def sleep(self, seconds):
-        self.now += seconds
-
-
-def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench, monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(bench, "time", clock)
-    mirror = bench.Mirror(4, torch.device("cpu"), None)
-    sent = torch.arange(8, dtype=torch.uint8).view(4, 2)
-    received = torch.empty_like(sent)
-    mirror.start(received, sent, [1] * 4, [1] * 4).wait()
-    assert received.equal(sent)
-    mirror.seconds_per_byte = 0.01
-    works = [mirror.start(received, sent, [1] * 4, [1] * 4) for _ in range(2)]
-    assert clock.now == 100.0, "nobody waits yet"
-    ends = []
-    for work in works:
-        work.wait()
-        ends.append(clock.now)
-    assert ends == pytest.approx([100.06, 100.12]), "one after the other: twice 6 bytes to others"
-
-
-@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b", "deepseek-v2-lite"])
-def test_balanced_routes_spread_over_ranks(bench, model):
-    """Every expert gets as much, and a token's experts are on several ranks."""
-    sizes = bench.MODELS[model]
-    chosen = bench.BalancedRoutes(stride=bench.spread(sizes))(torch.zeros(1024, sizes.top_k).long(), sizes.experts)
-    load = chosen.flatten().bincount(minlength=sizes.experts)
-    assert load.max() - load.min() <= 1
-    ranks = chosen // (sizes.experts // 8)
-    assert min(len(set(row)) for row in ranks.tolist()) >= min(sizes.top_k, 8) - 2
 
 
 @pytest.mark.gpu

@@ -32,13 +32,6 @@ def machine(bench):
 # ---------------------------------------------------------------------------------------------------------- on any CPU
 
 
-@pytest.mark.slow
-def test_scripts_start_by_themselves():
-    result = run_script("bench_grouped_gemm.py", "--quick", CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 0, result.stderr
-    assert "needs a CUDA device" in result.stdout
-
-
 @pytest.mark.parametrize("model", ["tiny", "tiny clamped"])
 @pytest.mark.parametrize(("name", "setting"), TINY)
 def test_measures_a_tiny_layer(script, machine, name, setting, model):
@@ -50,14 +43,6 @@ def test_measures_a_tiny_layer(script, machine, name, setting, model):
     for goal in module.BENCH.goals:
         assert all(goal.column in row for row in rows), goal.text
         goal.missed([setting | row for row in rows])
-
-
-@pytest.mark.parametrize("name", BENCHES)
-def test_quick_is_a_part_of_the_settings(script, bench, monkeypatch, name):
-    monkeypatch.setattr(sys, "argv", ["", "--quick"])
-    full = script(name).BENCH
-    quick = bench.chosen(full, bench.parse(full))
-    assert 3 <= len(quick) <= 8 and all(setting in full.settings for setting in quick)
 
 
 def test_a_wrong_product_is_not_timed(script, machine, monkeypatch):
@@ -149,12 +134,6 @@ def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path)
         "destinations", "sort", "dispatch", "combine", "combine backward", "dispatch backward"]
 
 
-def test_results_are_saved(bench, tmp_path):
-    path = bench.save("it", [{"ms": 1.0}], tmp_path / "new", copy_gb_per_s=2.0)
-    report = json.loads(path.read_text())
-    assert report["rows"] == [{"ms": 1.0}] and report["copy_gb_per_s"] == 2.0 and report["torch"] == torch.__version__
-
-
 @pytest.mark.parametrize("share", [1, 4])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_route(script, share, skewed):
@@ -166,20 +145,6 @@ def test_route(script, share, skewed):
     assert [at.stop for _, at in layer.slices] == layer.offs.tolist() and layer.slices[0][1].start == 0
     low, high = min(layer.counts), max(layer.counts)
     assert high > 1.7 * low if skewed else high - low <= 1
-
-
-@pytest.mark.parametrize("skewed", [False, True])
-def test_choices_are_different_experts(script, skewed):
-    chosen = script("expert_shapes").choices(500, 16, 4, skewed, torch.device("cpu"))
-    assert chosen.shape == (500, 4) and all(len(set(row)) == 4 for row in chosen.tolist())
-    first = (chosen == 0).any(1).float().mean()
-    assert first > 0.9 if skewed else 0.1 < first < 0.4
-
-
-def test_every_combination(script):
-    assert script("expert_shapes").every(a=(1, 2), b="xy") == [
-        {"a": 1, "b": "x"}, {"a": 1, "b": "y"}, {"a": 2, "b": "x"}, {"a": 2, "b": "y"}
-    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU

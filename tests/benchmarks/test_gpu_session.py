@@ -1,14 +1,11 @@
 """`make gpu`: a session goes on after a part that fails, crashes or hangs, and after a session that was cut off."""
 
 import json
-import os
-import subprocess
-import sys
 import time
 
 import pytest
 
-from scripts import BENCHMARKS, run_script
+from scripts import run_script
 
 PLANTED = """
 import os, subprocess, sys, time
@@ -117,28 +114,6 @@ def test_a_second_call_goes_on_with_the_next_part(modules, planted, tmp_path):
     assert len(json.loads(path.read_text())["calls"]) == 3
 
 
-def test_every_row_is_in_a_whole_file_at_once(modules, tmp_path):
-    report = modules[1].SessionReport(tmp_path / "new" / "session.json")
-    report.begin("it", "why?", 10.0)
-    for number in range(3):
-        report.add("it", {"row": {"number": number}})
-        saved = json.loads(report.path.read_text())["parts"]["it"]
-        assert saved["status"] == "running" and [row["number"] for row in saved["rows"]] == list(range(number + 1))
-
-
-def test_clocks_and_power_are_those_of_nvidia_smi(modules, tmp_path, monkeypatch):
-    report = modules[1]
-    said = ", ".join(str(number) for number in range(len(report.STATES)))
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{said}'\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    (state,) = report.device_states()
-    assert state["name"] == "0" and state["power.draw"] == str(report.STATES.index("power.draw"))
-    monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
-    assert report.device_states() == []
-
-
 def test_parts_exist_and_are_asked_for_by_name(script):
     program = script("gpu_session")
     assert len(program.CARD) == 11 and len({part.name for part in (*program.CARD, *program.NODE)}) == 14
@@ -173,44 +148,3 @@ def test_all_parts_of_a_dry_session(tmp_path, node):
     assert len(parts) == (3 if node else 11)
     assert {name: part["failures"] for name, part in parts.items() if part["failures"]} == {}, done.stdout
     assert all(part["rows"] for part in parts.values())
-
-
-def test_a_name_that_no_part_has_is_refused(tmp_path):
-    done = run_script("gpu_session.py", "--dry", "--folder", str(tmp_path), "--only", "grouped")
-    assert done.returncode == 1 and "there is no part 'grouped'; give some of: startup kernel-tests" in done.stderr
-
-
-# ---------------------------------------------------------------------------------------------------- tests on one card
-
-TEST = """
-import os, pytest
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("a", range(5))
-@pytest.mark.parametrize("b", range(2))
-def test_on_gpu(a, b):
-    assert "PYTEST_XDIST_WORKER" not in os.environ
-
-@pytest.mark.parametrize("a", range(6))
-def test_on_cpu(a):
-    assert "PYTEST_XDIST_WORKER" in os.environ
-"""
-
-
-def pytest_of(tmp_path, *arguments):
-    """Run pytest with this folder's conftest on a file of its own."""
-    file = tmp_path / "test_it.py"
-    file.write_text(TEST)
-    root = BENCHMARKS.parent
-    command = [sys.executable, "-P", "-m", "pytest", "-q", "-c", str(root / "pyproject.toml"), "--rootdir", str(root),
-               "-p", "no:cacheprovider", "--confcutdir", str(root), str(root / "tests" / "conftest.py"), str(file)]
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
-    return subprocess.run([*command, *arguments], cwd=root, env=outside, capture_output=True, text=True)
-
-
-@pytest.mark.parametrize("marks, numbers, cases", [
-    ("gpu", "4 passed, 12 deselected", ["--gpu-cases", "4"]), ("not gpu", "6 passed", []),
-])
-def test_those_marked_gpu_share_one_worker(tmp_path, marks, numbers, cases):
-    done = pytest_of(tmp_path, "-m", marks, "--numprocesses", "2", *cases)
-    assert numbers in done.stdout, done.stdout + done.stderr

@@ -39,11 +39,6 @@ def test_the_best_geometric_mean_wins(tuner):
     assert (tuned.chosen, tuned.cases) == ("steady", 2) and tuned.ratio == pytest.approx(100 / math.sqrt(9000))
 
 
-def test_without_measurements_the_present_entry_stays(tuner):
-    tuned = tuner.choose(tuner.CLASSES[0], "present", {}, [], {})
-    assert tuned.chosen == "present" and math.isnan(tuned.ratio)
-
-
 def test_the_table_is_python_source(tuner):
     config = GemmConfig(64, 128, 64, 4, 4)
     tuned = [tuner.Tuned(c, tuner.source(config), 1.25, 3, [], {}) for c in tuner.CLASSES]
@@ -103,30 +98,6 @@ def test_tunes_a_tiny_class_on_cpu(tuner, parts, monkeypatch):
     assert timed == {tuner.source(c) for c in (tuner.present_entry(tiny, 90), good)}
     assert tuned.cases > 2 and {row["product"] for row in tuned.rows} >= {"up forward", "up forward, gathered"}
     assert tuner.best_of_each_product(tuned.rows)
-
-
-def test_a_candidate_that_fails_is_recorded(tuner, monkeypatch):
-    class Broken:
-        name, flops = "it", 1
-
-        def check(self, expected):
-            raise RuntimeError("wrong")
-
-    row = tuner.measure_config(Broken(), GemmConfig(64, 64, 32, 4, 2), torch.zeros(1), measure_ms=1)
-    assert row["TFLOP/s"] is None and row["error"] == "RuntimeError: wrong"
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_are_found(tuner):
-    assert set(tuner.kernels()) == {"_rows_kernel", "_weight_kernel", "_merged_weight_kernel"}
-
-
-def test_compiling_ahead_launches_nothing(tuner):
-    class Kernel:
-        def warmup(self, *args, grid, **constants):
-            return args, grid, constants
-
-    assert tuner.CompileOnly(Kernel())[(7,)](1, 2, ROWS=64) == ((1, 2), (7,), {"ROWS": 64})
 
 
 @pytest.mark.slow

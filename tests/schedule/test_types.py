@@ -37,29 +37,14 @@ def test_empty_cells_blank_ends_and_spaces():
     assert Schedule.from_torch_csv(text) == Schedule("csv", 1, 1, 3, (((f0,), (f1,), (f2, b0)),))
 
 
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("0F0,0B0\n1F0,1X0", "row 1, cell 1: '1X0' is not an action like 0F7"),
-        ("0F", "row 0, cell 0: '0F'"),
-        ("0F0 0F1", "'0F0 0F1'"),
-        ("-1F0", "'-1F0'"),
-        ("0SEND_F0", "'0SEND_F0'"),
-        ("0F0,(0F1;0B0)OVERLAP", r"row 0, cell 1: '\(0F1;0B0\)OVERLAP'"),
-        ("(0F1;0B)OVERLAP_F_B", "'0B' is not"),
-        ("(0F1;0B1;0F2)OVERLAP_F_B", "is not an action"),
-        ("²F0", "'²F0'"),
-        ("0F12345678901234567890", "is not an action"),
-        ("999999999F0", "stage 999999999 among only 1 actions"),
-        ("", "the CSV has no actions"),
-        (",,\n,", "the CSV has no actions"),
-        ('"0F0\n', "row 0, cell 0|not an action"),
-    ],
-)
+@pytest.mark.parametrize("text, message", [
+    ("0F0,0B0\n1F0,1X0", "row 1, cell 1: '1X0'"), ("0F", "row 0, cell 0: '0F'"), ("0F0 0F1", "'0F0 0F1'"),
+    ("-1F0", "'-1F0'"), ("0SEND_F0", "'0SEND_F0'"), ("0F0,(0F1;0B0)OVERLAP", "row 0, cell 1"),
+    ("(0F1;0B)OVERLAP_F_B", "'0B'"), ("(0F1;0B1;0F2)OVERLAP_F_B", "not an action"), ("²F0", "'²F0'"),
+    ("0F12345678901234567890", "not an action"), ("999999999F0", "stage 999999999"), ("", "no actions"),
+    (",,\n,", "no actions"),
+])
 def test_malformed_text_is_refused(text, message):
-    if text.startswith('"'):  # csv reads an open quote to the end: that is one good cell
-        assert Schedule.from_torch_csv(text).ranks == (((Action("F", 0, 0),),),)
-        return
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_torch_csv(text)
 

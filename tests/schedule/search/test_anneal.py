@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -59,3 +60,31 @@ def test_a_limit_that_would_be_passed_ends_the_timing():
         if changed is not None:
             end = max(changed.ends())
             assert timing.times(ranks, end + 1e-6) is not None and timing.times(ranks, end - 1e-6) is None
+
+
+def whole_work(order):
+    """Counts of forwards, backwards and weight gradients by stage; a full backward counts as "I" and "W"."""
+    counts = Counter()
+    for step in order:
+        for kind, stage in step:
+            counts.update([("I", stage), ("W", stage)] if kind == "B" else [(kind, stage)])
+    return counts
+
+
+def test_changes_keep_the_work_and_the_original():
+    chance = random.Random(0)
+    order = orders_of(build("dualpipev", 3, 6))[0]
+    work = whole_work(order)
+    original = order[:]
+    num_changed = 0
+    for _ in range(500):
+        changed = random_change(order, chance)
+        assert order == original
+        if changed is not None:
+            assert whole_work(changed) == work and all(len(step) in (1, 2) for step in changed)
+            num_changed += changed != order
+    assert num_changed > 200
+
+
+def test_an_empty_order_has_no_change():
+    assert random_change([], random.Random(0)) is None

