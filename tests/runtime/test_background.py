@@ -16,11 +16,6 @@ def test_the_result_and_the_error_of_work_come_with_its_future():
         failed.result(60)
 
 
-def test_the_thread_is_named_and_a_daemon():
-    thread = run_in_background(threading.current_thread, "looker").result(60)
-    assert thread.name == "looker" and thread.daemon and thread is not threading.main_thread()
-
-
 def test_work_that_hangs_is_given_up():
     released = threading.Event()
     assert run_with_timeout(released.wait, 0.01) is None

@@ -4,13 +4,11 @@ import os
 import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import dualpipe
 from dualpipe import cli
 from dualpipe.runtime import doctor
 
@@ -20,10 +18,11 @@ printf 'GPU0\\t X \\tNV18\\tPIX\\t0-47\\nGPU1\\tNV18\\t X \\tSYS\\t48-95\\nNIC0\
 
 
 def says(capsys, status=0):
-    """Return the lines that `dualpipe doctor` prints, by their state."""
+    """Return what `dualpipe doctor` prints, by the state of each line."""
     assert cli.main(["doctor"]) == status
     lines = capsys.readouterr().out.splitlines()
-    return {state: [line[9:] for line in lines if line.split()[0] == state] for state in ("ok", "missing", "error")}
+    return {state: "\n".join(line for line in lines if line.split()[0] == state) for state in
+            ("ok", "missing", "error")}
 
 
 @pytest.fixture
@@ -48,25 +47,21 @@ def nvidia_smi(monkeypatch, folder, script):
 def test_two_devices(two_devices, monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     found = says(capsys)
-    assert found["error"] == []
-    assert any(text.endswith(f" in {Path(dualpipe.__file__).parent}") for text in found["ok"])
-    for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200, sm_90, 141 GiB", "NCCL 2.28.3",
-                 "NCCL's kernels, if all wait at once: up to 61 blocks on 132 multiprocessors",
-                 "peer access between all 2 devices", "NVLink between all devices (NV18)",
-                 "gloo on lo (GLOO_SOCKET_IFNAME)", f"torch {torch.__version__}"):
+    assert found["error"] == ""
+    for text in ("cuda:0 NVIDIA H200, sm_90, 141 GiB", "cuda:1 NVIDIA H200", "NCCL 2.28.3", "61 blocks on 132",
+                 "peer access between all 2", "NV18", "gloo on lo", f"torch {torch.__version__}"):
         assert text in found["ok"], text
-    assert not any("NVLink" in text or "CUDA" in text for text in found["missing"])
+    assert "NVLink" not in found["missing"] and "CUDA" not in found["missing"]
 
 
 def test_blocks_that_do_not_fit_and_streams_that_share_a_queue(two_devices, monkeypatch, capsys):
     part = SimpleNamespace(**vars(H200) | {"name": "NVIDIA H200 MIG 2g", "multi_processor_count": 40})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: part)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    text = "\n".join(says(capsys)["missing"])
-    assert "up to 61 blocks on 40 multiprocessors; they can wait for each other: set NCCL_MAX_NCHANNELS=8" in text
-    assert "CUDA_DEVICE_MAX_CONNECTIONS=1: all streams share one queue" in text
+    text = says(capsys)["missing"]
+    assert "61 blocks on 40" in text and "NCCL_MAX_NCHANNELS=8" in text and "CUDA_DEVICE_MAX_CONNECTIONS=1" in text
     monkeypatch.setenv("NCCL_MAX_NCHANNELS", "8")
-    assert any("up to 37 blocks on 40" in text for text in says(capsys)["ok"])
+    assert "37 blocks on 40" in says(capsys)["ok"]
 
 
 def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):
@@ -77,15 +72,11 @@ def test_what_two_devices_can_miss(two_devices, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib9")
     found = says(capsys, status=1)
-    assert found["error"][0].startswith("gloo: GLOO_SOCKET_IFNAME=ib9 is none of lo")
-    assert found["error"][1] == "NCCL: this build of torch has none; GPUs cannot train together"
-    text = "\n".join(found["missing"])
-    assert "cuda:0 Tesla V100, sm_70, 32 GiB: too old" in text
-    assert "peer access from cuda:0 to 1: messages go through host memory" in text
-    assert "NVLink between all devices (SYS by nvidia-smi)" in text
-
+    assert "GLOO_SOCKET_IFNAME=ib9" in found["error"] and "NCCL" in found["error"]
+    for text in ("sm_70, 32 GiB: too old", "peer access from cuda:0 to 1", "SYS by nvidia-smi"):
+        assert text in found["missing"]
     two_devices.write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
-    assert any("nvidia-smi does not show" in text for text in says(capsys, status=1)["missing"])
+    assert "nvidia-smi does not show" in says(capsys, status=1)["missing"]
 
 
 def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
@@ -100,25 +91,19 @@ def test_no_device_no_compiler_and_a_package_missing(monkeypatch, capsys):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("PATH", "")
     found = says(capsys, status=1)
-    assert found["error"] == ["rich: no training; pip install rich"]
-    assert "tensorboard: training writes no TensorBoard events; pip install tensorboard" in found["missing"]
-    assert any(text.startswith("CUDA devices: torch ") and "training runs on" in text for text in found["missing"])
-    assert "C compiler: no --train.compile; set CC" in found["missing"]
-    assert any(text.startswith("gloo on 10.0.0.3 (") for text in found["ok"])
+    assert "pip install rich" in found["error"] and "tensorboard" not in found["error"]
+    for text in ("pip install tensorboard", "CUDA devices", "C compiler"):
+        assert text in found["missing"]
+    assert "gloo on 10.0.0.3" in found["ok"]
     monkeypatch.setattr(doctor.socket, "gethostbyname", lambda host: "127.0.1.1")
     monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "ib0")])
-    missing = says(capsys, 1)["missing"]
-    assert any(text.endswith("resolves to 127.0.1.1; set GLOO_SOCKET_IFNAME to one of eth0, ib0") for text in missing)
+    assert "one of eth0, ib0" in says(capsys, 1)["missing"]
     monkeypatch.setattr(doctor.socket, "if_nameindex", lambda: [(1, "lo")])
-    missing = says(capsys, 1)["missing"]
-    assert any(text.endswith("resolves to 127.0.1.1; it has no other interface") for text in missing)
+    assert "no other interface" in says(capsys, 1)["missing"]
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path):
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
     done = subprocess.run([sys.executable, "-P", "-m", "dualpipe", "doctor"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1 and done.stderr == ""
-    assert done.stdout.splitlines()[-1] == (
-        "error    torch cannot be imported (OSError: libcudart.so.13: cannot open shared object file): no training"
-    )
+    assert done.returncode == 1 and done.stderr == "" and "libcudart.so.13" in done.stdout.splitlines()[-1]

@@ -26,8 +26,7 @@ def test_a_rank_whose_actions_are_sometimes_slow_leaves_the_others_waiting():
         return COSTS.of(step) * (6 if (rank, run) == (1, 1) else 1)
 
     (line,) = symptoms_of(played(build("1f1b", 2, 4), duration))
-    found = re.fullmatch(r"bubble: rank 0 waits (\d+)% of a step for other ranks of its pipeline, (\d+)% in the "
-                         r"simulation; try other \[parallel\] layers_per_stage", line)
+    found = re.match(r"bubble: rank 0 waits (\d+)% of a step .* (\d+)% in the simulation", line)
     assert found and int(found[1]) >= int(found[2]) + 15
 
 
@@ -39,30 +38,26 @@ def test_a_rank_that_waits_for_its_batch():
         trace.slices.append(Slice(0, COMPUTE, "data", "the next batch", ends[-2], ends[-1], {"step": number + 1}))
     (line,) = symptoms_of(trace)
     share = 60 * MS / (ends[-1] - min(item.start for item in trace.slices))
-    assert line.startswith(f"input starvation: rank 0 waits {share:.0%} of a step for its next batch; ")
+    assert line.startswith(f"input starvation: rank 0 waits {share:.0%} of a step")
 
 
 def test_experts_of_a_rank_with_more_tokens():
     loads = {"1": [100, 100, 100, 210, 60, 30]}
     trace = played(build("1f1b", 2, 4), lambda rank, run, step: COSTS.of(step), replicas=3, loads=loads)
-    assert symptoms_of(trace) == ["load imbalance: the part of the experts on rank 3 gets 2.1 times the mean number of "
-                                  "tokens; raise [router] balance"]
+    (line,) = symptoms_of(trace)
+    assert line.startswith("load imbalance") and "rank 3 gets 2.1 times" in line
 
 
-@pytest.mark.parametrize("kind, remedy", [
-    (ALL_TO_ALL, "[parallel] overlap = true, or a smaller [parallel] ep or cp"),
-    ("reductions", "[parallel] dp_replicate, or more [train] num_chunks"),
-])
+@pytest.mark.parametrize("kind, remedy", [(ALL_TO_ALL, "overlap"), ("reductions", "dp_replicate")])
 def test_exposed_communication(kind, remedy):
     shares = {kind: 0.2, "gathers": 0.07, "norm": 0.5}  # the norm waits for the slowest rank; it has no setting
-    line = f"exposed communication: rank 1 waits 27% of a step in collectives, 20% in {kind}; try {remedy}"
-    assert str(symptoms.exposed_communication("rank 1", shares)) == line
+    line = str(symptoms.exposed_communication("rank 1", shares))
+    assert "rank 1 waits 27% of a step in collectives, 20%" in line and remedy in line
     assert symptoms.exposed_communication("rank 1", {kind: 0.2}) is None
 
 
 def test_no_one_is_told_to_turn_on_what_is_on():
-    symptom = symptoms.exposed_communication("rank 1", {ALL_TO_ALL: 0.4}, overlaps=True)
-    assert symptom.text.endswith("; try a smaller [parallel] ep or cp")
+    assert "overlap" not in symptoms.exposed_communication("rank 1", {ALL_TO_ALL: 0.4}, overlaps=True).text
 
 
 def test_all_settings_that_are_named_exist():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -68,57 +68,14 @@ class MailGroup:
         return SimpleNamespace(wait=lambda: tensors[0].copy_(box.get(timeout=60)))
 
 
-def in_lockstep(size: int) -> Counter[int]:
-    """Run `combine` on `size` ranks, each on a thread; count the ranks by their number of messages."""
-    mail = Mailboxes()
-    ranks = [HostMessages(MailGroup(mail, "all", rank, size)) for rank in range(size)]
-    sent: Counter[int] = Counter()
-    # `combine` waits for messages of other ranks, so every rank has a thread.
-    results: dict[int, Summary] = {}
-    threads = [threading.Thread(target=lambda rank=rank: results.update({rank: ranks[rank].combine(
-        Summary(has_error=rank == 1, lowest=rank, highest=rank, key=rank + 5, known=7 - (rank == size - 1))
-    )})) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(results.values()) == {Summary(size > 1, 0, size - 1, 5, 6)}
-    sent[sum(mail.sent.values()) // size] += 1
-    return sent
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 16, 128])
 def test_summaries_are_combined_in_few_messages(size):
-    assert in_lockstep(size) == {math.ceil(math.log2(size)): 1}
-
-
-def rounds_of(size: int) -> int:
-    """Return the number of messages that one of `size` ranks sends in `combine`; received messages are made up."""
-
-    class Echo:
-        sent = 0
-
-        def size(self) -> int:
-            return size
-
-        def rank(self) -> int:
-            return 0
-
-        def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-            self.sent += 1
-            return SimpleNamespace(wait=lambda: None)
-
-        def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-            return SimpleNamespace(wait=lambda: tensors[0].copy_(Summary().pack()))
-
-    group = Echo()
-    HostMessages(group).combine(Summary())
-    return group.sent
-
-
-@pytest.mark.parametrize("size, expected", [(2, 1), (16, 4), (128, 7), (2048, 11)])
-def test_a_rank_sends_as_many_messages_as_the_size_has_doublings(size, expected):
-    assert rounds_of(size) == expected
+    mail = Mailboxes()
+    ranks = [HostMessages(MailGroup(mail, "all", rank, size)) for rank in range(size)]
+    results = in_threads(size, lambda rank: ranks[rank].combine(
+        Summary(has_error=rank == 1, lowest=rank, highest=rank, key=rank + 5, known=7 - (rank == size - 1))))
+    assert set(results) == {Summary(size > 1, 0, size - 1, 5, 6)}
+    assert sum(mail.sent.values()) == size * math.ceil(math.log2(size))
 
 
 def agreeing(mail: Mailboxes, rank: int, size: int) -> RankSync:
@@ -126,17 +83,9 @@ def agreeing(mail: Mailboxes, rank: int, size: int) -> RankSync:
 
 
 def in_threads(size: int, work: Any) -> list[Any]:
-    results: list[Any] = [None] * size
-
-    def run(rank: int) -> None:
-        results[rank] = work(rank)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return results
+    """Return what `work` returns for each rank, on a thread for each, as ranks wait for messages of others."""
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(work, range(size)))
 
 
 def test_records_are_exchanged_once_for_each_new_set_of_them():
