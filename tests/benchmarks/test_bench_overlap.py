@@ -121,6 +121,36 @@ def test_blocks_stay_until_the_work_beside_them_is_done(script):
         time.sleep(0.1)
 
 
+class Clock:
+    """Stand-in for the module `time`; only `sleep` advances it."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(bench, "time", clock)
+    mirror = bench.Mirror(4, torch.device("cpu"), None)
+    sent = torch.arange(8, dtype=torch.uint8).view(4, 2)
+    received = torch.empty_like(sent)
+    mirror.start(received, sent, [1] * 4, [1] * 4).wait()
+    assert received.equal(sent)
+    mirror.seconds_per_byte = 0.01
+    works = [mirror.start(received, sent, [1] * 4, [1] * 4) for _ in range(2)]
+    assert clock.now == 100.0, "nobody waits yet"
+    ends = []
+    for work in works:
+        work.wait()
+        ends.append(clock.now)
+    assert ends == pytest.approx([100.06, 100.12]), "one after the other: twice 6 bytes to others"
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_runs_on_a_gpu(tmp_path, capsys):

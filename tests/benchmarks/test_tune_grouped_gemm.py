@@ -100,6 +100,17 @@ def test_tunes_a_tiny_class_on_cpu(tuner, parts, monkeypatch):
     assert tuner.best_of_each_product(tuned.rows)
 
 
+def test_a_candidate_that_fails_is_recorded(tuner, monkeypatch):
+    class Broken:
+        name, flops = "it", 1
+
+        def check(self, expected):
+            raise RuntimeError("wrong")
+
+    row = tuner.measure_config(Broken(), GemmConfig(64, 64, 32, 4, 2), torch.zeros(1), measure_ms=1)
+    assert row["TFLOP/s"] is None and row["error"] == "RuntimeError: wrong"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_filter_knows_what_spills(parts):

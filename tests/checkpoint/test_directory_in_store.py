@@ -1,24 +1,21 @@
 """Checkpoints in a store that cannot rename: whole or not there, whatever fails."""
 
-import os
 import shutil
 import subprocess
-import sys
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, tensors, verify
 from dualpipe.checkpoint.commands import check, clean, ls, show
 from dualpipe.checkpoint.directory import find, scan
 from dualpipe.checkpoint.manifest import MARKER
-from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime import storage
 from dualpipe.runtime.storage import RemotePath, as_location
-from native import Trainee, is_step, state_of, steps_in
+from native import Trainee, is_of_step, is_step, of_step, state_of, state_on, steps_in, whole_state
 from object_store import FAULTS, kill_when, objects_in, set_faults
 from ranks import run_ranks
 
@@ -112,21 +109,8 @@ def use_memory(rank):
 
 def test_several_processes_share_no_memory():
     """Each would have a store of its own, without the files of the others."""
-    message = ("memory://run is in the memory of one process, and this job has 2; give a directory or URL that all of "
-               "them reach, or start one process")
-    assert run_ranks(use_memory, 2) == [[message, message]] * 2
-
-
-def test_several_files_of_a_rank(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules["dualpipe.checkpoint.save"], "MAX_FILE_BYTES", 20)
-    with Checkpoints(url, keep_last=1) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state_of(step), step=step)
-    (objects,) = saves_on_disk(tmp_path).values()
-    assert "rank-00000.1.safetensors" in objects
-    state = state_of(0)
-    load(url, state)
-    assert is_step(state, 2)
+    for errors in run_ranks(use_memory, 2):
+        assert all("memory of one process, and this job has 2" in error for error in errors)
 
 
 def test_commands(url, tmp_path):
@@ -225,18 +209,6 @@ def test_what_is_damaged_is_passed_over_and_not_cleaned(url, tmp_path, name, cha
     assert second.name in saves_on_disk(tmp_path)
     save(url, state_of(2), step=2)  # the same step again replaces it
     assert second.name not in saves_on_disk(tmp_path) and steps_in(url) == [1, 2]
-
-
-def test_a_store_that_cannot_be_reached_is_no_damage(url):
-    """Going back to an older checkpoint for it would lose progress."""
-    for step in (1, 2):
-        path = save(url, state_of(step), step=step)
-    for kind in ("read", "look up"):
-        set_faults(broken=lambda asked, key, kind=kind: asked == kind and path.name in key)
-        with pytest.raises((ValueError, OSError), match=f"in 5 attempts: OSError: the store refuses to {kind}"):
-            load(url, state_of(0))
-        with pytest.raises((ValueError, OSError), match=f"the store refuses to {kind}"):
-            save(url, state_of(3), step=3)
 
 
 def out_of_reach_after(count, name):
@@ -383,17 +355,6 @@ def test_a_checkpoint_whose_deletion_failed_is_not_counted_as_kept(url, tmp_path
     assert steps_in(url) == [2, 3, 4] and len(saves_on_disk(tmp_path)) == 3
 
 
-@pytest.mark.parametrize("name", [*OBJECTS, "latest"])
-def test_an_object_whose_answer_is_lost_stops_no_save(url, tmp_path, name):
-    with Checkpoints(url, keep_last=1) as checkpoints:
-        checkpoints.save(state_of(1), step=1)
-        faults = set_faults(lost=lambda kind, key: kind == "complete" and key.endswith(name))
-        path = checkpoints.save(state_of(2), step=2)
-    assert [key.endswith(name) for kind, key, _ in faults.requests if kind == "complete"].count(True) <= 2
-    state = state_of(0)
-    assert load(url, state).path == path and is_step(state, 2) and saves_on_disk(tmp_path) == {path.name: OBJECTS}
-
-
 # -- one job at a time
 
 
@@ -517,19 +478,6 @@ def test_a_failure_of_one_rank_is_that_of_all(url, tmp_path, how):
 
 # -- killed
 
-ROWS = 200_000
-
-
-def state_on(mesh):
-    sharded = distribute_tensor(torch.zeros(ROWS, 4), Mesh.of(mesh).dense, [Shard(0)])
-    return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": torch.zeros(ROWS)}
-
-
-def of_step(state, step):
-    for tensor in state.values():
-        tensor.fill_(float(step))
-    return state
-
 
 def save_and_be_killed(rank, url, how, victim, name, at):
     """Save steps 1 and 2, and be killed in the third."""
@@ -548,11 +496,6 @@ def save_and_be_killed(rank, url, how, victim, name, at):
         checkpoints.wait()
         if rank == victim:  # the last objects are written after the commit
             raise AssertionError("it was not killed")
-
-
-def whole_state():
-    return {"sharded": torch.zeros(ROWS, 4), "same": torch.zeros(ROWS), "own.0": torch.zeros(ROWS),
-            "own.1": torch.zeros(ROWS)}
 
 
 MOMENTS = [  # the rank that is killed, the object that it writes, when, and the step that is the newest afterwards
@@ -576,7 +519,7 @@ def test_killed_in_a_save(url, tmp_path, how, moment):
     state = whole_state()
     loaded = load(url, state)
     assert loaded.manifest.step == newest and not loaded.damaged and loaded.path == latest(url)
-    assert all(torch.equal(tensor, torch.full_like(tensor, float(newest))) for tensor in state.values())
+    assert is_of_step(state, newest)
     list(clean(url))
     kept = [checkpoint.path.name for checkpoint in scan(url).committed]
     assert set(saves_on_disk(tmp_path)) == set(kept)
@@ -585,32 +528,3 @@ def test_killed_in_a_save(url, tmp_path, how, moment):
         checkpoints.save(of_step(whole_state(), 4), step=4)
     assert steps_in(url) == [newest, 4] and len(saves_on_disk(tmp_path)) == 2
     assert [key for key in objects_in(tmp_path) if "/" not in key] == ["latest"]
-
-
-KILLED = """
-import os, signal, threading, torch
-from dualpipe.checkpoint import Checkpoints
-checkpoints = Checkpoints({url!r}, keep_last=2)
-threading.Timer({delay}, os.kill, (os.getpid(), signal.SIGKILL)).start()
-for step in range({start}, 10**6):
-    checkpoints.save({{"weight": torch.full((300_000,), float(step))}}, step=step)
-"""
-
-
-@pytest.mark.slow
-def test_killed_at_any_moment_in_a_store_that_shows_half_objects(tmp_path):
-    """`file://` writes in place, so a kill leaves objects and markers in part."""
-    url, step = f"file://{tmp_path}", 0
-    for attempt in range(12):
-        script = KILLED.format(url=url, delay=0.05 + 0.07 * attempt, start=step + 1)
-        assert subprocess.run([sys.executable, "-P", "-c", script], timeout=120).returncode < 0
-        state = {"weight": torch.zeros(300_000)}
-        if step or latest(url):
-            loaded = load(url, state)
-            assert loaded.manifest.step >= step and not loaded.damaged
-            step = loaded.manifest.step
-            assert torch.equal(state["weight"], torch.full((300_000,), float(step)))
-            list(clean(url))
-            kept = {checkpoint.path.name for checkpoint in scan(url).committed}
-            assert {name for name in os.listdir(tmp_path) if name.startswith("step-")} == kept
-    assert step > 12

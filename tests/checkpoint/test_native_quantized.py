@@ -270,11 +270,3 @@ def step(trainee, number):
 def test_going_on(tmp_path, way):
     """Bytes, masters and moments equal those of the uninterrupted run."""
     run_ranks(go_on, 4, str(tmp_path), way)
-
-
-def test_commands_say_how_trained_weights_are_quantized(tmp_path):
-    for way in ("stored", "gathered"):
-        trainee = Trainee((1, 1, 1), rules=RULES[way])
-        save(tmp_path / way, trainee.state, step=1, plan=trainee.plan)
-        lines = [line for line in show(tmp_path / way) if line.startswith("  layers.1.mlp.experts.down_proj.weight")]
-        assert len(lines) == 1 and "nvfp4" in lines[0] and "  fp32  (" in lines[0], lines

@@ -7,7 +7,6 @@ import resource
 import runpy
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -15,14 +14,10 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from dualpipe.checkpoint import CheckpointError, Checkpoints, latest, load, save, verify
-from dualpipe.checkpoint.tensors import lay_out
-from dualpipe.checkpoint.writer import HostMemory
 from dualpipe.parallel.mesh import Mesh, build_mesh
-from dualpipe.runtime import storage
 from native import is_gone, writer_of, writers_of
 from ranks import run_ranks, server
 
@@ -58,25 +53,6 @@ def test_isolated_from_what_changes_afterwards(tmp_path, kind):
         path = tmp_path / f"step-{value:08}"
         assert stored(path) == {"weight": value, "bias": value}
         assert load(path, state_of(0)).manifest.extra == {"position": [value]}
-
-
-def test_one_copy_as_it_will_be_on_the_disk(tmp_path):
-    wide = torch.arange(24.0).view(4, 6)
-    state = {"view": wide[:, 1:3], "none": torch.zeros(0, 3), "number": torch.tensor(2.0), "flag": torch.tensor(True)}
-    kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
-    memory = HostMemory(is_shared=True)
-    for attempt in range(2):
-        laid_out = lay_out(kinds, 10**6, f"{attempt}.{{}}.safetensors".format, {})
-        memory.fill(laid_out, state)
-        state["view"] += 100  # which the copy is not
-        storage.write_files(tmp_path, memory.pieces())
-        state["view"] -= 100
-        assert os.fstat(memory._descriptor).st_size == 2**16
-        found = [load_file(path) for path in sorted(tmp_path.glob(f"{attempt}.*"))]
-        assert len(found) == 1 and found[0].keys() == state.keys()
-        assert all(torch.equal(found[0][name], state[name]) for name in state)
-        assert all(found[0][name].dtype is state[name].dtype for name in state)
-    memory.close()
 
 
 @pytest.mark.parametrize("how", ["save", "save_async"])
@@ -197,21 +173,11 @@ def test_the_end_of_the_process_waits_for_a_save(tmp_path, kind):
     assert not verify(tmp_path / "step-00000001")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["thread", "process"])
-def test_the_end_of_an_interpreter_waits_for_a_save(tmp_path, kind):
-    subprocess.run([sys.executable, "-P", unclosed(tmp_path, kind)], check=True, timeout=240)
-    assert not verify(tmp_path / "step-00000001")
-
-
-def test_only_what_has_changed_is_planned_again(tmp_path, monkeypatch):
-    calls, plan = [], saving.agree_on_writers
-    monkeypatch.setattr(saving, "agree_on_writers", lambda *given: (calls.append(given), plan(*given))[1])
+def test_tensors_may_change_their_sizes(tmp_path):
     with Checkpoints(tmp_path) as checkpoints:
         for step, size in enumerate([10, 10, 20, 20, 10]):
             checkpoints.save_async(state_of(step, size), step=step)
         checkpoints.save(state_of(5, 10), step=5)
-    assert len(calls) == 3
     for step, size in enumerate([10, 10, 20, 20, 10, 10]):
         assert stored(tmp_path / f"step-{step:08}", size) == {"weight": step, "bias": step}
 

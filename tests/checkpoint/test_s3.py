@@ -3,9 +3,6 @@
 import importlib
 import logging
 import os
-import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from dualpipe.checkpoint.commands import check, clean, ls, show
 from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.manifest import MARKER
 from dualpipe.runtime import storage
+from native import is_of_step
 from ports import free_ports
 
 pytestmark = pytest.mark.slow
@@ -61,10 +59,6 @@ def state_of(step):
     return {"weight": torch.full((ELEMENTS,), float(step)), "bias": torch.full((3,), float(step))}
 
 
-def is_step(state, step):
-    return all(torch.equal(tensor, torch.full_like(tensor, float(step))) for tensor in state.values())
-
-
 def saves_in(store, url):
     """Return the names of the saves that have any object."""
     return {key.split("/")[2] for key in store.find(url.removeprefix("s3://")) if key.split("/")[2].startswith("step-")}
@@ -79,7 +73,7 @@ def test_save_list_resume_verify_and_clean(bucket):
         path = checkpoints.wait()
     state = state_of(0)
     loaded = load(url, state)
-    assert loaded.path == path == latest(url) and is_step(state, 3) and not verify(path)
+    assert loaded.path == path == latest(url) and is_of_step(state, 3) and not verify(path)
     _, *rows = ls(url)
     assert [row.split()[-2:] for row in rows] == [[str(checkpoint.path), "complete"] for checkpoint in
                                                   scan(url).committed]
@@ -97,50 +91,6 @@ def test_save_list_resume_verify_and_clean(bucket):
         checkpoints.save(state_of(2), step=2)
         assert len(list(ls(url))) == 2
     assert not [key for key in bucket.find("bucket/run", withdirs=True) if "step-00000003" in key]
-
-
-JOB = """
-import os, signal, sys, torch
-from dualpipe.checkpoint import Checkpoints
-from dualpipe.runtime import storage
-
-url, victim = sys.argv[1:]
-write = storage.write
-
-def write_or_die(path, pieces, checksum=""):
-    if path.name == victim and "step-00000002" in str(path):
-        def torn():
-            for piece in pieces:
-                view = memoryview(piece)
-                yield view[: len(view) // 2]
-                os.kill(os.getpid(), signal.SIGKILL)
-        return write(path, torn(), checksum)
-    return write(path, pieces, checksum)
-
-storage.write = write_or_die
-with Checkpoints(url) as checkpoints:
-    for step in (1, 2, 3):
-        checkpoints.save({{"weight": torch.full(({elements},), float(step)), "bias": torch.full((3,), float(step))}},
-                         step=step)
-"""
-
-
-@pytest.mark.parametrize("victim", ["rank-00000.safetensors", "manifest.json", MARKER])
-def test_a_killed_job(bucket, endpoint, monkeypatch, victim):
-    """The endpoint is an option of fsspec for the job."""
-    url = f"{BUCKET}/killed"
-    environment = {name: value for name, value in os.environ.items() if name != "AWS_ENDPOINT_URL"}
-    environment["FSSPEC_S3_ENDPOINT_URL"] = endpoint
-    command = [sys.executable, "-P", "-c", JOB.format(elements=ELEMENTS), url, victim]
-    job = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert job.returncode == -signal.SIGKILL, job.stderr
-    state = state_of(0)
-    assert load(url, state).manifest.step == 1 and is_step(state, 1)
-    assert list(ls(url))[1].endswith("complete") and len(saves_in(bucket, url)) == (1 if victim[0] == "r" else 2)
-    with Checkpoints(url) as checkpoints:
-        checkpoints.save(state_of(2), step=2)
-    assert [checkpoint.manifest.step for checkpoint in scan(url).committed] == [2, 1]
-    assert len(saves_in(bucket, url)) == 2
 
 
 def test_an_upload_that_was_completed_before(bucket, monkeypatch):

@@ -173,14 +173,3 @@ def test_several_long_runs_of_like_layers_add_up():
     whole = activation_bytes(config, range(12), **sizes).saved
     part = activation_bytes(config, range(12), recompute=("experts:4-7",), **sizes).saved
     assert part == pytest.approx(whole - 4 * (saved[0] - saved[1]) / 3, rel=0.01)
-
-
-def test_recomputation_keeps_less_and_other_sizes_scale():
-    sizes = {"batch": 1, "sequence_length": 4096}
-    plain, experts, layer, sent = (
-        activation_bytes(CONFIG, LAYERS, **sizes, recompute=rules, ep=4).saved
-        for rules in ((), ("experts",), ("layer",), ("layer", "dispatch"))
-    )
-    assert plain > experts > layer > sent
-    assert activation_bytes(CONFIG, LAYERS, batch=2, sequence_length=2048, ep=4).saved == plain
-    assert activation_bytes(CONFIG, range(0), **sizes).saved == 2 * 4096 * 32, "what it hands on"

@@ -1,6 +1,5 @@
 """`dualpipe memory` and `dualpipe plan` refuse what a run refuses, with its message."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,29 +10,25 @@ TOML = str(Path(cli.__file__).parents[1] / "examples" / "tiny-cpu.toml")
 BF16 = ["--train.dtype", "bf16"]
 ON_GPUS = ["--parallel.device", "cuda"]
 FP8_BLOCK = ["--dtypes.rules", "*.experts,storage=fp8_block"]
-REFUSED = {
-    "two hops in one node": (
-        ["--parallel.dispatch", "two_hop"],
-        r"dispatch = 'two_hop' between 2 expert-parallel ranks with \[2\] on a node, but it needs several nodes"),
-    "FP8 rows without FP8 experts": (
-        ["--dtypes.fp8_dispatch", "True"],
-        r"dtypes\.fp8_dispatch: got experts with None in fp32 and gemm_precision 'auto', but it needs expert GEMMs"),
-    "cut blocks": (
-        [*BF16, "--dtypes.rules", "*.o_proj,storage=fp8_block"],
-        r"o_proj\.weight is \(128, 128\); over 2 ranks each would have 64 rows, which cuts through the blocks of 128"),
-}
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_the_memory_of_a_layout_that_a_run_refuses_is_not_estimated(name, capsys):
-    options, message = REFUSED[name]
+@pytest.mark.parametrize("options, message", [
+    (["--parallel.dispatch", "two_hop"], "'two_hop' between 2 expert-parallel ranks"),
+    (["--dtypes.fp8_dispatch", "True"], "dtypes.fp8_dispatch"),
+    ([*BF16, "--dtypes.rules", "*.o_proj,storage=fp8_block"], "cuts through the blocks of 128"),
+    (["--parallel.ep", "3"], "cannot be divided evenly among 3"),
+    (["--optimizer.groups", "nope,lr=1"], "'nope'"),
+    (["--optimizer.groups", "norm,algorithm=muon"], "Muon"),
+])
+def test_the_memory_of_a_layout_that_a_run_refuses_is_not_estimated(options, message, capsys):
     assert cli.main(["memory", TOML, "--parallel.ep", "2", *options]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("options", [
     ["--parallel.dispatch", "two_hop", "--parallel.ranks_per_node", "1"],
     [*ON_GPUS, *BF16, *FP8_BLOCK, "--dtypes.fp8_dispatch", "True"],
+    ["--optimizer.groups", "*.gate,lr=1"],
 ])
 def test_a_layout_that_a_run_may_accept_is_estimated(options, capsys):
     assert cli.main(["memory", TOML, "--parallel.ep", "2", *options]) == 0
@@ -48,4 +43,4 @@ def test_a_plan_leaves_out_what_a_run_refuses(capsys):
     column = rows[0].index("ep")
     assert {row[column] for row in rows[1:] if row[0].isdecimal()} == {"1"}
     assert cli.main([*run, "--dtypes.fp8_dispatch", "True"]) == 2
-    assert "dtypes.fp8_dispatch: got experts with None in fp32" in capsys.readouterr().err
+    assert "dtypes.fp8_dispatch" in capsys.readouterr().err

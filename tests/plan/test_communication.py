@@ -1,7 +1,5 @@
 """Seconds of bytes from rank to rank, and what ranks that share sequences send."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from math import comb
 

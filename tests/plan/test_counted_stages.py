@@ -1,7 +1,5 @@
 """Memory of micro-batches of transformers' models, counted without allocating it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers.models.olmoe.modeling_olmoe import OlmoeDecoderLayer

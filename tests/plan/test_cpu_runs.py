@@ -6,8 +6,6 @@ core computes as well (two cores share a memory, which GPUs do not), and, of a m
 host takes for one. Steps of all layouts take turns with these, as the machine's speed comes and goes.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Attention on tensors without memory: the kernels that devices take, by what they keep."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Machine descriptions: measured rates of a GPU and its links, and unusable values."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields
 from math import isfinite
@@ -26,12 +24,9 @@ def test_what_was_measured_replaces_what_is_assumed(tmp_path):
 
 
 @pytest.mark.parametrize("text, message", [
-    ('{"gem": 0.5}', "unknown field 'gem'; the nearest is 'gemm'"),
-    ('{"gemm": -1}', "gemm is -1; give a positive number"),
-    ('{"latency": -1}', "latency is -1; give a number of at least 0"),
-    ('{"launch": true}', "launch is True; give a number of at least 0"),
-    ('{"host_waits": 2}', "host_waits is 2; give true or false"),
-    ("[1]", "must hold an object"), ("{", "is not valid JSON"), ('{"rows": []}', "has no rates of kernels"),
+    ('{"gem": 0.5}', "'gemm'"), ('{"gemm": -1}', "gemm is -1"), ('{"latency": -1}', "latency is -1"),
+    ('{"launch": true}', "launch is True"), ('{"host_waits": 2}', "host_waits is 2"), ("[1]", "object"),
+    ("{", "not valid JSON"), ('{"rows": []}', "no rates"),
 ])
 def test_costs_that_cannot_be_used(tmp_path, text, message):
     (tmp_path / "costs.json").write_text(text)
@@ -65,7 +60,7 @@ def test_machines_of_ones_own(tmp_path):
     path.write_text("tflops = 100\nhbm = 1000\nmemory = 24\nmultiprocessors = 80\nnvlink = 25\nnetwork = 12.5\n")
     assert read_machine(str(path)).tflops == 100 and read_machine(str(path)).gemm == read_machine("h100").gemm
     path.write_text("tflops = 100\nhbm = 1000\nmemory = 24\nnvlink = 25\n")
-    with pytest.raises(ValueError, match=r"mine\.toml lacks the fields multiprocessors, network; set .*machines\.toml"):
+    with pytest.raises(ValueError, match="lacks the fields multiprocessors, network"):
         read_machine(str(path))
-    with pytest.raises(ValueError, match="unknown GPU 'h101'; give one of h100, h800, h200, b200, a100"):
+    with pytest.raises(ValueError, match="'h101'"):
         read_machine("h101")

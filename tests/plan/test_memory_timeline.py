@@ -1,7 +1,5 @@
 """Memory of each rank during each step of its schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,12 +105,9 @@ def test_every_rank_has_a_panel_with_a_bar_of_each_kind_for_each_step(tmp_path, 
         assert pytest.approx(np.array(expected)) == np.array(bars).T
 
 
-@pytest.mark.parametrize("picture, error", [
-    ("memory.jpg", "the picture is 'memory.jpg'; give a file that ends in .png, .svg, .pdf"),
-    ("memory.png", 'the picture memory.png needs matplotlib: pip install "dualpipe[viz]"'),
-])
+@pytest.mark.parametrize("picture, error", [("memory.jpg", "'memory.jpg'"), ("memory.png", "dualpipe[viz]")])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_counted(capsys, monkeypatch, picture, error):
     monkeypatch.setattr(memory_timeline, "find_spec", lambda name: None)
     assert main(["memory", str(TINY), "--timeline", picture]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err.splitlines() == [f"error: {error}"]
+    assert out == "" and error in err and err.count("\n") == 1

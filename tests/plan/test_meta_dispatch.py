@@ -1,7 +1,5 @@
 """Dispatch on the meta device: its rows, bytes and memory are those of a dispatch between ranks."""
 
-from __future__ import annotations
-
 from math import comb
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stages whose layers are on meta, with the code around them on the CPU."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

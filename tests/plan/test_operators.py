@@ -1,7 +1,5 @@
 """Operators that a layer launches, counted against the model's own formulas."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Predicted time of a training step, simulated by its schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Which runs there are on a number of GPUs, and which is the best."""
 
-from __future__ import annotations
-
 import pytest
 
 from dualpipe.plan import search

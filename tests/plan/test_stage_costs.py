@@ -1,7 +1,5 @@
 """Costs of a stage's actions: a pair hides what fits behind the other action."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -74,6 +74,13 @@ def test_the_least_time_is_of_later_calls(monkeypatch):
     assert len(calls) == 4
 
 
+def test_the_time_of_a_device_includes_its_work(monkeypatch):
+    events = []
+    monkeypatch.setattr(device, "synchronize", lambda _: events.append("synchronized"))
+    device.min_seconds(lambda: events.append("called"), torch.device("cuda", 0), num_calls=1)
+    assert events == ["called", "synchronized"] * 2
+
+
 @pytest.mark.parametrize(
     ("name", "peak"),
     [

@@ -5,8 +5,6 @@ must wait is an edge, and a schedule is legal if its actions are the right ones 
 plain tuples (kind, stage, micro-batch); a message is named ("F" or "B", stage, micro-batch) after who takes it.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """Random damage to a schedule, one kind of mistake a function. Steps are lists of [kind, stage, micro-batch]."""
 
-from __future__ import annotations
-
 import random
 
 

@@ -1,7 +1,5 @@
 """Known schedules: their orders by hand and as torch has them, their times and their memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from dualpipe.schedule import Costs, Schedule, build, simulate, validate

@@ -1,7 +1,5 @@
 """Building a schedule by its name: what it costs, and what is refused."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """`dualpipe schedule`, and that it needs no torch."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

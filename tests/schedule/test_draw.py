@@ -1,7 +1,5 @@
 """Text, tables and pictures of timelines."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from xml.etree import ElementTree

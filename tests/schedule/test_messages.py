@@ -1,7 +1,5 @@
 """Messages that the steps of a schedule receive, send and complete."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of timelines: its content, and its display in a browser."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -318,6 +316,12 @@ def test_keys_go_from_action_to_action_and_zoom(show):
     described = browser("document.getElementById(document.activeElement.getAttribute('aria-describedby')).innerText")
     assert "Escape clears" in described
     assert browser("document.getElementById('tip').getAttribute('role')") == "status"  # read out as it changes
+
+
+def test_names_are_not_run(show):
+    browser = show(*two(), title=EVIL, names=[EVIL, "plain"], unit="<b>", notes=EVIL)
+    assert browser("typeof window.evil") == "undefined" and browser("document.querySelectorAll('b').length") == 0
+    assert browser.text("h2").startswith("</script><script>window.evil = 1</script><!-- &")
 
 
 def test_odd_timelines_are_drawn(show):

@@ -1,7 +1,5 @@
 """Costs in text and in JSON."""
 
-from __future__ import annotations
-
 import json
 
 from dualpipe.schedule import Costs

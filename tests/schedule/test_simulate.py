@@ -1,7 +1,5 @@
 """Times: published truths, and tiny schedules worked out by hand."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest

@@ -1,7 +1,5 @@
 """CSV both ways, and what torch's own reader makes of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate

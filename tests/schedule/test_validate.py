@@ -3,8 +3,6 @@
 An independent reading agrees on thousands of mutations.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import random
 import time

@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from dualpipe.checkpoint import training_state, writer
 from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.state import parts_of
 from dualpipe.models import config_from_dict
 from dualpipe.nn.init import seeded_normal_
-from dualpipe.parallel.mesh import build_mesh
+from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.optim.optimizer import Optimizer
 from dualpipe.train.step import build_model, resolve_model_dtypes
@@ -101,6 +103,32 @@ def is_step(state, step):
     expected = state_of(step)
     return all(torch.equal(state[name], expected[name]) and state[name].dtype is expected[name].dtype
                for name in expected)
+
+
+ROWS = 200_000  # 2.4 MB on each of two ranks, so that a save that is killed is so in each of its phases
+
+
+def state_on(mesh):
+    """Return a state of two ranks: a sharded tensor, one that both have, and one of this rank alone."""
+    sharded = distribute_tensor(torch.zeros(ROWS, 4), Mesh.of(mesh).dense, [Shard(0)])
+    return {"sharded": sharded, "same": torch.zeros(ROWS), f"own.{dist.get_rank()}": torch.zeros(ROWS)}
+
+
+def whole_state():
+    """Return the tensors of `state_on` of both ranks."""
+    return {"sharded": torch.zeros(ROWS, 4), "same": torch.zeros(ROWS), "own.0": torch.zeros(ROWS),
+            "own.1": torch.zeros(ROWS)}
+
+
+def of_step(state, step):
+    """Fill all tensors of a state with `step`, and return it."""
+    for tensor in state.values():
+        tensor.fill_(float(step))
+    return state
+
+
+def is_of_step(state, step):
+    return all(torch.equal(tensor, torch.full_like(tensor, float(step))) for tensor in state.values())
 
 
 def writers_of(rank):

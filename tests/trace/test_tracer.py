@@ -18,7 +18,7 @@ from dualpipe.pipeline import PipelineError
 from dualpipe.runtime import recorder
 from dualpipe.runtime.errors import RankLost
 from dualpipe.runtime.recorder import ENTRIES, Recorder
-from dualpipe.trace import summary, tracer
+from dualpipe.trace import costs, summary, tracer
 from dualpipe.trace.file import COMMUNICATION, COMPUTE, read
 from dualpipe.trace.measured import Measured
 from ranks import run_ranks
@@ -205,6 +205,15 @@ def test_a_step_of_another_pipeline_is_none_of_this_one(tmp_path):
     assert not summary.Summary(found).totals(0).keys() & {"F", "B"}, "it computes, too"
 
 
+def test_a_step_within_something_else(tmp_path):
+    pipe, path = pipeline(0, 1), str(tmp_path / "trace.json")
+    with Recorder().activate(), pipe.trace(path), Recorder.current().doing("mine"):
+        step(pipe)
+    for report in (summary.report, costs.report):
+        with pytest.raises(ValueError, match="no step of training outside of other activities"):
+            report(path, None)
+
+
 def leaving(rank, folder):
     pipe = pipeline(rank, 2)
     start = time.monotonic()
@@ -227,6 +236,13 @@ def test_a_rank_that_fails_alone_waits_for_nobody_and_is_named_by_the_one_that_w
     assert list(found["otherData"]["ranks"]) == ["1"]
     with pytest.raises(ValueError, match="no step of training by a whole pipeline"):
         read(own)
+
+
+def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracer, "_schedule", mock.Mock(side_effect=ValueError("no room")))
+    with Recorder().activate(), pytest.raises(KeyError) as raised, pipeline(0, 1).trace(tmp_path / "trace.json"):
+        raise KeyError("mine")
+    assert raised.value.__notes__ == ["the trace was not written: no room"]
 
 
 # -- a device, which is pretended

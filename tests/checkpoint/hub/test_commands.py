@@ -30,9 +30,7 @@ def test_check(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--ep", "3"], "4 experts cannot be divided evenly among 3"), (["--pp", "0"], "must be at least 1; got pp = 0"),
-    (["--pp", "40"], "into 80 stages"),
-])
+    (["--ep", "3"], "4 experts"), (["--pp", "0"], "pp = 0"), (["--pp", "40"], "into 80 stages")])
 def test_check_refuses_a_layout(tmp_path, capsys, arguments, message):
     save_qwen(tmp_path)
     assert main(["hf", "check", str(tmp_path), *arguments]) == 2

@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from dualpipe.checkpoint.hub.files import Reader
-from dualpipe.checkpoint.hub.load import find_tensors, intersect_parts, model_shapes, stage_tensors
+from dualpipe.checkpoint.hub.load import find_tensors, intersect_parts, stage_tensors
 from dualpipe.checkpoint.tensors import Box, TensorHeader
-from dualpipe.models import DeepseekV3Config, Qwen3MoeConfig, config_from_dict
+from dualpipe.models import DeepseekV3Config, config_from_dict
 from dualpipe.models.hub import HubTensorPart
 from dualpipe.models.stages import meta_stages
 from dualpipe.nn.init import local_part
 from hub import FAMILIES, TINY, header_of, held_boxes, reads_of, save_qwen, stages_on_meta
 from ranks import run_ranks
 
-BIG = Qwen3MoeConfig(
-    vocab_size=151936, hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4,
-    head_dim=128, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=1536,
-)
 SMALL = {
     "model_type": "qwen3_moe", "vocab_size": 8, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1,
     "num_key_value_heads": 1, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 1, "moe_intermediate_size": 6,
@@ -67,8 +63,8 @@ def test_experts_that_nothing_divides_are_cut_on_dimension_0_again():
         slice(0, 2), slice(5, 7), slice(2, 4), slice(7, 9), slice(4, 5), slice(9, 10)]
 
 
-@pytest.mark.parametrize("config", [pytest.param(BIG, marks=pytest.mark.slow), V3], ids=["qwen3-235b", "deepseek-v3"])
-def test_the_ranks_of_a_stage_read_everything_once(config):
+def test_the_ranks_of_a_stage_read_everything_once():
+    config = V3
     header, read = header_of(config), defaultdict(list)
     tensors = find(config, header)
     for rank in (*range(64), *range(15 * 64, 16 * 64)):  # of the first and the last of 16 pipeline ranks
@@ -84,22 +80,6 @@ def test_the_ranks_of_a_stage_read_everything_once(config):
             continue
         assert sum(box.numel for box in boxes) == prod(header[name].shape)
         assert not any(a.intersection(b) for i, a in enumerate(boxes) for b in boxes[:i]), name
-
-
-@pytest.mark.slow
-def test_all_stages_are_read_by_some_rank():
-    header = header_of(BIG)
-    tensors = find(BIG, header)
-    names = [name for rank in range(16) for name, _ in reads_of(tensors, BIG, (16, 1, 1), rank)]
-    assert sorted(names) == sorted(header)
-
-
-def test_half_of_the_experts_for_each_of_two_ranks():
-    tensors = find(BIG, header_of(BIG))
-    for ep in range(2):
-        reads = reads_of(tensors, BIG, (47, 1, 2), ep)
-        experts = {int(name.split(".")[5]) for name, _ in reads if ".experts." in name}
-        assert experts == set(range(64 * ep, 64 * ep + 64))
 
 
 def test_example_of_the_module():
@@ -118,35 +98,23 @@ def test_blocks_of_a_transposed_part():
     assert into == Box((0, 0, 0), (1, 3, 3))
 
 
-def test_fused_experts_are_read_too():
-    config, name = config_from_dict(SMALL), "model.layers.0.mlp.experts.gate_up_proj"
-    apart = ("gate_proj.weight", "up_proj.weight")
-    header = {each: info for each, info in header_of(config).items() if not each.endswith(apart)}
-    header[name] = TensorHeader(torch.bfloat16, (4, 12, 4), "f", 0)
-    tensor = find(config, header)["layers.0.mlp.experts.gate_up_proj.weight"]
-    assert list(tensor.reads(Box((2, 0, 0), (2, 12, 4)))) == [(name, Box((2, 0, 0), (2, 12, 4)))]
-
-
 def test_what_is_wrong_is_said_in_one_line_with_the_nearest_name():
-    header = dict(header_of(BIG))
-    norm, o_proj = "model.layers.0.input_layernorm.weight", "model.layers.1.self_attn.o_proj.weight"
+    config = config_from_dict(SMALL | {"num_experts": 128})
+    header = dict(header_of(config))
+    norm, o_proj = "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.o_proj.weight"
     header["model.layers.0.input_layer_norm.weight"] = header.pop(norm)
-    header[o_proj] = header[o_proj]._replace(shape=(4096, 4096))
+    header[o_proj] = header[o_proj]._replace(shape=(4, 5))
     header["model.norm.weight"] = header["model.norm.weight"]._replace(dtype=torch.int8)
     for expert in range(100):
-        del header[f"model.layers.3.mlp.experts.{expert}.up_proj.weight"]
+        del header[f"model.layers.0.mlp.experts.{expert}.up_proj.weight"]
     header["model.layers.0.rotary_emb.inv_freq"] = TensorHeader(torch.float32, (64,), "f", 0)
     with pytest.raises(ValueError) as raised:
-        find(BIG, header)
-    assert str(raised.value) == (
-        f"the checkpoint does not fit the model (qwen3_moe): {norm}: missing, the nearest is "
-        "model.layers.0.input_layer_norm.weight; model.layers.3.mlp.experts.0.up_proj.weight: missing, the nearest is "
-        "model.layers.0.input_layer_norm.weight; model.layers.3.mlp.experts.1.up_proj.weight: missing, the nearest is "
-        f"model.layers.0.input_layer_norm.weight; {o_proj}: (4096, 4096) in the checkpoint, (4096, 8192) in the model; "
-        "model.norm.weight: torch.int8, which parameters in floating point would round; "
-        "model.layers.0.input_layer_norm.weight: unexpected, the model has no such tensor; and 98 more "
-        "(is this checkpoint complete, and its config.json the one that it was written with?)"
-    )
+        find(config, header)
+    for said in (f"{norm}: missing, the nearest is model.layers.0.input_layer_norm.weight",
+                 f"{o_proj}: (4, 5) in the checkpoint, (4, 4) in the model",
+                 "model.norm.weight: torch.int8", "model.layers.0.input_layer_norm.weight: unexpected", "and 98 more"):
+        assert said in str(raised.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_deepseeks_fp8_with_a_layer_that_predicts_more_tokens():
@@ -169,28 +137,3 @@ def test_deepseeks_fp8_with_a_layer_that_predicts_more_tokens():
     assert reads[f"{gate}_scale_inv"] == Box.whole((2, 2))
     with pytest.raises(ValueError, match=r"config.json does not say how"):
         find(config, header)
-
-
-GPT_OSS = {
-    "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2,
-    "intermediate_size": 32, "sliding_window": 8,
-}
-
-
-def test_mxfp4_is_not_transposed_though_the_bfloat16_tensor_is():
-    config = config_from_dict(GPT_OSS)
-    plain = header_of(config)
-    name, fused = "layers.0.mlp.experts.gate_up_proj.weight", "model.layers.0.mlp.experts.gate_up_proj"
-    assert plain[fused].shape == (4, 64, 64)
-    wanted = Box((2, 0, 0), (2, 16, 64))
-    assert list(find(config, plain)[name].reads(wanted)) == [(fused, Box((2, 0, 0), (2, 64, 16)))]
-    packed = {each: info for each, info in plain.items() if each != fused} | {
-        f"{fused}_blocks": TensorHeader(torch.uint8, (4, 64, 2, 16), "f", 0),
-        f"{fused}_scales": TensorHeader(torch.uint8, (4, 64, 2), "f", 0)}
-    assert list(find(config, packed)[name].reads(wanted)) == [
-        (f"{fused}_blocks", Box((2, 0, 0, 0), (2, 16, 2, 16))), (f"{fused}_scales", Box((2, 0, 0), (2, 16, 2)))]
-
-
-def test_nothing_is_allocated_for_a_model_of_671_billion():
-    assert 670e9 < sum(map(prod, model_shapes(V3).values())) < 672e9

@@ -26,8 +26,7 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized.quantize_model import quantizable
 from dualpipe.schedule import build
 from dualpipe.train.step import build_model, resolve_model_dtypes
-from hub import TINY, add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
-from native import CONFIG as V3
+from hub import add_mtp, read_all, rewrite, save_family, save_fp8, stages_on_meta
 from native import Trainee
 from ranks import run_ranks
 
@@ -142,15 +141,6 @@ def test_on_the_command_line(announced, tmp_path, capsys):
     assert mtp_of(tmp_path / "given") == mtp_of(announced) and (tmp_path / "given" / "tokenizer.json").exists()
     assert main(["hf", "export", str(announced), str(tmp_path / "x"), "--source", str(announced)]) == 2
     assert "--source is for a run's checkpoint" in capsys.readouterr().err
-
-
-def test_memory_says_that_they_need_none(tmp_path, capsys):
-    for name, config in (("v3", V3 | {"num_nextn_predict_layers": 1}), ("qwen", TINY | {"model_type": "qwen3_moe"})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(config))
-        (tmp_path / "run.toml").write_text(f'[model]\nconfig = "{tmp_path / name}.json"\n[data]\npath = "x"\n')
-        assert main(["memory", str(tmp_path / "run.toml"), "--parallel.pp", "1"]) == 0
-        output = capsys.readouterr().out
-        assert ("1 layer for multi-token prediction: without mtp.weight > 0" in output) == (name == "v3")
 
 
 # -- trained

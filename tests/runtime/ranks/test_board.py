@@ -1,7 +1,5 @@
 """A connection to the job's store whose calls may hang: their order, silence, and the end of the store."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

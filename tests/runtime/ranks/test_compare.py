@@ -1,7 +1,5 @@
 """`RankSync.compare`: few messages if nothing is new, an exchange of records otherwise, one conclusion for all."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor

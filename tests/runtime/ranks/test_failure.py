@@ -1,7 +1,5 @@
 """Failure on one rank: the end of the other ranks' waits, and the errors that they raise."""
 
-from __future__ import annotations
-
 import re
 import threading
 import time

@@ -1,7 +1,5 @@
 """RankSync: failures on one rank raise on all ranks."""
 
-from __future__ import annotations
-
 import re
 import time
 

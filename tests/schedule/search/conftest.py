@@ -1,7 +1,5 @@
 """A cache of found schedules for each test."""
 
-from __future__ import annotations
-
 import pytest
 
 

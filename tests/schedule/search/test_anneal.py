@@ -1,7 +1,5 @@
 """Properties that annealing relies on: changed orders get the times and proofs of whole ones."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 

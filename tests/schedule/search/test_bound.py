@@ -1,7 +1,5 @@
 """Lower bounds of a schedule's time: by hand, and against every order."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import combinations_with_replacement, product
 

@@ -1,7 +1,5 @@
 """Schedules that were found are kept: by all that they were searched for, whatever happens to the files."""
 
-from __future__ import annotations
-
 import resource
 import signal
 from types import MappingProxyType

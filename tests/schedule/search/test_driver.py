@@ -1,7 +1,5 @@
 """Schedules found by search: goals, proofs of the results, and equal results for equal inputs."""
 
-from __future__ import annotations
-
 import json
 from itertools import starmap
 from pathlib import Path

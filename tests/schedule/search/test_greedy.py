@@ -1,7 +1,5 @@
 """Schedules that the greedy search builds."""
 
-from __future__ import annotations
-
 import pytest
 
 from dualpipe.schedule import Costs, build, simulate, validate

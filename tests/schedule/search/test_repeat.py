@@ -1,7 +1,5 @@
 """Extension of a schedule to more micro-batches by a repeated window of its steady state."""
 
-from __future__ import annotations
-
 import pytest
 
 from dualpipe.schedule import simulate, validate

@@ -1,7 +1,5 @@
 """Processes that anneal: they end when the search does, and load little."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys
