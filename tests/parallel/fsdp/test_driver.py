@@ -104,7 +104,6 @@ def test_gradients_are_the_mean_over_the_global_batch(pp, world, name, microbatc
 
 # -- the accumulators
 
-NEWER = hasattr(FSDPModule, "finalize_backward")  # torch 2.15
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -194,33 +193,6 @@ def test_a_users_bf16_closures_accumulate_in_fp32_and_lose_nothing(microbatches)
             assert error < 1e-6, (name, error)  # bf16 accumulation: 1e-3
 
 
-def fsdp2_alone(rank: int) -> str:
-    """Run FSDP2 alone on a weight whose only gradient comes after the last backward; a bias has an accumulator."""
-    stage = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)), mp_policy=BF16)
-    stage.set_requires_gradient_sync(False)
-    stage.set_reshard_after_backward(False)
-    stage(torch.ones(2, 4)).sum().backward()
-    (group,) = param_groups(stage)
-    weight = group.fsdp_params[0]
-    if NEWER:
-        weight.unsharded_param.grad, weight.unsharded_param.grad_dtype = None, None
-    else:
-        weight.unsharded_accumulated_grad = None
-    weight.unsharded_param.grad = torch.ones(4, 4, dtype=torch.bfloat16)
-    stage.set_requires_gradient_sync(True)
-    try:
-        group.post_backward()
-    except AssertionError as error:
-        return str(error)
-    return ""
-
-
-def test_fsdp2_alone_refuses_a_weight_gradient_that_comes_last():
-    """Gradients are folded because FSDP2 before 2.15 stops at the reduce-scatter after what torch's pipeline does."""
-    for message in run_ranks(fsdp2_alone, 2):
-        assert message == "" if NEWER else "expects uniform gradient dtype" in message
-
-
 def gradient_bytes(rank: int) -> tuple[int, int, int]:
     """Return the bytes of accumulators in a step, the parameters' elements, and the largest tensor that is neither."""
     mesh = init_device_mesh("cpu", (2,))
@@ -251,25 +223,6 @@ def test_gradients_take_one_fp32_buffer_per_parameter():
     for in_accumulators, elements, others in run_ranks(gradient_bytes, 2):
         assert in_accumulators == 4 * elements
         assert others == 0
-
-
-def test_torch_refuses_to_assign_what_an_existing_accumulator_takes():
-    """A closure in the usual form raises with an fp32 `grad_dtype`, and adds where zeros were prepared."""
-    module = nn.Module()
-    weight = module.weight = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    weight.grad_dtype = torch.float32
-
-    def closure() -> None:
-        g = torch.ones_like(weight)
-        weight.grad = g if weight.grad is None else weight.grad.add_(g)
-
-    with pytest.raises(RuntimeError, match="grad_dtype"):
-        closure()
-    driver.StageParameters(module).prepare()
-    for _ in range(2):
-        closure()
-    assert weight.grad.dtype is weight.grad_dtype is torch.float32
-    assert torch.equal(weight.grad, torch.tensor([2.0, 2.0]))
 
 
 def unsharded(rank: int) -> list[tuple[torch.dtype, float]]:
@@ -724,11 +677,14 @@ def several_groups(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def other_units(rank: int, layout: str) -> float:
     mesh = init_device_mesh("cpu", (4,))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     expected = make_stages(2)
     stages = [copy.deepcopy(stage) for stage in expected]
     if layout == "several groups":
         stages = [several_groups(stage, mesh) for stage in stages]
         assert len(param_groups(stages[0])) == 2
+    elif layout == "replicas":
+        stages = [shard_nested(stage, replicas) for stage in stages]
     else:
         stages = [ByMethod(shard_nested(stage, mesh)) for stage in stages]
     pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
@@ -740,27 +696,11 @@ def other_units(rank: int, layout: str) -> float:
     return gradient_errors(stages, (0, 1), expected)
 
 
-@pytest.mark.parametrize("layout", ["several groups", "called by a method"])
+@pytest.mark.parametrize("layout", ["several groups", "replicas", "called by a method"])
 def test_other_units(layout):
     if layout == "several groups" and not hasattr(_fsdp_common, "ShardPlacementResult"):
         pytest.skip(f"torch {torch.__version__} has one parameter group per unit")
     assert max(run_ranks(other_units, 4, layout)) < 1e-10
-
-
-def hybrid(rank: int) -> float:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = make_stages(2)
-    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(3, 4)
-    mine = slice(rank * 6, rank * 6 + 6)
-    pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],))
-    reference(expected, x, y, 12, criterion=lambda a, b: F.mse_loss(a, b) / 4)
-    return gradient_errors(stages, (0, 1), expected)
-
-
-def test_hybrid_sharding_reduces_over_both_dimensions():
-    assert max(run_ranks(hybrid, 4)) < 1e-10
 
 
 class Optional(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from dualpipe import Pipeline, cli
+from dualpipe import Pipeline
 from dualpipe.kernels.formats import FORMATS
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.parallel import (
@@ -23,7 +23,6 @@ from dualpipe.parallel import (
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from hub import FAMILIES
 from ranks import run_ranks
-from saved_contract import assert_saved_contract
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CONFIG = Qwen3MoeConfig(
@@ -77,15 +76,6 @@ def computing_in(plan, dtype):
 
 
 # -- rules
-
-
-def test_given_a_pin_on_gate_then_gate_up_proj_is_not_caught():
-    plan = resolve(Model(), policy(Rule("layers.*.gate.weight", FP32)))
-    assert plan.of("layers.0.gate.weight").compute is FP32 and plan.of("layers.1.gate.weight").compute is FP32
-    assert plan.of("layers.0.gate.bias").compute is BF16
-    assert plan.of("layers.0.gate_up_proj.weight").compute is BF16
-    substring = {name for name in plan.tensors if "gate" in name}  # the names that a substring match would have caught
-    assert "layers.0.gate_up_proj.weight" in substring
 
 
 @pytest.mark.parametrize(
@@ -561,64 +551,32 @@ def test_given_a_run_that_calls_no_module_then_the_contract_fails():
         assert_contract(model, plan, run=lambda: None)
 
 
-def test_given_an_exported_checkpoint_then_its_dtypes_on_disk_are_the_save_dtypes(tmp_path):
-    model, plan = tiny()
-    for name, dtype, message in [("good", FP32, None), ("bad", BF16, "1.weight: is on disk in bf16, planned fp32")]:
-        state = {n: t.clone().to(dtype if n.startswith("1") else BF16) for n, t in model.state_dict().items()}
-        (tmp_path / name).mkdir()
-        save_file(state, tmp_path / name / "model.safetensors")
-        assert checkpoint_dtypes(tmp_path / name)["0.weight"] is BF16
-        if message is None:
-            assert_saved_contract(model, plan, tmp_path / name)
-        else:
-            with pytest.raises(ContractError, match=message):
-                assert_saved_contract(model, plan, tmp_path / name)
-    with pytest.raises(ContractError, match=r"1.bias: is not in the checkpoint"):
-        assert_saved_contract(model, plan, {n: t.dtype for n, t in state.items() if n != "1.bias"})
-    with pytest.raises(ValueError, match="no safetensors"):
-        assert_saved_contract(model, plan, tmp_path)
-
-
 def save_distributed(rank, path):
+    """Save a sharded model in fp32, and one in bf16 with an optimizer; return their dtypes on disk."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from dualpipe.checkpoint import save, training_state
     from dualpipe.parallel.mesh import build_mesh
     from dualpipe.train.optim.optimizer import Optimizer
 
-    def model(dtype=FP32):
-        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4)).to(dtype)
-
-    sharded = model()
-    plan = resolve_dtypes(sharded, policy(("1", FP32)))
-    shard(sharded, init_device_mesh("cpu", (2,)), plan)
-    path = save(path, training_state([sharded]), step=1, mesh=build_mesh(1, 2, 1, torch.device("cpu")), plan=plan)
-    assert_saved_contract(sharded, plan, path)
-
-    narrow = model(BF16)  # its parameters may be on disk as float32 masters; its buffers may not
-    other = resolve_dtypes(narrow, policy())
-    messages = []
-    for optimizer in (None, Optimizer([narrow], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)):
-        state = training_state([narrow], optimizer)
-        saved = save(f"{path}-{optimizer is None}-{rank}", state, step=1)
-        assert_saved_contract(narrow, other, saved)
-        try:
-            assert_saved_contract(sharded, plan, saved)
-        except ContractError as error:
-            messages.append(str(error))
-    try:
-        assert_saved_contract(narrow, other, path)
-    except ContractError as error:
-        messages.append(str(error))
-    return messages
+    wide, narrow = (nn.Sequential(nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False)) for _ in range(2))
+    mesh = build_mesh(1, 2, 1, torch.device("cpu"))
+    plan = resolve_dtypes(wide, policy())
+    shard(wide, init_device_mesh("cpu", (2,)), plan)
+    narrow.to(BF16)
+    optimizer = Optimizer([narrow], lr=0.1, betas=(0.9, 0.9), eps=1e-8, weight_decay=0.0)
+    saved = [save(path / "wide", training_state([wide]), step=1, mesh=mesh, plan=plan)]
+    for name, state in (("narrow", training_state([narrow])), ("masters", training_state([narrow], optimizer))):
+        saved.append(save(path / f"{name}-{rank}", state, step=1))
+    names = ("0.weight", "1.running_mean")
+    return [tuple(checkpoint_dtypes(each)[name] for name in names) for each in saved]
 
 
 def test_given_a_distributed_checkpoint_then_it_has_storage_dtypes_or_masters(tmp_path):
-    (parameters, buffers, wide), other = run_ranks(save_distributed, 2, str(tmp_path / "step"))
-    assert [parameters, buffers, wide] == other
-    assert "1.weight: is on disk in bf16, planned fp32" in parameters
-    assert "2.running_mean: is on disk in bf16, planned fp32" in buffers and "weight" not in buffers
-    assert "2.running_mean: is on disk in fp32, planned bf16" in wide and "weight" not in wide
+    for wide, narrow, masters in run_ranks(save_distributed, 2, tmp_path):
+        assert wide == (FP32, FP32)
+        assert narrow == (BF16, BF16)
+        assert masters == (FP32, BF16)
 
 
 def test_given_a_checkpoint_of_torchs_own_then_its_dtypes_are_found(tmp_path):
@@ -642,10 +600,3 @@ def test_given_a_plan_then_its_table_has_a_line_per_kind_of_tensor_with_the_reas
     assert rows["layers.1.gate.bias"] == ["fp32", "fp32", "fp32", "fp32", "rule 'layers.1.gate.bias'"]
     assert rows["layers.0.gate.bias"][1] == "bf16"
     assert rows["layers.0-1.steps"] == ["int64", "int64", "-", "int64", "not floating point"]
-
-
-def test_given_a_config_then_dualpipe_dtypes_prints_its_plan(capsys):
-    assert cli.main(["dtypes", "examples/tiny-cpu.toml", "--train.dtype", "bf16"]) == 0
-    out = capsys.readouterr().out
-    assert "mlp.gate.weight" in out and "bf16" in out and "policy" in out
-    assert cli.main(["dtypes", "no-such.toml"]) == 2
