@@ -13,11 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from dualpipe.kernels import combine_tokens, dispatch_tokens, sort_tokens
 from dualpipe.models import DeepseekV3Config, Stage
-from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.nn.init import seeded_normal_
-from dualpipe.parallel import DTypePolicy, build_on_meta, materialize, resolve_dtypes, shard
+from dualpipe.nn import GroupedLinear
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, run_experts, shard_experts
-from dualpipe.parallel.mesh import Mesh, build_mesh
 from expert_layers import CASES, DTYPES, WIDTH, E, Experts, H, advance, batch, ours, through_experts
 from ranks import run_ranks
 from toys import relative_error
@@ -286,21 +283,6 @@ class Nowhere:
     rank, size, device, group = 0, 8, torch.device("cpu"), None
 
 
-@pytest.mark.parametrize(("experts", "ranks_of_a_token"), [(64, 5.43), (256, 5.29)])
-def test_top_8_over_8_ranks_sends_a_third_less_than_a_row_for_each_choice(experts, ranks_of_a_token):
-    """A dispatch sends a token's row once to each rank, not once for each choice.
-
-    A token's 8 random experts lie on 8 (1 - (7/8)^8) = 5.25 ranks if there are many experts, so 34 % less is sent than
-    8 rows. With fewer experts on a rank, two of a token's experts share a rank less often.
-    """
-    choices = torch.rand(2000, experts, generator=torch.Generator().manual_seed(0)).topk(8).indices
-    plan = ExpertParallel(experts, Nowhere()).dispatcher().plan(torch.zeros(2000, 1), torch.ones(2000, 8), choices)[2]
-    rows, pairs = plan.counts.sum(0).tolist()
-    assert pairs == choices.numel()
-    assert rows / 2000 == pytest.approx(ranks_of_a_token, abs=0.05)
-    assert 0.31 < 1 - rows / pairs < 0.35
-
-
 def test_worked_example_of_a_plan():
     choices, x = torch.tensor([[2, 3], [3, 0]]), torch.tensor([[10.0], [20.0]])
     ranks = Nowhere()
@@ -313,54 +295,6 @@ def test_worked_example_of_a_plan():
 
 
 # -- parameters
-
-
-class Toy(nn.Module):
-    """A dense layer before experts, with given routing."""
-
-    def __init__(self):
-        super().__init__()
-        self.dense, self.experts = Linear(H, H, bias=True), Experts(torch.float32)
-        self.dispatcher = ExpertParallel(E).dispatcher()
-
-    def init_weights(self, seed):
-        for name, param in self.named_parameters():
-            seeded_normal_(param, std=0.3, seed=seed, name=name)
-
-    def forward(self, x, weights, choices):
-        return through_experts(self.dispatcher, self.experts, torch.tanh(self.dense(x)), weights, choices)
-
-
-def loss_of(model, rank):
-    x, weights, choices, _ = batch("uneven", rank, torch.float32)
-    return model(x, weights, choices).square().mean()
-
-
-def under_fsdp(rank, dp, ep):
-    """Return the worst error of values and gradients against a whole model on the batches of all ranks."""
-    mesh = build_mesh(1, dp, ep, torch.device("cpu"))
-    model = build_on_meta(Toy)
-    shard_experts(model, mesh["ep"])
-    model.dispatcher = ExpertParallel(E, mesh["ep"]).dispatcher()
-    policy = DTypePolicy(torch.float32, torch.float32, torch.float32)
-    plan = resolve_dtypes(model, policy)
-    shard(model, Mesh.of(mesh).dense, plan, expert_mesh=mesh["dp"])
-    materialize(model, "cpu", plan, seed=3)
-    loss_of(model, rank).backward()
-    whole = Toy()
-    whole.init_weights(3)
-    (sum(loss_of(whole, other) for other in range(dp * ep)) / (dp * ep)).backward()
-    errors = []
-    for (name, param), (_, wanted) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), wanted), name
-        errors.append(error(param.grad.full_tensor(), wanted.grad))
-    return max(errors), str(model.experts.down.weight.placements)
-
-
-@pytest.mark.parametrize(("dp", "ep"), [(2, 2), (1, 4), (4, 1)])
-def test_gradients_under_fsdp_are_the_mean_over_the_global_batch(dp, ep):
-    for worst, placements in run_ranks(under_fsdp, 4, dp, ep):
-        assert worst < 1e-6, placements
 
 
 def in_parts(rank):

@@ -885,59 +885,6 @@ def test_a_change_of_a_sharded_stage_between_steps_is_refused_or_gives_the_right
         assert results["clip"] < 1e-12
 
 
-class Experts(nn.Module):
-    """Stacked weights (E, N, H), a DTensor Shard(0) over ep: every rank applies its own to the rows of all ranks."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__()
-        self.up = GroupedLinear(experts, WIDTH, WIDTH, dtype=torch.float64)
-
-    def forward(self, x_MH: Tensor, offs_E: Tensor) -> Tensor:
-        return self.up(x_MH, offs_E)
-
-
-def experts_on_another_mesh(rank: int) -> list[tuple[str, float]]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    torch.manual_seed(0)
-    expected = Experts(4)
-    experts = copy.deepcopy(expected)
-    weight = nn.Parameter(distribute_tensor(expected.up.weight.detach(), mesh["ep"], [Shard(0)]))
-    experts.up.weight = weight
-    fully_shard(experts, mesh=mesh["dp"], shard_placement_fn=lambda p: Shard(1))
-    experts.set_gradient_divide_factor(4)
-    ep = mesh["ep"].get_local_rank()
-    x, y = batch(4, 4)
-
-    class Local(nn.Module):
-        """The rows of this rank's experts: two of four, none for the last."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = experts
-
-        def forward(self, x):
-            return self.experts(x, torch.tensor([len(x), len(x)], dtype=torch.int32))
-
-    pipe = Pipeline([Local()], process_group=torch.distributed.new_subgroups(1)[0], schedule="1f1b")
-    pipe.step(x[rank * 8 : rank * 8 + 8], num_chunks=2, criterion=F.mse_loss, labels=(y[rank * 8 : rank * 8 + 8],))
-    for other in range(4):
-        rows = slice(other * 8, other * 8 + 8)
-        first = torch.zeros(4, dtype=torch.int32)
-        first[(other % 2) * 2 :] = 4  # all rows to the first expert of that rank
-        for a, b in zip(x[rows].chunk(2), y[rows].chunk(2)):
-            (F.mse_loss(expected(a, first), b) / 4).backward()
-    grad = experts.up.weight.grad
-    assert ep == rank % 2
-    return [(str(grad.placements), relative_error(grad.full_tensor(), expected.up.weight.grad))]
-
-
-def test_experts_on_another_mesh_have_the_mean_over_the_global_batch_too():
-    for found in run_ranks(experts_on_another_mesh, 4):
-        for placements, error in found:
-            assert "_StridedShard" not in placements
-            assert error < 1e-10
-
-
 def handed_over(rank: int) -> tuple[list[bool], float]:
     """Return whether each gradient is in its accumulator's memory, and the largest gradient error of two steps.
 
