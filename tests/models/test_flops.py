@@ -10,28 +10,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dualpipe.models import build_stages, config_from_dict, read_config
 from dualpipe.models.flops import flops_per_token, layer_flops, meta_layer, parameter_counts
 from dualpipe.models.stages import stage_layers
+from tiny_models import TINY
 
-QWEN3 = {
-    "model_type": "qwen3_moe", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 6, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": True,
-}
-DEEPSEEK_V2 = {
-    "model_type": "deepseek_v2", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4, "v_head_dim": 12, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2,
-    "moe_intermediate_size": 24, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1,
-}
-DEEPSEEK_V3 = {
-    **DEEPSEEK_V2, "model_type": "deepseek_v3", "q_lora_rank": 20, "n_group": 4, "topk_group": 2,
-    "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss", "vocab_size": 61, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 6,
-    "num_experts_per_tok": 2, "sliding_window": 8,
-}
-FAMILIES = {hub["model_type"]: hub for hub in (QWEN3, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS)}
+FAMILIES = {family: hub | {"model_type": family} for family, hub in TINY.items()}
+FAMILIES["qwen3_moe"] |= {"mlp_only_layers": [1]}
+FAMILIES["deepseek_v2"] |= {"q_lora_rank": None}
 
 
 def hf_model(hub):
@@ -50,7 +33,7 @@ def test_parameters_are_those_of_transformers(hub):
 
 
 def test_active_parameters_are_those_that_a_token_meets():
-    counts = parameter_counts(config_from_dict(QWEN3))
+    counts = parameter_counts(config_from_dict(FAMILIES["qwen3_moe"]))
     an_expert = 3 * 32 * 24
     assert counts.total - counts.active == 2 * (6 - 2) * an_expert
     assert counts.embedding == 61 * 32
@@ -73,11 +56,11 @@ def test_flops_are_those_that_torch_counts(hub):
 
 
 def test_causal_attention_counts_what_a_token_sees():
-    config = config_from_dict(GPT_OSS)
+    config = config_from_dict(FAMILIES["gpt_oss"])
     sliding, full = (layer_flops(config, index, 32) - layer_flops(config, index, 32, causal=True) for index in range(2))
     each = 2 * 4 * (16 + 16)  # a query with one key and one value, in all heads
     assert full == each * (32 - sum(range(1, 33)) / 32)
-    assert sliding == each * (32 - (sum(range(1, 9)) + 24 * 8) / 32)
+    assert sliding == each * (32 - (sum(range(1, 5)) + 28 * 4) / 32)
 
 
 def test_layers_for_multi_token_prediction_count_and_push_others_out_of_the_last_stage():

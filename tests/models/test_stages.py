@@ -9,7 +9,7 @@ import torch
 from dualpipe.models import Stage, build_stages
 from dualpipe.models.stages import Recompute, split_layers
 from models import train, whole
-from tiny_qwen3 import tiny
+from tiny_models import tiny
 
 
 def test_one_rank_of_a_v_builds_its_own_stages_and_ties_them():

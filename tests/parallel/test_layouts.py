@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -26,9 +27,8 @@ from dualpipe.pipeline import PipelineError
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig
 from dualpipe.train.loss import MicroBatchLoss
-from dualpipe.train.parity.errors import difference
-from dualpipe.train.step import build_model, build_whole
-from models import compare_gradients
+from dualpipe.train.step import build_model
+from models import errors_against_whole
 from ranks import run_ranks
 from routes import BalancedRoutes, Routes
 
@@ -46,59 +46,19 @@ def to_the_first(experts_TK: Tensor, num_experts: int) -> Tensor:
     return torch.arange(experts_TK.shape[1]).expand_as(experts_TK)
 
 
-def set_routers(model: nn.Module, num_chunks: int, choice: Choice | None) -> None:
+def set_routers(model: nn.Module, num_chunks: int, *, choice: Choice | None) -> None:
     for module in model.modules():
         if isinstance(module, Router):
             module.step = RouterStep(num_microbatches=num_chunks, balance=0.1, level="sequence", z=0.01)
             module.choice = choice
 
 
-def errors_of(
-    shape: tuple[int, int, int], *, schedule: str = "dualpipev", overlap: bool = True,
-    recompute: tuple[str, ...] = (), choice: Choice | None = None, dtype: torch.dtype = torch.float64,
-    config: Qwen3MoeConfig = CONFIG,
-) -> tuple[float, float]:
-    """Return the worst errors of this rank's gradients and loss against the whole model, both in `dtype`."""
-    mesh = build_mesh(*shape, torch.device("cpu"))
-    replicas, replica = Mesh.of(mesh).replicas, Mesh.of(mesh).replica
-    common = {"dtypes": dtype, "device": torch.device("cpu")}
-    plan = build(schedule, shape[0], MICRO_BATCHES)
-    model = build_model(config, plan, mesh["pp"].get_local_rank(), mesh=mesh,
-                        settings=Config(memory=MemoryConfig(recompute=recompute)), **common)
-    whole = build_whole(config, **common)
-    for stage in model.stages:
-        set_routers(stage, MICRO_BATCHES, choice)
-    set_routers(whole, MICRO_BATCHES * replicas, choice)
-    generator = torch.Generator().manual_seed(2)
-    rows = torch.randint(config.vocab_size, (2 * MICRO_BATCHES * replicas, 8), generator=generator)
-    tokens, targets = rows[:, :-1], rows[:, 1:].contiguous()
-    pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule, overlap=overlap)
-    mine = slice(replica * 2 * MICRO_BATCHES, (replica + 1) * 2 * MICRO_BATCHES)
-    loss, _ = pipe.step(
-        *((tokens[mine],) if model.has_first else ()), num_chunks=MICRO_BATCHES,
-        criterion=MicroBatchLoss(MICRO_BATCHES) if model.has_last else None,
-        labels=(targets[mine],) if model.has_last else (),
-    )
-    losses = run_whole(whole, tokens, targets, MICRO_BATCHES * replicas)
-    expected = losses.split(MICRO_BATCHES)[replica] * replicas
-    gradients = max(d.relative for d in compare_gradients(model.stages, whole))
-    return gradients, 0.0 if loss is None else difference("loss", loss, expected).relative
-
-
-def run_whole(whole: nn.Module, tokens: Tensor, targets: Tensor, num_chunks: int) -> Tensor:
-    criterion, losses = MicroBatchLoss(num_chunks), []
-    for xs, ys in zip(tokens.split(2), targets.split(2)):
-        one = criterion(whole(xs), ys)
-        one.backward()
-        losses.append(one.detach())
-    return torch.stack(losses)
-
-
 def layout(
     rank: int, shape: tuple[int, int, int], schedule: str, overlap: bool, recompute: tuple[str, ...], skewed: bool,
 ) -> tuple[float, float]:
-    choice = to_the_first if skewed else None
-    return errors_of(shape, schedule=schedule, overlap=overlap, recompute=recompute, choice=choice)
+    prepare = partial(set_routers, choice=to_the_first if skewed else None)
+    return errors_against_whole(
+        CONFIG, shape, schedule=schedule, overlap=overlap, recompute=recompute, prepare=prepare)
 
 
 PARTS = ("attention", "experts:0-2", "dispatch:3")
@@ -133,7 +93,8 @@ def test_losses_and_gradients_are_those_of_the_whole_model(shape, schedule, over
 
 def with_two_experts(rank: int, shape: tuple[int, int, int]) -> tuple[float, float]:
     config = dataclasses.replace(CONFIG, num_experts_per_tok=2)
-    return errors_of(shape, dtype=torch.bfloat16, choice=BalancedRoutes(3), config=config)
+    prepare = partial(set_routers, choice=BalancedRoutes(3))
+    return errors_against_whole(config, shape, dtype=torch.bfloat16, prepare=prepare)
 
 
 # Routes are fixed, because a choice that rounding changes would change everything after it: tokens 0, 1, ... have

@@ -1,4 +1,4 @@
-"""Helpers of the tests of model families: a batch, a training step, and transformers' model as the reference."""
+"""Helpers of the tests of models: a batch, a training step, and two references: transformers, and the whole model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from dualpipe import Pipeline
 from dualpipe.models import Stage
 from dualpipe.models.hub import HubConfig, HubTensorPart
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.attention import packed_positions
 from dualpipe.nn.deferral import local
+from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.schedule import build
+from dualpipe.train.config.schema import Config, MemoryConfig
+from dualpipe.train.loss import MicroBatchLoss
 from dualpipe.train.parity.errors import difference
+from dualpipe.train.step import build_model, build_whole
 
 
 class Float64Torch:
@@ -101,14 +108,55 @@ def relative(actual, expected, floor=1e-30):
 
 
 def randomize_vectors(model):
-    """Change norms, biases and correction biases: their initial ones or zeros would hide a mix-up."""
+    """Change norms, biases, sinks and correction biases: their initial ones or zeros would hide a mix-up."""
     with torch.no_grad():
-        for param in model.parameters():
-            if param.dim() == 1:
-                param.add_(torch.randn_like(param) * 0.1)
+        for name, param in model.named_parameters():
+            if param.dim() == 1 or name.endswith("_bias"):
+                param.add_(torch.randn_like(param) * (1.0 if name.endswith("sinks") else 0.1))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer) * 0.1)
+
+
+def errors_against_whole(
+    config, shape, *, schedule="dualpipev", num_chunks=5, overlap=True, recompute=(), dtype=torch.float64,
+    prepare=lambda model, num_chunks: None, is_packed=False,
+):
+    """Run a step; return the worst errors of this rank's gradients and losses against the whole model. Collective.
+
+    shape: sizes of the mesh (pp, dp, ep). prepare: called with each stage, or the whole model, and the number of
+    micro-batches of its step. is_packed: rows are documents one after the other.
+    """
+    cpu = torch.device("cpu")
+    mesh = build_mesh(*shape, cpu)
+    place = Mesh.of(mesh)
+    model = build_model(config, build(schedule, shape[0], num_chunks), place.rank("pp"), mesh=mesh, dtypes=dtype,
+                        device=cpu, settings=Config(memory=MemoryConfig(recompute=recompute)))
+    whole = build_whole(config, dtypes=dtype, device=cpu)
+    for stage in model.stages:
+        prepare(stage, num_chunks)
+    prepare(whole, num_chunks * place.replicas)
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randint(config.vocab_size, (2 * num_chunks * place.replicas, 8), generator=generator)
+    tokens, labels = rows[:, :-1], rows[:, 1:].contiguous()
+    starts = torch.randperm(tokens.numel(), generator=generator)[: tokens.numel() // 4]
+    cuts = torch.cat((torch.tensor([0, tokens.numel()]), starts)).unique()
+    positions = packed_positions(cuts, *tokens.shape)
+    mine = slice(place.replica * 2 * num_chunks, (place.replica + 1) * 2 * num_chunks)
+    pipe = Pipeline(model.stages, process_group=mesh["pp"].get_group(), schedule=schedule, overlap=overlap)
+    losses, _ = pipe.step(
+        tokens[mine] if model.has_first else None, num_chunks=num_chunks, criterion=MicroBatchLoss(num_chunks),
+        labels=labels[mine] if model.has_last else None,
+        side={"positions": positions[mine]} if is_packed and model.has_first else None,
+    )
+    criterion, of_whole = MicroBatchLoss(num_chunks * place.replicas), []
+    for xs, ys, of_rows in zip(tokens.split(2), labels.split(2), positions.split(2)):
+        loss = criterion(whole(xs, of_rows if is_packed else None), ys)
+        loss.backward()
+        of_whole.append(loss.detach())
+    expected = torch.stack(of_whole).split(num_chunks)[place.replica] * place.replicas
+    gradients = max(d.relative for d in compare_gradients(model.stages, whole))
+    return gradients, 0.0 if losses is None else difference("loss", losses, expected).relative
 
 
 def compare_gradients(stages, whole):
