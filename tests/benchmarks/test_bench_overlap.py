@@ -13,7 +13,7 @@ import torch
 from dualpipe.cli import main
 from dualpipe.pipeline import executor
 from dualpipe.schedule import validate
-from scripts import TORCHRUN, fork_script, run_script
+from scripts import TORCHRUN, run_script
 
 SCRIPT = "bench_overlap.py"
 SMALL = ("--device", "cpu", "--repeats", "1", "--tokens", "32")
@@ -30,16 +30,6 @@ def check_costs(path, capsys):
     assert set(costs["pairs"]) == {"FF", "FI", "FW", "BB", "BI", "BW", "II", "IW"}
     assert main(["schedule", "--ranks", "2", "--microbatches", "6", "--costs", str(path)]) == 0
     assert "dualpipev" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_writes_costs_for_the_schedule_command(tmp_path, capsys):
-    result = fork_script(SCRIPT, *SMALL, "--costs", str(tmp_path), "--save", str(tmp_path))
-    assert result.returncode in (0, 1) and "FAILED" not in result.stdout, result.stdout + result.stderr
-    assert "goal: F&B at most 0.75 of F + B" in result.stdout
-    check_costs(tmp_path / "overlap_tiny_32.json", capsys)
-    rows = json.loads((tmp_path / "overlap.json").read_text())["rows"]
-    assert [row["work"] for row in rows][:5] == ["F", "B", "I", "W", "F&F"] and len(rows) == 13
 
 
 def test_pairs_that_were_measured_shorter_than_an_action_are_written_as_long_as_that(bench, tmp_path, capsys):

@@ -52,16 +52,6 @@ def test_two_ranks_train_by_themselves(tmp_path):
     assert result.returncode == 1 and "FAILED: run by dualpipe" in result.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "layer"])
-def test_every_setting_on_two_ranks(tmp_path, recompute):
-    rows, result = table(tmp_path, "--recompute", recompute)
-    assert [row["run by"] for row in rows].count("dualpipe") == 8 and len(rows) == 11
-    for row in rows:
-        check(row)
-    assert result.returncode == ("MISSED" in result.stdout)
-
-
 def test_settings_differ(bench, monkeypatch):
     """Overlap is no choice for a schedule without pairs, and torch's pipelines need more than one rank."""
     monkeypatch.setattr(sys, "argv", ["", "--device", "cpu", "--recompute", "none", "experts"])

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import fork_script
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 pytestmark = [
