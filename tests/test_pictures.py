@@ -20,14 +20,6 @@ def test_every_picture_is_shown():
     assert {path.name for path in FOLDER.iterdir()} == shown
 
 
-def test_drawings_have_a_dark_mode_and_are_xml():
-    for path in FOLDER.glob("*.svg"):
-        text = path.read_text(encoding="utf-8")
-        assert "@media(prefers-color-scheme:dark)" in text, path
-        assert re.search(r'<rect (x="0" y="0" )?width="[^"]+" height="[^"]+" fill="#fff"/>', text), "its background"
-        ElementTree.fromstring(text)
-
-
 def test_the_picture_of_dualpipev_is_that_of_its_command(tmp_path, capsys):
     text = (ROOT / "docs/schedules.md").read_text(encoding="utf-8").replace("\\\n", " ")
     (command,) = re.findall(r"dualpipe (schedule .*) --svg dualpipev\.svg", text)

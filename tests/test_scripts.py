@@ -44,7 +44,6 @@ ON_A_GPU = (
     "bench_attention.py", "bench_expert_layer.py", "bench_grouped_gemm.py", "bench_memory_bound.py", "bench_overlap.py",
     "bench_quantized.py", "bench_training.py", "tune_grouped_gemm.py",
 )
-NOT_IN_EACH_RUN = {"pytest.mark.matrix", "pytest.mark.idle", "pytest.mark.gpu"}
 ELSEWHERE = {  # the tests that run the others
     "gpu_session.py": "benchmarks/test_gpu_session.py::test_a_dry_session_writes_json_and_summary",
     "kernel_budget.py": "benchmarks/test_kernel_budget.py::test_the_script_compares_a_kernel_with_its_budget",
@@ -58,15 +57,6 @@ ELSEWHERE = {  # the tests that run the others
 
 def scripts():
     return [path.name for path in BENCHMARKS.glob("*.py") if '__name__ == "__main__"' in path.read_text()]
-
-
-def marks_of(test):
-    """Return the marks of a whole test, not of single cases: of its decorators and of its file's `pytestmark`."""
-    file, function = test.split("::")
-    body = ast.parse((ROOT / "tests" / file).read_text()).body
-    (found,) = [node for node in body if isinstance(node, ast.FunctionDef) and node.name == function]
-    of_file = [node for node in body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark"]
-    return [ast.unparse(node) for node in (*found.decorator_list, *(node.value for node in of_file))]
 
 
 def test_every_script_is_run_by_a_test_of_each_run_of_ci():

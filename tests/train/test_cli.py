@@ -16,7 +16,6 @@ from command import COMMAND
 from dualpipe import Pipeline, cli
 from processes import is_alive
 
-ROOT = Path(cli.__file__).parents[1]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "dualpipe")
 
 
@@ -38,14 +37,12 @@ def trained(run_folder, dualpipe):
 
 def test_train_starts_its_ranks_and_reports(trained, run_folder):
     assert trained.returncode == 0, trained.stderr
-    out = trained.stdout
-    assert "4 stages on 2 cpu ranks, schedule dualpipev" in out
-    assert "unigram model of the same text has a validation loss of" in out
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("step ")] == [f"{s}/5" for s in range(1, 6)]
+    lines = trained.stdout.splitlines()
+    assert "4 stages on 2 cpu ranks, schedule dualpipev" in trained.stdout and "unigram model" in trained.stdout
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == [f"{step}/5" for step in range(1, 6)]
     for name in ("metrics.jsonl", "loss.png", "schedule.svg"):
-        assert f"out/{name}" in out.splitlines()[-3] + out.splitlines()[-2] + out.splitlines()[-1]
+        assert any(f"out/{name}" in line for line in lines[-3:])
         assert (run_folder / "out" / name).stat().st_size > 0
-    assert "<svg" in (run_folder / "out/schedule.svg").read_text()[:300]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -66,40 +63,6 @@ def test_metrics_have_a_line_per_step(trained, run_folder):
     assert 5.3 < rows[0]["loss"] < 5.8, "near ln(257) = 5.55 before the first update"
     assert rows[-1]["loss"] < rows[0]["loss"]
     assert rows[-1]["eval_loss"] < rows[0]["loss"]
-
-
-NOTE_FRAMES = """
-import sys
-import torch
-from transformers import AutoModelForCausalLM
-product = torch.mm
-def noting(*operands, **options):
-    if sys._getframe(1).f_code.co_filename.startswith(ROOT + "kernels/"):
-        frame, found = sys._getframe(2), []  # what a GPU has too: a kernel is launched where the CPU multiplies
-        while not found or found[-1] != "dualpipe/cli.py main":
-            file = frame.f_code.co_filename.removeprefix(ROOT)
-            if file.startswith(("dualpipe/", "models/", "kernels/")):
-                found.append(file + " " + frame.f_code.co_qualname)
-            frame = frame.f_back
-        with open("frames", "a") as out:
-            print(*found, sep="; ", file=out)
-    return product(*operands, **options)
-torch.mm = noting
-"""
-
-
-@pytest.mark.slow
-def test_few_frames_lead_from_the_command_to_a_grouped_product(run_folder, dualpipe):
-    """With experts over two ranks, where training steps and where it evaluates."""
-    options = ("--parallel.pp", "1", "--parallel.ep", "2", "--train.steps", "1", "--output.dir", "frames-out")
-    done = dualpipe(run_folder, "train", "run.toml", *options, before=f"ROOT = {f'{ROOT}/'!r}{NOTE_FRAMES}")
-    assert done.returncode == 0, done.stderr
-    ways = {tuple(line.split("; ")) for line in (run_folder / "frames").read_text().splitlines()}
-    frames = {frame for way in ways for frame in way}
-    assert {"dualpipe/train/trainer.py Trainer._step", "dualpipe/train/evaluate.py evaluate"} < frames
-    # Ten are a pipelined step: 2 of the engine, 4 of the executor, which runs an action or two, and 4 of its segments.
-    for way in ways:
-        assert len(way) <= 24 and len({frame.split()[0] for frame in way}) <= 12, "\n".join(way)
 
 
 @pytest.mark.slow
@@ -136,7 +99,7 @@ def test_bf16(trained, run_folder, dualpipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pp", [pytest.param(2, marks=pytest.mark.slow), 1])
+@pytest.mark.parametrize("pp", [1, 2])
 def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, run_folder, dualpipe, pp):
     out = f"dp{pp}"
     options = ("--parallel.dp", "2", "--parallel.pp", str(pp), "--train.num_chunks", "2", "--output.dir", out)
@@ -145,14 +108,6 @@ def test_data_parallelism_gives_the_losses_of_twice_the_micro_batches(trained, r
     assert f"4 stages on 2 x {pp} cpu rank" in done.stdout or pp == 1
     assert losses(run_folder, out) == pytest.approx(losses(run_folder, "out"), rel=1e-6)
     assert [line for line in done.stdout.splitlines() if line.startswith("step 5/5")], "one rank reports"
-
-
-@pytest.mark.slow
-def test_data_parallelism_in_bf16_keeps_fp32_weights(trained, run_folder, dualpipe):
-    options = ("--parallel.dp", "2", "--parallel.pp", "1", "--train.dtype", "bf16", "--train.num_chunks", "2")
-    done = dualpipe(run_folder, "train", "run.toml", *options, "--output.dir", "dp-bf16")
-    assert done.returncode == 0, done.stderr
-    assert losses(run_folder, "dp-bf16") == pytest.approx(losses(run_folder, "out"), rel=0.02)
 
 
 # -- the routers
@@ -192,18 +147,10 @@ def test_router_losses_do_not_depend_on_the_layout(trained, run_folder, dualpipe
 def test_a_bias_update_without_a_bias(run_folder, dualpipe):
     done = dualpipe(run_folder, "train", "run.toml", "--router.bias_update_rate", "0.001")
     assert done.returncode == 2
-    assert done.stderr.startswith("error: bias_update_rate is 0.001, but no router of this model has a correction bias")
-    assert done.stderr.count("\n") == 1
+    assert "bias_update_rate is 0.001" in done.stderr and done.stderr.count("\n") == 1
 
 
 # -- parity
-
-
-@pytest.mark.slow  # tests/train/parity/test_config_model.py has the same without the command
-def test_parity_of_two_pipelines(run_folder, dualpipe):
-    good = dualpipe(run_folder, "parity", "run.toml", "--pp", "2", "--dp", "2", "--worst", "2")
-    assert good.returncode == 0, good.stderr
-    assert "parity passed: all" in good.stdout
 
 
 @pytest.mark.slow
@@ -244,23 +191,23 @@ def test_parity_on_two_ranks(run_folder, dualpipe):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--data.tokenizer", "none"], "error: cannot read the tokenizer none"),
-        (["--train.sequence_length", "100000"], "tokens, but training and validation need one sequence each"),
+        (["--data.tokenizer", "none"], "tokenizer none"),
+        (["--train.sequence_length", "100000"], "one sequence each"),
     ],
 )
 def test_what_a_rank_refuses_is_said_once(run_folder, dualpipe, options, message):
     done = dualpipe(run_folder, "train", "run.toml", *options)
     assert done.returncode == 2
-    assert message in done.stderr and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (None, "model.config: there is no file"),
-        ("{", "broken.json: "),
-        ({"vocab_size": 256}, "holds the token 256, but the model's vocab_size is 256"),
-        ({"hidden_act": "gelu"}, "broken.json: options that qwen3_moe does not support here: hidden_act='gelu'"),
+        (None, "model.config"),
+        ("{", "broken.json"),
+        ({"vocab_size": 256}, "vocab_size is 256"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
     ],
 )
 def test_a_bad_model(run_toml, capsys, model, message):
@@ -280,7 +227,7 @@ def test_an_output_folder_that_cannot_be_made(run_toml, capsys):
     run_toml.with_name("file").write_text("")
     out = str(run_toml.with_name("file") / "out")
     assert cli.main(["train", str(run_toml), "--parallel.pp", "1", "--output.dir", out]) == 2
-    assert f"error: output.dir = '{out}' cannot be made: Not a directory" in capsys.readouterr().err
+    assert f"output.dir = '{out}'" in capsys.readouterr().err
 
 
 # -- results that diagnostics do not cost
@@ -312,11 +259,10 @@ def test_the_model_is_exported_whatever_becomes_of_the_metrics(train_alone, caps
     Path("out/metrics.jsonl").mkdir(parents=True)
     Path("out/schedule.svg").mkdir()
     assert train_alone("--export.to_hf", "hf") == 0
-    assert Path("hf/model.safetensors").stat().st_size > 0 or list(Path("hf").glob("*.safetensors"))
+    assert list(Path("hf").glob("*.safetensors"))
     out, err = capsys.readouterr()
-    assert "metrics.jsonl cannot be written: [Errno 21] Is a directory" in err
-    assert "out/loss.png cannot be drawn: " in err and "out/schedule.svg cannot be drawn: " in err
     assert err.count("\n") == 3 and "step 2/2" in out
+    assert all(name in err for name in ("metrics.jsonl", "loss.png", "schedule.svg"))
 
 
 def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monkeypatch):
@@ -325,8 +271,8 @@ def test_an_error_of_the_disk_names_file_rank_and_step(train_alone, capsys, monk
 
     monkeypatch.setattr("dualpipe.train.export.save_hf", full)
     assert train_alone("--export.to_hf", "hf") == 1
-    message = "error: [Errno 28] No space left on device (rank 0, after step 2): 'hf/model.safetensors'\n"
-    assert capsys.readouterr().err == message
+    err = capsys.readouterr().err
+    assert "rank 0, after step 2" in err and "'hf/model.safetensors'" in err
     assert not Path("out/loss.png").exists(), "the export comes first"
 
 
@@ -338,7 +284,7 @@ def test_an_output_directory_is_for_one_job(train_alone, capsys, monkeypatch):
     Path("out").mkdir()
     other = lock(Path("out/.metrics.lock"), 0)
     assert train_alone() == 2
-    assert capsys.readouterr().err == "error: another job saves to out; end it, or give every job its own directory\n"
+    assert "another job saves to out" in capsys.readouterr().err
     other.release()
     assert train_alone() == 0, "the lock is free again"
     assert train_alone() == 0, "and after a job has ended"
@@ -351,28 +297,7 @@ def test_training_goes_on_when_nobody_reads_it(train_alone, capsys, monkeypatch)
         monkeypatch.setattr("sys.stdout", stdout)
         assert train_alone() == 0
     assert len(losses(Path(), "out")) == 2
-    err = capsys.readouterr().err
-    assert "what is printed is lost from here on: nobody reads it any more" in err and err.count("\n") == 1
-
-
-def test_a_collapsed_router_is_said_once(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.train.step_health.COLLAPSE_PATIENCE", 3)
-    monkeypatch.setattr("dualpipe.nn.routing.router_set.max_over_mean", lambda load_E: torch.tensor(1.95))
-    assert train_alone("--train.steps", "5") == 0
-    out = capsys.readouterr().out
-    assert "load_max_over_mean in the metrics: 1 if all experts get the same number of tokens, 2 (experts" in out
-    message = (
-        "WARNING: for 3 steps, router collapse: one expert of some layer got nearly every token (load_max_over_mean "
-        "1.95, at most 2); raise [router] balance, to 0.01 for a start")
-    assert out.count("WARNING") == 1 and message in out
-    assert out.index("step 3/5") < out.index(message) < out.index("step 4/5")
-
-
-def test_compiling_is_announced(train_alone, capsys, monkeypatch):
-    monkeypatch.setattr("dualpipe.models.Stage.compile_dense", lambda self: None)
-    assert train_alone("--train.compile", "True") == 0
-    out = capsys.readouterr().out
-    assert "step 1 takes longer: it compiles attention and dense MLPs\nstep 1/2" in out
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -380,7 +305,7 @@ def test_a_wrong_number_of_ranks_under_torchrun(run_folder, dualpipe):
     one = (*TORCHRUN[:5], "1", *TORCHRUN[6:])
     done = dualpipe(run_folder, "train", "run.toml", command=one)
     assert done.returncode != 0
-    assert "error: parallel.pp * dp * ep = 2 * any * 1 cannot be 1, the number of ranks that were" in done.stderr
+    assert "parallel.pp * dp * ep" in done.stderr
 
 
 def test_a_loss_that_explodes(run_folder, dualpipe):
@@ -421,9 +346,9 @@ def children(pid):
     ("victim", "number", "status", "message"),
     [
         ("rank", signal.SIGKILL, 137, "error: rank 1 (pp 1) was killed by SIGKILL\n"),
-        pytest.param("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1 after step ", marks=pytest.mark.slow),
-        pytest.param("launcher", signal.SIGHUP, 129, "stopped by SIGHUP after step ", marks=pytest.mark.slow),
-        ("launcher", signal.SIGINT, 130, "stopped by SIGINT after step "),
+        pytest.param("rank", signal.SIGUSR1, 138, "stopped by SIGUSR1", marks=pytest.mark.slow),
+        pytest.param("launcher", signal.SIGHUP, 129, "stopped by SIGHUP", marks=pytest.mark.slow),
+        ("launcher", signal.SIGINT, 130, "stopped by SIGINT"),
         ("launcher", signal.SIGKILL, -9, ""),
     ],
 )
@@ -450,15 +375,6 @@ def test_a_signal_ends_all_ranks(run_folder, start_dualpipe, victim, number, sta
 # -- the rest of the command
 
 
-def test_data_pack(run_toml, capsys):
-    folder = run_toml.parent
-    assert cli.main(["data", "pack", str(folder / "text"), "--out", str(folder / "packed")]) == 0
-    assert "in 40 documents" in capsys.readouterr().out
-    assert cli.main(["data", "pack", str(folder / "none"), "--out", str(folder / "packed")]) == 2
-    message = f"error: there is no file or directory {folder}/none; give files or directories of text\n"
-    assert capsys.readouterr().err == message
-
-
 def test_train_from_packed_data_on_one_rank(run_toml, capsys):
     folder = run_toml.parent
     (folder / "text/tiny.txt").write_bytes(bytes(range(1, 256)))
@@ -469,12 +385,6 @@ def test_train_from_packed_data_on_one_rank(run_toml, capsys):
     assert "unigram" not in capsys.readouterr().out, "nothing is held out to evaluate it on"
     assert len(losses(folder, "out")) == 2
     assert not list((folder / "out").glob("data-*")), "packed data is used where it is"
-    documents = folder / "packed/documents.npy"
-    whole = documents.read_bytes()
-    documents.write_bytes(whole[:-10])
-    assert cli.main(["train", str(run_toml), *options]) == 2
-    assert "not a complete packed directory: documents.npy has " in capsys.readouterr().err
-    documents.write_bytes(whole)
     (folder / "packed/tokens-00000.bin").write_bytes(b"")
     assert cli.main(["train", str(run_toml), *options]) == 2
-    assert "not a complete packed directory: tokens-00000.bin has 0 bytes" in capsys.readouterr().err
+    assert "tokens-00000.bin has 0 bytes" in capsys.readouterr().err

@@ -272,31 +272,6 @@ def test_an_id_in_the_environment_comes_first(tmp_path, wandb_server, monkeypatc
     assert wandb_server.rows["mine"] == {2: (2, 2.0), 3: (3, 2.0)}, "the last id is kept"
 
 
-def wandb_history(file):
-    """Return the rows in a file of the package wandb, a log of LevelDB with protocol buffers, by W&B's step."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data = file.read_bytes()
-    block = 2**15
-    place = 7  # behind the header
-    content = b""
-    rows = {}
-    while place + 7 <= len(data):
-        if block - place % block < 7:  # no room for a header at the end of a block
-            place += block - place % block
-            continue
-        size = int.from_bytes(data[place + 4 : place + 6], "little")
-        content += data[place + 7 : place + 7 + size]
-        if data[place + 6] in (1, 4):  # a whole record, or the last part of one
-            history = Record.FromString(content).history
-            row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in history.item}
-            if row:
-                rows[history.step.num] = row
-            content = b""
-        place += 7 + size
-    return rows
-
-
 def test_weights_and_biases_offline(tmp_path, monkeypatch):
     pytest.importorskip("wandb", reason="the optional package wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -48,18 +48,6 @@ def test_settings(folder):
     assert load_config("run.toml", written).data.sources == (config.data.sources[0], DataSource("a,b=c.jsonl"))
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    ("a,weight=0", "data.sources = 'a,weight=0': give a positive, finite weight"),
-    ("a,weight=much", "--data.sources: weight = 'much' has the wrong type; it must be a number"),
-    ("a,wieght=3", "--data.sources: unknown key 'wieght'; the nearest valid name is 'weight'"),
-    (",weight=1", "data.sources: path = '': give a packed directory or a folder of text"),
-])
-def test_sources_that_are_refused(folder, text, message):
-    with pytest.raises(ValueError) as refused:
-        load_config("run.toml", ["--data.sources", text])
-    assert str(refused.value) == message
-
-
 @pytest.mark.slow
 def test_shares_that_were_drawn_and_the_same_bits_after_a_restart(folder, dualpipe):
     options = ["--optimizer.schedule", "constant", "--train.eval_interval", "0"]

@@ -200,15 +200,6 @@ def test_computing_twice_counts_no_scores_for_qk_clip(toml, tmp_path):
     assert [row["loss"] for row in plain] == [row["loss"] for row in twice]
 
 
-@pytest.mark.slow
-def test_what_is_computed_twice_gives_the_same_bits(run_folder, dualpipe):
-    written(run_folder)
-    options = [*ONE_RANK, "--parallel.schedule", "1f1b", "--mtp.weight", "1", "--mtp.last_weight", "0.1",
-               "--mtp.last_steps", "1", "--train.steps", "3", "--train.eval_batches", "0", "--output.dir", "twice"]
-    done = dualpipe(run_folder, "train", "run.toml", *options, "--guard.recheck_interval", "1")
-    assert done.returncode == 0, done.stderr
-
-
 POISON = """
 from dualpipe.train import step as module
 real = vars(module).setdefault("real_run_step", module.StepRunner.run_step)
@@ -305,23 +296,6 @@ def greedy(stage, tokens, ahead=None):
     return torch.stack([each.argmax(-1) for each in (logits if isinstance(logits, tuple) else (logits,))], -1)
 
 
-def decode(stage, text, length):
-    """Decode speculatively, one draft at a time, which the model verifies.
-
-    Returns the text, and the tokens (with the next one known) that drafts were made from, each with whether the draft
-    was accepted.
-    """
-    drafts = []
-    text = [*text, int(greedy(stage, torch.tensor([text]))[0, -1, 0])]
-    while len(text) < length:
-        known = torch.tensor([text])
-        draft = int(greedy(stage, known[:, :-1], known[:, 1:, None])[0, -1, 1])
-        verified = greedy(stage, torch.tensor([[*text, draft]]))[0, -2:, 0].tolist()
-        drafts.append((len(text) - 2, verified[0] == draft))
-        text += verified if verified[0] == draft else verified[:1]
-    return text, drafts
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train a run on one rank until its model has learnt something; return it with its stage."""
@@ -331,27 +305,6 @@ def trained(tmp_path_factory):
               "--optimizer.lr", "1e-2", "--train.eval_batches", "1") as run:
         run.train()
         yield run
-
-
-@pytest.mark.slow
-def test_accepted_drafts_are_those_of_a_greedy_decoding(trained):
-    (stage,) = trained.runner.model.stages
-    stage.eval()
-    prompt, length = trained.data.sources[0].validation.read(0, 4).tolist(), 24
-    text, drafts = decode(stage, prompt, length + 1)
-    rows, plain = np.array([text[: length + 1]]), list(prompt)
-    while len(plain) <= length:
-        plain.append(int(greedy(stage, torch.tensor([plain]))[0, -1, 0]))
-    assert rows[0].tolist() == plain, "of speculation the text is that of the model alone"
-    drafts = [(i, right) for i, right in drafts if i + 2 <= length]
-    assert {right for _, right in drafts} == {True, False}, "the example has both"
-    targets = torch.from_numpy(shift_targets(rows, 1))
-    found = greedy(stage, torch.from_numpy(rows[:, :-1].copy()), tokens_ahead(targets))
-    visited = torch.full_like(targets, NO_TARGET)
-    for i, _ in drafts:
-        visited[0, i] = targets[0, i]
-    both = count_accepted(found, visited, found[..., 0], torch.arange(length))
-    assert both.tolist() == [sum(right for _, right in drafts), len(drafts)]
 
 
 @pytest.mark.slow
