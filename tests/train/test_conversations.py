@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from chats import CHATML, MARKED, random_chats, save_chat_tokenizer, turns, write_chats
+from chats import CHATML, FORGETFUL, MARKED, random_chats, save_chat_tokenizer, turns, write_chats
 from dualpipe import cli
 from dualpipe.train.data.sequences import cut_documents
 from dualpipe.train.data.token_stream import PackedTokens, TokenStream
@@ -96,8 +96,7 @@ def test_loss_and_gradient_are_those_of_transformers(folder, dualpipe, layout):
     assert row["loss"] == pytest.approx(loss, rel=1e-6)
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert row["counted_tokens"] == count
-    assert "conversations: packed whole into 8 sequences, except those that are longer than one\n" in said
-    assert "see each other" not in said
+    assert "packed whole into 8 sequences" in said and "see each other" not in said
 
 
 def text_reference(folder, packed, length, windows):
@@ -200,51 +199,35 @@ def refusal(folder, capsys, monkeypatch, *options):
 
 
 def test_what_cannot_be_is_refused(folder, capsys, monkeypatch):
-    good = json.dumps({"messages": turns("a", "b")})
-    (folder / "broken.jsonl").write_text(f"{good}\n\n{{'messages'}}\n")
-    (folder / "silent.jsonl").write_text(json.dumps({"messages": turns(system="be brief")}) + '\n{"messages": []}\n')
-    typo = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]})
-    (folder / "typo.jsonl").write_text(f"{good}\n{typo}\n")
-    (folder / "pairs.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    (folder / "other.jsonl").write_text('{"chat": []}\n')
-    (folder / "answer.jsonl").write_text('{"text": "a"}\n')
-    (folder / "half.jsonl").write_text(json.dumps({"messages": turns("\ud83d", "b")}) + "\n")
-    (folder / "role.jsonl").write_text(f"{good}\n" + '{"messages": [{"content": "a"}]}\n')
+    typo = {"messages": [{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}]}
+    files = {
+        "typo.jsonl": [{"messages": turns("a", "b")}, typo],
+        "silent.jsonl": [{"messages": turns(system="be brief")}, {"messages": []}],
+        "pairs.jsonl": [{"prompt": "a", "answer": "b"}],
+        "other.jsonl": [{"chat": []}],
+        "answer.jsonl": [{"text": "a"}],
+    }
+    for name, records in files.items():
+        (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "text.txt").write_text("text")
-    save_chat_tokenizer(folder / "mute", None)
+    model = json.loads((EXAMPLES / "tiny-cpu/deepseek-v3.json").read_text()) | {"vocab_size": 266}
+    (folder / "mtp.json").write_text(json.dumps(model))
     for options, text in (
-        (["broken.jsonl"], "cannot read record 3 of broken.jsonl: it is not valid JSON (Expecting property name"),
-        (["role.jsonl"], "cannot read record 2 of role.jsonl: message 1 of its 'messages' has no 'role'"),
-        (["typo.jsonl"], "cannot tokenize record 2 of typo.jsonl: message 2 has the role 'asistant'; expected one of "),
-        (["pairs.jsonl"], "it has no 'messages' or 'conversations', but 'prompt', 'answer'; convert the records to "
-                          '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-                          ", with 'prompt' as the user's content and 'answer' as the assistant's"),
-        (["pairs.jsonl", "--data.text_key", "prompt"], "its 'prompt' is not a list of messages but of type str; conv"),
-        (["chats.jsonl", "--data.chat", "False"], "cannot read record 1 of chats.jsonl: it has no 'text', but 'messages"
-                                                  "'; pack conversations with --chat or data.chat = true, or name the"),
-        (["other.jsonl"], "it has no 'messages' or 'conversations', but 'chat'; name the key of the messages with"),
-        (["answer.jsonl"], "it has no 'messages' or 'conversations', and its 'text' is not a list of messages but of "
-                           "type str; name the key of the messages with"),
-        (["half.jsonl"], "cannot tokenize record 1 of half.jsonl: it has '\\ud83d', one half of a character"),
+        (["typo.jsonl"], "record 2 of typo.jsonl: message 2 has the role 'asistant'"),
+        (["pairs.jsonl"], "with 'prompt' as the user's content and 'answer' as the assistant's"),
+        (["pairs.jsonl", "--data.text_key", "prompt"], "its 'prompt' is not a list of messages"),
+        (["other.jsonl"], "it has no 'messages' or 'conversations', but 'chat'"),
+        (["answer.jsonl"], "its 'text' is not a list of messages"),
         (["chats.jsonl", "--data.text_key", "talk"], "it has no 'talk', but 'messages'"),
-        (["silent.jsonl"], "all files are empty (1 read), or no token counts for the loss in 1 of the conversations, "
-                           "the first is record 1 of silent.jsonl: the assistant says nothing"),
-        (["text.txt"], "text.txt holds no conversations: give records in files named *.jsonl,"),
-        (["chats.jsonl", "--data.tokenizer", "bytes"], "the tokenizer 'bytes' has no chat template"),
-        (["chats.jsonl", "--data.tokenizer", "mute"], "the tokenizer in mute has no chat template"),
-        (["chats.jsonl", "--data.chat_template", "none"], "cannot read the chat template none"),
-        (["chats.jsonl", "--train.sequence_length", "4000"], "but a sequence needs train.sequence_length + 1 = 4001"),
+        (["silent.jsonl"], "record 1 of silent.jsonl: the assistant says nothing"),
+        (["text.txt"], "text.txt holds no conversations"),
+        (["chats.jsonl", "--data.chat_template", "none"], "chat template none"),
+        (["chats.jsonl", "--train.sequence_length", "4000"], "4001"),
+        (["chats.jsonl", "--init.from_hf", "", "--model.config", "mtp.json", "--data.tokenizer", "model",
+          "--mtp.weight", "0.3"], "multi-token prediction trains on text alone"),
     ):
         status, said = refusal(folder, capsys, monkeypatch, "--data.path", *options)
         assert status == 2 and text in said.err, said.err
-
-
-def test_multi_token_prediction_is_refused(folder, capsys, monkeypatch):
-    model = json.loads((EXAMPLES / "tiny-cpu/deepseek-v3.json").read_text()) | {"vocab_size": 266}
-    (folder / "mtp.json").write_text(json.dumps(model))
-    status, said = refusal(folder, capsys, monkeypatch, "--init.from_hf", "", "--model.config", "mtp.json",
-                           "--data.tokenizer", "model", "--mtp.weight", "0.3")
-    assert status == 2 and "holds conversations, and multi-token prediction trains on text alone; set mtp" in said.err
 
 
 def test_text_that_is_packed_already_is_no_conversation(folder, capsys, monkeypatch):
@@ -253,14 +236,10 @@ def test_text_that_is_packed_already_is_no_conversation(folder, capsys, monkeypa
     (folder / "texts/a.txt").write_text("a")
     assert cli.main(["data", "pack", "texts", "--out", "packed-text"]) == 0
     status, said = refusal(folder, capsys, monkeypatch, "--data.path", "packed-text")
-    assert status == 2
-    assert "data.chat = true, but packed-text was packed as text; pack the conversations again with" in said.err
-    for options, text in (
-        (["--chat-template", "x"], "--chat-template x: plain text has no template; add --chat"),
-        (["--chat", "--end-of-document", "x"], "--end-of-document 'x': with --chat, the chat template ends a"),
-    ):
+    assert status == 2 and "packed-text was packed as text" in said.err
+    for options in (["--chat-template", "x"], ["--chat", "--end-of-document", "x"]):
         assert cli.main(["data", "pack", "texts", "--out", "new", *options]) == 2
-        assert text in capsys.readouterr().err
+        assert options[-2] in capsys.readouterr().err
 
 
 def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other(folder, dualpipe, capsys, monkeypatch):
@@ -276,14 +255,10 @@ def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other
     parquet.write_table(pyarrow.Table.from_pylist(rows), mixed / "a.parquet")
     lines = [{"messages": chat} for chat in ([], turns(system="be brief"), turns("a"), turns("b", "c"))]
     (mixed / "b.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    pack = ["data", "pack", "mixed", "--chat", "--tokenizer", "model", "--out", "packed-chats"]
     with pytest.warns(UserWarning) as warned:
-        assert cli.main(pack) == 0
-    said = [str(warning.message) for warning in warned]
-    assert "mixed/b.jsonl: empty records are skipped: 1, the first is record 1" in said
-    assert "files that are not text are skipped: 1: readme.md (no records)" in said
-    assert ("conversations are left out: no token counts for the loss in 2 of the conversations, the first is record 2 "
-            "of mixed/b.jsonl: the assistant says nothing") in said
+        assert cli.main(["data", "pack", "mixed", "--chat", "--tokenizer", "model", "--out", "packed-chats"]) == 0
+    said = "".join(str(warning.message) for warning in warned)
+    assert all(name in said for name in ("mixed/b.jsonl: empty", "readme.md", "record 2 of mixed/b.jsonl"))
     assert "in 31 documents, 1,095 of them count for the loss" in capsys.readouterr().out
     index = json.loads((folder / "packed-chats/index.json").read_text())
     assert index["format"] == "dualpipe tokens with a loss mask 1" and index["counted"] < index["tokens"]
@@ -291,19 +266,16 @@ def test_packed_conversations_need_no_setting_and_warn_where_they_see_each_other
                "--data.validation_path", "None", "--data.validation_fraction", "0.3", "--train.num_chunks", "1")
     (row,), said = run(dualpipe, folder, "seeing", *options)
     assert row["counted_tokens"] > 0 and row["eval_loss"] > 0
-    assert "WARNING: conversations in one sequence see each other; set data.separate_documents = true" in said
+    assert "WARNING: conversations in one sequence see each other" in said
     (folder / "packed-chats/loss-mask-00000.bin").write_bytes(b"\1")
     status, said = refusal(folder, capsys, monkeypatch, *options)
-    assert status == 2 and "not a complete packed directory: loss-mask-00000.bin has 1 bytes instead of" in said.err
+    assert status == 2 and "loss-mask-00000.bin" in said.err
 
 
 def test_a_template_of_ones_own_for_one_whose_turns_are_not_clear(folder, dualpipe, capsys, monkeypatch):
-    from chats import FORGETFUL
-
     save_chat_tokenizer(folder / "forgetful", FORGETFUL)
     status, said = refusal(folder, capsys, monkeypatch, "--data.tokenizer", "forgetful")
-    assert status == 2 and "message 2 is rendered differently once other messages follow" in said.err
-    assert "cannot tokenize record " in said.err and " of chats.jsonl: the chat template in forgetful " in said.err
+    assert status == 2 and " of chats.jsonl: the chat template in forgetful " in said.err
     (folder / "own.jinja").write_text(CHATML)
     (row,), _ = run(dualpipe, folder, "own", "--data.tokenizer", "forgetful", "--data.chat_template", "own.jinja")
     assert row["loss"] == pytest.approx(reference(folder, "chats.jsonl")[0], rel=1e-6)

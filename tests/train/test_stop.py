@@ -72,21 +72,23 @@ def whole(run_folder, dualpipe):
 
 
 TO_ONE, TO_LAUNCHER = "os.getpid()", "os.getppid()"
-CASES = [
+CASES = [  # the fast one, and pairs of layout, signal, its receiver and mode
     ((), "SIGINT", TO_LAUNCHER, (0,), "async"),
-    pytest.param((), "SIGUSR1", TO_ONE, (1,), "sync", marks=slow),
-    pytest.param(DP2, "SIGTERM", TO_ONE, (0, 1, 2, 3), "async", marks=slow),  # as torchrun and SLURM do
-    *(pytest.param((), name, TO_LAUNCHER, (0,), "sync", marks=slow) for name in ("SIGUSR1", "SIGTERM", "SIGHUP")),
-    *(pytest.param(DP2, "SIGHUP", TO_ONE, (rank,), mode, marks=slow)
-      for rank, mode in enumerate(("async", "sync", "async", "sync"))),
-    *(pytest.param((), name, TO_ONE, (rank,), "async", marks=slow)
-      for rank, name in ((0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGHUP"), (0, "SIGUSR1"))),
-    pytest.param(ALONE, "SIGINT", TO_ONE, (0,), "async", marks=slow),  # nobody has started it as a rank
-    pytest.param(ALONE, "SIGTERM", TO_ONE, (0,), "sync", marks=slow),
+    ((), "SIGUSR1", TO_ONE, (1,), "sync"),
+    ((), "SIGHUP", TO_LAUNCHER, (0,), "sync"),
+    ((), "SIGTERM", TO_LAUNCHER, (0,), "sync"),
+    ((), "SIGTERM", TO_ONE, (1,), "async"),
+    ((), "SIGUSR1", TO_ONE, (0,), "async"),
+    (DP2, "SIGTERM", TO_ONE, (0, 1, 2, 3), "async"),  # as torchrun and SLURM do
+    (DP2, "SIGHUP", TO_ONE, (0,), "async"),
+    (DP2, "SIGHUP", TO_ONE, (3,), "sync"),
+    (ALONE, "SIGINT", TO_ONE, (0,), "async"),  # nobody has started it as a rank
+    (ALONE, "SIGTERM", TO_ONE, (0,), "sync"),
 ]
 
 
-@pytest.mark.parametrize(("options", "name", "to", "by", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("options", "name", "to", "by", "mode"), [CASES[0], *(pytest.param(*case, marks=slow) for case in CASES[1:])])
 def test_a_signal_ends_a_run_after_a_step_and_the_same_command_goes_on(
     run_folder, dualpipe, whole, request, options, name, to, by, mode
 ):
@@ -101,8 +103,7 @@ def test_a_signal_ends_a_run_after_a_step_and_the_same_command_goes_on(
     assert Checkpoint.read(folder / path).manifest.step == step
     assert [each for each, *_ in losses(folder, out)] == list(range(1, step + 1)), "the last one is written too"
     assert not (folder / out / "exported").exists() and not (folder / out / "loss.png").exists()
-    left = [each.name for each in (folder / out).rglob("*") if "tmp" in each.name]
-    assert not left
+    assert not [each.name for each in (folder / out).rglob("*") if "tmp" in each.name]
     again = dualpipe(folder, *command)
     assert again.returncode == 0 and f"after step {step}, saved by" in again.stdout
     assert losses(folder, out) == whole(options)
@@ -112,8 +113,7 @@ def test_a_signal_ends_a_run_after_a_step_and_the_same_command_goes_on(
 def test_without_checkpoints_that_is_said(run_folder, dualpipe):
     process = dualpipe(run_folder, *RUN, "--output.dir", "unsaved", *ALONE, before=sent("SIGTERM"))
     assert process.returncode == 143 and not process.stderr
-    assert re.search(r"^stopped by SIGTERM after step [34]; nothing is saved: checkpoint.interval = 0; the same "
-                     "command starts anew$", process.stdout, re.MULTILINE)
+    assert re.search("^stopped by SIGTERM after step [34]; nothing is saved", process.stdout, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("options", "to"), [
@@ -148,8 +148,8 @@ trainer.evaluate = evaluate
 # -- a limit to the time
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [(), pytest.param(DP2, marks=slow)])
+@slow
+@pytest.mark.parametrize("options", [(), DP2])
 def test_a_run_stops_before_its_time_is_over(run_folder, dualpipe, whole, options):
     out = f"limited{len(options)}"
     command = (*RUN, *options, "--output.dir", out, "--checkpoint.interval", "100")
