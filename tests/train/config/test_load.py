@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, fields
+from importlib.util import spec_from_loader
 from typing import get_args, get_type_hints
 
 import pytest
@@ -91,46 +92,32 @@ def test_overrides_replace_the_file(toml):
     [
         (GOOD + "[trian]\nsteps = 1", "unknown key 'trian'; the nearest valid name is 'train'"),
         (GOOD.replace("steps", "step"), r"\[train\]: unknown key 'step'; the nearest valid name is 'steps'"),
-        (GOOD.replace("steps = 7", 'steps = "7"'), "steps = '7' has the wrong type; it must be an integer"),
-        (GOOD.replace("steps = 7", "steps = true"), "steps = True has the wrong type"),
-        (GOOD.replace("steps = 7", "steps = 7.5"), "steps = 7.5 has the wrong type"),
-        (GOOD.replace("lr = 1", "lr = true"), "lr = True has the wrong type; it must be a number"),
-        (GOOD.replace("lr = 1", 'lr = "1"'), "lr = '1' has the wrong type; it must be a number"),
-        (GOOD.replace("[0.8, 0.9]", "[0.8, true]"), r"betas = True has the wrong type; it must be a number"),
-        (GOOD.replace('"text"', "3"), r"run.toml: \[data\]: path = 3 has the wrong type; it must be a string"),
-        (GOOD.replace("pp = 2", 'layers_per_stage = [1, "2"]'), "layers_per_stage = '2' has the wrong type"),
-        (GOOD + "[memory]\nrecompute = 'layer'", "recompute = 'layer' has the wrong type; it must be a list of str"),
-        (GOOD + "[dtypes]\nrules = ['a,save=fp32']", r"\[dtypes\]: rules must be a table, got 'a,save=fp32'"),
-        (GOOD + "[[dtypes.rules]]\npatern = 'a'", r"\[dtypes\]: rules: unknown key 'patern'; .* is 'pattern'"),
-        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp9'", r"rules: storage = 'mxfp9' .* 'fp64', 'mxfp8', 'nvfp4'"),
-        (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", r"rules: gather = 'fp32' .* must be one of 'mxfp8', 'nvfp4'"),
-        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "= ',storage=.*: weights are either stored"),
-        (GOOD.replace("steps = 7", "steps = 0"), "train.steps = 0: must be at least 1"),
-        (GOOD.replace("steps = 7", 'dtype = "fp16"'),
-         "dtype = 'fp16' is not a valid choice; it must be one of 'fp32', 'bf16'$"),
-        (GOOD.replace("lr = 1", "learning_rate = 1"), "unknown key 'learning_rate'; the nearest valid name is 'lr'"),
-        (GOOD.replace("steps = 7", "seq_len = 7"), "unknown key 'seq_len'; the nearest valid name is 'sequence_length"),
-        (GOOD + "[checkpoint]\nlearning_rate = 1", r"\[checkpoint\]: unknown key 'learning_rate'; .* in another table: "
-         r"'optimizer.lr'"),
+        (GOOD.replace("lr = 1", "learning_rate = 1"), "'learning_rate'; the nearest valid name is 'lr'"),
+        (GOOD.replace("steps = 7", "seq_len = 7"), "'seq_len'; the nearest valid name is 'sequence_length"),
         (GOOD.replace("steps = 7", "lr = 7"), r"\[train\]: unknown key 'lr'; .* in another table: 'optimizer.lr'"),
+        (GOOD + "[checkpoint]\nlearning_rate = 1", "in another table: 'optimizer.lr'"),
+        (GOOD + "[[dtypes.rules]]\npatern = 'a'", "unknown key 'patern'; .* is 'pattern'"),
+        (GOOD.replace("steps = 7", 'steps = "7"'), "steps = '7' has the wrong type; it must be an integer"),
+        (GOOD.replace("steps = 7", "steps = true"), "steps = True"),
+        (GOOD.replace("steps = 7", "steps = 7.5"), "steps = 7.5"),
+        (GOOD.replace("lr = 1", "lr = true"), "lr = True"),
+        (GOOD.replace("lr = 1", 'lr = "1"'), "lr = '1'"),
+        (GOOD.replace("[0.8, 0.9]", "[0.8, true]"), "betas = True"),
         (GOOD.replace("[0.8, 0.9]", "[0.8]"), "betas = .* a list of 2 numbers"),
+        (GOOD.replace('"text"', "3"), r"run.toml: \[data\]: path = 3"),
+        (GOOD.replace("pp = 2", 'layers_per_stage = [1, "2"]'), "layers_per_stage = '2'"),
+        (GOOD + "[memory]\nrecompute = 'layer'", "recompute = 'layer'"),
+        (GOOD + "[dtypes]\nrules = ['a,save=fp32']", "rules must be a table, got 'a,save=fp32'"),
+        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp9'", "storage = 'mxfp9' .* 'fp64', 'mxfp8', 'nvfp4'"),
+        (GOOD + "[[dtypes.rules]]\ngather = 'fp32'", "gather = 'fp32' .* 'mxfp8', 'nvfp4'"),
+        (GOOD + "[[dtypes.rules]]\nstorage = 'mxfp8'\ngather = 'mxfp8'", "either stored"),
+        (GOOD.replace("steps = 7", 'dtype = "fp16"'), "dtype = 'fp16' .* 'fp32', 'bf16'$"),
         (GOOD.replace("[0.8, 0.9]", "[0.8, 1.0]"), "optimizer.betas .* less than 1"),
-        (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* give both below 0.996"),
-        (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan: must be positive"),
-        (GOOD.replace("pp = 2", "dp = -1"), "parallel.dp = -1: must be at least 0"),
-        (GOOD.replace("pp = 2", "ep = 0"), "parallel.ep = 0: must be at least 1"),
-        (GOOD.replace("pp = 2", "pp = 0"), "parallel.pp = 0: must be at least 1"),
+        (GOOD.replace("[0.8, 0.9]", '[0.8, 0.999]\nmoments = "bf16"'), "optimizer.betas .* below 0.996"),
+        (GOOD.replace("lr = 1", "lr = nan"), "optimizer.lr = nan"),
+        (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan"),
         (GOOD.replace("pp = 2", 'schedule = "dualpipe"'), "schedule = 'dualpipe' .*'dualpipev'"),
-        (GOOD.replace("pp = 2", 'dispatch = "deep_ep"'), "dispatch = 'deep_ep' .*'two_hop'"),
-        (GOOD.replace("pp = 2", 'all_to_all = "copy_engine"'), "unknown key 'all_to_all'"),
-        (GOOD.replace('"model/config.json"', '"model/config.json"\nexpert_gemm = "quack"'),
-         "expert_gemm = 'quack' .*'grouped_mm'"),
-        (GOOD + "[router]\nbalance = -0.1", "router.balance = -0.1: must not be negative"),
-        (GOOD + "[router]\nz_loss = nan", "router.z_loss = nan: must not be negative"),
-        (GOOD + "[router]\nbias_update_rate = -1", "router.bias_update_rate = -1.0: must not be negative"),
-        (GOOD + '[router]\nbalance_level = "layer"', "one of 'microbatch', 'sequence', 'global'"),
-        ("[train]\nsteps = 3", "there is no model; give model.config"),
-        ("[model]", "there is no model; give model.config"),
+        ("[model]", "give model.config"),
         ("model = 3", "must be a table"),
         ("[model", "is not valid TOML"),
     ],
@@ -206,26 +193,22 @@ def test_every_rule_of_a_field_refuses_a_value(toml, monkeypatch):
     ("options", "message"),
     [
         (["--train.stepz", "3"], "unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
-        (["--steps=3"], "unknown option '--steps'; the nearest valid name is '--train.steps'"),
-        (["--train.lr", "3"], "unknown option '--train.lr'; the nearest valid name is '--optimizer.lr'"),
+        (["--steps=3"], "'--steps'; the nearest valid name is '--train.steps'"),
+        (["--train.lr", "3"], "'--train.lr'; the nearest valid name is '--optimizer.lr'"),
         (["--optimizer.learning_rate", "3"], "'--optimizer.learning_rate'; the nearest valid name is '--optimizer.lr'"),
-        (["--learning-rate=3"], "unknown option '--learning-rate'; the nearest valid name is '--optimizer.lr'"),
-        (["--train.steps", "x"], "^--train.steps = 'x' has the wrong type; it must be an integer$"),
-        (["--train.steps", "-1"], "train.steps = -1: must be at least 1"),
-        (["--train.steps"], "^--train.steps: expected one argument$"),
-        (["--parallel.schedule", "x"], "^--parallel.schedule = 'x' is not a valid choice; it must be one of 'dualpipe"),
-        (["--parallel.overlap", "yes"], "^--parallel.overlap = 'yes' has the wrong type; it must be true or false$"),
-        (["--optimizer.betas", "0.5"], "^--optimizer.betas: expected 2 arguments$"),
-        (["--dtypes.rules", "*,storage=fp9"], "^--dtypes.rules: storage = 'fp9' is not a valid choice"),
-        (["--parallel.ep", "0"], "parallel.ep = 0: must be at least 1"),
-        (["extra"], "^unrecognized arguments: extra$"),
-        (["--memory.recompute", "attention", "--memory.recompute=experts"],
-         "^--memory.recompute is given 2 times, of which only the last would count; give it once"),
-        (["--dtypes.rules", "a,compute=fp32", "--dtypes.rules", "b,compute=fp32"], "^--dtypes.rules is given 2 times"),
-        (["--dtypes.rules", "a,compute=fp32,compute=bf16"], "gives compute twice; give it once"),
-        (["--parallel.schedule_costs", "F=1"], "^parallel.schedule_costs = 'F=1' is for the schedule 'auto' alone, and "
-                                               "parallel.schedule is 'dualpipev'"),
-        (["--parallel.schedule", "zbv", "--parallel.schedule_memory", "4"], "^parallel.schedule_memory = 4.0 is for"),
+        (["--learning-rate=3"], "'--learning-rate'; the nearest valid name is '--optimizer.lr'"),
+        (["--train.steps", "x"], "--train.steps = 'x' has the wrong type"),
+        (["--train.steps", "-1"], "train.steps = -1"),
+        (["--train.steps"], "--train.steps: expected one argument"),
+        (["--parallel.schedule", "x"], "--parallel.schedule = 'x' .* 'dualpipe"),
+        (["--parallel.overlap", "yes"], "--parallel.overlap = 'yes'"),
+        (["--optimizer.betas", "0.5"], "--optimizer.betas: expected 2 arguments"),
+        (["--dtypes.rules", "*,storage=fp9"], "--dtypes.rules: storage = 'fp9'"),
+        (["extra"], "unrecognized arguments: extra"),
+        (["--memory.recompute", "attention", "--memory.recompute=experts"], "--memory.recompute is given 2 times"),
+        (["--dtypes.rules", "a,compute=fp32,compute=bf16"], "gives compute twice"),
+        (["--parallel.schedule_costs", "F=1"], "parallel.schedule_costs = 'F=1' .* 'dualpipev'"),
+        (["--parallel.schedule", "zbv", "--parallel.schedule_memory", "4"], "parallel.schedule_memory = 4.0"),
     ],
 )
 def test_refuses_bad_options(toml, options, message):
@@ -237,26 +220,17 @@ def test_of_a_single_value_given_twice_the_last_counts(toml):
     assert load_config(toml(), ["--train.steps", "5", "--train.steps=6"]).train.steps == 6
 
 
-@pytest.mark.parametrize(
-    ("option", "values", "name"),
-    [
-        ("--optimizer.lr", ["inf"], "^(.*: )?optimizer.lr = inf: must be finite"),
-        ("--optimizer.eps", ["inf"], "optimizer.eps = inf"),
-        ("--optimizer.weight_decay", ["inf"], "optimizer.weight_decay = inf"),
-        ("--optimizer.clip_norm", ["inf"], "optimizer.clip_norm = inf"),
-        ("--router.balance", ["inf"], "router.balance = inf"),
-        ("--train.seed", ["1" + 30 * "0"], "train.seed = 10+: must fit 64 bits"),
-    ],
-)
-def test_numbers_are_finite_everywhere(toml, option, values, name):
-    with pytest.raises(ValueError, match=name):
-        load_config(toml(), [option, *values])
-    table, field = option[2:].split(".")
-    text = GOOD.replace("lr = 1\n", "") if option == "--optimizer.lr" else GOOD
-    line = f"{field} = {values[0]}"
-    text = text.replace(f"[{table}]", f"[{table}]\n{line}") if f"[{table}]" in text else f"{text}[{table}]\n{line}\n"
-    with pytest.raises(ValueError, match=name):
-        load_config(toml(text))
+@pytest.mark.parametrize(("option", "value"), [
+    ("--optimizer.lr", "inf"), ("--optimizer.weight_decay", "inf"), ("--router.balance", "inf"),
+    ("--train.seed", "1" + 30 * "0"),  # more than 64 bits
+])
+def test_numbers_are_finite_everywhere(toml, option, value):
+    name = option.removeprefix("--")
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        load_config(toml(), [option, value])
+    table, field = name.split(".")
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        load_config(toml(f"[{table}]\n{field} = {value}\n"))
 
 
 @pytest.mark.parametrize("value", ["inf", "nan", "-inf", "1e10"])
@@ -265,14 +239,12 @@ def test_timeouts_out_of_range_are_refused(toml, value):
         load_config(toml(), [f"--parallel.timeout={value}"])
 
 
-def test_a_missing_optional_package_is_named(toml, monkeypatch, tmp_path):
-    import importlib.util
-
+def test_a_missing_optional_package_is_named(toml, monkeypatch):
     monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: None)
-    message = "metrics.wandb = 'project': the package wandb is not installed; `pip install wandb`"
+    message = "metrics.wandb = 'project': .*`pip install wandb`"
     with pytest.raises(ValueError, match=message):
         load_config(toml(), ["--metrics.wandb", "project"])
-    folder = importlib.util.spec_from_loader("wandb", None, is_package=True)  # of a folder that happens to be called so
+    folder = spec_from_loader("wandb", None, is_package=True)  # of a folder that happens to be called so
     monkeypatch.setattr("dualpipe.train.config.schema.find_spec", lambda name: folder)
     with pytest.raises(ValueError, match=message):
         load_config(toml(), ["--metrics.wandb", "project"])
@@ -301,9 +273,9 @@ def test_missing_file(tmp_path):
 def test_dp_follows_from_the_number_of_ranks(toml):
     config = load_config(toml())
     assert [fit_world(config, world).parallel.dp for world in (2, 4, 6)] == [1, 2, 3]
-    with pytest.raises(ValueError, match=r"2 \* any \* 1 cannot be 3, .*; start 2, or change parallel\.pp"):
+    with pytest.raises(ValueError, match=r"2 \* any \* 1 cannot be 3"):
         fit_world(config, 3)
-    with pytest.raises(ValueError, match=r"2 \* 2 \* 1 cannot be 2, .*; start 4"):
+    with pytest.raises(ValueError, match=r"cannot be 2, .*; start 4"):
         fit_world(load_config(toml(), ["--parallel.dp", "2"]), 2)
 
 
@@ -313,17 +285,16 @@ def test_dp_replicate_splits_dp(toml):
     fitted = fit_world(config, 8).parallel
     assert (fitted.dp, fitted.dense_shards, fitted.expert_shards, fitted.batch_shards) == (4, 2, 2, 4)
     assert str(fitted) == "pp 2, dp 4 (2 x 2), ep 1"
-    with pytest.raises(ValueError, match=r"^parallel.dp_replicate = 2 does not divide dp = 3, .*; give 1 or 3, or"):
+    with pytest.raises(ValueError, match=r"dp_replicate = 2 does not divide dp = 3, .*; give 1 or 3"):
         fit_world(config, 6)
 
 
 def test_batch_size_gives_num_chunks_for_any_number_of_ranks(toml):
     config = load_config(toml(), ["--train.batch_size", "24", "--train.micro_batch_size", "2"])
     assert [fit_world(config, world).train.num_chunks for world in (2, 4, 6, 8)] == [12, 6, 4, 3]
-    with pytest.raises(ValueError, match=r"train.batch_size = 24 is not a multiple of 10, .* = 2 \* 5 \* 1; give 20 "
-                                         r"or 30, or set parallel.dp to one of 1, 2, 3, 4, 6, 12$"):
+    with pytest.raises(ValueError, match=r"a multiple of 10, .*; give 20 or 30, .* one of 1, 2, 3, 4, 6, 12$"):
         fit_world(config, 10)
-    with pytest.raises(ValueError, match=r"not a multiple of 26, .*; give 26, or set"):
+    with pytest.raises(ValueError, match=r"a multiple of 26, .*; give 26"):
         fit_world(config, 26)
 
 

