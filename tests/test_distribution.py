@@ -77,8 +77,6 @@ def test_the_metadata_is_complete(built):
     assert said["Version"] == dualpipe.__version__ and said["Requires-Python"] == ">=3.11"
     assert said["License-Expression"] == "MIT" and said["License-File"] == "LICENSE"
     assert said["Description-Content-Type"] == "text/markdown" and said.get_payload().startswith("# dualpipe\n")
-    assert said["Summary"] and said["Author"] and said["Keywords"] and said.get_all("Project-URL")
-    assert "Typing :: Typed" in said.get_all("Classifier")
     assert f"{info}/licenses/LICENSE" in archive.namelist()
     assert "dualpipe = dualpipe.cli:main" in archive.read(f"{info}/entry_points.txt").decode()
     needs = [line for line in said.get_all("Requires-Dist") if "extra ==" not in line]
@@ -86,13 +84,10 @@ def test_the_metadata_is_complete(built):
         assert any(line.startswith(f"{name}>=") for line in needs), name
     extras = {name: sorted(line.partition(">=")[0] for line in said.get_all("Requires-Dist")
                            if line.endswith(f'extra == "{name}"'))
-              for name in ("viz", "hf", "remote", "test", "lint", "docs")}
-    assert extras["viz"] == ["matplotlib", "tensorboard"]
-    assert extras["hf"] == ["jinja2", "transformers"] and extras["remote"] == ["fsspec"]
-    assert 'dualpipe[data,hf,remote,viz,wandb]; extra == "test"' in extras["test"]
-    assert extras["lint"] == ["import-linter", "mypy", "pyright[nodejs]", "ruff"]
-    assert extras["docs"] == ['dualpipe[hf]; extra == "docs"', "mkdocs", "mkdocs-material", "mkdocstrings[python]"]
-    assert not set(extras["test"]) & set(extras["lint"])
+              for name in ("viz", "hf", "remote")}
+    assert extras == {
+        "viz": ["matplotlib", "tensorboard"], "hf": ["jinja2", "transformers"], "remote": ["fsspec"],
+    }
 
 
 def made_by(target):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from few_cases import PARTS, few_cases, part_of
+from few_cases import PARTS, few_cases
 
 
 class Item:
@@ -65,8 +65,3 @@ def test_a_part_has_few_cases_of_each_slow_test(conftest):
     assert [len(run) for run in runs] == [2, 2, 2, 2, 1]
     assert names(item for run in runs for item in run) == names(slow)
     assert chosen(slow, None, conftest) == slow
-
-
-def test_a_part_is_that_of_the_name_alone():
-    assert part_of("tests/kernels/test_x.py::test_y[0]") == part_of("tests/kernels/test_x.py::test_y[0]")
-    assert {part_of(str(n)) for n in range(200)} == set(range(PARTS))

@@ -31,8 +31,8 @@ from run_files import write_files
 # The waits of the host. A step has only one: for the number of rows from other ranks, for each micro-batch in
 # the forward of each layer with experts. A recomputed dispatch knows the numbers.
 COUNTS = "Event.synchronize in dualpipe/parallel/experts/one_hop.py: PendingDispatch.start_rows"
-# tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of a checkpoint's tensors.
-# tests/train/test_trainer.py); for the mean of an evaluation; and for the copy of what a checkpoint holds.
+# Training also waits for the values of a step (tests/train/test_trainer.py), for the mean of an evaluation, and for the
+# copy of a checkpoint's tensors.
 READ = "Event.synchronize in dualpipe/train/trainer.py: Trainer._read"
 EVALUATE = "_local_scalar_dense in dualpipe/train/evaluate.py: evaluate"
 SAVE = "synchronize in dualpipe/checkpoint/writer.py: HostMemory.fill"

@@ -190,6 +190,11 @@ def test_the_lines_of_the_quickstart_generate_text_with_what_the_example_exports
 
 
 @pytest.mark.slow
+def test_another_cut_trains_the_same(train):
+    assert train("cut", "--parallel.layers_per_stage", "0", "2", "1", "1") == pytest.approx(train("even"), rel=1e-5)
+
+
+@pytest.mark.slow
 def test_compiled_parts_train_the_same(run_folder, train, monkeypatch):
     few = [*ALONE, "--train.steps", "2", "--train.eval_batches", "0", "--train.eval_interval", "0"]
     losses = train("plain", *few)
