@@ -8,7 +8,7 @@ import importlib
 import pytest
 import torch
 
-from dualpipe.kernels import grouped_gemm, grouped_gemm_dequantize, grouped_gemm_fp8
+from dualpipe.kernels import grouped_gemm_dequantize, grouped_gemm_fp8
 from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.formats import FORMATS, QuantizedRows, dequantize_reference, quantize_reference
 from dualpipe.kernels.grouped_gemm_tiles import GemmConfig, dequantize_configs
@@ -327,16 +327,6 @@ def test_misfit_is_a_value_error(call, changes, message):
     call()
     with pytest.raises(ValueError, match=message):
         call(**changes)
-
-
-def test_errors_of_weight_only_gemms():
-    """Errors for Gaussian values: below 3% in eight bits, below 10% in four bits with blocks of 16."""
-    generator = torch.Generator().manual_seed(0)
-    w, x, offs = torch.randn(1, 128, 256, generator=generator), torch.randn(64, 256, generator=generator), ends([64])
-    exact = grouped_gemm(x, w, offs)
-    for name, most in {"mxfp8": 0.03, "nvfp4": 0.10, "fp8_block": 0.03}.items():
-        y = grouped_gemm_dequantize(x, quantize_reference(w, FORMATS[name]), FORMATS[name], w.shape, offs)
-        assert (y - exact).norm() <= most * exact.norm()
 
 
 @pytest.mark.parametrize(("arch", "format", "shape", "rows", "reason"), [

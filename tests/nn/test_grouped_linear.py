@@ -308,17 +308,6 @@ def test_torch_func_is_refused_with_the_remedy():
             torch.func.vmap(lambda x, module=module: module(x, ends))(torch.randn(2, 3, 3))
 
 
-def test_hooks_of_parameters_see_gradients_that_would_be_deferred():
-    layer, ends, seen = GroupedLinear(2, 3, 4), torch.tensor([1, 3], dtype=torch.int32), []
-    x, store = torch.randn(3, 3), WeightGradStore()
-    layer(x, ends).sum().backward()
-    expected, layer.weight.grad = layer.weight.grad, None
-    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
-    with store.activate(), store.defer("I"):
-        layer(x, ends).sum().backward()
-    assert store.pending() == {"I": 0} and len(seen) == 1 and torch.equal(seen[0], expected)
-
-
 class LowRank(nn.Module):
     """Parametrization of an adapter: the frozen weight plus a product of two small matrices."""
 

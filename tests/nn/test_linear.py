@@ -1,4 +1,4 @@
-"""Linear with deferred weight gradients against nn.Linear: same bits, whatever is frozen, shared, empty or hooked."""
+"""Linear layers with deferred weight gradients against plain ones: same bits, whatever is frozen, shared or empty."""
 
 import copy
 from contextlib import nullcontext
@@ -12,23 +12,25 @@ from torch.utils._pytree import tree_leaves
 
 from dualpipe.nn import Embedding, Linear, defer_weight_grads, linear
 from dualpipe.nn.deferral import WeightGradStore
-from linears import Conv1D, assert_same_grads, backward, pair
+from linears import KINDS, Conv1D, assert_same_grads, backward, pair
 from pretend_cuda import pretend_cuda
 
 SHAPES = [(5, 6), (6,), (2, 3, 6), (2, 1, 3, 6), (0, 6), (2, 0, 6)]
+WITH_BIAS = pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
 
 
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_have_the_same_bits(shape, dtype, bias, deferred):
-    plain, ours = pair(dtype, bias=bias)
+def test_results_and_gradients_have_the_same_bits(shape, dtype, kind, deferred):
+    plain, ours = pair(dtype, kind)
     store = WeightGradStore() if deferred else None
     for _ in range(3):  # accumulating
         x = torch.randn(shape, dtype=dtype, requires_grad=True)
         x_ours = x.detach().clone().requires_grad_()
         dy = torch.randn(*shape[:-1], 4, dtype=dtype)
+        assert torch.equal(ours(x_ours), plain(x))
         backward(plain, x, dy)
         backward(ours, x_ours, dy, store)
         assert torch.equal(x_ours.grad, x.grad)
@@ -50,10 +52,11 @@ def test_long_sums_accumulate_in_the_order_of_autograd():
     assert_same_grads(ours, plain)
 
 
+@WITH_BIAS
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")], ids="+".join)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_frozen_parameters_get_nothing(frozen, deferred):
-    plain, ours = pair()
+def test_frozen_parameters_get_nothing(frozen, deferred, kind):
+    plain, ours = pair(kind=kind)
     for module in (plain, ours):
         for name in frozen:
             getattr(module, name).requires_grad_(False)
@@ -83,16 +86,6 @@ def test_only_what_the_backward_needs_is_saved():
     assert saved(x) == [False, True]
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_input_without_gradient(deferred):
-    plain, ours = pair()
-    store, x = WeightGradStore(), torch.randn(5, 6)
-    backward(plain, x, torch.ones(5, 4))
-    backward(ours, x, torch.ones(5, 4), store if deferred else None)
-    store.run("I")
-    assert_same_grads(ours, plain)
-
-
 def test_no_grad_and_eval():
     plain, ours = pair()
     x = torch.randn(5, 6)
@@ -103,9 +96,10 @@ def test_no_grad_and_eval():
         assert torch.equal(ours(x), plain(x))
 
 
+@WITH_BIAS
 @pytest.mark.parametrize("deferred", [False, True])
-def test_autocast_casts_as_for_nn_linear(deferred):
-    plain, ours = pair()
+def test_autocast_casts_as_for_plain_layers(deferred, kind):
+    plain, ours = pair(kind=kind)
     store = WeightGradStore() if deferred else None
     x = torch.randn(5, 6, requires_grad=True)
     x_ours = x.detach().clone().requires_grad_()
@@ -116,25 +110,22 @@ def test_autocast_casts_as_for_nn_linear(deferred):
     assert y_ours.dtype is torch.bfloat16
     assert torch.equal(y, y_ours)
     y.backward(torch.ones_like(y))
+    backward(lambda y: y, y_ours, torch.ones_like(y), store)
     if deferred:
-        with store.activate(), store.defer("I"):
-            y_ours.backward(torch.ones_like(y))
         store.run("I")
-    else:
-        y_ours.backward(torch.ones_like(y))
     assert x_ours.grad.dtype is torch.float32
     assert torch.equal(x_ours.grad, x.grad)
     assert_same_grads(ours, plain)
 
 
+@WITH_BIAS
 @pytest.mark.parametrize("deferred", [False, True])
-def test_products_for_a_wider_accumulator_are_not_rounded(deferred):
+def test_products_for_a_wider_accumulator_are_not_rounded(deferred, kind):
     """Not the bits of nn.Linear, whose bf16 products are rounded before they are added: those of float32 throughout."""
-    _, ours = pair(torch.bfloat16)
+    plain, ours = pair(torch.bfloat16, kind)
     for param in ours.parameters():
         param.grad_dtype = torch.float32
-    exact = nn.Linear(6, 4)
-    exact.load_state_dict(ours.state_dict())
+    exact = plain.float()
     store = WeightGradStore() if deferred else None
     for _ in range(3):
         x, dy = torch.randn(5, 6).bfloat16(), torch.randn(5, 4).bfloat16()
@@ -334,15 +325,15 @@ def test_wrong_input_is_refused_as_by_nn_linear():
             module(torch.randn(5, 7))
 
 
-def test_torch_func_goes_through():
-    plain, ours = pair()
+@WITH_BIAS
+def test_torch_func_goes_through(kind):
+    plain, ours = pair(kind=kind)
     x, params = torch.randn(3, 5, 6), dict(plain.named_parameters())
 
     def loss(layer, params, x):
         return torch.func.functional_call(layer, params, (x,)).square().sum()
 
-    for layer in (plain, ours):
-        assert torch.equal(torch.func.vmap(layer)(x), plain(x))
+    assert torch.equal(torch.func.vmap(ours)(x), torch.func.vmap(plain)(x))
     per_sample = [torch.func.vmap(torch.func.grad(lambda p, x, layer=layer: loss(layer, p, x)), (None, 0))(params, x)
                   for layer in (plain, ours)]
     jacobians = [torch.func.jacrev(layer)(x[0]) for layer in (plain, ours)]

@@ -5,32 +5,17 @@ import copy
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dualpipe.kernels import WgradOperands, sort_tokens
+from dualpipe.kernels import sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
 from dualpipe.parallel.experts.dispatcher import shard_experts
 from dualpipe.parallel.mesh import build_mesh
 from lone_rank import lone_rank
+from weight_grads import Wgrads
 
 WEIGHTS = {name: torch.zeros(1) for name in "XY"}
-
-
-class Wgrads(TorchDispatchMode):
-    """Number of micro-batches of each GEMM for a grouped weight gradient."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.dualpipe.grouped_gemm_wgrad.default:
-            self.sizes.append(1)
-        if function is torch.ops.dualpipe.grouped_gemm_wgrad_merged.default:
-            self.sizes.append(len(args[0]))
-        return function(*args, **kwargs or {})
 
 
 def queue(log, microbatch, names):
@@ -163,13 +148,6 @@ def test_experts_that_are_sharded_over_ranks_add_to_their_shards(has_grads):
     assert grads[0][0].shape == (3, 8, 16)
 
 
-def test_a_store_that_does_not_merge_queues_no_operands():
-    store, layer = WeightGradStore(), GroupedLinear(3, 16, 8)
-    with store.activate(), store.defer("I"):
-        layer(torch.randn(7, 16), ends([2, 0, 5])).sum().backward()
-    assert not isinstance(store.take("I")[0], MergeableGrad)
-
-
 def test_shares_free_what_they_have_computed():
     from weakref import ref
 
@@ -188,14 +166,3 @@ def test_shares_free_what_they_have_computed():
     assert all(each() is None for each in kept)
 
 
-def test_operands_are_those_of_the_kernel():
-    layer, store = GroupedLinear(3, 16, 8), WeightGradStore()
-    store.merging = True
-    x, rows = torch.randn(7, 16), tokens_of(0)
-    with store.activate(), store.defer("I"):
-        layer(x, rows).sum().backward()
-    (deferred,) = store.take("I")
-    operands = deferred.merge.operands
-    assert isinstance(operands, WgradOperands)
-    assert operands.offs is rows.offs and operands.gather is rows.gather
-    assert operands.x.data_ptr() == x.data_ptr() and not operands.x.requires_grad

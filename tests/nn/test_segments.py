@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from dualpipe import Pipeline
 from dualpipe.nn import defer_weight_grads
@@ -621,91 +620,6 @@ def test_a_stage_without_outputs_is_refused():
     stage.segments = lambda: [Compute(lambda x: x, "x", "y")]
     with pytest.raises(ValueError, match="must write the outputs"):
         Pipeline([stage], schedule="1f1b")
-
-
-class Exchange:
-    """An all-to-all between the pipelines of a mesh; it is its own backward."""
-
-    def __init__(self, group):
-        self.group = group
-
-    class Pending:
-        def __init__(self, rows, group):
-            self.rows, self.received = rows, torch.empty_like(rows)
-            self.work = torch.distributed.all_to_all_single(self.received, rows, group=group, async_op=True)
-
-        def advance(self):
-            pass
-
-        def wait(self):
-            self.work.wait()
-            return (self.received,), None
-
-    def forward(self, inputs):
-        return self.Pending(inputs[0].contiguous(), self.group)
-
-    def backward(self, context, gradients):
-        return self.forward(gradients)
-
-
-class Mixing(Failing):
-    """Sends rows to the other pipeline and back, so that each row is in its place again."""
-
-    group = None
-
-    def segments(self):
-        found = []
-        for i in range(self.layers):
-            found += [
-                Compute(lambda x, i=i: self.before(i, x), "x", ("residual", "rows")),
-                Communicate(Exchange(self.group), "rows", "rows"),
-                Compute(lambda rows: rows * 1.0, "rows", "rows", True),
-                Communicate(Exchange(self.group), "rows", "rows"),
-                Compute(lambda r, rows, i=i: self.after(i, r, rows.roll(1, 0)), ("residual", "rows"), "x"),
-            ]
-        return found
-
-
-def failing_between_pipelines(rank: int) -> list[tuple[str, str, float]]:
-    x, y = (torch.randn(5 * 4, WIDTH, dtype=torch.float64) for _ in range(2))
-    torch.manual_seed(0)
-    expected = [Mixing() for _ in range(4)]
-    found = []
-    for failing_rank, where in itertools.product(range(4), ("forward", "backward", "labels")):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "mix"))
-        numbers = stages_of_rank("dualpipev", 2, mesh["pp"].get_local_rank())
-        mine = [copy.deepcopy(expected[i]) for i in numbers]
-        for stage in mine:
-            stage.group = mesh["mix"].get_group()
-        pipe = Pipeline(mine, process_group=mesh["pp"].get_group(), schedule="dualpipev")
-        mine[1].fail = where if rank == failing_rank else ""
-        labels = y[:-1] if where == "labels" and rank == failing_rank - failing_rank // 2 * 2 else y
-        message = ""
-        try:
-            pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(labels,))
-        except (PipelineError, ValueError) as error:
-            message = f"{type(error).__name__}: {error}"
-        worst = 0.0
-        if where == "labels":  # an error in the arguments leaves the pipeline unchanged
-            for model in (*expected, pipe):
-                model.zero_grad()
-            reference(expected, x, y, 5)
-            pipe.step(x, num_chunks=5, criterion=F.mse_loss, labels=(y,))
-            worst = max(gradient_error(stage, expected[i]) for stage, i in zip(mine, numbers))
-        found.append((where, message, worst))
-    return found
-
-
-@pytest.mark.slow
-def test_a_failure_raises_in_every_pipeline_that_communicates_and_none_waits():
-    results = run_ranks(failing_between_pipelines, 4, timeout=90, group_timeout=20, fresh=True)
-    for found in results:
-        for i, (where, message, error) in enumerate(found):
-            text = {"forward": "out of luck", "backward": "division", "labels": "labels"}[where]
-            kind = "ValueError" if where == "labels" else "PipelineError"
-            assert message.startswith(kind) and text in message, (where, message)
-            assert where == "labels" or message.startswith(f"PipelineError: rank {i // 3}"), message
-            assert error < 1e-10
 
 
 # -- names

@@ -6,13 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 from dualpipe import Compute, Pipeline, WeightGradStore
 from dualpipe.nn import Embedding, GroupedLinear, Linear, defer_weight_grads
 from dualpipe.nn.deferral import add_grad
-from dualpipe.schedule import build
 from ranks import run_ranks
 
 ROWS, WIDTH, CHUNKS = 12, 8, 3
@@ -117,33 +115,6 @@ def test_a_tied_embedding_counts_for_its_head():
         "head.weight": (0, DENSE, "nn.Linear, not passed to defer_weight_grads"),
         "position": (0, 0, NO_GEMM),
     }
-
-
-class Lookup(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.embed = kind(WIDTH, WIDTH)
-
-    def forward(self, x):
-        return self.embed(x.argmax(1))
-
-
-def test_embeddings_are_not_counted():
-    assert work_of(Lookup(Embedding)) == {"embed.weight": (0, 0, "")}
-    reason = "embedding: its gradient is no GEMM, not counted"
-    assert work_of(Lookup(nn.Embedding)) == {"embed.weight": (0, 0, reason)}
-
-
-def test_weights_computed_from_others():
-    found = work_of(parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH)))
-    assert found["parametrizations.weight.original1"] == (0, DENSE, "weight computed from others (parametrized)")
-    found = work_of(prune.identity(nn.Linear(WIDTH, WIDTH), "weight"))
-    assert found == {"weight_orig": (0, DENSE, "weight computed from others (pruned, or by a norm)")}
-
-
-def test_convolutions():
-    conv = nn.Sequential(nn.Unflatten(1, (1, WIDTH)), nn.Conv1d(1, 2, 3, padding=1), nn.Flatten())
-    assert work_of(conv) == {"1.weight": (0, 2 * ROWS * WIDTH * 2 * 3, "nn.Conv1d")}
 
 
 class Deferring(torch.autograd.Function):
@@ -253,10 +224,3 @@ def test_sharded_parameters_are_named_as_in_their_stage():
             for layer, rest in enumerate([(DENSE, 0, ""), (0, DENSE, reason)])]
 
 
-def test_the_probe_holds_no_activation():
-    """Beyond the step nothing is left of it but numbers and names."""
-    pipe = Pipeline([nn.Linear(WIDTH, WIDTH)], schedule=build("1f1b", 1, CHUNKS))
-    x = torch.randn(ROWS, WIDTH)
-    pipe.step(x, num_chunks=CHUNKS, criterion=F.mse_loss, labels=(x,))
-    values = [value for work in pipe._observed.work for value in work]
-    assert {type(value) for value in values} == {int, str, tuple}

@@ -69,13 +69,6 @@ def test_the_bubble_is_that_of_the_simulator():
     assert one_stage.bubble == simulate(schedule, costs).bubble_fraction
 
 
-def test_a_long_report_shows_the_largest():
-    parameters = [work(0, f"weight{i}", 0, 100 - i) for i in range(13)]
-    lines = str(DeferralReport.of(0, parameters, build("1f1b", 1, 2))).splitlines()
-    assert len(lines) == 2 + 1 + 10 + 1 + 1
-    assert "weight0 " in lines[3] and "weight9 " in lines[12] and lines[13] == "  and 3 more in `parameters`"
-
-
 @pytest.mark.parametrize("name", ["dualpipev", "zbv", "1f1b"])
 def test_a_pipeline_on_one_rank(name):
     modules = [deferring(), plain()] if name != "1f1b" else [plain()]

@@ -75,12 +75,6 @@ def test_every_schedule_and_number_of_microbatches(world):
         assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float64]} == {}
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_single_precision(world):
-    for worst in run_ranks(all_sizes, world, world, ["dualpipev"], torch.float32, 4 * world, timeout=200):
-        assert {k: v for k, v in worst.items() if v > TOLERANCE[torch.float32]} == {}
-
-
 def splits(rank, world):
     cases = [("dualpipev", m, batch, dim) for m, batch in [(3, 7), (8, 8), (8, 15), (1, 1), (5, 9)] for dim in (0, 1)]
     return {case: compare(rank, world, *case[:3], dim=case[3]) for case in cases}

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from dualpipe import DualPipeV, Pipeline, PipelineError
@@ -14,10 +13,9 @@ from dualpipe.nn.segments import Communicate, Compute
 from dualpipe.pipeline import p2p
 from dualpipe.pipeline.lower import ProgramCache
 from dualpipe.schedule import build
-from ranks import run_ranks
 from schedules import SCHEDULES
 from threads import run_threads
-from toys import Stage, gradient_error, make_stages, reference
+from toys import make_stages
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -37,57 +35,6 @@ def test_messages_are_received_in_the_order_of_their_sends(name, num_ranks, num_
             assert messages == [m for m in sent[src] if m.stream == (src, dst, kind)]
     crossings = sum(a != b for a, b in itertools.pairwise(build(name, num_ranks, num_microbatches).placement))
     assert sum(map(len, sent)) == crossings * num_microbatches * (2 if train else 1)
-
-
-class Fragile(Stage):
-    """A stage that fails at the n-th forward or backward after `armed` is set."""
-
-    armed: dict[str, int] = {}  # noqa: RUF012 (replaced, never changed)
-
-    def tick(self, what: str) -> None:
-        if what in self.armed:
-            self.armed[what] -= 1
-            if self.armed[what] < 0:
-                raise ZeroDivisionError(f"boom in {what}")
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.tick("forward")
-        y = super().forward(x)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: self.tick("backward"))
-        return y
-
-
-def failing(rank: int, counts: tuple[int, ...]) -> list[tuple[str, float]]:
-    expected = make_stages(4)
-    x, y = torch.randn(20, 8).double(), torch.randn(20, 8).double()
-    call = dict(num_chunks=10, criterion=F.mse_loss, labels=(y,))
-    reference(expected, x, y, 10)
-    found = []
-    for stage, what, count in itertools.product(range(4), ("forward", "backward"), counts):
-        stages = make_stages(4, Fragile)
-        mine = (stages[rank], stages[3 - rank])
-        pipe = DualPipeV(mine, process_group=dist.new_group([0, 1]))
-        stages[stage].armed = {what: count}
-        try:
-            pipe.step(x, **call)
-            text = ""
-        except PipelineError as error:
-            text = str(error)
-        stages[stage].armed = {}
-        pipe = DualPipeV(mine, process_group=dist.new_group([0, 1]))
-        pipe.zero_grad()
-        pipe.step(x, **call)
-        assert f"rank {min(stage, 3 - stage)}: {stage}" in text and f"boom in {what}" in text, (what, count, text)
-        found.append((text, max(gradient_error(stages[s], expected[s]) for s in (rank, 3 - rank))))
-    return found
-
-
-@pytest.mark.parametrize("counts", [(0, 5), pytest.param((1, 9), marks=pytest.mark.slow)], ids=str)
-def test_after_a_failure_anywhere_no_rank_waits_and_the_stages_hold_nothing(counts):
-    one, other = run_ranks(failing, 2, counts, group_timeout=20, fresh=True)
-    assert [text for text, _ in one] == [text for text, _ in other]
-    assert max(error for _, error in (*one, *other)) < 1e-10
 
 
 class Counting(torch.nn.Linear):

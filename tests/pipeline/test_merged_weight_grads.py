@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
 
@@ -21,6 +20,7 @@ from dualpipe.schedule import Action, Schedule, build
 from schedules import SCHEDULES
 from tensor_bytes import AliveBytes
 from threads import run_threads
+from weight_grads import Wgrads
 
 WIDTH, EXPERTS, TOP_K = 8, 3, 2
 MICRO_BATCHES = 3
@@ -56,21 +56,6 @@ def tail(text: str, num_stages: int = 1) -> Schedule:
     steps += [(Action("I", stage, mb),) for stage, mb in reversed(slots)]
     steps += [tuple(map(Action.read, step.split(";"))) for step in text.split()]
     return Schedule("by hand", 1, num_stages, MICRO_BATCHES, (tuple(steps),), (0,) * num_stages)
-
-
-class Wgrads(TorchDispatchMode):
-    """Number of micro-batches of each GEMM for a grouped weight gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.dualpipe.grouped_gemm_wgrad.default:
-            self.sizes.append(1)
-        if function is torch.ops.dualpipe.grouped_gemm_wgrad_merged.default:
-            self.sizes.append(len(args[0]))
-        return function(*args, **kwargs or {})
 
 
 def batch(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -231,29 +216,6 @@ def test_a_launch_that_fails_names_all_actions_and_leaves_nothing_behind():
     assert all(map(torch.equal, grads(pipe), grads(plain)))
 
 
-def test_operands_that_do_not_fit_are_refused_before_anything_is_added(monkeypatch):
-    pipe = Pipeline(make_stages(1), schedule=tail("0W0 0W1 0W2"))
-    step(pipe)
-    before = [grad.clone() for grad in grads(pipe)]
-    merge = pipe.weight_grad_store.merge
-
-    def merge_wrong(keys):
-        for deferred in pipe.weight_grad_store._queues[keys[-1]]:
-            if hasattr(deferred, "merge"):
-                operands = deferred.merge.operands
-                wrong = operands._replace(offs=operands.offs.flip(0))
-                deferred.merge = deferred.merge._replace(operands=wrong)
-        merge(keys)
-
-    monkeypatch.setattr(pipe.weight_grad_store, "merge", merge_wrong)
-    with pytest.raises(PipelineError, match="expected ends that rise from 0"):
-        step(pipe)
-    names = [name for name, _ in pipe.module[0].named_parameters()]
-    for name, grad, expected in zip(names, grads(pipe), before, strict=True):
-        if name in ("up.weight", "down.weight"):
-            assert torch.equal(grad, expected), name
-
-
 @pytest.mark.parametrize("has_accumulators", [False, True])
 @pytest.mark.parametrize("order", ["0W0 0W1 0W2", "0W0 1W0 0W1 1W1 0W2 1W2"])
 def test_the_peak_is_at_most_that_of_unmerged_gradients(order, has_accumulators):
@@ -271,12 +233,3 @@ def test_the_peak_is_at_most_that_of_unmerged_gradients(order, has_accumulators)
     assert 0 < peaks[True] <= peaks[False], peaks
 
 
-def test_stages_that_are_copied_keep_their_merging():
-    """The queue is the store's: nothing of a step stays in a module."""
-    pipe = Pipeline(make_stages(1), schedule=tail("0W0 0W1 0W2"))
-    step(pipe)
-    stage = copy.deepcopy(pipe.module[0])
-    other = Pipeline([stage], schedule=tail("0W0 0W1 0W2"))
-    other.zero_grad()
-    step(other)
-    assert all(map(torch.equal, grads(pipe), grads(other)))

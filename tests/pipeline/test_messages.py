@@ -149,35 +149,6 @@ def test_shapes_may_change_from_step_to_step():
     assert max(run_ranks(changing_shapes, 3, 3)) < 1e-10
 
 
-class Side(Stage):
-    """A stage with an optional second input."""
-
-    def forward(self, x, scale=None):
-        assert scale is None
-        return super().forward(x)
-
-
-def like_deepseek(rank, world):
-    """Make the calls of DeepSeek's examples: None for unneeded arguments, and the pipeline as an nn.Module."""
-    stages, expected = make_stages(2 * world, Side), make_stages(2 * world)
-    pipe = DualPipeV([stages[rank], stages[2 * world - 1 - rank]])
-    x, y = torch.randn(6, 8).double(), torch.randn(6, 8).double()
-    if rank == 0:
-        loss, outputs = pipe.step(x, None, num_chunks=6, criterion=F.mse_loss, labels=y, return_outputs=True)
-    else:
-        loss, outputs = pipe.step(None, num_chunks=6, criterion=F.mse_loss, labels=(None,), return_outputs=True)
-    losses, joined = reference(expected, x, y, 6)
-    assert (loss is None and outputs is None) if rank else (torch.equal(loss, losses) and torch.equal(outputs, joined))
-    error = max(gradient_error(stages[s], expected[s]) for s in (rank, 2 * world - 1 - rank))
-    pipe.zero_grad()
-    assert all(p.grad is None for p in pipe.parameters())
-    return error
-
-
-def test_calls_as_in_deepseeks_examples():
-    assert max(run_ranks(like_deepseek, 2, 2)) < 1e-10
-
-
 class Uneven(Stage):
     """A last stage whose outputs differ in number from one micro-batch to the next."""
 

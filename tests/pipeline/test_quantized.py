@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import NamedTuple
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dualpipe.nn.quantized_matmul as quantized_matmul
-from dualpipe import Pipeline
 from dualpipe.models import build_stages
 from dualpipe.models.deepseek import DeepseekV3Config
 from dualpipe.models.gpt_oss import GptOssConfig
-from dualpipe.models.stages import Recompute
-from dualpipe.nn import GroupedLinear, cross_entropy_loss
-from dualpipe.parallel.experts.dispatcher import ExpertParallel
+from dualpipe.nn import cross_entropy_loss
 from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
-from threads import Rank, run_threads
-from toys import relative_error, stages_of_rank
+from thread_steps import Problem, reference, run, same_bits, share_experts, worst
 
 MICRO_BATCHES, ROWS, LENGTH = 5, 4, 8
 SIZES = dict(vocab_size=61, hidden_size=64, num_hidden_layers=4, num_attention_heads=2, initializer_range=0.3,
@@ -35,22 +30,15 @@ CONFIGS = {
 }
 
 
-def made(family: str, format: str, dtype: torch.dtype, count: int) -> list[nn.Module]:
-    """Build stages with quantized weights."""
-    stages = build_stages(CONFIGS[family], count)
+def problem(family: str, format: str, dtype: torch.dtype, ep: int) -> Problem:
+    """Return four stages with quantized weights, and their batches."""
+    stages = build_stages(CONFIGS[family], 4)
     for stage in stages:
         stage.to(dtype).init_weights(seed=0)
         quantize_weights(stage, format)
-    return stages
-
-
-def accumulating(stages: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return copies whose accumulators are in float32 or wider."""
-    stages = copy.deepcopy(list(stages))
-    for stage in stages:
-        for param in stage.parameters():
-            param.grad_dtype = torch.promote_types(param.dtype, torch.float32)
-    return stages
+    rows = torch.randint(61, (ep, ROWS * MICRO_BATCHES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    batches = [(each[:, :-1], each[:, 1:].contiguous()) for each in rows]
+    return Problem(stages, batches, MICRO_BATCHES, cross_entropy_loss, partial(share_experts, num_experts=8))
 
 
 def plain(stage: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -62,93 +50,25 @@ def plain(stage: nn.Module, dtype: torch.dtype) -> nn.Module:
     return stage
 
 
-def batches(ep: int) -> Tensor:
-    return torch.randint(61, (ep, ROWS * MICRO_BATCHES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
-
-
-class Result(NamedTuple):
-    loss: Tensor | None
-    gradients: dict[str, Tensor]  # by stage and name
-
-
-def step(
-    rank: Rank, stages: list[nn.Module], pp: int, ep: int, overlap: bool, recompute: Sequence[str], fp8_rows: int | None
-) -> Result:
-    """Run one step as rank (pipeline rank) * ep + (expert-parallel rank)."""
-    mine, replica = divmod(rank.number, ep)
-    all_to_all = rank.all_to_all(f"ep of {mine}", [mine * ep + e for e in range(ep)])
-    numbers = stages_of_rank("dualpipev", pp, mine)
-    stages = accumulating([stages[number] for number in numbers])
-    for stage in stages:
-        stage.recompute = Recompute(recompute)
-        for layer in stage.modules():
-            if isinstance(layer, GroupedLinear) and ep > 1:
-                for name, param in layer.named_parameters(recurse=False):
-                    part = nn.Parameter(param.detach().chunk(ep)[replica].clone())
-                    part.grad_dtype = param.grad_dtype
-                    setattr(layer, name, part)
-        if ep > 1:
-            stage.use_expert_parallelism(ExpertParallel(8, all_to_all, fp8_rows=fp8_rows))
-    pipe = Pipeline(stages, process_group=rank.group(f"pp of {replica}", [p * ep + replica for p in range(pp)]),
-                    schedule="dualpipev", overlap=overlap)
-    x, y = batches(ep)[replica][:, :-1], batches(ep)[replica][:, 1:].contiguous()
-    loss, _ = pipe.step(x, num_chunks=MICRO_BATCHES, criterion=cross_entropy_loss, labels=(y,))
-    found = {f"{n}.{name}": p.grad for n, stage in zip(numbers, stages) for name, p in stage.named_parameters()}
-    assert all(type(gradient) is Tensor for gradient in found.values())
-    return Result(loss, found)
-
-
-def run(
-    stages: list[nn.Module], pp: int, ep: int, overlap: bool = True, recompute: Sequence[str] = (),
-    fp8_rows: int | None = None,
-) -> Result:
-    """Return all ranks' losses, and gradients: experts joined, all others summed over the expert-parallel ranks."""
-    results = run_threads(step, pp * ep, stages, pp, ep, overlap, recompute, fp8_rows)
-    whole = {}
-    for first in range(0, len(results), ep):
-        for name in results[first].gradients:
-            parts = [result.gradients[name] for result in results[first : first + ep]]
-            whole[name] = torch.cat(parts) if ".experts." in name else torch.stack(parts).sum(0)
-    return Result(torch.stack([result.loss for result in results[:ep]]), whole)
-
-
-def reference(stages: list[nn.Module], ep: int) -> Result:
-    losses = []
-    for rows in batches(ep):
-        for part in rows.tensor_split(MICRO_BATCHES):
-            x = part[:, :-1]
-            for stage in stages:
-                x = stage(x)
-            losses.append(cross_entropy_loss(x, part[:, 1:]))
-            losses[-1].backward()
-    found = {f"{n}.{name}": p.grad for n, stage in enumerate(stages) for name, p in stage.named_parameters()}
-    return Result(torch.stack(losses).detach().view(ep, -1), found)
-
-
-def worst(found: Result, expected: Result) -> float:
-    assert found.gradients.keys() == expected.gradients.keys()
-    errors = [relative_error(found.gradients[name], gradient) for name, gradient in expected.gradients.items()]
-    return max(relative_error(found.loss, expected.loss), *errors)
-
-
 @pytest.mark.parametrize("family, format", [
     ("gpt-oss", "nvfp4"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
         ("DeepSeek", "fp8_block"), ("gpt-oss", "mxfp8"), ("DeepSeek", "mxfp4"))),
 ])
 def test_weight_only_is_exact(family, format):
-    stages = made(family, format, torch.float64, 4)
-    assert worst(run(stages, 2, 2), reference([plain(stage, torch.float64) for stage in stages], 2)) < 1e-10
+    it = problem(family, format, torch.float64, 2)
+    dequantized = it._replace(stages=[plain(stage, torch.float64) for stage in it.stages])
+    assert worst(run(it, 2, 2), reference(dequantized)) < 1e-10
 
 
 @pytest.mark.parametrize("family, format", [
     ("DeepSeek", "fp8_block"), pytest.param("gpt-oss", "mxfp8", marks=pytest.mark.slow),
 ])
 def test_in_fp8_a_pipeline_has_the_losses_of_one_rank(family, format):
-    stages = made(family, format, torch.bfloat16, 4)
+    it = problem(family, format, torch.bfloat16, 1)
     with mock.patch.object(quantized_matmul, "grouped_gemm_fp8", wraps=quantized_matmul.grouped_gemm_fp8) as fp8:
-        found = run(stages, 2, 1)
+        found = run(it, 2, 1)
     assert fp8.called
-    expected = reference(accumulating(stages), 1)
+    expected = reference(it)
     assert torch.equal(found.loss, expected.loss)
     assert worst(found, expected) < 1e-5  # micro-batches are added in another order
 
@@ -164,12 +84,11 @@ RECOMPUTED = ("layer", "dispatch")
 ])
 def test_in_fp8_neither_overlap_nor_recomputation_changes_a_bit(family, format, others):
     """Quantizing rows before their dispatch or in the layer that takes them changes no bit either."""
-    stages = made(family, format, torch.bfloat16, 4)
-    for stage in stages:
+    it = problem(family, format, torch.bfloat16, 2)
+    for stage in it.stages:
         for module in stage.modules():
             module.fp8_weight_grad = True
-    found = run(stages, 2, 2)
+    found = run(it, 2, 2)
+    before_dispatch = partial(share_experts, num_experts=8, fp8_rows=FORMATS[format].block[1])
     for overlap, recompute in others:
-        other = run(stages, 2, 2, overlap, recompute, fp8_rows=FORMATS[format].block[1])
-        assert torch.equal(other.loss, found.loss)
-        assert all(torch.equal(other.gradients[name], grad) for name, grad in found.gradients.items())
+        assert same_bits(found, run(it._replace(connect=before_dispatch), 2, 2, overlap, recompute))

@@ -76,8 +76,3 @@ def test_all_ranks_hear_of_a_mistake_on_one():
         assert "rank 1: got num_microbatches and num_chunks" in text
 
 
-def test_names_of_parallelism_are_in_one_place():
-    from dualpipe.parallel import ContextParallel, ExpertParallel, build_mesh, shard_experts
-    from dualpipe.parallel.context import ContextParallel as Original
-
-    assert ContextParallel is Original and callable(build_mesh) and callable(shard_experts) and ExpertParallel

@@ -1,9 +1,13 @@
 """Linear layers, ours beside PyTorch's and transformers', and how their gradients are compared."""
 
+import copy
+
 import torch
 from torch import nn
 
-from dualpipe.nn import Linear
+from dualpipe.nn import Linear, defer_weight_grads
+
+KINDS = ["Linear", "Linear without bias", "Conv1D"]
 
 
 class Conv1D(nn.Module):
@@ -32,10 +36,15 @@ def backward(module, x, dy, store=None):
             module(x).backward(dy)
 
 
-def pair(dtype=torch.float32, **kwargs):
+def pair(dtype=torch.float32, kind="Linear"):
+    """Return a plain layer of 6 inputs and 4 outputs and ours of the same values; `kind` is one of `KINDS`."""
     torch.manual_seed(0)
-    plain = nn.Linear(6, 4, dtype=dtype, **kwargs)
-    ours = Linear(6, 4, dtype=dtype, **kwargs)
+    if kind == "Conv1D":
+        plain = Conv1D(4, 6).to(dtype)
+        return plain, defer_weight_grads(copy.deepcopy(plain))
+    bias = kind == "Linear"
+    plain = nn.Linear(6, 4, bias=bias, dtype=dtype)
+    ours = Linear(6, 4, bias=bias, dtype=dtype)
     ours.load_state_dict(plain.state_dict())
     return plain, ours
 

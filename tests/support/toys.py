@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,6 +78,16 @@ def reference(
         losses.append(loss.detach())
         outputs.append(xs.detach())
     return torch.stack(losses), torch.cat(outputs, dim)
+
+
+def caught(call: Callable[[], Any]) -> tuple[str, str, float]:
+    """Return the type and the text of the error of a call, and its seconds."""
+    start = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", 0.0
 
 
 def use_own_groups() -> None:

@@ -1,6 +1,24 @@
-"""Weight gradients at once and deferred, for comparison."""
+"""Weight gradients at once and deferred, for comparison, and the GEMMs that compute them."""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dualpipe.nn.deferral import WeightGradStore
+
+
+class Wgrads(TorchDispatchMode):
+    """Number of micro-batches of each GEMM for a grouped weight gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.dualpipe.grouped_gemm_wgrad.default:
+            self.sizes.append(1)
+        if function is torch.ops.dualpipe.grouped_gemm_wgrad_merged.default:
+            self.sizes.append(len(args[0]))
+        return function(*args, **kwargs or {})
 
 
 def weight_gradients(run, weights, key="I"):

@@ -1,6 +1,5 @@
 """The routers of a model that several ranks hold: sums, averages, biases, and what is refused."""
 
-from dataclasses import fields
 
 import pytest
 import torch
@@ -8,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dualpipe.nn import Linear, Router, Scoring
-from dualpipe.nn.routing.losses import LOSSES, RouterLoss, RouterStep, count_load, load_of
+from dualpipe.nn.routing.losses import LOSSES, RouterLoss, count_load, load_of
 from dualpipe.nn.routing.router_set import RouterSet
 from ranks import run_ranks
 
@@ -108,11 +107,6 @@ def test_every_loss_has_its_argument_and_its_metric(name):
         assert stages[0]["layer0"].step.coefficients == {name: 0.5}
     run(routers, stages, [tokens(2, 0)])
     assert routers.metrics().keys() == {"load_max_over_mean", "dropped", name}
-
-
-def test_every_coefficient_is_that_of_a_loss():
-    zeros = {field.name for field in fields(RouterStep) if field.default == 0.0}
-    assert zeros == {loss.coefficient for loss in LOSSES.values()}
 
 
 def test_outside_of_a_step_nothing_is_counted():
