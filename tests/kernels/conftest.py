@@ -4,6 +4,7 @@ tests/kernels/test_interpreter.py runs every file once more with that variable s
 each kernel, those of `SMOKE`, and reports a kernel that none of them launches.
 """
 
+from importlib import import_module
 from itertools import combinations
 from pathlib import Path
 
@@ -13,10 +14,8 @@ import torch
 from dualpipe.kernels.common import INTERPRET
 
 HERE = Path(__file__).parent
-# Tests of an operator rather than of its kernel: the run on the reference covers them.
-OF_OPERATORS = ("registration", "registered", "compiles", "second_derivative")
 # Dtypes, tables and formats that a fast run does not interpret: it interprets float32 alone, by the tables of sm_90.
-NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models")
+NOT_FAST_WHEN_INTERPRETED = ("cpu-80", "float64", "float16", "pow2", "real_models", "second_derivative")
 # A fast run interprets one case of each, and nothing else: together they launch every kernel, against its reference.
 SMOKE = {
     "test_cross_entropy.py": {"test_loss_and_gradient"},
@@ -53,7 +52,7 @@ def _mark_slow_when_interpreted(items):
     """
     tests, seen, of_pairs = set(), set(), set()
     for item in items:
-        if any(word in item.name for word in (*NOT_FAST_WHEN_INTERPRETED, *OF_OPERATORS)):
+        if any(word in item.name for word in NOT_FAST_WHEN_INTERPRETED):
             item.add_marker(pytest.mark.slow)
         values = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("gpu") or torch.bfloat16 in values.values():
@@ -103,3 +102,12 @@ def no_interpreted_bfloat16(request):
     callspec = getattr(request.node, "callspec", None)
     if INTERPRET and callspec is not None and torch.bfloat16 in callspec.params.values():
         pytest.skip("Triton's interpreter gets bfloat16 wrong by design")
+
+
+@pytest.fixture(params=[80, 90] if INTERPRET else [None])
+def chip(request, monkeypatch):
+    """Run interpreted grouped GEMMs with pointers like sm_80, and with descriptors like sm_90."""
+    if request.param is not None:
+        for name in ("grouped_gemm", "grouped_gemm_quantized"):
+            module = import_module(f"dualpipe.kernels.{name}")
+            monkeypatch.setattr(module, "architecture", lambda device: request.param)

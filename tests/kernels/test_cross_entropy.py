@@ -157,25 +157,6 @@ def test_in_place_refuses_to_destroy_what_others_saved(device):
         loss.backward()
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_second_derivative_is_refused(in_place, device):
-    logits, labels = make(5, 40, torch.float32, device)
-    leaf = logits.requires_grad_()
-    with pytest.raises(NotImplementedError, match="once only"):
-        torch.autograd.grad(cross_entropy(leaf * 1, labels, in_place=in_place), leaf, create_graph=True)[
-            0
-        ].sum().backward()
-
-
-def test_same_bits_on_every_run(device):
-    def run():
-        logits, labels = make(40, 600, torch.float16, device)
-        loss = cross_entropy(logits.requires_grad_(), labels)
-        return loss, torch.autograd.grad(loss, logits)[0]
-
-    assert all(torch.equal(a, b) for a, b in zip(run(), run()))
-
-
 def test_rows_beyond_two_to_the_31_elements():
     logits, labels = make(3, 40, torch.float16, "cpu")
     far = far_apart(logits)
@@ -185,37 +166,6 @@ def test_rows_beyond_two_to_the_31_elements():
     assert torch.equal(MODULE._cross_entropy_backward(far, labels, stats, divisor, -100), grad)
     MODULE._cross_entropy_backward_(far, labels, stats, divisor, -100)
     assert torch.equal(far, grad)
-
-
-def test_registration(device):
-    logits, labels = make(5, 40, torch.float32, device)
-    _, stats, divisor = MODULE._cross_entropy(logits, labels, None, -100, True, False)
-    torch.library.opcheck(MODULE._cross_entropy_backward, (logits, labels, stats, divisor, -100))
-    torch.library.opcheck(MODULE._cross_entropy_backward_, (logits.nan_to_num(), labels, stats, divisor, -100))
-    logits = logits.nan_to_num().requires_grad_()
-    for denominator in (None, torch.tensor(3.0, device=device)):
-        torch.library.opcheck(MODULE._cross_entropy, (logits, labels, denominator, -100, True, False))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_compiles_in_one_graph(in_place, device):
-    logits, labels = make(5, 40, torch.float32, device)
-
-    def step(x):
-        return cross_entropy(x * 2, labels, in_place=in_place, denominator=3)
-
-    leaf = logits.requires_grad_()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    grads = (torch.autograd.grad(function(leaf), leaf)[0] for function in (compiled, step))
-    assert torch.equal(*grads)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_synchronisation")
-def test_nothing_is_read_back():
-    logits, labels = (t.pin_memory().cuda(non_blocking=True) for t in make(40, 600, torch.bfloat16, "cpu"))
-    for options in ({}, {"denominator": 7}, {"reduction": "sum"}, {"in_place": True}):
-        cross_entropy(logits.clone().requires_grad_() * 1, labels, **options).backward()
 
 
 @pytest.mark.parametrize("label", [40, -1])

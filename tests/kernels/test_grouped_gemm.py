@@ -74,13 +74,6 @@ def check_products(counts, hidden, out, dtype, device, accumulators=None):
         check(ones, expected + 1, accumulator)
 
 
-@pytest.fixture(params=[80, 90] if INTERPRET else [None])
-def chip(request, monkeypatch):
-    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
-    if request.param is not None:
-        monkeypatch.setattr(MODULE, "architecture", lambda device: request.param)
-
-
 @pytest.mark.parametrize("dtype", FAST_DTYPES, ids=str)
 @pytest.mark.parametrize(("hidden", "out"), SIZES)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -202,16 +195,6 @@ def test_rows_past_the_last_end_are_not_written(kernel_writes, device, chip, mon
     assert len(poisoned) == 1 and (poisoned[0][69:] == 7).all() and not y[:69].isnan().any()
 
 
-def test_every_run_has_the_same_bits(device, chip):
-    x, dy, w, offs = make([70, 0, 30, 9], 72, 136, torch.float16, device, extra=0)
-    out = torch.ones(2, *w.shape, device=device)
-    for run in out:
-        grouped_gemm_wgrad(dy, x, offs, out=run, accumulate=True)
-    assert torch.equal(out[0], out[1])
-    assert torch.equal(grouped_gemm(x, w, offs), grouped_gemm(x, w, offs))
-    assert torch.equal(grouped_gemm_dgrad(dy, w, offs), grouped_gemm_dgrad(dy, w, offs))
-
-
 def test_bits_depend_neither_on_the_order_of_programs_nor_on_their_number(device, chip, monkeypatch):
     """Like tiles on a device with occupied multiprocessors; the grid is an upper bound."""
     if not (INTERPRET or device.type == "cuda"):
@@ -295,21 +278,6 @@ def test_more_than_two_billion_elements(tmp_path):
     assert torch.equal(out[0], out[1])
 
 
-def operators(device, dtype=torch.float16):
-    x, dy, w, offs = make([3, 0, 2], 16, 8, dtype, device, extra=0)
-    gather, bias = torch.tensor([1, 0, 4, 4, 2], device=device), torch.randn(3, 8, device=device).to(dtype)
-    return {
-        "grouped_gemm": (x, w, offs, bias, gather),
-        "grouped_gemm_dgrad": (dy, w, offs),
-        "grouped_gemm_wgrad": (dy, x, offs, torch.zeros_like(w, dtype=torch.float32), True, None),
-    }
-
-
-@pytest.mark.parametrize("name", ["grouped_gemm", "grouped_gemm_dgrad", "grouped_gemm_wgrad"])
-def test_operators_are_registered_soundly(name, device):
-    torch.library.opcheck(getattr(torch.ops.dualpipe, name).default, operators(device)[name])
-
-
 @pytest.mark.parametrize("trained", ["x", "w", "bias"])
 def test_a_backward_raises_instead_of_losing_the_gradient(trained, device):
     x, dy, w, offs = make([3, 0, 2], 16, 8, torch.float16, device, extra=0)
@@ -324,23 +292,6 @@ def test_a_backward_raises_instead_of_losing_the_gradient(trained, device):
             result.sum().backward()
     with torch.no_grad():
         assert not grouped_gemm(x, w, offs, bias=operands["bias"]).requires_grad
-
-
-def test_compiles_as_one_graph(device):
-    x, dy, w, offs = make([3, 0, 2], 16, 8, torch.float16, device, extra=0)
-
-    def step(x, dy, w, offs, gather, out):
-        y = grouped_gemm(x * 2, w, offs, gather=gather)
-        dx = grouped_gemm_dgrad(dy, w, offs)
-        grouped_gemm_wgrad(dy, x, offs, out=out, accumulate=True)
-        return y + 1, dx + 1
-
-    gather = torch.tensor([1, 0, 4, 4, 2], device=device)
-    outs = torch.zeros(2, *w.shape, device=device)
-    expected = step(x, dy, w, offs, gather, outs[0])
-    actual = torch.compile(step, fullgraph=True, backend="aot_eager")(x, dy, w, offs, gather, outs[1])
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
-    assert torch.equal(outs[0], outs[1]) and outs[0].any()
 
 
 CALLS = {
@@ -368,15 +319,6 @@ def test_offsets_are_checked_on_the_device_when_asked(call, monkeypatch):
     if call is not CALLS["dgrad"]:
         with pytest.raises(ValueError, match="expected values within the 5 rows of x"):
             call(**good, gather=torch.tensor([0, 1, 5, 2, 3], device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_synchronisation")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_nothing_is_read_back(call, dtype):
-    moved = {name: value.pin_memory().cuda(non_blocking=True) for name, value in operands().items()}
-    call(**{name: value if name == "offs" else value.to(dtype) for name, value in moved.items()})
 
 
 def operands(device="cpu"):

