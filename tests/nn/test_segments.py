@@ -24,43 +24,10 @@ from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
 from ranks import run_ranks
-from toys import Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
+from toys import Rolled, Stage, gradient_error, num_stages, reference, relative_error, stages_of_rank
 
 WIDTH = 8
 ALL = ("before", "between", "after")  # recomputed parts of Layered: a message that arrives is not kept, but sent again
-
-
-class Rolled:
-    """A communication within one rank: rows come back rolled by one."""
-
-    group = None
-
-    class Pending:
-        def __init__(self, value, log):
-            self.value, self.log = value, log
-
-        def advance(self):
-            self.log.append("advance")
-
-        def wait(self):
-            self.log.append("wait")
-            return self.value
-
-    def __init__(self, log):
-        self.log = log
-
-    def forward(self, inputs):
-        self.log.append("forward")
-        return self.Pending(((inputs[0].roll(1, 0),), None), self.log)
-
-    def backward(self, context, gradients):
-        self.log.append("backward")
-        return self.Pending(((gradients[0].roll(-1, 0),), None), self.log)
-
-    def recompute(self, context, inputs):
-        pending = self.forward(inputs)
-        self.log[-1] = "recompute"
-        return pending
 
 
 class Layered(nn.Module):

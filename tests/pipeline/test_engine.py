@@ -12,6 +12,7 @@ from dualpipe.nn import defer_weight_grads
 from ranks import run_ranks
 from schedules import SCHEDULES
 from toys import (
+    Hooked,
     Stage,
     gradient_error,
     make_stages,
@@ -142,18 +143,8 @@ class SegmentedSum(Sum):
         return super().forward(x, z) * x
 
 
-class HookedStage(Stage):
+class HookedStage(Hooked, Stage):
     """A stage with DeepSeek's method."""
-
-    @classmethod
-    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
-        results = ahead(*inputs)
-        new_loss = None if criterion is None else criterion(results, *labels)
-        if loss is None:
-            torch.autograd.backward(outputs, gradients)
-        else:
-            loss.backward()
-        return [results], new_loss
 
     def forward(self, x, z=None):
         y = super().forward(x)

@@ -15,7 +15,7 @@ from dualpipe.pipeline.lower import ProgramCache
 from dualpipe.schedule import build
 from schedules import SCHEDULES
 from threads import run_threads
-from toys import make_stages
+from toys import Handed, Hooked, make_stages
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -55,19 +55,12 @@ def test_a_second_input_may_be_changed_in_place():
     assert counts.tolist() == [2] * 6
 
 
-class Hooked(torch.nn.Linear):
-    pairs: list[int] = []  # noqa: RUF012 (threads share it)
-
-    @classmethod
-    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
-        cls.pairs.append(1)
-        y = ahead(*inputs)
-        torch.autograd.backward(outputs if loss is None else loss, gradients or None)
-        return y, criterion(y, *labels) if criterion else None
+class HookedLinear(Hooked, torch.nn.Linear):
+    pass
 
 
 def hooked(rank, overlap):
-    pipe = DualPipeV((Hooked(4, 4), Hooked(4, 4)), process_group=rank.group("pp", (0, 1)), overlap=overlap)
+    pipe = DualPipeV((HookedLinear(4, 4), HookedLinear(4, 4)), process_group=rank.group("pp", (0, 1)), overlap=overlap)
     pipe.step(torch.randn(8, 4), num_chunks=8, criterion=torch.sum)
 
 
@@ -114,27 +107,9 @@ def test_no_rank_waits_after_a_message_runs_out_of_memory(monkeypatch, count):
     assert one == other and "MemoryError: no room" in one
 
 
-class Nowhere:
-    """A communication without ranks."""
-
-    group = None
-
-    def forward(self, inputs):
-        return self
-
-    def backward(self, context, gradients):
-        return self
-
-    def advance(self):
-        pass
-
-    def wait(self):
-        return (torch.zeros(1),), None
-
-
 class ReadsTwo(torch.nn.Linear):
     def segments(self):
-        return [Compute(super().forward, "x", "h"), Communicate(Nowhere(), "x1", "z"), Compute(lambda h: h, "h", "x")]
+        return [Compute(super().forward, "x", "h"), Communicate(Handed(), "x1", "z"), Compute(lambda h: h, "h", "x")]
 
 
 def given_one(rank):

@@ -18,7 +18,7 @@ from dualpipe.pipeline.compiled_stage import SideSpec
 from ranks import run_ranks
 from schedules import SCHEDULES
 from threads import run_threads
-from toys import Stage, caught, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
+from toys import Rolled, Stage, caught, gradient_error, num_stages, relative_error, stages_of_rank, use_own_groups
 
 WIDTH, LENGTH = 8, 3
 
@@ -63,32 +63,6 @@ class Nothing(Stage):
     wants = ()
 
 
-class Roll:
-    """A communication without ranks, which rolls rows and positions by one."""
-
-    group = None
-
-    class Pending:
-        def __init__(self, value):
-            self.value = value
-
-        def advance(self):
-            pass
-
-        def wait(self):
-            return self.value
-
-    def forward(self, inputs):
-        return self.Pending((tuple(None if t is None else t.roll(1, 1) for t in inputs), None))
-
-    def recompute(self, context, inputs):
-        return self.forward(inputs)
-
-    def backward(self, context, gradients):
-        back = (None if gradients[0] is None else gradients[0].roll(-1, 1), None)
-        return self.Pending((back, None))
-
-
 class Segmented(Positioned):
     """A stage in segments: a compute segment, a communication and a recomputed segment read the positions."""
 
@@ -107,7 +81,7 @@ class Segmented(Positioned):
     def segments(self) -> list:
         return [
             Compute(self.before, ("x", "positions"), "rows", self.recompute != ""),
-            Communicate(Roll(), ("rows", "positions"), ("rows", "rolled"), self.recompute == "all"),
+            Communicate(Rolled(dim=1), ("rows", "positions"), ("rows", "rolled"), self.recompute == "all"),
             Compute(self.after, ("x", "rows", "rolled", "scale"), "x", self.recompute != ""),
         ]
 
@@ -228,7 +202,7 @@ class Optional(Segmented):
     def segments(self) -> list:
         return [
             Compute(self.before, ("x", "positions"), "rows", recompute=True),
-            Communicate(Roll(), ("rows", "positions"), ("rows", "unused")),
+            Communicate(Rolled(dim=1), ("rows", "positions"), ("rows", "unused")),
             Compute(lambda x, rows: x + self.down(rows), ("x", "rows"), "x"),
         ]
 

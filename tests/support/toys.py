@@ -50,6 +50,56 @@ class Handed:
         return self._values, None
 
 
+class Rolled:
+    """A communication within one rank: tensors come back rolled by one. Calls are noted in `log`."""
+
+    group = None
+
+    class Pending:
+        def __init__(self, value: Any, log: list[str]) -> None:
+            self.value = value
+            self.log = log
+
+        def advance(self) -> None:
+            self.log.append("advance")
+
+        def wait(self) -> Any:
+            self.log.append("wait")
+            return self.value
+
+    def __init__(self, log: list[str] | None = None, dim: int = 0) -> None:
+        self.log = [] if log is None else log
+        self.dim = dim
+
+    def _start(self, what: str, tensors: Sequence[Tensor | None], shift: int) -> Pending:
+        self.log.append(what)
+        rolled = tuple(None if tensor is None else tensor.roll(shift, self.dim) for tensor in tensors)
+        return self.Pending((rolled, None), self.log)
+
+    def forward(self, inputs: Sequence[Tensor | None]) -> Pending:
+        return self._start("forward", inputs, 1)
+
+    def recompute(self, context: Any, inputs: Sequence[Tensor | None]) -> Pending:
+        return self._start("recompute", inputs, 1)
+
+    def backward(self, context: Any, gradients: Sequence[Tensor | None]) -> Pending:
+        return self._start("backward", gradients, -1)
+
+
+class Hooked:
+    """Has DeepSeek's method, which runs its two actions one after the other; notes the numbers of inputs in `pairs`."""
+
+    pairs: list[int] = []  # noqa: RUF012 (the method belongs to the type)
+
+    @classmethod
+    def overlapped_forward_backward(cls, ahead, inputs, criterion, labels, behind, loss, outputs, gradients):
+        cls.pairs.append(len(inputs))
+        results = ahead(*inputs)
+        new_loss = None if criterion is None else criterion(results, *labels)
+        torch.autograd.backward(outputs if loss is None else loss, gradients or None)
+        return results, new_loss
+
+
 def make_stages(num_stages: int, make: Callable[[], nn.Module] = Stage, defer: bool = True) -> list[nn.Module]:
     """The same stages on every rank and in the reference; without `defer`, of plain modules."""
     torch.manual_seed(0)

@@ -19,31 +19,11 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.pipeline import PipelineError
 from dualpipe.train.loss import token_weight
 from ranks import run_ranks
+from toys import Handed
 
 HIDDEN, EXPERTS, TOP_K, BATCH, LENGTH, CHUNKS = 8, 4, 2, 2, 11, 3
 LOSS_SCALE = 1024.0
 TERMS = {"num_microbatches": CHUNKS, "balance": 0.7, "z": 0.2}
-
-
-class NoExchange:
-    """Communication that sends nothing; the pipeline knows its group, as that of attention over ranks."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.results: tuple = ()
-
-    def forward(self, inputs):
-        self.results = inputs, None
-        return self
-
-    def backward(self, context, gradients):
-        return self.forward(gradients)
-
-    def advance(self) -> None:
-        pass
-
-    def wait(self):
-        return self.results
 
 
 class TokenWise(nn.Module):
@@ -60,7 +40,9 @@ class TokenWise(nn.Module):
             nn.init.normal_(param)
 
     def segments(self):
-        found = [Compute(lambda x: x * 1, "x", "x"), Communicate(NoExchange(self.group), "x", "x")]
+        nothing = Handed()
+        nothing.group = self.group  # the pipeline knows it, as that of attention over ranks
+        found = [Compute(lambda x: x * 1, "x", "x"), Communicate(nothing, "x", "x")]
         for mlp in self.mlps:
             found += [Compute(lambda x: x * 1, "x", "normed"), *mlp.segments(lambda part: part == self.recompute),
                       Compute(torch.add, ("x", "y"), "x")]
