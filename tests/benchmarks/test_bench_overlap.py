@@ -49,7 +49,6 @@ def test_between_real_ranks(tmp_path, capsys):
 
 
 def test_measures_a_tiny_layer(bench, monkeypatch):
-    """The timed instructions contain each kind and pair."""
     monkeypatch.setattr(executor, "annotation", executor.annotation)  # as it was, afterwards
     options = bench.Options(4, 0.35, "copy", 1, 1, None, None, None)
     machine = bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)
@@ -144,7 +143,6 @@ def test_modelled_ranks_take_the_time_of_what_is_sent_to_others(bench, monkeypat
 @pytest.mark.gpu
 @pytest.mark.timeout(600)
 def test_runs_on_a_gpu(tmp_path, capsys):
-    """The goal may be missed; nothing may fail."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     result = run_script(SCRIPT, "--quick", "--costs", str(tmp_path), "--model", "qwen3-30b-a3b")

@@ -20,7 +20,6 @@ def bench(script):
 
 
 def table(folder, *arguments):
-    """Return the rows of a small model, and the process."""
     (folder / "config.json").write_text(json.dumps(MODEL))
     fixed = ("--device", "cpu", "--model", str(folder / "config.json"), "--steps", "1", "--seconds", "200", "--save",
              str(folder))

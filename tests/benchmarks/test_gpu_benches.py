@@ -117,7 +117,6 @@ def test_a_failing_setting_leaves_the_others(bench, machine):
 
 
 def test_the_main_program(script, bench, machine, monkeypatch, capsys, tmp_path):
-    """The main program runs from the command line to the exit status, on the CPU."""
     monkeypatch.setattr(bench, "require_gpu", lambda: machine.device)
     monkeypatch.setattr(bench, "copy_gb_per_s", lambda device: machine.copy_gb_per_s)
     monkeypatch.setattr(bench, "dense_tflops", lambda device: machine.dense_tflops)
@@ -154,7 +153,6 @@ def test_route(script, share, skewed):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", BENCHES)
 def test_runs_on_a_gpu(name):
-    """Goals may be missed; nothing may fail."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     result = run_script(f"{name}.py", "--quick")

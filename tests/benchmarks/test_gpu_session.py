@@ -42,14 +42,12 @@ def misses(output):
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Parts that do what their names say."""
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
 @pytest.fixture
 def modules(script):
-    """(gpu.session, gpu.report)."""
     return script("gpu.session"), script("gpu.report")
 
 

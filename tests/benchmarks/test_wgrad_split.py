@@ -13,7 +13,6 @@ class Kernels(TorchDispatchMode):
 
 
 def kernels_of(way, stage):
-    """Return the number of kernels of one split backward."""
     x, dy = torch.randn(8, 16, requires_grad=True), torch.randn(8, 16)
     way(stage, x, dy)()  # gradients accumulate from here on
     run = way(stage, x, dy)

@@ -83,7 +83,7 @@ def test_every_pair(saved, target):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["thread", "process"])
 def test_saved_in_the_background(saved, how):
     check(saved, [(2, 1, 2)], (1, 2, 2), how)
 

@@ -108,7 +108,6 @@ def use_memory(rank):
 
 
 def test_several_processes_share_no_memory():
-    """Each would have a store of its own, without the files of the others."""
     for errors in run_ranks(use_memory, 2):
         assert all("memory of one process, and this job has 2" in error for error in errors)
 
@@ -480,7 +479,6 @@ def test_a_failure_of_one_rank_is_that_of_all(url, tmp_path, how):
 
 
 def save_and_be_killed(rank, url, how, victim, name, at):
-    """Save steps 1 and 2, and be killed in the third."""
     mesh = build_mesh(1, 2, 1, torch.device("cpu"))
     state = state_on(mesh)
     storage._FIRST_PAUSE = 0.001

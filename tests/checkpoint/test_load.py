@@ -308,7 +308,6 @@ def test_one_that_is_replaced_while_it_is_read_is_not_damaged(tmp_path, monkeypa
     5, *(pytest.param(each, marks=pytest.mark.slow) for each in (None, "the same step")),
 ])
 def test_readers_beside_a_job_that_deletes(tmp_path, keep_every):
-    """`load`, `latest` and the commands always find a whole checkpoint, and the newest, as one is always there."""
     done, newest = threading.Event(), [1]
     same = keep_every == "the same step"
 

@@ -111,7 +111,6 @@ def sign(path, manifest):
 
 
 def signed(path, **changes):
-    """Return the manifest of a checkpoint with these changes and a valid checksum."""
     sign(path, json.loads((path / "manifest.json").read_text())["manifest"] | changes)
 
 

@@ -126,7 +126,6 @@ def test_an_interrupt_that_hides_a_save_leaves_it_alone(tmp_path, monkeypatch, h
 
 
 def test_an_interrupt_of_a_save_is_one(tmp_path, monkeypatch):
-    """Wherever it comes."""
     write = saving.write_files
     with Checkpoints(tmp_path) as checkpoints:
         for at in range(4):  # before the header, before each of two tensors, after all
@@ -158,7 +157,6 @@ checkpoints.save_async({{"weight": torch.ones(20_000_000)}}, step=1)
 
 
 def unclosed(folder, kind, then=""):
-    """A script that leaves a save in flight at its end."""
     script = folder / "unclosed.py"
     script.write_text(UNCLOSED.format(folder=str(folder), kind=kind, then=then))
     return script
@@ -396,7 +394,6 @@ def test_ranks_agree_on_what_is_damaged(tmp_path):
 
 
 def beside_training(rank, folder):
-    """Collectives of training go on while a save is in flight."""
     mesh = build_mesh(2, 1, 1, torch.device("cpu"))
     with Checkpoints(folder, mesh) as checkpoints:
         for step in range(5):

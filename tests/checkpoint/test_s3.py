@@ -60,7 +60,6 @@ def state_of(step):
 
 
 def saves_in(store, url):
-    """Return the names of the saves that have any object."""
     return {key.split("/")[2] for key in store.find(url.removeprefix("s3://")) if key.split("/")[2].startswith("step-")}
 
 

@@ -52,7 +52,6 @@ def model():
 
 
 def groups(module):
-    """Return parameter groups, each with its own hyperparameters."""
     matrices = [p for p in module.parameters() if p.dim() > 1]
     vectors = [p for p in module.parameters() if p.dim() == 1]
     return [{"params": matrices}, {"params": vectors, "lr": 0.02}]

@@ -165,13 +165,11 @@ def test_jobs_that_are_killed_in_a_store_that_fails(tmp_path, seed):
 
 
 def write_marker_first(self, folder, manifest, stored, report_progress, guard, commit=StoreDirectory.commit):
-    """Commit a save before its description is written."""
     storage.write(folder / MARKER, [b"0" * 64 + b"\n"])
     return commit(self, folder, manifest, stored, report_progress, guard)
 
 
 def delete_marker_last(self, save, withdraw=StoreDirectory._withdraw):
-    """Delete the files of a save before its marker."""
     for name in ("manifest.json", "rank-00000.safetensors", "tensors.json"):
         storage.remove(save / name)
     return withdraw(self, save)

@@ -27,7 +27,6 @@ class Mixer(nn.Module):
 
 
 def make_sharded(mesh):
-    """Return the stage and its plan, built in bfloat16 but for A_log."""
     stage = Mixer().to(BF16)
     plan = resolve_dtypes(stage, DTypePolicy(BF16, FP32, BF16, [Rule("A_log", FP32)]))
     shard(stage, Mesh.of(mesh).dense, plan)

@@ -189,7 +189,6 @@ def compared(folder: Path, name: str, rounds: int) -> dict[Layout, tuple[float, 
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float:
-    """Agreeing less disagreeing orders of two, of all."""
     signs = [1 if (a - c) * (b - d) > 0 else -1 for i, (a, b) in enumerate(pairs) for c, d in pairs[:i]]
     return sum(signs) / len(signs)
 

@@ -64,7 +64,6 @@ def test_examples_fit_their_gpus(path):
 
 
 def model_of(config: Config) -> TrainedModel:
-    """Return the model, with its layers for multi-token prediction if it has any."""
     model = read_model(config).config
     return model.with_mtp() if isinstance(model, HubConfig) and model.carried_layers else model
 
@@ -183,8 +182,7 @@ LAYOUTS_OF_TRANSFORMERS = [
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 @pytest.mark.parametrize(("family", "layout", "schedule", "recompute"),
-                         [pytest.param(*case, marks=[] if case[1] == (1, 1, 1) else pytest.mark.slow)
-                          for case in LAYOUTS_OF_TRANSFORMERS], ids=str)
+                         LAYOUTS_OF_TRANSFORMERS, ids=str)
 def test_a_step_of_a_model_of_transformers_takes_what_is_counted(family, layout, schedule, recompute, tmp_path):
     """The count is within 5% of every rank's peak in torch's allocator; 8% in two cases with experts on two ranks."""
     path = str(write_files(tmp_path, {"model_type": family} | OF_TRANSFORMERS[family]))
@@ -222,7 +220,6 @@ def test_an_embedding_that_both_ends_have_counts_once_on_a_rank(changes, tmp_pat
 
 
 def held(rank: int, path: str, options: list[str]) -> tuple[int, int, int]:
-    """Return the pipeline rank, and its parameters' bytes: as stored here, and as whole stages in the compute dtype."""
     config = load_config(path, options)
     p = config.parallel
     mesh = build_mesh(p.pp, p.dp, p.ep, torch.device("cpu"), dp_replicate=p.dp_replicate)

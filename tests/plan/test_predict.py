@@ -102,7 +102,6 @@ def test_moments_in_host_memory_take_the_time_of_their_link():
 
 
 def test_memory_is_for_the_nodes_of_the_machine():
-    """Of 4 ranks of experts, each has 3 peers in a node of 8, and 1 in a node of 2."""
     run = prediction("--parallel.ep", "4", "--parallel.device", "auto")
     pairs = replace(run, machine=replace(run.machine, node=2))
     assert run.memory[0].nccl - pairs.memory[0].nccl == 2 * 16 * 12 * 2**20

@@ -1,6 +1,5 @@
 """Messages that the steps of a schedule receive, send and complete."""
 
-import re
 
 import pytest
 
@@ -11,9 +10,7 @@ from schedules import SCHEDULES
 
 def steps(text: str) -> tuple:
     """Parse "0F0 1B0&0F1" into steps of actions."""
-    parse = re.compile(r"(\d+)([FBIW])(\d+)").fullmatch
-    groups = [[parse(action).groups() for action in step.split("&")] for step in text.split()]
-    return tuple(tuple(Action(kind, int(stage), int(mb)) for stage, kind, mb in group) for group in groups)
+    return tuple(tuple(map(Action.read, step.split("&"))) for step in text.split())
 
 
 @pytest.mark.parametrize(

@@ -3,29 +3,17 @@
 An independent reading agrees on thousands of mutations.
 """
 
-import importlib.util
 import random
 import time
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from dualpipe.schedule import Action, Schedule, ScheduleError, build, validate
 from dualpipe.schedule.validate import independent
+from legal_schedules import is_legal
+from schedule_mutations import ALL, ALWAYS_WRONG, OFTEN_RIGHT, merge_neighbours, move_within_rank, swap_neighbours
 from schedules import SCHEDULES
-
-
-def load(name):
-    """Import a module beside this one: pytest's importlib mode does not put this folder on sys.path."""
-    spec = importlib.util.spec_from_file_location(f"schedule_{name}", Path(__file__).with_name(f"{name}.py"))
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-is_legal = load("independent").is_legal
-mutations = load("mutations")
 
 
 def action(text: str) -> Action:
@@ -174,7 +162,7 @@ def check_mutations(seed: int, count: int) -> Counter:
         num_ranks = rng.randint(1, 4)
         base = build(name, num_ranks, rng.randint(1, 2 * num_ranks + 2))
         ranks = plain(base)
-        chosen = rng.choices(mutations.ALL, k=rng.choice([1, 1, 2, 3]))
+        chosen = rng.choices(ALL, k=rng.choice([1, 1, 2, 3]))
         for mutate in chosen:
             if any(ranks):
                 mutate(rng, ranks)
@@ -187,12 +175,12 @@ def check_mutations(seed: int, count: int) -> Counter:
 
 
 def assert_tells_apart(outcomes: Counter, least: int) -> None:
-    for mutate in mutations.ALWAYS_WRONG:
+    for mutate in ALWAYS_WRONG:
         assert outcomes[mutate, True] == 0
         assert outcomes[mutate, False] >= least
-    for mutate in mutations.OFTEN_RIGHT:
+    for mutate in OFTEN_RIGHT:
         assert outcomes[mutate, True] >= least, mutate
-    for mutate in (mutations.move_within_rank, mutations.swap_neighbours, mutations.merge_neighbours):
+    for mutate in (move_within_rank, swap_neighbours, merge_neighbours):
         assert outcomes[mutate, False] >= least, mutate
 
 

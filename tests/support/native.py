@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from dualpipe.checkpoint import training_state, writer
+from dualpipe.checkpoint import Checkpoints, load, training_state, writer
 from dualpipe.checkpoint.directory import scan
 from dualpipe.checkpoint.state import parts_of
 from dualpipe.models import config_from_dict
@@ -78,6 +78,27 @@ class Trainee:
         wrong += [f"parameter {name}" for name in rounded if not _same(held[name], rounded[name])]
         return wrong + [name for name, dtype in dtypes.items()
                         if dtype is not (self.moments if "/exp_avg" in name else torch.float32)]
+
+
+def save_trainee(rank, folder, shape, options):
+    """Save a trainee with other options; run by every rank of its layout. Return the names in its state."""
+    trainee = Trainee(tuple(shape), **options)
+    trainee.fill(7)
+    with Checkpoints(folder, trainee.mesh) as checkpoints:
+        checkpoints.save_async(trainee.state, step=3, plan=trainee.plan)
+    return list(trainee.state)
+
+
+def load_trainee(rank, folders, shape, options):
+    """Load what `save_trainee` has saved to each folder; return the names of wrong tensors."""
+    trainee = Trainee(tuple(shape), **options)
+    wrong = []
+    for folder in folders:
+        trainee.wreck()
+        load(folder, trainee.state, mesh=trainee.mesh)
+        trainee.optimizer.round_parameters()
+        wrong += trainee.wrong(7)
+    return wrong
 
 
 def _same(actual, expected):

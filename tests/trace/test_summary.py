@@ -22,8 +22,6 @@ def test_as_planned_nothing_is_lost():
 
 
 def with_another_action(more):
-    """Summarize three steps; in one of them a forward of rank 2 takes `more` ms more, or less."""
-
     def duration(rank, run, step):
         return PER_STAGE.of(step) + more * ((rank, run) == (2, 1) and str(step[0]) == "2F0")
 

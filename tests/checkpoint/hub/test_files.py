@@ -141,7 +141,6 @@ def load_each(rank, good, cases):
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory):
-    """Return what both ranks report, by case."""
     base = tmp_path_factory.mktemp("broken")
     save_qwen(base / "good")
     folders = []

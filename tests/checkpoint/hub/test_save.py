@@ -44,7 +44,6 @@ def logits_and_loss(model, vocab_size):
 
 
 def hash_of(folder):
-    """Return the hash of every file's content, by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(folder).iterdir())}
 
 
@@ -82,7 +81,6 @@ def test_other_families_loaded_are_transformers(tmp_path, family):
 
 
 def assert_trains_alike(ours, theirs):
-    """Check that logits, loss and gradients are equal."""
     for actual, expected in zip(logits_and_loss(ours, 61), logits_and_loss(theirs, 61)):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     gradients = {name: param.grad for name, param in ours.named_parameters()}
@@ -163,7 +161,6 @@ def test_a_head_is_tied_unless_the_files_have_another_one(tmp_path, monkeypatch)
 
 
 def test_fused_experts(tmp_path):
-    """Experts are stacked on disk, in the form they have here."""
     save_qwen(tmp_path)
     tensors = read_all(tmp_path)
     apart, _ = whole(tmp_path)

@@ -150,7 +150,6 @@ def on_meta(folder, format, dtype=torch.bfloat16, trained=False, pattern=None, o
 
 
 def stored(folder, *args, **options):
-    """Return the model of `on_meta` and its plan, loaded."""
     stages, plan = on_meta(folder, *args, **options)
     load_hf(stages, folder, None, plan)
     return stages, plan

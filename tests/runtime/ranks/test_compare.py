@@ -20,8 +20,6 @@ from ranks import run_ranks
 
 @dataclass(frozen=True)
 class Numbers:
-    """Record that ranks compare in these tests."""
-
     size: int
     own: list[int]
 

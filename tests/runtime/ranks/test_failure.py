@@ -30,15 +30,11 @@ def test_the_first_published_cause_is_that_of_all_ranks():
 
 
 class Gone:
-    """Stand-in for a store that is gone: every call raises."""
-
     def __getattr__(self, name):
         raise RuntimeError("connection reset")
 
 
 class Stopped:
-    """Stand-in for a store whose process is stopped: no call returns."""
-
     def __getattr__(self, name):
         return lambda *_: time.sleep(60)
 
