@@ -92,6 +92,12 @@ def test_measured_steps_are_drawn_like_simulated_ones():
     assert measured == simulated
 
 
+def test_an_input_that_was_not_measured_has_no_source():
+    rank_1 = simulate(build("1f1b", 2, 2)).spans[1]
+    (data,) = data_of(to_html([list(rank_1)], title=""))["timelines"]
+    assert [source for *_, source in actions_of(data)] == [-1, 0, -1, 2], "forwards have theirs on rank 0"
+
+
 def test_names_from_outside_stay_text():
     page = to_html([simulate(build("1f1b", 2, 2))] * 2, title=EVIL, names=[EVIL, "plain"], unit=EVIL, notes=EVIL)
     assert Parts(page).tags == Parts(to_html([simulate(build("1f1b", 2, 2))], title="")).tags
