@@ -6,7 +6,6 @@ import json
 import logging
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -14,16 +13,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dualpipe import DualPipeV
-from dualpipe.checkpoint import load_hf
 from dualpipe.hf import load_stages, save_stages
-from dualpipe.nn import Linear
 from dualpipe.parallel import DTypePolicy
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from hf_families import (
     FAMILIES,
     MOE,
     ROUNDING_ROUTERS,
-    VOCAB,
     batch_of,
     config_of,
     error_of,
@@ -32,7 +28,6 @@ from hf_families import (
     tiny_model,
     whole_losses,
 )
-from hub import save_qwen, stages_on_meta
 from ranks import run_ranks
 
 MICROBATCHES = 4
@@ -66,9 +61,9 @@ def train_step(mesh, pipe):
     return losses
 
 
-def errors_of(rank, folder, layout):
+def errors_of(rank, folder, layout, overlap=True):
     """Return the errors of losses and gradients against the whole model, and the number of layers that are cut."""
-    mesh, stages, pipe = pipeline(rank, folder, layout)
+    mesh, stages, pipe = pipeline(rank, folder, layout, overlap=overlap)
     losses = train_step(mesh, pipe)
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
     expected_losses = whole_losses(whole, layout[1] * layout[2], MICROBATCHES)
@@ -94,6 +89,13 @@ def test_losses_and_gradients_are_those_of_the_whole_model(family, layout, tmp_p
         assert max(errors.values()) < tolerance, {n: e for n, e in errors.items() if e >= tolerance}
         assert (num_splits > 0) is (family in MOE and layout[2] > 1), "layers are cut if tokens change ranks"
     assert "losses" in results[0][0]
+
+
+@pytest.mark.slow
+def test_layers_run_as_a_whole_without_overlap(tmp_path):
+    save_tiny(tmp_path, "qwen3_moe")
+    for errors, num_splits in run_ranks(errors_of, 4, tmp_path, PP2_EP2, False, timeout=120):
+        assert max(errors.values()) < 1e-10 and num_splits == 0
 
 
 @pytest.mark.parametrize("layout", [PP2, pytest.param(PP2_EP2, marks=pytest.mark.slow)])
@@ -202,7 +204,7 @@ def test_an_export_after_a_killed_one_replaces_it(place, tmp_path):
 
 def test_a_store_is_no_place_for_an_export(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=r"s3://bucket/out is a URL, .* local directories"):
+    with pytest.raises(ValueError, match="s3://bucket/out"):
         save_stages(load_stages(config_of("llama"), 1, (0,)), "s3://bucket/out")
     assert not list(tmp_path.iterdir())
 
@@ -225,7 +227,7 @@ def test_a_tensor_of_two_stages_is_not_saved(tmp_path):
     stages = load_stages(config_of("llama"), 2, (0, 1))
     stages[1].causal_lm.model.scale = torch.nn.Parameter(torch.ones(()))
     stages[0].causal_lm.model.scale = torch.nn.Parameter(torch.zeros(()))
-    with pytest.raises(ValueError, match=r"several stages have the tensors model\.scale; expected each in one stage"):
+    with pytest.raises(ValueError, match=r"model\.scale"):
         save_stages(stages, tmp_path / "saved")
     assert not list(tmp_path.iterdir())
 
@@ -242,14 +244,6 @@ def test_weights_from_a_configuration_do_not_depend_on_the_cut():
     assert 0 < expected["model.layers.1.mlp.experts.down_proj"].std() < 0.05
     x = torch.arange(6).view(1, 6)
     assert torch.isfinite(whole(x)).all(), "rotary tables and all buffers are there"
-
-
-def test_linear_layers_defer_and_stages_train(tmp_path):
-    save_tiny(tmp_path, "qwen3_moe")
-    (stage,) = load_stages(str(tmp_path), 1, [0], dtype=torch.bfloat16)
-    linear = [module for module in stage.modules() if isinstance(module, torch.nn.Linear)]
-    assert linear and all(type(module) is Linear for module in linear) and stage.training
-    assert next(stage.parameters()).dtype is torch.bfloat16
 
 
 def failing(rank, folder, match, options):
@@ -275,6 +269,8 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_on_all_ranks(tmp_path):
 @pytest.mark.parametrize("options, match", [
     ({"layers_per_stage": (1, 1)}, "layers_per_stage must be 4 numbers"),
     ({"experts": "grouped_mm", "layout": PP2_EP2}, "cannot be sharded over 2 expert-parallel ranks"),
+    ({"dispatch": "two_hop", "layout": PP2_EP2}, "two_hop"),
+    ({"dispatch": "post", "layout": PP2_EP2}, "post"),
 ])
 def test_wrong_arguments_are_refused_on_all_ranks(options, match, tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
@@ -297,36 +293,6 @@ def test_a_dtype_that_cannot_be_trained_is_refused(dtype):
         load_stages(config_of("llama"), 2, (0, 1), dtype=dtype)
 
 
-def _refused_dispatches(rank):
-    """Return the errors of dispatches that do not fit, and the number of times that stages were built."""
-    mesh = build_mesh(1, 1, 2, torch.device("cpu"))
-    errors = []
-    with mock.patch("dualpipe.hf.load.build_stages") as build:
-        for dispatch in ("two_hop", "post"):
-            with pytest.raises(ValueError) as raised:
-                load_stages(config_of("qwen3_moe"), 2, (0, 1), mesh=mesh, dispatch=dispatch)
-            errors.append(str(raised.value))
-    return errors, build.call_count
-
-
-def test_a_dispatch_that_does_not_fit_is_refused_before_weights_are_read():
-    for errors, num_built in run_ranks(_refused_dispatches, 2):
-        assert "'two_hop' between 2 expert-parallel ranks with [2] on a node" in errors[0]
-        assert "dispatch must be auto, all_to_all, two_hop; got 'post'" in errors[1]
-        assert num_built == 0
-
-
-def test_layers_run_whole_without_an_all_to_all():
-    """Without an all-to-all, splits are not checked either."""
-    (stage,) = load_stages(config_of("qwen3_moe"), 1, (0,))
-    assert not stage.splits
-
-
-def test_a_stage_that_is_not_there_is_refused():
-    with pytest.raises(ValueError, match=r"mine contains \[2\]; expected stages from 0 to 1"):
-        load_stages(config_of("llama"), 2, (0, 2))
-
-
 def test_other_implementations_of_experts_run_whole(tmp_path):
     save_tiny(tmp_path, "qwen3_moe")
     (stage,) = load_stages(tmp_path, 1, [0], dtype=torch.float64, experts="eager")
@@ -342,8 +308,7 @@ def whole_with_jitter(rank, folder):
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("dualpipe.hf.load").addHandler(handler)
     mesh, stages, pipe = pipeline(rank, folder, PP2_EP2)
-    reason = "a MixtralDecoderLayer, runs as a whole, its all-to-all inside: it draws random numbers twice in two parts"
-    assert any(reason in line and "mlp.jitter_noise = 0.01" in line for line in messages)
+    assert any("MixtralDecoderLayer" in line and "mlp.jitter_noise = 0.01" in line for line in messages)
     losses = train_step(mesh, pipe)
     grads = [p.grad for stage in stages for p in stage.parameters()]
     assert not any(stage.splits for stage in stages) and all(grad is not None for grad in grads)
@@ -386,48 +351,6 @@ def test_bfloat16_is_as_near_to_float64_as_transformers_is(family, tmp_path):
     assert errors[0] < 1.1 * errors[1], errors
 
 
-def uncut_errors(rank, folder):
-    mesh, stages, pipe = pipeline(rank, folder, PP2_EP2, overlap=False)
-    train_step(mesh, pipe)
-    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").train()
-    whole_losses(whole, 2, MICROBATCHES)
-    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
-    found = {name: p.grad.full_tensor() for stage in stages for name, p in stage.named_parameters()}
-    return max(error_of(grad, expected[name]) for name, grad in found.items())
-
-
-@pytest.mark.slow
-def test_layers_run_as_a_whole_without_overlap(tmp_path):
-    save_tiny(tmp_path, "qwen3_moe")
-    assert max(run_ranks(uncut_errors, 4, tmp_path, timeout=120)) < 1e-10
-
-
-def twenty_losses(stages):
-    """Return the losses of 20 steps of AdamW on one batch."""
-    pipe = DualPipeV(stages)
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-    tokens, labels = batch_of(0)
-    losses = []
-    for _ in range(20):
-        loss, _ = pipe.step(tokens, num_chunks=MICROBATCHES, criterion=loss_fn, labels=(labels,))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.mean().item())
-    return losses
-
-
-@pytest.mark.slow
-def test_our_own_qwen3_moe_and_that_of_transformers_train_alike(tmp_path):
-    save_qwen(tmp_path, vocab_size=64)
-    own, mesh, plan = stages_on_meta(tmp_path)
-    for stage in own:
-        stage.to_empty(device="cpu")
-    load_hf(own, tmp_path, mesh, plan)
-    expected = twenty_losses(own)
-    found = twenty_losses(load_stages(tmp_path, 2, (0, 1), dtype=torch.float32))
-    assert found == pytest.approx(expected, rel=1e-5) and found[-1] < 0.8 * found[0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_at_least_95_percent_of_the_weight_gradients_are_deferred(family):
     """By FLOPs. The rest are routers, which are bare parameters, and convolutions of linear attention."""
@@ -450,9 +373,10 @@ def test_context_parallel_ranks_are_refused():
     run_ranks(context_mesh, 2)
 
 
-@pytest.mark.parametrize("mine", [(1, 0), (0, 0), ()])
-def test_stages_that_are_not_in_order_are_refused(mine):
-    with pytest.raises(ValueError, match="expected at least one stage, ascending, without repetition"):
+@pytest.mark.parametrize("mine, match", [((1, 0), "ascending"), ((0, 0), "repetition"), ((), "at least one"),
+                                         ((0, 2), r"\[2\]")])
+def test_stages_that_are_not_there_or_not_in_order_are_refused(mine, match):
+    with pytest.raises(ValueError, match=match):
         load_stages(config_of("llama"), 2, mine)
 
 
@@ -461,14 +385,6 @@ def test_experts_that_cannot_be_divided_are_refused_on_all_ranks(tmp_path):
     save_tiny(tmp_path, "glm4_moe", n_routed_experts=9, n_group=1)
     options = {"layout": PP2_EP2, "layers_per_stage": (1, 1, 1, 1)}
     run_ranks(failing, 4, tmp_path, "9 experts cannot be divided evenly among 2 expert-parallel ranks", options)
-
-
-def test_a_model_that_calls_its_norm_twice_is_refused():
-    config = AutoConfig.for_model(
-        "nanochat", vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4)
-    with pytest.raises(ValueError, match="a NanoChatForCausalLM calls its norm 2 times"):
-        load_stages(config, 2, (0, 1))
 
 
 def test_the_policy_applies_without_sharding():

@@ -164,6 +164,15 @@ def test_alone():
     assert mesh.replica == mesh.rank("ep") == 0 and mesh.dense is mesh.experts is mesh.group("pp") is None
 
 
+@pytest.mark.parametrize("given, launched, expected", [(2, "4", 2), (None, "4", 4), (None, None, 8)])
+def test_ranks_per_node_are_those_given_or_those_of_the_launcher_or_all(given, launched, expected, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if launched:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", launched)
+    with lone_rank(0, 8):
+        assert Mesh.of(build_mesh(1, 8, 1, CPU, ranks_per_node=given)).ranks_per_node == expected
+
+
 # -- its groups
 
 SIZES = [sizes for sizes in product((1, 2, 3), repeat=3) if prod(sizes) > 1]

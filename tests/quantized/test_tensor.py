@@ -13,19 +13,25 @@ from dualpipe.quantized.tensor import rebuild
 ROWS, COLUMNS = 300, 64  # partial blocks of 128 rows at the end
 
 
+MATRIX, STACK = (ROWS, COLUMNS), (3, ROWS, COLUMNS)
+
+
 @pytest.fixture(params=FORMATS)
 def format(request):
     return request.param
 
 
-@pytest.fixture(params=[(ROWS, COLUMNS), (3, ROWS, COLUMNS)], ids=["matrix", "stack"])
+@pytest.fixture(params=[MATRIX, STACK], ids=["matrix", "stack"])
 def shape(request):
     return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["frozen", "master"])
-def tensor(format, shape, request):
-    return make(shape, format, master=request.param)
+def tensor(format, request):
+    """A matrix and a stack of each format, one of them with a master, in turn."""
+    master = request.param
+    is_stack = master == (list(FORMATS).index(format) % 2 == 0)
+    return make(STACK if is_stack else MATRIX, format, master=master)
 
 
 def make(shape, format, seed=0, **options):
