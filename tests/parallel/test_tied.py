@@ -14,6 +14,7 @@ from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.errors import PipelineError
 from dualpipe.schedule import build
 from ranks import run_ranks
+from refusals import refusal
 from toys import use_own_groups
 
 WIDTH, WORDS = 6, 11
@@ -146,21 +147,15 @@ def mistakes(rank, world):
         "dtypes of gradients": lambda: Pipeline([with_gradients_in_float32(rank, world)], schedule="1f1b"),
         "apart in a V": lambda: DualPipeV([End(rank, 4), End(3 - rank, 4)]),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        with pytest.raises(ValueError) as error:
-            attempt()
-        found[name] = str(error.value)
-    return found
+    return {name: refusal(attempt) for name, attempt in attempts.items()}
 
 
 def test_ends_that_are_no_copies_are_refused_on_every_rank():
     for found in run_ranks(mistakes, 2, 2):
-        assert "must be copies of each other" in found["one end only"]
-        assert "first stage are ['float64[11, 6]'], those of the last stage []" in found["one end only"]
-        assert "['float64[11, 6]'], those of the last stage ['float32[11, 6]']" in found["dtypes"]
-        assert "of the last stage ['float64[11, 6] with float32 gradients']" in found["dtypes of gradients"]
-        assert "their tied_parameters() return different Parameters" in found["apart in a V"]
+        assert "['float64[11, 6]']" in found["one end only"] and "[]" in found["one end only"]
+        assert "['float64[11, 6]']" in found["dtypes"] and "['float32[11, 6]']" in found["dtypes"]
+        assert "['float64[11, 6] with float32 gradients']" in found["dtypes of gradients"]
+        assert "different Parameters" in found["apart in a V"]
 
 
 def equal_ends(rank):
@@ -175,14 +170,11 @@ def equal_ends(rank):
         first.requires_grad_(name != "frozen")
         if name == "not tied":
             last.config = SimpleNamespace(tie_word_embeddings=False)
-        errors[name] = ""
-        try:
-            if name in ("one rank", "shared"):
-                DualPipeV([first, last] if rank == 0 else [nn.Identity(), nn.Identity()])
-            else:
-                Pipeline([last if rank else first], schedule="1f1b")
-        except ValueError as error:
-            errors[name] = str(error)
+        if name in ("one rank", "shared"):
+            stages, schedule = [first, last] if rank == 0 else [nn.Identity(), nn.Identity()], "dualpipev"
+        else:
+            stages, schedule = [last if rank else first], "1f1b"
+        errors[name] = refusal(lambda stages=stages, schedule=schedule: Pipeline(stages, schedule=schedule))
     return errors
 
 

@@ -12,15 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe import DualPipeV, Pipeline
 from ranks import run_ranks
+from refusals import refusal
 from toys import Stage
-
-
-def told(make) -> str:
-    try:
-        make()
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def in_part(mesh, **options) -> Stage:
@@ -69,8 +62,11 @@ def constructions(rank: int) -> dict[str, str]:
     dp, group = mesh["dp"], mesh["pp"].get_group()
     wrong = mesh["pp"].get_local_rank() == 1
 
+    def build_pair(first: nn.Module, second: nn.Module) -> str:
+        return refusal(lambda: DualPipeV([first, second], process_group=group))
+
     def build(stage: nn.Module, **options) -> str:
-        return told(lambda: Pipeline([stage], process_group=group, **options))
+        return refusal(lambda: Pipeline([stage], process_group=group, **options))
 
     inside = nn.Sequential(Stage(), DistributedDataParallel(Stage(), process_group=dp.get_group()))
     first_fsdp = FullyShardedDataParallel(Stage(), process_group=dp.get_group(), device_id=torch.device("cpu"))
@@ -87,12 +83,10 @@ def constructions(rank: int) -> dict[str, str]:
         "ignored": build(with_parameter(dp, ignored=True)),
         "another rank's": build(Stage() if wrong else fully_shard(Stage(), mesh=dp)),
         "another rank's, named": build(Stage() if wrong else fully_shard(Stage(), mesh=dp), unreduced="*"),
-        "another stage": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), Stage()], process_group=group)),
-        "nothing to reduce": told(lambda: DualPipeV([fully_shard(Stage(), mesh=alone), Stage()], process_group=group)),
-        "apart on fewer ranks": told(
-            lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(alone)], process_group=group)
-        ),
-        "apart on all": told(lambda: DualPipeV([fully_shard(Stage(), mesh=dp), experts(dp)], process_group=group)),
+        "another stage": build_pair(fully_shard(Stage(), mesh=dp), Stage()),
+        "nothing to reduce": build_pair(fully_shard(Stage(), mesh=alone), Stage()),
+        "apart on fewer ranks": build_pair(fully_shard(Stage(), mesh=dp), experts(alone)),
+        "apart on all": build_pair(fully_shard(Stage(), mesh=dp), experts(dp)),
         "in part, on one rank": build(in_part(alone)),
         "replicate": build(given_to_replicate(dp)),
         "no sharding": build(Stage()),

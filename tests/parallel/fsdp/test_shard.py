@@ -15,6 +15,7 @@ from dualpipe import DualPipeV, Pipeline
 from dualpipe.parallel import DTypePolicy, Rule, assert_contract, resolve_dtypes, shard, shard_stages
 from dualpipe.parallel.precision.partition import ModuleUnits
 from ranks import run_ranks
+from refusals import refusal
 from toys import param_groups, relative_error
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
@@ -309,13 +310,12 @@ def tied_stages(rank):
     for way in (apart, by_hand, in_part, first_alone, ends_alone, frozen, together):
         stages, plain = tied_ends(), tied_ends()
         plain[0].end.weight.requires_grad_(way is not frozen)
-        errors[way.__name__] = ""
-        try:
-            way(stages)
-            pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-        except ValueError as error:
-            errors[way.__name__] = str(error)
+        group = torch.distributed.new_subgroups(1)[0]
+        errors[way.__name__] = refusal(lambda way=way, stages=stages, group=group: [
+            way(stages), DualPipeV(stages, process_group=group)])
+        if errors[way.__name__]:
             continue
+        pipe = DualPipeV(stages, process_group=group)
         x = tokens[rank]
         pipe.step(x, num_chunks=2, criterion=lambda a, b: F.cross_entropy(a, b) / 2, labels=(x,))
         for x in tokens:
@@ -327,10 +327,7 @@ def tied_stages(rank):
     stage = nn.Sequential(*tied_ends())  # both ends in one stage, in units of their own
     fully_shard(stage[0], mesh=mesh)
     fully_shard(stage, mesh=mesh)
-    try:
-        Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0])
-    except ValueError as error:
-        errors["one stage"] = str(error)
+    errors["one stage"] = refusal(lambda: Pipeline([stage], process_group=torch.distributed.new_subgroups(1)[0]))
     return errors, gradient_errors
 
 
@@ -442,18 +439,10 @@ def refusals(rank):
     both.proj = nn.Parameter(DTensor.from_local(torch.zeros(2, 4), ep, [Shard(0)]))
     copies.proj = nn.Parameter(DTensor.from_local(torch.zeros(4, 4), ep, [Replicate()]))
     del copies.A_log
-    said = []
-    for module, mesh in ((both, ep), (copies, ep), (experts, None), (experts, ep)):
-        try:
-            shard(module, mesh, resolve_dtypes(module, policy(), sharded=False), expert_mesh=None)
-        except ValueError as error:
-            said.append(str(error))
-    model = shard(make(), ep, resolve_dtypes(make(), policy()))
-    try:
-        shard(model, ep, resolve_dtypes(make(), policy()))
-    except ValueError as error:
-        said.append(str(error))
-    return said
+    sharded = shard(make(), ep, resolve_dtypes(make(), policy()))
+    return [
+        refusal(lambda module=module, mesh=mesh: shard(module, mesh, resolve_dtypes(module, policy(), sharded=False)))
+        for module, mesh in ((both, ep), (copies, ep), (experts, None), (experts, ep), (sharded, ep))]
 
 
 def test_given_experts_or_meshes_that_do_not_fit_then_shard_says_why():

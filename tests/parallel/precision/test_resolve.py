@@ -23,6 +23,7 @@ from dualpipe.parallel import (
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from hub import FAMILIES
 from ranks import run_ranks
+from refusals import refusal
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 CONFIG = Qwen3MoeConfig(
@@ -325,12 +326,9 @@ def of_one_rank(rank):
     """Return a rank's dtypes by a rule for one of two ranks' stages, and the errors by a rule that matches none."""
     stage = nn.ModuleDict([{"embed": nn.Embedding(4, 4)}, {"head": nn.Linear(4, 4, bias=False)}][rank])
     plan = resolve_dtypes([stage], policy(("head", FP32)), group=torch.distributed.group.WORLD)
-    said = []
-    for group in (torch.distributed.group.WORLD, None):
-        try:
-            resolve_dtypes([stage], policy(("head", FP32), ("heat", FP32)), group=group)
-        except ValueError as error:
-            said.append(str(error))
+    wrong = policy(("head", FP32), ("heat", FP32))
+    said = [refusal(lambda group=group: resolve_dtypes([stage], wrong, group=group))
+            for group in (torch.distributed.group.WORLD, None)]
     return {name: dtypes.compute for name, dtypes in plan.tensors.items()}, said
 
 
