@@ -70,37 +70,65 @@ def batch(microbatches: int, replicas: int, dtype: torch.dtype = torch.float64) 
     return tuple(torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
 
 
-def parity(rank: int, pp: int, name: str, shard: str, microbatches: int) -> float:
-    """Return the worst gradient error of three steps against the unpipelined model's mean over the global batch."""
-    mesh = init_device_mesh("cpu", (pp, torch.distributed.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
-    replicas, replica, stage_rank = mesh["dp"].size(), mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    expected = make_stages(num_stages(name, pp))
-    numbers = stages_of_rank(name, pp, stage_rank)
-    stages = [SHARD[shard](copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
-    own = ("norm",) if shard == "children" else ()
-    pipe = Pipeline(stages, process_group=mesh["pp"].get_group(), schedule=name, unreduced=own)
-    x, y = batch(microbatches, replicas)
-    mine = slice(replica * 2 * microbatches, (replica + 1) * 2 * microbatches)
+class Training:
+    """A pipeline of this rank's sharded stages, and the unpipelined model with the mean over the global batch.
+
+    wrap: shards a stage over the data-parallel mesh.
+    """
+
+    def __init__(self, pp: int = 1, microbatches: int = 3, *, name: str = "dualpipev", make=Stage, wrap=None,
+                 unreduced: tuple[str, ...] = ()) -> None:
+        self.mesh = init_device_mesh("cpu", (pp, torch.distributed.get_world_size() // pp), mesh_dim_names=("pp", "dp"))
+        self.replicas, self.microbatches = self.mesh["dp"].size(), microbatches
+        self.expected = make_stages(num_stages(name, pp), make)
+        self.numbers = stages_of_rank(name, pp, self.mesh["pp"].get_local_rank())
+        wrap = wrap or shard_nested
+        self.stages = [wrap(copy.deepcopy(self.expected[i]), self.mesh["dp"]) for i in self.numbers]
+        group = self.mesh["pp"].get_group()
+        self.pipe = Pipeline(self.stages, process_group=group, schedule=name, unreduced=unreduced)
+        self.x, self.y = batch(microbatches, self.replicas)
+        first = 2 * microbatches * self.mesh["dp"].get_local_rank()
+        self.mine = slice(first, first + 2 * microbatches)  # the rows of this replica
+
+    def step(self, criterion=F.mse_loss, **options) -> tuple:
+        return self.pipe.step(self.x[self.mine], num_chunks=self.microbatches, criterion=criterion,
+                              labels=(self.y[self.mine],), **options)
+
+    def step_expected(self) -> None:
+        reference(self.expected, self.x, self.y, self.microbatches * self.replicas,
+                  criterion=lambda a, b: F.mse_loss(a, b) / self.replicas)
+
+    def error(self) -> float:
+        """Return the worst gradient error of this rank."""
+        return gradient_errors(self.stages, self.numbers, self.expected)
+
+    def zero_grad(self) -> None:
+        for model in (*self.expected, self.pipe):
+            model.zero_grad()
+
+
+def parity(rank: int, pp: int, shard: str, microbatches: int) -> float:
+    """Return the worst gradient error of three steps."""
+    run = Training(pp, microbatches, wrap=SHARD[shard], unreduced=("norm",) if shard == "children" else ())
     worst = 0.0
     for step in range(3):
-        reference(expected, x, y, microbatches * replicas, criterion=lambda a, b: F.mse_loss(a, b) / replicas)
-        pipe.step(x[mine], num_chunks=microbatches, criterion=F.mse_loss, labels=(y[mine],))
+        run.step_expected()
+        run.step()
         if shard == "children":
-            for stage in stages:
+            for stage in run.stages:
                 for p in stage.norm.parameters():
-                    torch.distributed.all_reduce(p.grad, group=mesh["dp"].get_group())
-                    p.grad /= replicas
-        worst = max(worst, gradient_errors(stages, numbers, expected))
-        for model in (*expected, pipe):
-            model.zero_grad()
-        x = x + step
+                    torch.distributed.all_reduce(p.grad, group=run.mesh["dp"].get_group())
+                    p.grad /= run.replicas
+        worst = max(worst, run.error())
+        run.zero_grad()
+        run.x = run.x + step
     return worst
 
 
 @pytest.mark.parametrize("shard", SHARD)
-@pytest.mark.parametrize("pp, world, name, microbatches", [(2, 4, "dualpipev", 5), (1, 2, "dualpipev", 1)])
-def test_gradients_are_the_mean_over_the_global_batch(pp, world, name, microbatches, shard):
-    assert max(run_ranks(parity, world, pp, name, shard, microbatches)) < 1e-10
+@pytest.mark.parametrize("pp, world, microbatches", [(2, 4, 5), (1, 2, 1)])
+def test_gradients_are_the_mean_over_the_global_batch(pp, world, microbatches, shard):
+    assert max(run_ranks(parity, world, pp, shard, microbatches)) < 1e-10
 
 
 # -- the accumulators
@@ -354,9 +382,7 @@ def test_gradients_left_elsewhere_or_in_bf16_are_added_in_fp32_and_reduced_with_
 
 def collectives(rank: int, microbatches: int) -> list[str]:
     """Return what one rank does in a step, in order."""
-    mesh = init_device_mesh("cpu", (2,))
-    stages = [shard_nested(stage, mesh) for stage in make_stages(2)]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
+    run = Training(microbatches=microbatches)
     log = []
 
     def logged(owner, name, entry):
@@ -372,11 +398,10 @@ def collectives(rank: int, microbatches: int) -> list[str]:
     logged(torch.distributed, "all_gather_single" if newer else "all_gather_into_tensor", "gather")
     logged(torch.distributed, "reduce_scatter_single" if newer else "reduce_scatter_tensor", "reduce")
     logged(_fsdp_state.FSDPState, "_root_post_backward_final_callback", "callback")
-    for i, stage in enumerate(stages):
+    for i, stage in enumerate(run.stages):
         logged(stage, "forward", f"F{i}")
-    x, y = batch(microbatches, 1)
-    pipe.step(x, num_chunks=microbatches, criterion=F.mse_loss, labels=(y,))
-    assert all(isinstance(p, DTensor) for p in pipe.parameters())
+    run.step()
+    assert all(isinstance(p, DTensor) for p in run.pipe.parameters())
     return log
 
 
@@ -391,48 +416,37 @@ def test_each_unit_is_gathered_and_reduced_once_a_step_and_autograd_calls_nothin
 
 def sequences(rank: int) -> dict[str, float]:
     """Return the errors of gradients after steps that follow others."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    expected = make_stages(4)
-    numbers = stages_of_rank("dualpipev", 2, stage_rank)
-    stages = [shard_nested(copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
-    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
-    x, y = batch(3, 2)
-    mine = slice(replica * 6, replica * 6 + 6)
+    run = Training(pp=2)
     errors = {}
 
-    def step(times: int = 1, broken: nn.Module | None = None, **options) -> None:
-        pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],), **options)
-        for _ in range(times):
-            reference(expected, x, y, 6, criterion=lambda a, b: F.mse_loss(a, b) / 2)
+    def check(name: str, steps: int) -> None:
+        for _ in range(steps):
+            run.step_expected()
+        errors[name] = run.error()
+        run.zero_grad()
 
-    def check(name: str) -> None:
-        errors[name] = gradient_errors(stages, numbers, expected)
-        for model in (*expected, pipe):
-            model.zero_grad()
-
-    step()
-    step()
-    check("two steps add up")
-    step(sync=False)
-    errors["kept apart"] = float(any(p.grad is not None for p in pipe.parameters()))
-    step(sync=False)
-    step(sync=True)
-    check("accumulated over steps")
-    step(sync=False, times=0)
-    pipe.zero_grad()
-    step()
-    check("zero_grad drops what was accumulated")
+    run.step()
+    run.step()
+    check("two steps add up", 2)
+    run.step(sync=False)
+    errors["kept apart"] = float(any(p.grad is not None for p in run.pipe.parameters()))
+    run.step(sync=False)
+    run.step(sync=True)
+    check("accumulated over steps", 3)
+    run.step(sync=False)
+    run.pipe.zero_grad()
+    run.step()
+    check("zero_grad drops what was accumulated", 1)
     with torch.no_grad():
-        _, outputs = pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],), return_outputs=True)
-        if stage_rank == 0:
-            errors["evaluation"] = relative_error(outputs, nn.Sequential(*expected)(x[mine]))
-    errors["sharded after evaluation"] = float(not all(isinstance(p, DTensor) for p in pipe.parameters()))
+        _, outputs = run.step(return_outputs=True)
+        if run.mesh["pp"].get_local_rank() == 0:
+            errors["evaluation"] = relative_error(outputs, nn.Sequential(*run.expected)(run.x[run.mine]))
+    errors["sharded after evaluation"] = float(not all(isinstance(p, DTensor) for p in run.pipe.parameters()))
     with torch.no_grad():  # like an optimizer
-        for p in (*pipe.parameters(), *(p for stage in expected for p in stage.parameters())):
+        for p in (*run.pipe.parameters(), *(p for stage in run.expected for p in stage.parameters())):
             p *= 0.5
-    step()
-    check("after an evaluation and an update")
+    run.step()
+    check("after an evaluation and an update", 1)
     return errors
 
 
@@ -458,24 +472,16 @@ class Failing(Stage):
 
 def failing_steps(rank: int, failing_rank: int, local: int, where: str) -> tuple[str, float, str]:
     """Return the error for arguments that do not fit, the next step's gradient error, and the error of a failure."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    replica, stage_rank = mesh["dp"].get_local_rank(), mesh["pp"].get_local_rank()
-    expected = make_stages(4, Failing)
-    numbers = stages_of_rank("dualpipev", 2, stage_rank)
-    stages = [shard_nested(copy.deepcopy(expected[i]), mesh["dp"]) for i in numbers]
-    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
-    x, y = batch(4, 2)
-    mine = slice(replica * 8, replica * 8 + 8)
-
-    def step(chunks: int) -> str:
-        return refusal(lambda: pipe.step(x[mine], num_chunks=chunks, criterion=F.mse_loss, labels=(y[mine],)))
-
-    wrong_arguments = step(5 if rank == failing_rank else 4)
-    reference(expected, x, y, 8, criterion=lambda a, b: F.mse_loss(a, b) / 2)
-    assert step(4) == ""
-    error = gradient_errors(stages, numbers, expected)
-    stages[local].fail = where if rank == failing_rank else ""
-    return wrong_arguments, error, step(4)
+    run = Training(pp=2, microbatches=4, make=Failing)
+    if rank == failing_rank:
+        run.microbatches = 5
+    wrong_arguments = refusal(run.step)
+    run.microbatches = 4
+    run.step_expected()
+    run.step()
+    error = run.error()
+    run.stages[local].fail = where if rank == failing_rank else ""
+    return wrong_arguments, error, refusal(run.step)
 
 
 @pytest.mark.parametrize("failing_rank, local, where", [
@@ -540,10 +546,7 @@ def test_an_abandoned_step_leaves_nothing_behind_and_needs_no_other_rank(ranks, 
 
 def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
     """Return a rank's error and its seconds, where rank 1 fails in the midst of a gather or of a reduction."""
-    mesh = init_device_mesh("cpu", (pp, 2), mesh_dim_names=("pp", "dp"))
-    stages = [shard_nested(stage, mesh["dp"]) for stage in make_stages(2)]
-    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
-    x, y = batch(4, 1)
+    run = Training(pp, microbatches=4)
     owner = FSDPModule if method == "unshard" else FSDPParamGroup
     plain, calls = getattr(owner, method), []
 
@@ -555,8 +558,7 @@ def failing_collective(rank: int, pp: int, method: str) -> tuple[str, float]:
 
     began = time.monotonic()
     with patch.object(owner, method, planted):
-        message = refusal(lambda: pipe.step(x, num_chunks=4, criterion=F.mse_loss, labels=(y,)))
-    return message, time.monotonic() - began
+        return refusal(run.step), time.monotonic() - began
 
 
 @pytest.mark.parametrize("pp, method", [
@@ -601,19 +603,13 @@ def test_a_rank_without_sharded_parameters_hears_of_failures_in_other_pipelines(
         assert "cannot be split" in arguments and "out of luck" in forward
 
 
-def killed(rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    stages = [shard_nested(stage, mesh["dp"]) for stage in make_stages(2)]
-    pipe = DualPipeV(stages, process_group=mesh["pp"].get_group())
-    x, y = batch(4, 1)
-
+def killed(rank: int) -> None:
     def criterion(a, b):
         if rank == 1:
             os._exit(3)
         return F.mse_loss(a, b)
 
-    pipe.step(x, num_chunks=4, criterion=criterion, labels=(y,))
-    return ""
+    Training(pp=2, microbatches=4).step(criterion)
 
 
 def test_a_killed_rank_raises_in_all_pipelines():
@@ -624,11 +620,9 @@ def test_a_killed_rank_raises_in_all_pipelines():
 
 
 def lost(rank: int) -> str:
-    stages = [shard_nested(stage, init_device_mesh("cpu", (2,))) for stage in make_stages(2)]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(2, 1)
-    with patch.object(type(param_groups(stages[0])[0]), "post_backward", lambda group: None):
-        return refusal(lambda: pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,)))
+    run = Training(microbatches=2)
+    with patch.object(type(param_groups(run.stages[0])[0]), "post_backward", lambda group: None):
+        return refusal(run.step)
 
 
 def test_a_gradient_that_fsdp2_drops_is_noticed():
@@ -663,24 +657,18 @@ def several_groups(stage: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def other_units(rank: int, layout: str) -> float:
-    mesh = init_device_mesh("cpu", (4,))
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    expected = make_stages(2)
-    stages = [copy.deepcopy(stage) for stage in expected]
+    run = Training(wrap={
+        "several groups": several_groups,
+        "replicas": lambda stage, mesh: shard_nested(stage, replicas),
+        "called by a method": lambda stage, mesh: ByMethod(shard_nested(stage, mesh)),
+    }[layout])
     if layout == "several groups":
-        stages = [several_groups(stage, mesh) for stage in stages]
-        assert len(param_groups(stages[0])) == 2
-    elif layout == "replicas":
-        stages = [shard_nested(stage, replicas) for stage in stages]
-    else:
-        stages = [ByMethod(shard_nested(stage, mesh)) for stage in stages]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(3, 4)
-    mine = slice(rank * 6, rank * 6 + 6)
+        assert len(param_groups(run.stages[0])) == 2
     for _ in range(2):
-        pipe.step(x[mine], num_chunks=3, criterion=F.mse_loss, labels=(y[mine],))
-        reference(expected, x, y, 12, criterion=lambda a, b: F.mse_loss(a, b) / 4)
-    return gradient_errors(stages, (0, 1), expected)
+        run.step()
+        run.step_expected()
+    return run.error()
 
 
 @pytest.mark.parametrize("layout", ["several groups", "replicas", "called by a method"])
@@ -874,11 +862,7 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
 
     The gradients of the two steps add up.
     """
-    stages = make_stages(2)
-    for stage in stages:
-        for module in (stage.up, stage):
-            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    expected, same = make_stages(2), []
+    run, same = Training(microbatches=2), []
     complete = driver.StageParameters.complete
 
     def watched(self, **how):
@@ -889,13 +873,11 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
             same.extend(each.sharded_param.grad.to_local().data_ptr() == place
                         for each, place in zip(self._fsdp_params(), places, strict=True))
 
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(2, 1)
     with patch.object(driver.StageParameters, "complete", watched):
         for _ in range(2):
-            pipe.step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
-    reference(expected, torch.cat([x, x]), torch.cat([y, y]), 4)
-    return same, gradient_errors(stages, (0, 1), expected)
+            run.step()
+            run.step_expected()
+    return same, run.error()
 
 
 def test_a_group_of_one_rank_keeps_its_accumulators_as_gradients():
@@ -920,24 +902,21 @@ def inference_first(rank: int) -> tuple[float, list[bool]]:
     """Evaluate under inference_mode, by the pipeline and by a stage alone, then train: return the gradient error, and
     whether losses are those of no_grad.
     """
-    mesh = init_device_mesh("cpu", (2,))
-    expected = [*make_stages(1), *make_stages(1, Caching)]
-    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(2, 2)
-    mine = slice(rank * 4, rank * 4 + 4)
-    step = {"num_chunks": 2, "criterion": F.mse_loss, "labels": (y[mine],), "return_outputs": True}
+    kinds = iter([Stage, Caching])
+    run = Training(microbatches=2, make=lambda: next(kinds)())
     with torch.inference_mode():
-        stages[0](x[mine])
-        losses, outputs = pipe.step(x[mine], **step)
-        stages[1](x[mine])
-        again, _ = pipe.step(x[mine] + 0, **step)  # an inference tensor as input
+        run.stages[0](run.x[run.mine])
+        losses, outputs = run.step(return_outputs=True)
+        run.stages[1](run.x[run.mine])
+        run.x = run.x + 0  # an inference tensor as input
+        again, _ = run.step()
+    run.x, _ = batch(2, 2)
     with torch.no_grad():
-        losses_no_grad, outputs_no_grad = pipe.step(x[mine], **step)
+        losses_no_grad, outputs_no_grad = run.step(return_outputs=True)
     same = [torch.equal(losses, losses_no_grad), torch.equal(outputs, outputs_no_grad), torch.equal(losses, again)]
-    pipe.step(x[mine], **step)
-    reference(expected, x, y, 4, criterion=lambda a, b: F.mse_loss(a, b) / 2)
-    return gradient_errors(stages, (0, 1), expected), same
+    run.step()
+    run.step_expected()
+    return run.error(), same
 
 
 def test_inference_mode_before_the_first_training_step():
@@ -947,25 +926,19 @@ def test_inference_mode_before_the_first_training_step():
 
 def outside(rank: int) -> tuple[float, float, bool]:
     """Use a stage without the pipeline, before and after steps of it: it behaves as under FSDP2 alone."""
-    mesh = init_device_mesh("cpu", (2,))
-    expected = make_stages(2)
-    stages = [shard_nested(copy.deepcopy(stage), mesh) for stage in expected]
-    pipe = DualPipeV(stages, process_group=torch.distributed.new_subgroups(1)[0])
-    x, y = batch(2, 2)
-    mine = slice(rank * 4, rank * 4 + 4)
+    run = Training(microbatches=2)
     errors = []
     for _ in range(2):
-        pipe.step(x[mine], num_chunks=2, criterion=F.mse_loss, labels=(y[mine],))
-        pipe.zero_grad()
+        run.step()
+        run.pipe.zero_grad()
         for _ in range(2):
-            stages[0](x[mine]).square().mean().backward()
-        for part in x.split(4):
+            run.stages[0](run.x[run.mine]).square().mean().backward()
+        for part in run.x.split(4):
             for _ in range(2):
-                (expected[0](part).square().mean() / 2).backward()
-        errors.append(gradient_errors(stages[:1], (0,), expected))
-        for model in (*expected, pipe):
-            model.zero_grad()
-    return *errors, all(isinstance(p, DTensor) for p in pipe.parameters())
+                (run.expected[0](part).square().mean() / 2).backward()
+        errors.append(gradient_errors(run.stages[:1], (0,), run.expected))
+        run.zero_grad()
+    return *errors, all(isinstance(p, DTensor) for p in run.pipe.parameters())
 
 
 def test_a_stage_can_be_used_without_its_pipeline_between_steps():
