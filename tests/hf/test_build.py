@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers.utils import logging as transformers_logging
 
 from dualpipe.hf import load_stages, save_stages
-from dualpipe.hf.build import READS_SHARDS, progress_bars_on_rank_0
+from dualpipe.hf.build import READS_SHARDS
 from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.parallel.mesh import build_mesh
 from hf_families import save_tiny, tiny_model
 from ranks import run_ranks
 
-EXPERTS, EP = 8, 2
+EP = 2
 
 
 class CountingFile:
@@ -102,17 +101,6 @@ def test_a_rank_reads_its_own_experts_alone(family, is_stacked, tmp_path):
         assert experts and all(torch.equal(tensor, expected[name]) for name, tensor in experts.items())
 
 
-def test_the_experts_implementation_reaches_a_language_model_inside(tmp_path):
-    """It is set once, on the configuration of the checkpoint, which has another one inside."""
-    save_tiny(tmp_path, "qwen3_5_moe_text")
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": json.loads(path.read_text())}))
-    (stage,) = load_stages(tmp_path, 1, (0,), experts="eager")
-    implementations = {
-        module.config._experts_implementation for module in stage.modules() if stacked_parameters(module)}
-    assert implementations == {"eager"}
-
-
 def _bars(rank, folder):
     """Return the progress bars shown while this rank loads and saves its stages."""
 
@@ -128,14 +116,6 @@ def _bars(rank, folder):
     save_stages(stages, Path(folder, "saved"), mesh=mesh)
     assert transformers_logging.is_progress_bar_enabled()
     return shown
-
-
-def test_ranks_that_have_not_met_yet_go_by_the_number_of_torchrun(monkeypatch):
-    for rank in ("0", "1"):
-        monkeypatch.setenv("RANK", rank)
-        with progress_bars_on_rank_0():
-            assert transformers_logging.is_progress_bar_enabled() == (rank == "0")
-    assert transformers_logging.is_progress_bar_enabled()
 
 
 def test_the_first_rank_alone_shows_progress_bars(tmp_path):

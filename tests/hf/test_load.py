@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dualpipe import DualPipeV
 from dualpipe.hf import load_stages, save_stages
 from dualpipe.parallel import DTypePolicy
+from dualpipe.parallel.experts.dispatcher import stacked_parameters
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from hf_families import (
     FAMILIES,
@@ -416,7 +417,9 @@ def test_a_configuration_with_a_language_model_inside(tmp_path):
     path = tmp_path / "config.json"
     text = json.loads(path.read_text())
     path.write_text(json.dumps({"model_type": "qwen3_5_moe", "text_config": text}))
-    stages = load_stages(tmp_path, 2, (0, 1), dtype=torch.float64)
+    stages = load_stages(tmp_path, 2, (0, 1), dtype=torch.float64, experts="eager")
+    experts = [module for stage in stages for module in stage.modules() if stacked_parameters(module)]
+    assert {module.config._experts_implementation for module in experts} == {"eager"}
     tokens, _ = batch_of(0, rows=2)
     expected = tiny_model("qwen3_5_moe_text")(tokens, use_cache=False).logits
     assert torch.allclose(stages[1](stages[0](tokens)), expected, rtol=1e-10)

@@ -647,23 +647,3 @@ def strided(rank):
 
 def test_given_experts_of_an_uneven_size_then_they_are_sharded_along_dimension_0():
     assert run_ranks(strided, 2) == ["(Shard(dim=0), Shard(dim=0))"] * 2
-
-
-# -- meta
-
-
-def on_meta(rank):
-    with torch.device("meta"):
-        model = Model()
-    plan = resolve_dtypes(model.to(BF16), policy(*PINS))
-    shard(model, init_device_mesh("cpu", (2,)), plan)
-    model.to_empty(device="cpu")
-    for p in model.parameters():
-        nn.init.normal_(p)
-    assert_contract(model, plan, run=lambda: backward(model, batch(rank)))
-    return {name: p.dtype for name, p in model.named_parameters()}
-
-
-def test_given_a_module_on_meta_then_it_shards_in_its_storage_dtypes():
-    for stored in run_ranks(on_meta, 2):
-        assert stored["layers.0.gate.weight"] is FP32 and stored["layers.0.up.weight"] is BF16
