@@ -409,9 +409,7 @@ def test_a_file_in_place_of_the_directory(tmp_path):
         latest(tmp_path / "file")
 
 
-@pytest.mark.parametrize(
-    "at", ["directory.write_description", "directory.os.rename", "directory.Directory._tidy"]
-)
+@pytest.mark.parametrize("at", ["directory.write_description", "directory.os.rename", "directory.Directory._tidy"])
 def test_a_disk_that_fails_on_the_way(two, monkeypatch, at):
     def fail(*arguments):
         raise OSError(28, "No space left on device")

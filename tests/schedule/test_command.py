@@ -69,20 +69,12 @@ def test_options_of_a_schedule(capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[1] == "16"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("--compare", "gpipe"), "gpipe"),
-        (("--costs", "F=x"), "'x'"),
-        (("--costs", "F"), "cost F"),
-        (("--costs", "Q=1"), "'Q'"),
-        (("--costs", "nowhere.json"), "nowhere.json"),
-        (("--seed", "2"), "'seed'"),
-        (("--name", "auto", "--memory", "1.5"), "memory is 1.5"),
-        (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
-        (("--html", "/nowhere/a.html"), "/nowhere/a.html"),
-    ],
-)
+@pytest.mark.parametrize("arguments, message", [
+    (("--compare", "gpipe"), "gpipe"), (("--costs", "F=x"), "'x'"), (("--costs", "F"), "cost F"),
+    (("--costs", "Q=1"), "'Q'"), (("--costs", "nowhere.json"), "nowhere.json"), (("--seed", "2"), "'seed'"),
+    (("--name", "auto", "--memory", "1.5"), "memory is 1.5"), (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg"),
+    (("--html", "/nowhere/a.html"), "/nowhere/a.html"),
+])
 def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     assert call(*SMALL, *arguments) == 2
     captured = capsys.readouterr()
@@ -92,10 +84,7 @@ def test_mistakes_are_one_line_and_status_2(arguments, message, capsys):
     assert message in captured.err
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"a": {}}}', '{"F": [1]}'],
-)
+@pytest.mark.parametrize("content", ["[1]", "{", '{"per_stage": 3}', '{"per_stage": {"a": {}}}', '{"F": [1]}'])
 def test_wrong_json_is_status_2(tmp_path, capsys, content):
     file = tmp_path / "costs.json"
     file.write_text(content)

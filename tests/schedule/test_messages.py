@@ -13,17 +13,11 @@ def steps(text: str) -> tuple:
     return tuple(tuple(map(Action.read, step.split("&"))) for step in text.split())
 
 
-@pytest.mark.parametrize(
-    "text, kinds, expected",
-    [
-        ("0F0 0I0 0I1 0W0 0W1", "BW", ((), (), (), (), (0,))),
-        ("0F0 1F0 1B0 0B0", "BW", ((), (), (1,), (0,))),
-        ("0F0 0F1&1B0 1B1&0B0 0B1", "BW", ((), (), (1,), (0,))),
-        ("0B0&1B0", "BW", ((0, 1),)),
-        ("0F0 1F0 1B0 0F1 0B0 0B1", "F", ((), (1,), (), (0,), (), ())),
-        ("", "BW", ()),
-    ],
-)
+@pytest.mark.parametrize("text, kinds, expected", [
+    ("0F0 0I0 0I1 0W0 0W1", "BW", ((), (), (), (), (0,))), ("0F0 1F0 1B0 0B0", "BW", ((), (), (1,), (0,))),
+    ("0F0 0F1&1B0 1B1&0B0 0B1", "BW", ((), (), (1,), (0,))), ("0B0&1B0", "BW", ((0, 1),)),
+    ("0F0 1F0 1B0 0F1 0B0 0B1", "F", ((), (1,), (), (0,), (), ())), ("", "BW", ()),
+])
 def test_a_stage_is_complete_after_its_last_action(text, kinds, expected):
     assert completed_stages(steps(text), kinds) == expected
 

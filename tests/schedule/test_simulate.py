@@ -165,15 +165,11 @@ def one_rank(costs: Costs):
     return simulate(Schedule("mine", 1, 2, 1, (((F(0, 0),), (F(1, 0),), (B(1, 0),), (B(0, 0),)),)), costs)
 
 
-@pytest.mark.parametrize(
-    "cost, per_stage, spans, makespan",
-    [
-        (1, None, [(4, 5, 1), (6, 7, 0)], 7),  # the first is hidden
-        (3, None, [(4, 7, 1), (7, 10, 0)], 10),  # one after the other
-        (0, {1: Costs(R=1)}, [(4, 5, 1)], 6),
-        (0, None, [], 6),
-    ],
-)
+@pytest.mark.parametrize("cost, per_stage, spans, makespan", [
+    (1, None, [(4, 5, 1), (6, 7, 0)], 7),  # the first is hidden
+    (3, None, [(4, 7, 1), (7, 10, 0)], 10),  # one after the other
+    (0, {1: Costs(R=1)}, [(4, 5, 1)], 6), (0, None, [], 6),
+])
 def test_reductions_run_beside_the_steps_one_after_the_other(cost, per_stage, spans, makespan):
     found = one_rank(Costs(R=cost, per_stage=per_stage))
     assert [(r.start, r.end, r.stage) for r in found.reductions[0]] == spans
