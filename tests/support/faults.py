@@ -29,7 +29,7 @@ from dualpipe.nn.deferral import local
 from dualpipe.pipeline.p2p import Link
 from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.recorder import Entry, Observer, Recorder
-from dualpipe.train import trainer
+from dualpipe.train import replay, trainer
 
 KINDS = {
     "kill": "the process is gone at once, by SIGKILL",
@@ -37,7 +37,6 @@ KINDS = {
     "delay": "it does nothing for so many `seconds`",
     "raise": "an error is raised",
     "nan": "a result of F, B, I or segment gets a NaN, at other moments a parameter",
-    "bitflip": "one bit of a parameter of this rank changes",
     "slow_disk": "every file that is written takes so many `seconds` more",
     "full_disk": "there is no space for a file",
     "lost_message": "a message to another rank never leaves",
@@ -107,8 +106,8 @@ def planting(text: str) -> str:
 
 
 def plant(text: str) -> None:
-    """Plant faults into the runs of this process, as long as it lives."""
-    trainer.Recorder = recorder_with(text)
+    """Plant faults into the runs and replays of this process, as long as it lives."""
+    trainer.Recorder = replay.Recorder = recorder_with(text)
 
 
 @contextmanager
@@ -170,7 +169,7 @@ class FaultInjector(Observer):
             self._awaited = None
             if fault.kind == "raise":
                 raise PlantedFault(f"{fault}: planted")
-            _change(found[0].data, flip=False)  # `data`: unseen by autograd
+            _spoil(found[0].data)  # `data`: unseen by autograd
 
     def _happen(self, fault: Fault, entry: Entry) -> None:
         if fault.kind in ("kill", "stop"):
@@ -179,10 +178,10 @@ class FaultInjector(Observer):
             time.sleep(fault.seconds)
         elif fault.action in _RESULTS and fault.kind in ("nan", "raise"):
             self._awaited = fault
-        elif fault.kind in ("nan", "bitflip"):
+        elif fault.kind == "nan":
             # A vector, such as a norm's: every step uses all of it, while a row of an embedding may be unused.
             parts = [part for each in self._parameters if (part := local(each.detach())).numel()]
-            _change(min(parts, key=Tensor.dim), flip=fault.kind == "bitflip")
+            _spoil(min(parts, key=Tensor.dim))
         elif fault.kind == "lost_message":
             self._losing = entry
             self._until_end.enter_context(_messages_lost())
@@ -200,14 +199,9 @@ def recorder_with(text: str) -> Callable[[int], Recorder]:
     return make
 
 
-def _change(tensor: Tensor, *, flip: bool) -> None:
-    """Make the first number a NaN, or change a bit of it that leaves it finite."""
-    first = (0,) * tensor.dim()
-    if flip:
-        size = tensor.element_size()
-        tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[size])[first] ^= 1 << 2 * size
-    else:
-        tensor[first] = torch.nan
+def _spoil(tensor: Tensor) -> None:
+    """Make the first number a NaN."""
+    tensor[(0,) * tensor.dim()] = torch.nan
 
 
 class _NeverSent:

@@ -25,6 +25,7 @@ from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.lr_schedule import learning_rate
 from dualpipe.train.saver import Saver
 from dualpipe.train.trainer import Trainer
+from faults import planting
 from hf_families import config_of, tiny_model
 from ranks import run_ranks
 from run_files import write_files
@@ -221,27 +222,13 @@ def test_a_rank_holds_as_many_bytes_as_are_estimated(folder, family, layout):
         assert expected[pp_rank].optimizer == pytest.approx(state, rel=0.01)
 
 
-NAN = """
-import torch
-from dualpipe.runtime.recorder import Recorder
-
-made = Recorder.made
-
-def planted(self, what, *results):
-    if getattr(what, "title", "") == "F(stage 1, micro-batch 1)" and self.step == 3:
-        results[0].data.view(-1)[0] = float("nan")
-    made(self, what, *results)
-
-Recorder.made = planted
-"""
-
-
 @pytest.mark.slow
 def test_the_command_evaluates_checks_ranks_traces_and_replays_a_bad_step(folder, dualpipe):
     Path("config.json").write_text(json.dumps(config_of("olmoe", vocab_size=257).to_dict()))
     checks = ("--parallel.dp", "2", "--train.num_chunks", "2", "--guard.checksum_interval", "1",
               "--guard.recheck_interval", "1", "--trace", "steps=1..2")
-    done = dualpipe(folder, "train", "run.toml", *checks, before=NAN, timeout=240)
+    nan = planting("nan rank=2 step=3 action=F what='stage 1, micro-batch 1'")
+    done = dualpipe(folder, "train", "run.toml", *checks, before=nan, timeout=240)
     assert done.returncode == 1
     assert done.stdout.startswith("olmoe (transformers' implementation): 177,696 parameters in 4 stages on 2 x 2 cpu")
     first, second = read_metrics(Path("out/metrics.jsonl"))
@@ -250,7 +237,7 @@ def test_the_command_evaluates_checks_ranks_traces_and_replays_a_bad_step(folder
     summary = dualpipe(folder, "trace", "summary", "out/trace-1-2.json")
     assert summary.returncode == 0, summary.stderr
     assert "2 steps of 4 ranks, dualpipev, 2 micro-batches" in summary.stdout
-    again = dualpipe(folder, "replay", "out/bundles/step-00000003", before=NAN, timeout=240)
+    again = dualpipe(folder, "replay", "out/bundles/step-00000003", before=nan, timeout=240)
     assert again.returncode == 0 and "reproduced" in again.stdout, again.stdout + again.stderr
 
 

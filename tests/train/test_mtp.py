@@ -200,28 +200,17 @@ def test_computing_twice_gives_the_same_bits_and_counts_no_scores_for_qk_clip(to
     assert [row["loss"] for row in plain] == [row["loss"] for row in twice]
 
 
-POISON = """
-from dualpipe.train import step as module
-real = vars(module).setdefault("real_run_step", module.StepRunner.run_step)
-def run_step(self, batch, step):
-    losses = real(self, batch, step)
-    if self.recorder.step == 2:
-        next(self.model.stages[0].parameters()).grad.view(-1)[0] = float("nan")
-    return losses
-module.StepRunner.run_step = run_step
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", ["1", "2"])
 def test_a_step_is_replayed_with_the_weight_that_it_had(run_folder, dualpipe, pp):
     written(run_folder)
     options = ["--parallel.pp", pp, "--parallel.schedule", "1f1b", "--mtp.weight", "1", "--mtp.last_weight", "0.1",
                "--mtp.last_steps", "2", "--train.steps", "3", "--output.dir", f"poisoned{pp}"]
-    done = dualpipe(run_folder, "train", "run.toml", *options, before=POISON)
+    poison = planting("nan rank=0 step=2 action=F")
+    done = dualpipe(run_folder, "train", "run.toml", *options, before=poison)
     assert done.returncode == 1 and "the gradient norm is nan at step 2" in done.stderr, done.stderr
     (bundle,) = (run_folder / f"poisoned{pp}" / "bundles").glob("step-*")
-    again = dualpipe(run_folder, "replay", str(bundle), before=POISON)
+    again = dualpipe(run_folder, "replay", str(bundle), before=poison)
     assert again.returncode == 0 and again.stdout.endswith("reproduced\n"), again.stdout + again.stderr
 
 

@@ -1,4 +1,4 @@
-"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank, and invalid options."""
+"""`dualpipe train --profile` and `--memory-snapshot`: the files of each rank."""
 
 import gc
 import json
@@ -48,17 +48,6 @@ def test_each_rank_writes_its_profile_and_all_collect_garbage_after_the_same_ste
         assert any(name.startswith("aten::") for name in names), "what torch has computed"
 
 
-@pytest.mark.parametrize("text, message", [
-    ("10..12", "--profile: '10..12' is not understood; give steps=10..12, or steps=10\n"),
-    ("steps=1,file=x.json", "--profile: 'steps=1,file=x.json' is not understood; give steps=10..12, or steps=10\n"),
-    ("steps=4..6", "--profile: steps=4..6 are not steps of this run, which has 1 to 5; give some of these"),
-])
-def test_what_cannot_be_profiled(text, message, run_toml, capsys):
-    assert cli.main(["train", str(run_toml), "--parallel.pp", "1", "--profile", text]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith(f"error: {message}") and err.count("\n") == 1
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
@@ -68,7 +57,7 @@ def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatc
     assert "profile: out/profile-1-3-rank0.json, and one file per rank" in capsys.readouterr().out
     assert "ProfilerStep#1" in Path("out/profile-1-3-rank0.json").read_text()
     assert cli.main(["train", "run.toml", *options, "--train.steps", "3", "--profile", "steps=1"]) == 0
-    assert "no profile is taken: the run resumes after step 1, the last one to profile" in capsys.readouterr().out
+    assert "no profile is taken" in capsys.readouterr().out
 
 
 # -- the memory snapshot
@@ -77,8 +66,7 @@ def test_a_run_that_goes_on_behind_the_steps_or_ends_before(run_toml, monkeypatc
 def test_a_snapshot_is_of_a_cuda_device(run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     assert cli.main(["train", "run.toml", "--parallel.pp", "1", "--memory-snapshot"]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("error: --memory-snapshot: the ranks run on cpu, but torch records the memory of CUDA ")
+    assert "--memory-snapshot: the ranks run on cpu" in capsys.readouterr().err
     profile.check_memory_snapshot(torch.device("cuda", 0))
 
 

@@ -81,34 +81,35 @@ def test_where_its_time_went(trace_file, tmp_path, capsys):
     assert cli.main(["schedule", "--ranks", "2", "--microbatches", "4", "--costs", str(costs)]) == 0
 
 
-@pytest.mark.parametrize("what, message", [
-    ("summary", "error: cannot read the trace none.json: No such file or directory\n"),
-    ("costs", "error: cannot read the trace none.json: No such file or directory\n"),
-])
-def test_a_trace_that_is_not_there(what, message, capsys):
+@pytest.mark.parametrize("what", ["summary", "costs"])
+def test_a_trace_that_is_not_there(what, capsys):
     assert cli.main(["trace", what, "none.json"]) == 2
-    assert capsys.readouterr().err == message
+    assert "none.json" in capsys.readouterr().err
 
 
-def test_which_steps():
+def test_the_steps_to_trace_or_profile():
     assert parse_steps("", 5, "--trace") is None
     assert parse_steps("steps=10..12", 12, "--trace") == Steps(10, 12)
     assert parse_steps("steps=3", 3, "--trace") == Steps(3, 3)
     assert parse_steps("steps=1..2,file=a, b=c.json", 5, "--trace", with_file=True) == Steps(1, 2, "a, b=c.json")
 
 
-@pytest.mark.parametrize("text, message", [
-    ("10..12", "--trace: '10..12' is not understood; give steps=10..12, or steps=10, optionally with ,file=PATH"),
-    ("steps=1..", "--trace: 'steps=1..' is not understood"),
-    ("steps=1,file=", "--trace: 'steps=1,file=' is not understood"),
-    ("steps=0..2", "--trace: steps=0..2 are not steps of this run, which has 1 to 5; give some of these"),
-    ("steps=4..6", "--trace: steps=4..6 are not steps of this run"),
-    ("steps=3..2", "--trace: steps=3..2 are not steps of this run"),
-])
-def test_what_cannot_be_traced(text, message, run_toml, capsys):
-    assert cli.main(["train", str(run_toml), "--parallel.pp", "1", "--trace", text]) == 2
+@pytest.mark.parametrize("text", ["10..12", "steps=1..", "steps=1,file=", "steps=0..2", "steps=4..6", "steps=3..2"])
+def test_other_steps_are_refused(text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        parse_steps(text, 5, "--trace", with_file=True)
+
+
+def test_a_profile_has_no_file():
+    with pytest.raises(ValueError, match=r"'steps=1,file=x\.json'"):
+        parse_steps("steps=1,file=x.json", 5, "--profile")
+
+
+@pytest.mark.parametrize("option", ["--trace", "--profile"])
+def test_what_cannot_be_recorded_is_said_in_a_line(option, run_toml, capsys):
+    assert cli.main(["train", str(run_toml), "--parallel.pp", "1", option, "10..12"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"error: {message}") and err.count("\n") == 1
+    assert err.startswith(f"error: {option}: '10..12'") and err.count("\n") == 1
 
 
 def test_a_run_that_ends_before(run_toml, monkeypatch, capsys):
@@ -168,18 +169,17 @@ def test_a_run_that_goes_on_within_the_steps_to_trace_or_behind_them(run_toml, m
         assert {each.args.get("step") for each in read(f"out/{name}.json").slices} == {step}
     capsys.readouterr()
     assert alone(*saves, "--trace", "steps=1..2") == 0
-    assert "no trace is taken: the run resumes after step 2, the last one to trace\n" in capsys.readouterr().out
+    assert "no trace is taken" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file, message", [
-    ("none/trace.json", "there is no folder none for the trace trace.json; create it"),
-    ("text", "text is a folder; give the name of a file for the trace"),
+    ("none/trace.json", "there is no folder none"), ("text", "text is a folder"),
 ])
 def test_a_place_without_a_file_is_refused_before_the_first_step(file, message, run_toml, monkeypatch, capsys):
     monkeypatch.chdir(run_toml.parent)
     assert alone("--trace", f"steps=3,file={file}") == 2
     said = capsys.readouterr()
-    assert said.err == f"error: {message}\n" and "step 1/3" not in said.out
+    assert message in said.err and "step 1/3" not in said.out
 
 
 def test_a_full_disk_costs_the_trace_and_not_the_run(run_toml, monkeypatch, capsys):
@@ -190,8 +190,7 @@ def test_a_full_disk_costs_the_trace_and_not_the_run(run_toml, monkeypatch, caps
     monkeypatch.setattr("dualpipe.trace.file.replace_file", refused)
     assert alone("--trace", "steps=1") == 0
     out = capsys.readouterr().out
-    assert "WARNING: the trace out/trace-1-1.json cannot be written: No space left on device\n" in out
-    assert "step 3/3" in out
+    assert "WARNING: the trace out/trace-1-1.json" in out and "step 3/3" in out
 
 
 def training_on_a_device(rank, folder):
