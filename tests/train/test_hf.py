@@ -66,21 +66,30 @@ def test_in_and_out_in_two_layouts(run_folder, train, capsys):
     assert (run_folder / "a" / "tokenizer.json").read_text() == "{}"
 
 
+FLOAT32 = ("e_score_correction_bias", "router", "sinks", "norm.weight", "lm_head")
+
+
 @pytest.mark.slow
-def test_what_is_kept_in_float32_comes_out_in_float32(run_folder, train):
-    """DeepSeek-V3 in bfloat16, over two pipelines that share the experts, with biases that the router updates."""
-    model = save_family(run_folder / "deepseek", "deepseek_v3", vocab_size=257)
-    losses = train("deepseek-metrics", *from_and_to("deepseek", "deepseek-out"), "--parallel.ep", "2",
-                   "--train.dtype", "bf16", "--router.bias_update_rate", "0.01")
-    assert losses[0] == pytest.approx(math.log(257), abs=0.1)
-    trained = AutoModelForCausalLM.from_pretrained(run_folder / "deepseek-out", dtype="auto")
-    biases = dict(trained.named_buffers())
-    for name, before in model.named_buffers():
+@pytest.mark.parametrize("family, options", [
+    ("deepseek_v3", ["--router.bias_update_rate", "0.01"]), ("gpt_oss", []),
+])
+def test_a_checkpoint_of_two_dtypes_is_trained_and_keeps_them(run_folder, train, family, options):
+    """On two pipelines that share the experts."""
+    save_family(run_folder / family, family, vocab_size=257)
+    source = {name: tensor if any(part in name for part in FLOAT32) else tensor.bfloat16()
+              for name, tensor in read_all(run_folder / family).items()}
+    rewrite(run_folder / family, source)
+    losses = train(f"{family}-metrics", *from_and_to(family, f"{family}-out"), *options, "--parallel.ep", "2",
+                   "--train.dtype", "bf16")
+    assert losses[0] == pytest.approx(math.log(257), abs=0.1) and losses[-1] < losses[0]
+    trained = read_all(run_folder / f"{family}-out")
+    assert trained.keys() == source.keys()
+    for name, tensor in source.items():
+        assert trained[name].dtype is tensor.dtype and trained[name].isfinite().all(), name
+        is_one_expert = ".experts." in name and tensor.dim() == 2  # which may get no token
+        assert is_one_expert or not torch.equal(trained[name], tensor), name
         if name.endswith("e_score_correction_bias"):
-            after = biases[name]
-            assert after.dtype is torch.float32
-            assert ((after - before) / 0.01).round().abs().max() in range(1, 6)
-    assert {param.dtype for param in trained.parameters()} == {torch.bfloat16}
+            assert ((trained[name] - tensor) / 0.01).round().abs().max() in range(1, 6)
 
 
 def test_the_model_goes_beside_the_metrics_and_that_of_an_earlier_run_is_kept(run_folder, train, capsys):
@@ -161,16 +170,6 @@ def test_a_checkpoint_that_does_not_fit_is_said_once_by_several_ranks(run_folder
     done = dualpipe(run_folder, "train", "run.toml", "--init.from_hf", "other")
     assert done.returncode == 2
     assert "the checkpoint does not fit the model" in done.stderr and done.stderr.count("error: ") == 1
-
-
-@pytest.mark.slow
-def test_documents_apart_are_the_same_in_two_layouts_and_not_the_same_as_joined(train):
-    """The texts are shorter than two sequences, so most sequences hold several."""
-    apart = ["--data.separate_documents", "True", "--train.sequence_length", "64"]
-    losses = train("pp2", *apart)
-    assert train("pp1", *apart, *ALONE) == pytest.approx(losses, rel=1e-5)
-    joined = train("joined", "--train.sequence_length", "64", *ALONE)
-    assert joined[0] == pytest.approx(losses[0], abs=0.05) and joined != pytest.approx(losses, rel=1e-5)
 
 
 def test_the_lines_of_the_quickstart_generate_text_with_what_the_example_exports(tmp_path, monkeypatch, capsys):
