@@ -34,4 +34,4 @@ def test_a_damaged_file(tmp_path, content, capsys):
 
 def test_a_folder_that_is_gone(tmp_path, capsys):
     record_start(tmp_path / "none", 0, {})
-    assert "run.json cannot be written: No such file or directory; training goes on" in capsys.readouterr().err
+    assert "run.json cannot be written" in capsys.readouterr().err

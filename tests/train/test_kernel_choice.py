@@ -38,16 +38,14 @@ def time_as(monkeypatch, seconds):
 def test_it_is_set_on_all_expert_layers():
     model = stage()
     assert choose_expert_gemm([model], "dualpipe", WORK, ALONE).text == "" and model[0].gemm_library == "dualpipe"
-    text = choose_expert_gemm([model], "grouped_mm", WORK, ALONE).text
-    assert text == "GEMMs of the experts by 'grouped_mm', as configured" and model[0].gemm_library == "grouped_mm"
+    assert "'grouped_mm', as configured" in choose_expert_gemm([model], "grouped_mm", WORK, ALONE).text
+    assert model[0].gemm_library == "grouped_mm"
 
 
 def test_what_does_not_run_is_refused():
-    message = (r"a GEMM of experts by 'grouped_mm' does not run here \(\w+: .*\); expected a library that takes "
-               r"torch.float64 on cpu; use 'dualpipe'")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"'grouped_mm' does not run here .* torch\.float64 on cpu; use 'dualpipe'"):
         choose_expert_gemm([stage()], "grouped_mm", WORK._replace(dtype=torch.float64), ALONE)
-    with pytest.raises(ValueError, match="unknown library of expert GEMMs 'mkl'; expected one of dualpipe, grouped_mm"):
+    with pytest.raises(ValueError, match="'mkl'; expected one of dualpipe, grouped_mm"):
         choose_expert_gemm([stage()], "mkl", WORK, ALONE)
 
 
@@ -58,9 +56,8 @@ def test_the_fastest_is_taken(monkeypatch, seconds, fastest):
     model = stage()
     library, text = choose_expert_gemm([model], "auto", WORK._replace(expert_ranks=2), ALONE)
     assert model[0].gemm_library == library == fastest and trials[0] == ("dualpipe", (2, 32, 16), 64)
-    assert text == (f"GEMMs of the experts by {fastest!r}: a forward and an input gradient of 64 rows by 2 x 32 x 16 "
-                    f"take {1e3 * seconds['dualpipe']:.3g} ms by 'dualpipe', {1e3 * seconds['grouped_mm']:.3g} ms by "
-                    "'grouped_mm'")
+    assert f"by {fastest!r}: " in text and "64 rows by 2 x 32 x 16" in text
+    assert all(f"{1e3 * value:.3g} ms by {name!r}" in text for name, value in seconds.items())
 
 
 def test_it_is_timed():

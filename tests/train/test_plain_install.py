@@ -28,10 +28,7 @@ def test_a_plain_install_trains_and_says_in_a_line_what_is_missing(plain, run_fo
     options = ("--parallel.pp", "1", "--train.steps", "2", "--output.dir", "plain", "--export.to_hf", "plain-hf")
     done = dualpipe(run_folder, "train", "run.toml", *options, environment=plain, command=COMMAND)
     assert done.returncode == 0, done.stderr
-    said = "no TensorBoard events, no picture of the loss: pip install tensorboard matplotlib (or 'dualpipe[viz]')"
-    assert [line for line in done.stdout.splitlines() if "pip install" in line] == [said]
-    assert "tensorboard" not in done.stderr and "matplotlib" not in done.stderr
-    last = ["the model: plain-hf", "metrics: plain/metrics.jsonl", "schedule: plain/schedule.svg"]
-    assert done.stdout.splitlines()[-3:] == last
+    (said,) = [line for line in done.stdout.splitlines() if "pip install" in line]
+    assert "tensorboard matplotlib" in said and "tensorboard" not in done.stderr and "matplotlib" not in done.stderr
     written = {path.name for path in (run_folder / "plain").iterdir()}
     assert {"metrics.jsonl", "schedule.svg"} <= written and not {"loss.png", "tensorboard"} & written

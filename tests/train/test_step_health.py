@@ -125,9 +125,8 @@ def test_a_cause_is_named_once_until_it_goes_away():
     assert lines_of(run, PATIENCE - 1, data=(0.0, 0.4)) == []
     assert lines_of(run, 1) == [], "one good step"
     assert lines_of(run, PATIENCE - 1, data=(0.0, 0.4)) == []
-    line = (f"WARNING: for {PATIENCE} steps, input starvation: rank 1 (pp 1) waits 40% of a step for its next batch; "
-            "move the packed text of [data] path to a faster disk")
-    assert lines_of(run, 5 * PATIENCE, data=(0.0, 0.4)) == [line]
+    (line,) = lines_of(run, 5 * PATIENCE, data=(0.0, 0.4))
+    assert line.startswith(f"WARNING: for {PATIENCE} steps, input starvation: rank 1 (pp 1) waits 40% of a step")
     lines_of(run, PATIENCE - 1)
     assert lines_of(run, 5 * PATIENCE, data=(0.0, 0.4)) == [], "it had not gone away"
     lines_of(run, PATIENCE)
@@ -139,16 +138,14 @@ def test_a_cause_is_named_once_until_it_goes_away():
     ({"bias_update_rate": 0.001}, "bias_update_rate (now 0.001)"),
 ])
 def test_uneven_experts(router, setting):
-    assert lines_of(health(16.0, **router), LOAD_PATIENCE, load=3.25) == [
-        f"WARNING: for {LOAD_PATIENCE} steps, load imbalance: an expert of some layer gets 3.2 times the mean number "
-        f"of tokens; raise [router] {setting}"]
+    (line,) = lines_of(health(16.0, **router), LOAD_PATIENCE, load=3.25)
+    assert "load imbalance: " in line and "3.2 times" in line and line.endswith(setting)
     assert lines_of(health(16.0, **router), LOAD_PATIENCE - 1, load=3.25) == []
 
 
 def test_a_router_that_has_collapsed_is_no_uneven_one():
-    assert lines_of(health(4.0), LOAD_PATIENCE, load=3.7) == [
-        f"WARNING: for {COLLAPSE_PATIENCE} steps, router collapse: one expert of some layer got nearly every token "
-        "(load_max_over_mean 3.70, at most 4); raise [router] balance, to 0.01 for a start"]
+    (line,) = lines_of(health(4.0), LOAD_PATIENCE, load=3.7)
+    assert f"for {COLLAPSE_PATIENCE} steps, router collapse: " in line and "3.70, at most 4" in line
     (line,) = lines_of(health(4.0), LOAD_PATIENCE, load=3.5)
     assert "load imbalance" in line
     assert lines_of(health(1.0), LOAD_PATIENCE, load=1.0) == [], "without experts"
@@ -157,9 +154,9 @@ def test_a_router_that_has_collapsed_is_no_uneven_one():
 @pytest.mark.parametrize("overlap, remedy", [(True, ""), (False, "[parallel] overlap = true, or ")])
 def test_exposed_communication(overlap, remedy):
     waits = StepWaits(0.0, {"all-to-all": 0.2, "gathers": 0.1}, {})
-    assert lines_of(health(overlap=overlap), PATIENCE, waits=waits) == [
-        f"WARNING: for {PATIENCE} steps, exposed communication: rank 0 (pp 0) waits 30% of a step in collectives, 20% "
-        f"in all-to-all; try {remedy}a smaller [parallel] ep or cp"]
+    (line,) = lines_of(health(overlap=overlap), PATIENCE, waits=waits)
+    assert "exposed communication: rank 0 (pp 0) waits 30% of a step in collectives, 20% in all-to-all" in line
+    assert f"try {remedy}a smaller" in line
 
 
 def test_a_bubble_is_compared_with_the_simulated_one(monkeypatch):
@@ -177,8 +174,7 @@ def test_a_bubble_is_compared_with_the_simulated_one(monkeypatch):
     assert lines_of(run, 20 * PATIENCE, waits=as_simulated) == []
     assert simulations == [pytest.approx(0.3)], "once, although the bubble is above the limit in every step"
     (line,) = lines_of(run, 20 * PATIENCE, waits=as_simulated._replace(pipeline=0.5))
-    assert line == (f"WARNING: for {PATIENCE} steps, bubble: rank 0 (pp 0) waits 50% of a step for other ranks of its "
-                    "pipeline, 30% in the simulation; try other [parallel] layers_per_stage")
+    assert "bubble: rank 0 (pp 0) waits 50% of a step" in line and "30% in the simulation" in line
 
 
 # -- real runs
@@ -211,16 +207,14 @@ def warnings_of(run_folder, dualpipe):
 def test_a_slow_source_of_data(warnings_of):
     slow = planted("train.data.loader", "Loader", "batch", "time.sleep(2)")
     ((step, line),) = [pair for pair in warnings_of(slow, "--parallel.pp", "1") if "starvation" in pair[1]]
-    assert step == 3
-    assert re.match(r"WARNING: for 3 steps, input starvation: rank 0 waits [2-9]\d% of a step for its next batch", line)
+    assert step == 3 and re.search(r"rank 0 waits [2-9]\d% of a step", line)
 
 
 @pytest.mark.slow
 def test_a_slow_rank_of_the_pipeline(warnings_of):
     slow = planted("pipeline.executor", "Executor", "_run_actions", "time.sleep(0.25 * Recorder.current().rank)")
     ((step, line),) = [pair for pair in warnings_of(slow) if "bubble" in pair[1]]
-    found = re.match(r"WARNING: for 3 steps, bubble: rank 0 \(pp 0\) waits (\d+)% of a step for other ranks of its "
-                     r"pipeline, (\d+)% in the simulation", line)
+    found = re.search(r"rank 0 \(pp 0\) waits (\d+)% of a step .* (\d+)% in the simulation", line)
     assert step >= 3 and found and int(found[1]) >= int(found[2]) + 15
 
 
@@ -228,8 +222,7 @@ def test_a_slow_rank_of_the_pipeline(warnings_of):
 def test_slow_exchanges_of_rows(warnings_of):
     slow = planted("parallel.all_to_all", "CommStream", "start", "time.sleep(0.06 * Recorder.current().rank)")
     (line,) = [line for _, line in warnings_of(slow, "--parallel.pp", "1", "--parallel.ep", "2") if "exposed" in line]
-    assert re.match(r"WARNING: for 3 steps, exposed communication: rank 0 \(ep 0\) waits \d+% of a step in "
-                    r"collectives, \d+% in all-to-all; try a smaller \[parallel\] ep or cp", line)
+    assert re.search(r"rank 0 \(ep 0\) waits \d+% of a step in collectives, \d+% in all-to-all", line)
 
 
 def test_a_report_of_starvation_makes_no_host_wait_for_a_device(tmp_path, monkeypatch, capsys):
@@ -240,15 +233,14 @@ def test_a_report_of_starvation_makes_no_host_wait_for_a_device(tmp_path, monkey
     device = as_training(0, tmp_path, "--train.num_chunks", "1", "--train.steps", "5", "--train.eval_batches", "0",
                          "--checkpoint.interval", "0")
     assert device.waits.keys() == {"Event.synchronize in dualpipe/train/trainer.py: Trainer._read"}
-    assert capsys.readouterr().out.count("WARNING: for 3 steps, input starvation: rank 0 waits ") == 1
+    assert capsys.readouterr().out.count("input starvation") == 1
 
 
 def test_an_uneven_router(warnings_of):
     equal_logits = planted("nn.routing.router", "Router", "forward", "self.weight.data.zero_()")  # first two of four
     equal_logits += "step_health.LOAD_PATIENCE = 3\nstep_health.COLLAPSE_FRACTION = 2\n"
-    assert [pair for pair in warnings_of(equal_logits, "--parallel.pp", "1") if "load imbalance" in pair[1]] == [
-        (3, "WARNING: for 3 steps, load imbalance: an expert of some layer gets 2.0 times the mean number of tokens; "
-            "raise [router] balance (now 0)")]
+    found = [pair for pair in warnings_of(equal_logits, "--parallel.pp", "1") if "load imbalance" in pair[1]]
+    assert [(step, "2.0 times" in line) for step, line in found] == [(3, True)]
 
 
 def test_a_healthy_run(warnings_of):
