@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from dualpipe.cli import main
-from dualpipe.pipeline import executor
 from dualpipe.schedule import validate
 from scripts import TORCHRUN, run_script
 
@@ -46,14 +45,6 @@ def test_between_real_ranks(tmp_path, capsys):
     result = run_script(SCRIPT, *SMALL, "--group", "--costs", str(tmp_path), launcher=TORCHRUN)
     assert "FAILED" not in result.stdout and result.stdout.count("goal: ") == 1, result.stdout + result.stderr
     check_costs(tmp_path / "overlap_tiny_32.json", capsys)
-
-
-def test_measures_a_tiny_layer(bench, monkeypatch):
-    monkeypatch.setattr(executor, "annotation", executor.annotation)  # as it was, afterwards
-    options = bench.Options(4, 0.35, "copy", 1, 1, None, None, None)
-    machine = bench.Machine(torch.device("cpu"), copy_gb_per_s=10.0, dense_tflops=0.1)
-    rows = list(bench.measure(options, machine, "tiny", 16))
-    assert [row["work"].replace("&", "") for row in rows] == bench.WORK and all(row["ms"] > 0 for row in rows)
 
 
 def test_every_kind_and_pair_is_a_step_of_a_valid_schedule(bench):

@@ -1,4 +1,4 @@
-"""`bench_training.py` on tiny sizes: its measurements and comparisons, and a row for each setting that fails."""
+"""`bench_training.py`: its settings, rows and comparisons; tests/test_scripts.py runs it."""
 
 import json
 import sys
@@ -19,36 +19,19 @@ def bench(script):
     return script("bench_training")
 
 
-def table(folder, *arguments):
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    fixed = ("--device", "cpu", "--model", str(folder / "config.json"), "--steps", "1", "--seconds", "200", "--save",
-             str(folder))
-    result = fork_script(SCRIPT, *fixed, *arguments)
-    said = result.stdout + result.stderr
-    assert result.returncode in (0, 1) and "goal: dualpipev with overlap" in said, said
-    assert (folder / "training.png").exists()
-    return json.loads((folder / "training.json").read_text())["rows"], result
-
-
-def check(row):
-    assert row["error"] is None, row
-    assert row["step ms"] > 0 and row["tokens/s"] > 0 and row["TFLOP/s"] > 0 and row["GB"] > 0.1
-    assert row["MFU"] is None, "the CPU has no peak"
-    assert row["bubble"] is None or 0 < row["bubble"] < 1
-    assert 0 < row["exposed"] < 1 if row["mesh"].endswith("2") else row["exposed"] == 0
-
-
 @pytest.mark.slow
-def test_two_ranks_train_by_themselves(tmp_path):
-    """The settings for three ranks fail; those for two run."""
-    rows, result = table(tmp_path, "--mesh", "3x1x1", "2x1x1", "--schedule", "dualpipev", "--overlap", "on")
-    assert [row["run by"] for row in rows] == ["dualpipe", "torch", "torch"] * 2
-    for row in rows[:3]:
-        assert "3 * 1 * 1 cannot be 2, the number of ranks" in row["error"] and row["step ms"] is None
-    for row in rows[3:]:
-        check(row)
-    assert rows[3]["x others"] == rows[3]["tokens/s"] / max(row["tokens/s"] for row in rows[4:])
-    assert result.returncode == 1 and "FAILED: run by dualpipe" in result.stdout
+def test_experts_on_two_ranks_beside_fsdp2(tmp_path):
+    """A setting for three ranks fails, and those for two run."""
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
+    result = fork_script(SCRIPT, "--device", "cpu", "--model", str(tmp_path / "config.json"), "--steps", "1", "--mesh",
+                         "3x1x1", "1x1x2", "--schedule", "1f1b", "--seconds", "200", "--save", str(tmp_path))
+    rows = json.loads((tmp_path / "training.json").read_text())["rows"]
+    refused = [row["error"] for row in rows if row["mesh"] == "3x1x1"]
+    assert refused and all("cannot be 2" in error for error in refused), result.stdout + result.stderr
+    measured = [row for row in rows if row["mesh"] == "1x1x2"]
+    assert [(row["run by"], row["error"]) for row in measured] == [("dualpipe", None), ("FSDP2", None)]
+    for row in measured:
+        assert row["tokens/s"] > 0 and row["TFLOP/s"] > 0 and 0 < row["exposed"] < 1 and row["MFU"] is None
 
 
 def test_settings_differ(bench, monkeypatch):

