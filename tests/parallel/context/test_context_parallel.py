@@ -29,8 +29,8 @@ from dualpipe.pipeline.compiled_stage import compile_segments
 from dualpipe.pipeline.microbatch_state import MicrobatchState
 from dualpipe.pipeline.overlap import walk
 from dualpipe.pipeline.stage_runner import StageRunner
-from dualpipe.runtime.errors import PipelineError
 from ranks import run_ranks
+from refusals import refusal
 from threads import Rank, run_threads
 from toys import relative_error, stages_of_rank
 
@@ -78,6 +78,14 @@ def make(config, count: int, dtype: torch.dtype):
     return stages
 
 
+def with_context(ranks, config, method: str, dtype: torch.dtype = torch.float64):
+    """Return a model of one stage whose sequences `ranks` share, and how they do."""
+    (stage,) = make(config, 1, dtype)
+    context = ContextParallel(ranks, method=method)
+    stage.use_context_parallelism(context)
+    return stage, context
+
+
 def step(pipe: Pipeline, own: Tensor, length: int, packed: bool = True, seed: int = 0, device="cpu"):
     tokens, labels, positions = (x.to(device) for x in batch(length, packed, seed))
     own = own.to(device)
@@ -100,9 +108,7 @@ def whole_gradients(config, length: int, packed: bool = True, seeds=(0,)) -> dic
 
 def shared(rank: Rank, config, cp: int, method: str, length: int, recompute=(), dtype=torch.float64, packed=True):
     """Return the gradients of a rank's tokens, and the bytes it has sent."""
-    (stage,) = make(config, 1, dtype)
-    context = ContextParallel(rank.all_to_all("cp", range(cp)), method=method)
-    stage.use_context_parallelism(context)
+    stage, context = with_context(rank.all_to_all("cp", range(cp)), config, method, dtype)
     stage.recompute = Recompute(recompute)
     pipe = Pipeline([stage], process_group=rank.group(f"pp of {rank.number}", (rank.number,)))
     step(pipe, context.split.token_indices(length), length, packed)
@@ -167,9 +173,7 @@ def test_bfloat16_is_as_far_from_float64_as_without(method):
 
 
 def outside(rank: Rank, config, method: str):
-    (stage,) = make(config, 1, torch.float64)
-    context = ContextParallel(rank.all_to_all("cp", range(2)), method=method)
-    stage.use_context_parallelism(context)
+    stage, context = with_context(rank.all_to_all("cp", range(2)), config, method)
     tokens, labels, positions = batch(11)
     own = context.split.token_indices(11)
     with torch.no_grad():
@@ -188,9 +192,7 @@ def test_outside_of_a_pipeline(method):
 
 def of_inputs(rank: Rank, method: str) -> Tensor:
     """Return the gradient of the embeddings by `autograd.grad`, which must leave the weights alone."""
-    (stage,) = make(QWEN, 1, torch.float64)
-    context = ContextParallel(rank.all_to_all("cp", range(2)), method=method)
-    stage.use_context_parallelism(context)
+    stage, context = with_context(rank.all_to_all("cp", range(2)), QWEN, method)
     tokens, labels, positions = batch(11)
     own = context.split.token_indices(11)
     embeddings: list[Tensor] = []
@@ -256,11 +258,12 @@ def test_pipelines_with_experts_on_several_ranks(pp, ep, cp, overlap):
 # -- bytes
 
 
-def of_windows(length: int, cp: int, window: int, rank: int) -> int:
-    """Return the number of a rank's tokens that other ranks need, counted one by one."""
+def of_windows(length: int, cp: int, window: int, rank: int) -> tuple[int, int]:
+    """Return the number of a rank's tokens that other ranks need, and of others' that it needs, counted one by one."""
     own = [SequenceSplit(r, cp).token_indices(length).tolist() for r in range(cp)]
     reached = [{key for query in mine for key in range(max(0, query - window + 1), query + 1)} for mine in own]
-    return sum(len(reached[other] & set(own[rank])) for other in range(cp) if other != rank)
+    there = sum(len(reached[other] & set(own[rank])) for other in range(cp) if other != rank)
+    return there, len(reached[rank] - set(own[rank]))
 
 
 @pytest.mark.parametrize("family, method, cp", [
@@ -284,17 +287,10 @@ def test_windows_send_what_they_reach_each_token_once(window):
     found = run_threads(shared, cp, config, cp, "ring", length, (), torch.float32)
     width, by_ring = ring.row_width(config.layer(0).self_attn), []
     for rank, (_, sent) in enumerate(found):
-        there = of_windows(length, cp, window, rank)
-        back = reached_here(length, cp, window, rank)
+        there, back = of_windows(length, cp, window, rank)  # gradients go back
         assert sent == 2 * ROWS * width * 4 * (2 * there + back)
         by_ring.append(3 * (cp - 1) * length / cp * 2 * ROWS * width * 4)
     assert sum(sent for _, sent in found) <= sum(by_ring)
-
-
-def reached_here(length: int, cp: int, window: int, rank: int) -> int:
-    """Return the number of other ranks' tokens that a rank needs: their gradients go back."""
-    own = SequenceSplit(rank, cp).token_indices(length).tolist()
-    return len({key for query in own for key in range(max(0, query - window + 1), query + 1)} - set(own))
 
 
 def test_auto_takes_what_sends_less():
@@ -313,9 +309,7 @@ def test_auto_takes_what_sends_less():
 
 def kept(rank: Rank, config, cp: int, method: str, length: int) -> int:
     """Return the bytes that the layers save in a forward, without parameters."""
-    (stage,) = make(config, 1, torch.float32)
-    context = ContextParallel(rank.all_to_all("cp", range(cp)), method=method)
-    stage.use_context_parallelism(context)
+    stage, context = with_context(rank.all_to_all("cp", range(cp)), config, method, torch.float32)
     x = torch.randn(1, len(context.split.token_indices(length)), config.hidden_size, requires_grad=True)
     store, state = WeightGradStore(), MicrobatchState()
     segmented = StageRunner(compile_segments(stage.segments()[1:-1], ("x",)), store)  # no embedding, no head
@@ -407,9 +401,7 @@ def failing(rank: int, where: str, method: str) -> tuple[str, float]:
     """Return the error of a step in which rank 1 fails, and the seconds until it was raised."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     pp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    (stage,) = make(DEEPSEEK, 1, torch.float64)
-    context = ContextParallel(mesh, method=method)
-    stage.use_context_parallelism(context)
+    stage, context = with_context(mesh, DEEPSEEK, method)
     pipe = Pipeline([stage], process_group=pp["pp"].get_group())
     part = {"projection": stage.layers["1"].self_attn.kv_a_proj_with_mqa, "head": stage.lm_head,
             "between": stage.layers["0"].self_attn.kv_b_proj}.get(where, stage.embed_tokens)
@@ -420,11 +412,7 @@ def failing(rank: int, where: str, method: str) -> tuple[str, float]:
     if rank == 1:
         part.forward = fails
     began = time.monotonic()
-    try:
-        step(pipe, context.split.token_indices(11), 11)
-    except PipelineError as error:
-        return str(error), time.monotonic() - began
-    raise AssertionError("nothing was raised")
+    return refusal(lambda: step(pipe, context.split.token_indices(11), 11)), time.monotonic() - began
 
 
 @pytest.mark.parametrize("where, method", [
