@@ -29,21 +29,24 @@ def stages_of(whole):
     return stages
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
-def test_stages_one_after_the_other_are_the_model(family):
-    whole = tiny_model(family, tie_word_embeddings=False)
+def gradient_errors(whole, stages):
+    """Train the whole model and its stages, one after the other, on a batch; return the errors of gradients by name."""
     tokens, labels = batch_of(0, rows=2)
     loss_fn(whole(tokens, use_cache=False).logits, labels).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    whole.zero_grad()
-    stages = stages_of(whole)
     x = tokens
     for stage in stages:
         x = stage(x)
     loss_fn(x, labels).backward()
+    expected = {name: p.grad for name, p in whole.named_parameters()}
     found = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
     assert found.keys() == expected.keys()
-    errors = {name: error_of(found[name], expected[name]) for name in expected}
+    return {name: error_of(found[name], grad) for name, grad in expected.items()}
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
+def test_stages_one_after_the_other_are_the_model(family):
+    whole = tiny_model(family, tie_word_embeddings=False)
+    errors = gradient_errors(whole, stages_of(whole))
     assert max(errors.values()) < 1e-12, errors
 
 
@@ -131,20 +134,11 @@ def test_a_module_that_is_replaced_later_runs_and_trains(change):
     stages = stages_of(whole)
     for model in (whole, *stages):
         change(model)
-    tokens, labels = batch_of(0, rows=2)
-    loss_fn(whole(tokens, use_cache=False).logits, labels).backward()
-    x = tokens
+    x = tokens = batch_of(0, rows=2)[0]
     for stage in copy.deepcopy(stages):
         x = stage(x)
     assert error_of(x, whole(tokens, use_cache=False).logits) < 1e-12, "copies of stages show and run the same"
-    x = tokens
-    for stage in stages:
-        x = stage(x)
-    loss_fn(x, labels).backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    found = {name: p.grad for stage in stages for name, p in stage.named_parameters()}
-    assert found.keys() == expected.keys()
-    errors = {name: error_of(found[name], expected[name]) for name in expected}
+    errors = gradient_errors(whole, stages)
     assert max(errors.values()) < 1e-12, errors
 
 
@@ -162,13 +156,8 @@ def test_adapters_of_peft():
     for name, parameter in adapters.items():
         parameter.data.normal_()
         found[name].data.copy_(parameter)
-    tokens, labels = batch_of(0, rows=2)
-    loss_fn(whole(tokens, use_cache=False).logits, labels).backward()
-    x = tokens
-    for stage in stages:
-        x = stage(x)
-    loss_fn(x, labels).backward()
-    assert max(error_of(found[name].grad, p.grad) for name, p in adapters.items()) < 1e-12
+    errors = gradient_errors(whole, stages)
+    assert max(errors.values()) < 1e-12 and all(p.grad is not None for p in adapters.values())
 
 
 def test_layers_are_replaced_and_neither_added_nor_removed():

@@ -95,11 +95,17 @@ def test_given_a_glob_then_it_matches_whole_segments(pattern, matched):
     assert computing_in(plan, FP64) == matched
 
 
-@pytest.mark.parametrize("pattern", ["gate", "*.gat", "layers.2.*", "head.weight.data", "*.steps"])
-def test_given_a_rule_that_matches_nothing_then_the_error_names_it(pattern):
+@pytest.mark.parametrize(("pattern", "nearest"), [
+    ("gate", "*.gate"), ("layers.*.gat.bias", "layers.*.gate.bias"), ("Embed", "embed"), ("*.gat", ""),
+    ("layers.2.*", ""), ("head.weight.data", ""), ("*.steps", ""),
+])
+def test_given_a_rule_that_matches_nothing_then_the_error_names_it_and_the_nearest_that_does(pattern, nearest):
     with pytest.raises(ValueError, match="matches") as error:
-        resolve(Model(), policy((pattern, FP32), ("head", FP32)))
-    assert repr(pattern) in str(error.value) and "'head'" not in str(error.value)
+        resolve(Model(), policy((pattern, FP32), ("*.bias", FP32)))
+    assert repr(pattern) in str(error.value) and "'*.bias' (fp32)" not in str(error.value)
+    if nearest:
+        assert f"nearest: {nearest!r}" in str(error.value)
+        resolve(Model(), policy((nearest, FP32)))
 
 
 def test_given_rules_that_disagree_then_the_error_names_both_and_the_tensor():
@@ -275,14 +281,6 @@ def test_given_a_rule_that_contradicts_then_it_is_refused(rules, message):
         resolve(Model(), policy(*rules))
     with pytest.raises(ValueError, match="names no dtype"):
         Rule("head")
-
-
-def test_given_a_pattern_that_matches_nothing_then_the_nearest_that_do_are_named():
-    for pattern, nearest in (("gate", "'*.gate'"), ("layers.*.gat.bias", "'layers.*.gate.bias'"), ("Head", "'head'")):
-        with pytest.raises(ValueError, match="matches") as error:
-            resolve(Model(), policy((pattern, FP32)))
-        assert f"{pattern!r} (fp32), nearest: {nearest}" in str(error.value)
-        resolve(Model(), policy((nearest.strip("'"), FP32)))
 
 
 def test_given_names_of_another_library_then_source_dtypes_are_refused():
