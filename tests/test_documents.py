@@ -1,4 +1,4 @@
-"""The Python in README.md and docs/ passes type checkers; support/given.pyi has all other names that it uses."""
+"""The Python in README.md and docs/ passes a type checker; support/given.pyi has all other names that it uses."""
 
 import ast
 import json
@@ -134,20 +134,12 @@ def test_the_engines_rows_in_the_results_are_those_that_were_measured():
     assert rows == [(f"{h['ours_us']:.0f}", f"{h['ratio']:.2f}", f"{h['torch_us']:.0f}") for h in host]
 
 
-def files_with_errors(report):
-    return {Path(found[1]).name for found in re.finditer(r"^\s*(\S+\.py):\d+.*\berror:", report, re.M)}
-
-
-def check(tool, folder, *arguments, environment=None):
-    if find_spec(tool) is None:
-        pytest.skip(f"{tool} is not installed")
-    files = sorted(path.name for path in folder.glob("*.py"))
-    assert {"README_0.py", "README_1.py", "README_2.py", "models_1.py"} <= set(files)
-    done = subprocess.run([sys.executable, "-P", "-m", tool, *arguments, *files], cwd=folder, env=environment,
-                          capture_output=True, text=True)
-    assert files_with_errors(done.stdout) == {"README_wrong.py"}, done.stdout + done.stderr
-
-
 @pytest.mark.slow
+@pytest.mark.skipif(find_spec("pyright") is None, reason="pyright is not installed")
 def test_pyright(blocks):
-    check("pyright", blocks, "--pythonpath", sys.executable)
+    files = sorted(path.name for path in blocks.glob("*.py"))
+    assert {"README_0.py", "README_1.py", "README_2.py", "models_1.py"} <= set(files)
+    command = [sys.executable, "-P", "-m", "pyright", "--pythonpath", sys.executable, *files]
+    done = subprocess.run(command, cwd=blocks, capture_output=True, text=True)
+    files_with_errors = {Path(file).name for file in re.findall(r"^\s*(\S+\.py):\d+.*\berror:", done.stdout, re.M)}
+    assert files_with_errors == {"README_wrong.py"}, done.stdout + done.stderr

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from dualpipe import Pipeline
 from dualpipe.checkpoint import Checkpoints, load, training_state
 from dualpipe.hf.model import TransformersModel
 from dualpipe.models import config_from_dict, read_config
@@ -146,23 +145,6 @@ def test_tied_parameters_are_updated_once():
     a, b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     b.weight = a.weight
     assert len(Optimizer([a, b], **ADAMW).parameters) == 1
-
-
-def test_a_norm_that_is_not_finite_ends_the_training_with_the_parameters_as_they_were(run_toml, tmp_path, monkeypatch):
-    clip, before = Pipeline.clip_grad_norm_, []
-
-    def poisoned(self, max_norm):
-        before.append([(p, p.detach().clone()) for p in self.parameters()])
-        if len(before) == 2:
-            next(self.parameters()).grad.view(-1)[0] = float("nan")
-        return clip(self, max_norm)
-
-    monkeypatch.setattr(Pipeline, "clip_grad_norm_", poisoned)
-    config = load_config(run_toml, ["--parallel.pp", "1", "--output.dir", str(tmp_path / "out")])
-    with pytest.raises(FloatingPointError, match=r"the gradient norm is nan at step 2; lower optimizer\.lr"):
-        train(config, RankInfo(0, 1, 0, 1))
-    assert all(torch.equal(p, value) for p, value in before[1])
-    assert not all(torch.equal(p, value) for p, value in before[0])
 
 
 def test_bf16_moments_are_updated_in_fp32_and_rounded():
@@ -366,7 +348,6 @@ def test_torch_optimizers_update_only_if_the_norm_is_finite(name):
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.moments", "bf16"), "only adamw and muon support it"),
     (("--optimizer.moments", "bf16", "--optimizer.momentum", "0.998"), "optimizer.momentum = 0.998: a mean in bf16"),
     (("--optimizer.groups", "*.gate,lr=fast"), "lr = 'fast' has the wrong type; it must be a number"),
-    (("--optimizer.groups", "*.gate,rate=1"), "a group needs a pattern and at least one of lr"),
     (("--optimizer.groups", "*.gate"), "a group needs a pattern and at least one of lr"),
     (("--optimizer.groups", "*.gate,algorithm=sgd"), "algorithm = 'sgd' is not a valid choice"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.groups", "*.gate,algorithm=muon"), "not torch.optim.SGD"),
@@ -375,8 +356,6 @@ def test_torch_optimizers_update_only_if_the_norm_is_finite(name):
     (("--optimizer.groups", "norm,algorithm=muon"), r"norm\.weight \(32,\) is neither a matrix nor a stack"),
     (("--optimizer.name", "torch.optim.SGD", "--optimizer.options", '{"lr": 9}'), "leave out lr and weight_decay"),
     (("--optimizer.name", "torch.optim.Rprop", "--optimizer.lr", "1e-3"), "it has no weight_decay: set optimizer"),
-    (("--optimizer.name", "muon", "--optimizer.momentum", "1"), "must be at least 0 and less than 1"),
-    (("--optimizer.layer_decay", "0"), "must be above 0 and at most 1"),
 ])
 def test_refuses_invalid_settings(tmp_path, options, message):
     with pytest.raises(ValueError, match=message) as caught:
