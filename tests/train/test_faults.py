@@ -215,6 +215,7 @@ def test_fault(run, undisturbed, tmp_path, cell):
                 named.sort(key=names[0].__ne__)
             assert named[0] in names, said
         assert cell.says in said
+        assert "Traceback" in said or cell.fault.kind != "raise", "an unexpected error shows where it comes from"
         assert re.match("error: |watchdog: ", said) or cell.fault.kind in ("raise", "full_disk"), said
         again = run(folder, "run.toml", *layout, *OPTIONS)
         assert again.status == 0, again.err
