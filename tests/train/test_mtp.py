@@ -278,23 +278,16 @@ def greedy(stage, tokens, ahead=None):
     return torch.stack([each.argmax(-1) for each in (logits if isinstance(logits, tuple) else (logits,))], -1)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """Train a run on one rank until its model has learnt something; return it with its stage."""
-    folder = tmp_path_factory.mktemp("trained")
-    toml = written(folder)
-    with made(toml, *WEIGHT, "--train.steps", "30", "--parallel.schedule", "1f1b", "--output.dir", str(folder / "out"),
-              "--optimizer.lr", "1e-2", "--train.eval_batches", "1") as run:
-        run.train()
-        yield run
-
-
 @pytest.mark.slow
-def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(trained):
-    (stage,) = trained.runner.model.stages
-    found = evaluate(trained.runner, trained.data, trained.progress.done)
-    with trained.data.validation_batches() as batches:
-        (batch,) = batches
+def test_the_evaluation_accepts_what_a_verification_of_each_token_of_the_text_would(toml, tmp_path):
+    """After training until the model has learnt something."""
+    with made(toml, *WEIGHT, "--train.steps", "30", "--parallel.schedule", "1f1b", "--optimizer.lr", "1e-2",
+              "--output.dir", str(tmp_path / "out"), "--train.eval_batches", "1") as run:
+        run.train()
+        found = evaluate(run.runner, run.data, run.done)
+        with run.data.validation_batches() as batches:
+            (batch,) = batches
+        (stage,) = run.runner.model.stages
     stage.eval()
     right = []
     for row in batch.tokens.tolist():
