@@ -288,7 +288,7 @@ def test_a_backward_raises_instead_of_losing_the_gradient(trained, device):
     if trained == "w":
         results.append(grouped_gemm_dgrad(dy, w, offs))
     for result in results:
-        with pytest.raises(RuntimeError, match=r"have no backward; use dualpipe\.nn\.GroupedLinear"):
+        with pytest.raises(RuntimeError, match="no backward"):
             result.sum().backward()
     with torch.no_grad():
         assert not grouped_gemm(x, w, offs, bias=operands["bias"]).requires_grad

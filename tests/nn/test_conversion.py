@@ -157,7 +157,7 @@ def test_a_conversion_can_be_undone(make):
 def test_a_conversion_below_a_parametrization_is_not_undone_by_halves():
     module = defer_weight_grads(nn.Sequential(nn.Linear(6, 6), Named(6)))
     parametrizations.orthogonal(module[1])
-    with pytest.raises(ValueError, match=r"layer '1' is a ParametrizedNamed.*after remove_parametrizations"):
+    with pytest.raises(ValueError, match="'1' is a ParametrizedNamed"):
         undo_defer_weight_grads(module)
     assert type(module[0]) is Linear
 

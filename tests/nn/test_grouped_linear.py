@@ -262,9 +262,9 @@ def test_misfits_are_refused():
     tokens, module = sort(CHOICES["balanced"]), GroupedSwiGLU(3, 8, 4)
     with pytest.raises(ValueError, match="each of 3 experts"):
         GroupedLinear(3, 8, 4)(torch.randn(4, 8), torch.tensor([2, 4], dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"x has .* rows, expected one for each token"):
+    with pytest.raises(ValueError, match=r"x has .* rows"):
         module(torch.randn(4, 8), tokens)
-    with pytest.raises(ValueError, match=r"expected floating-point of shape \(6,\), one for each row"):
+    with pytest.raises(ValueError, match=r"\(6,\)"):
         module(torch.randn(3, 8), tokens, torch.randn(3))
     with pytest.raises(ValueError, match=r"limit is 0\.0, expected a positive number"):
         GroupedSwiGLU(3, 8, 4, clamped=True, limit=0.0)
@@ -273,7 +273,7 @@ def test_misfits_are_refused():
 def test_torch_func_is_refused_with_the_remedy():
     layer, ends = GroupedLinear(2, 3, 4), torch.tensor([1, 3], dtype=torch.int32)
     for module in (layer, GroupedSwiGLU(2, 3, 4)):
-        with pytest.raises(ValueError, match=r"torch.func does not go through GroupedLinear.*use torch.autograd.grad"):
+        with pytest.raises(ValueError, match=r"torch.func .*GroupedLinear.*torch.autograd.grad"):
             torch.func.vmap(lambda x, module=module: module(x, ends))(torch.randn(2, 3, 3))
 
 
@@ -327,12 +327,12 @@ def test_forward_mode_is_refused_with_the_remedy_where_there_is_a_derivative():
     with torch.autograd.forward_ad.dual_level():
         assert torch.equal(layer(x, rows), expected)
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        with pytest.raises(ValueError, match=r"forward_ad does not go through GroupedLinear.*use torch.autograd.grad"):
+        with pytest.raises(ValueError, match=r"forward_ad .*GroupedLinear.*torch.autograd.grad"):
             layer(dual, rows)
-        with pytest.raises(ValueError, match=r"forward_ad does not go through grouped_linear"):
+        with pytest.raises(ValueError, match=r"forward_ad .*grouped_linear"):
             grouped_linear(dual, layer.weight, None, rows)
         scale = torch.autograd.forward_ad.make_dual(torch.ones(3), torch.ones(3))
-        with pytest.raises(ValueError, match=r"forward_ad does not go through GroupedLinear"):
+        with pytest.raises(ValueError, match=r"forward_ad .*GroupedLinear"):
             GroupedSwiGLU(2, 3, 4)(x, rows, scale)
 
 

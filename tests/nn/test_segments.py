@@ -582,13 +582,6 @@ def test_a_segment_that_fails_is_named_by_its_rank_and_stage():
         assert message.startswith(f"rank {i // 2 % 2}: {stage}") and ("out of luck" if i < 4 else "division") in message
 
 
-def test_a_stage_without_outputs_is_refused():
-    stage = Layered()
-    stage.segments = lambda: [Compute(lambda x: x, "x", "y")]
-    with pytest.raises(ValueError, match="must write the outputs"):
-        Pipeline([stage], schedule="1f1b")
-
-
 # -- names
 
 
@@ -644,26 +637,6 @@ def several_tensors(rank: int) -> float:
 
 def test_outputs_go_by_number_and_a_tensor_read_twice_has_both_gradients():
     assert run_ranks(several_tensors, 1)[0] < 1e-10
-
-
-def users_gradients(rank: int) -> list[float]:
-    """Return the errors of the gradients of inputs and labels that require one, with segments against without."""
-    errors = []
-    for recompute in ((), ("before",)):
-        stage = unequal(1)[0]
-        plain = copy.deepcopy(stage)
-        stage.recompute = recompute
-        x, y = (t.requires_grad_() for t in batch(2))
-        a, b = (t.detach().clone().requires_grad_() for t in (x, y))
-        Pipeline([stage]).step(x, num_chunks=2, criterion=F.mse_loss, labels=(y,))
-        for xs, ys in zip(a.chunk(2), b.chunk(2)):
-            F.mse_loss(plain(xs), ys).backward()
-        errors += [relative_error(x.grad, a.grad), relative_error(y.grad, b.grad)]
-    return errors
-
-
-def test_inputs_and_labels_that_require_gradients_get_them():
-    assert max(run_ranks(users_gradients, 1)[0]) < 1e-10
 
 
 @pytest.mark.parametrize("segments, message", [

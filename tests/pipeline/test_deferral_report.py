@@ -94,7 +94,7 @@ def test_nothing_to_do(frozen):
 
 def test_before_a_training_step_there_is_none():
     pipe = DualPipeV([plain(), plain()])
-    with pytest.raises(ValueError, match="no training step to report on; call it after a step"):
+    with pytest.raises(ValueError, match="no training step"):
         pipe.deferral_report()
     with torch.no_grad():
         assert warned(pipe) == []
@@ -139,10 +139,8 @@ def test_the_warning_comes_once_in_one_line_and_points_to_the_caller():
     with pytest.warns(UserWarning, match="weight-gradient work") as caught:
         step(pipe)
     assert caught[0].filename == __file__
-    assert str(caught[0].message) == (
-        "only 0% of the weight-gradient work of pipeline rank 0 can wait for a \"W\" and fill the bubble; the largest "
-        "parameter that cannot is 1.weight (32, 8) of stage 0 (nn.Linear, not passed to defer_weight_grads): call "
-        "defer_weight_grads(stage), or see pipe.deferral_report() and docs/overlap.md")
+    text = str(caught[0].message)
+    assert "only 0%" in text and "1.weight (32, 8) of stage 0" in text and "call defer_weight_grads" in text
     assert warned(pipe, steps=2) == []
 
 

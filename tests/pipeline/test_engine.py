@@ -102,11 +102,11 @@ def test_bitwise_where_the_order_of_additions_is_the_same(world, dtype):
 
 
 def many_steps(rank, world):
-    """Accumulate gradients over steps of different sizes, with an evaluation in between."""
+    """Accumulate gradients over steps of different sizes and shapes, with an evaluation in between."""
     stages, expected = make_stages(2 * world), make_stages(2 * world)
     pipe, own = make_pipeline("dualpipev", stages, rank, world)
-    for batch, num_chunks, width in [(8, 4, 3), (6, 6, 2), (9, 4, 5)]:
-        x, y = torch.randn(batch, width, 8).double(), torch.randn(batch, width, 8).double()
+    for shape, num_chunks in [((8, 3, 8), 4), ((6, 8), 6), ((9, 1, 5, 8), 4), ((8, 3, 8), 4)]:
+        x, y = torch.randn(shape).double(), torch.randn(shape).double()
         first = rank == 0
         kwargs = dict(num_chunks=num_chunks, criterion=F.mse_loss, labels=(y,) if first else ())
         loss, _ = pipe.step(x if first else None, **kwargs)
@@ -121,7 +121,7 @@ def many_steps(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_steps_of_different_sizes_accumulate(world):
+def test_steps_of_different_sizes_and_shapes_accumulate(world):
     assert max(run_ranks(many_steps, world, world)) < TOLERANCE[torch.float64]
 
 

@@ -68,19 +68,19 @@ def assert_works(pipe, rank, world, make=Stage):
 X = torch.zeros(10, 8, dtype=torch.float64)
 ARGUMENTS = {
     # mistake: (rank that makes it, inputs or None to keep, changed keywords, what every rank must be told)
-    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches (num_chunks) must be an integer >= 1"),
-    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_microbatches (num_chunks) must be an integer"),
+    "zero chunks": (1, None, dict(num_chunks=0), "rank 1: num_microbatches"),
+    "fractional chunks": (0, None, dict(num_chunks=2.5), "rank 0: num_microbatches"),
     "ranks disagree": (1, None, dict(num_chunks=4), "ranks disagree about num_chunks: by rank [5, 4]"),
-    "no criterion": (0, None, dict(criterion=None), "rank 0: got no loss_fn (criterion), which is required"),
-    "no inputs": (0, (), {}, "rank 0: got no inputs, which are required on the rank of the first stage"),
+    "no criterion": (0, None, dict(criterion=None), "rank 0: got no loss_fn"),
+    "no inputs": (0, (), {}, "rank 0: got no inputs"),
     "none as input": (0, (None,), {}, "rank 0: got no inputs"),
-    "not a tensor": (0, ([1.0, 2.0],), {}, "rank 0: input 0 must be a tensor, got list"),
-    "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0 must be a tensor, got float"),
-    "small batch": (0, (X[:3],), {}, "rank 0: input 0 of shape [3, 8] cannot be split into num_chunks=5"),
-    "few labels": (0, None, dict(labels=(X[:6],)), "inputs have batch size 10, labels 6"),
-    "inputs differ": (0, (X, X[:7]), {}, "rank 0: inputs differ in size along dimension 0: [[10, 8], [7, 8]]"),
-    "scalar input": (0, (torch.tensor(1.0),), {}, "rank 0: input 0 of shape [] has no dimension 0"),
-    "wrong device": (0, (X.to("meta"),), {}, "rank 0: input 0 is on meta, the stages on cpu"),
+    "not a tensor": (0, ([1.0, 2.0],), {}, "got list"),
+    "label not a tensor": (0, None, dict(labels=(3.0,)), "rank 0: label 0"),
+    "small batch": (0, (X[:3],), {}, "[3, 8]"),
+    "few labels": (0, None, dict(labels=(X[:6],)), "labels 6"),
+    "inputs differ": (0, (X, X[:7]), {}, "[[10, 8], [7, 8]]"),
+    "scalar input": (0, (torch.tensor(1.0),), {}, "rank 0: input 0 of shape []"),
+    "wrong device": (0, (X.to("meta"),), {}, "rank 0: input 0 is on meta"),
     "shapes disagree": (1, (X[:, :4],), {}, "ranks disagree about the shapes of the inputs"),
 }
 
@@ -163,9 +163,7 @@ def test_no_rank_waits_for_one_that_cannot_read_the_records():
 
 def test_a_mistake_of_all_ranks_is_reported_once():
     for kind, text, _ in run_ranks(left_out, 3, 3):
-        assert kind == "ValueError" and text.startswith(
-            "ranks 0-2: num_microbatches (num_chunks) is required on every rank: the number")
-        assert text.endswith("divide a mean loss by it")
+        assert kind == "ValueError" and text.startswith("ranks 0-2: num_microbatches")
 
 
 def left_out(rank, world):
@@ -174,7 +172,7 @@ def left_out(rank, world):
 
 
 def test_a_pipeline_is_not_called():
-    with pytest.raises(ValueError, match=r"call step\(\*inputs, num_chunks=..., criterion=..., labels=...\)"):
+    with pytest.raises(ValueError, match="call step"):
         Pipeline(make_stages(1))(X)
 
 
@@ -205,7 +203,7 @@ def test_ranks_that_disagree_about_modes_or_move_their_modules():
     for train, grad, device in run_ranks(mode_mistakes, WORLD, WORLD):
         assert train[:1] == ("ValueError",) and "train/eval mode" in train[1]
         assert grad[:1] == ("ValueError",) and "ranks disagree about grad mode: by rank [True, False]" in grad[1]
-        assert device[:1] == ("ValueError",) and "rank 1: a stage is on meta, but the pipeline was" in device[1]
+        assert device[:1] == ("ValueError",) and "rank 1: a stage is on meta" in device[1]
 
 
 def construction_mistakes(rank, world):
@@ -429,8 +427,7 @@ def in_place(rank, world):
 
 def test_the_error_of_an_in_place_operation_has_a_remedy():
     for kind, text in run_ranks(in_place, WORLD, WORLD):
-        assert kind == "PipelineError" and "must not begin with an in-place operation" in text
-        assert "Write x = x + 1 instead of x += 1" in text
+        assert kind == "PipelineError" and "in-place" in text and "x = x + 1" in text
 
 
 def test_ends_that_say_that_they_are_tied_and_are():
@@ -625,7 +622,7 @@ def test_a_graph_that_several_micro_batches_use_and_one_inside_a_recomputation_g
         return x + torch.autograd.grad(stage(x).sum(), stage.weight, create_graph=True)[0]
 
     stage.segments = lambda: [Compute(add_gradient, "x", "x", recompute=True)]
-    with pytest.raises(PipelineError, match=r"call autograd\.grad under torch\.enable_grad"):
+    with pytest.raises(PipelineError, match="enable_grad"):
         Pipeline([stage]).step(torch.ones(4, 2), num_chunks=2, criterion=lambda y: y.sum())
 
 

@@ -134,21 +134,6 @@ def test_ignored_outputs_and_a_frozen_first_stage():
     assert max(run_ranks(ignored_inputs, 2, 2)) < 1e-10
 
 
-def changing_shapes(rank, world):
-    """Change the sequence length, batch size, side dtype and number of tensors from step to step."""
-    stages, expected = make_stages(2 * world), make_stages(2 * world)
-    pipe = DualPipeV((stages[rank], stages[2 * world - 1 - rank]))
-    for shape in [(4, 8), (8, 3, 8), (6, 1, 2, 8), (7, 5, 8), (4, 8)]:
-        x, y = torch.randn(shape).double(), torch.randn(shape).double()
-        pipe.step(x if rank == 0 else None, num_chunks=4, criterion=F.mse_loss, labels=(y,) if rank == 0 else ())
-        reference(expected, x, y, 4)
-    return max(gradient_error(stages[s], expected[s]) for s in (rank, 2 * world - 1 - rank))
-
-
-def test_shapes_may_change_from_step_to_step():
-    assert max(run_ranks(changing_shapes, 3, 3)) < 1e-10
-
-
 class Uneven(Stage):
     """A last stage whose outputs differ in number from one micro-batch to the next."""
 

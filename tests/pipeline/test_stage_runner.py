@@ -137,7 +137,7 @@ class Listing(nn.Linear):
 
 def test_segments_that_return_no_tensor_raise():
     x = torch.ones(4, 4)
-    with pytest.raises(PipelineError, match=r"0F0 .*a stage must return a tensor or a tuple of tensors, got"):
+    with pytest.raises(PipelineError, match=r"0F0 .*must return a tensor"):
         DualPipeV([Listing(4, 4), Listing(4, 4)]).step(x, num_chunks=2, criterion=F.mse_loss, labels=(x,))
 
 

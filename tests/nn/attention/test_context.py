@@ -9,7 +9,7 @@ from dualpipe.nn.attention.sequence_split import WHOLE
 
 @pytest.mark.parametrize("shape", [(3, 10), (2, 11), (11,), (3, 11, 1)], ids=str)
 def test_positions_of_another_shape_are_refused(shape):
-    with pytest.raises(ValueError, match=r"positions have the shape .*, expected \(3, 11\)"):
+    with pytest.raises(ValueError, match=r"expected \(3, 11\)"):
         Context(Rotary(16, 1e4), torch.empty(3, 11, 8), torch.zeros(shape, dtype=torch.long))
 
 

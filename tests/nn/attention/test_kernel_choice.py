@@ -69,9 +69,9 @@ def flash_3(monkeypatch):
 def test_without_a_gpu_it_is_torchs_order():
     choice = choose_attention_kernel("auto", torch.device("cpu"), SIZES, ALONE)
     assert choice.kernel == "default" and "the model is on cpu" in choice.reason
-    with pytest.raises(ValueError, match="attention kernel 'cudnn' needs a CUDA device, got cpu; use 'auto'"):
+    with pytest.raises(ValueError, match=r"'cudnn'.* cpu"):
         choose_attention_kernel("cudnn", torch.device("cpu"), SIZES, ALONE)
-    with pytest.raises(ValueError, match="unknown attention kernel 'fa9'; expected one of auto, default, fa3"):
+    with pytest.raises(ValueError, match="'fa9'"):
         choose_attention_kernel("fa9", torch.device("cpu"), SIZES, ALONE)
 
 
@@ -82,9 +82,8 @@ def test_the_fastest_kernel_that_is_installed(gpu):
     gpu(TIMES)
     choice = choose_attention_kernel("auto", CUDA, SIZES, ALONE)
     assert choice.kernel == "cudnn"
-    assert str(choice).startswith("attention by 'cudnn': a forward and a backward of 16 heads and 4096 tokens take "
-                                  "3 ms by 'flash', 2 ms by 'cudnn', 4 ms by 'efficient' (not running here: 'fa3', M")
-    assert "'fa4', ModuleNotFoundError" in str(choice)
+    for words in ("3 ms by 'flash'", "2 ms by 'cudnn'", "'fa3', ModuleNotFoundError", "'fa4', ModuleNotFoundError"):
+        assert words in str(choice)
     assert choose_attention_kernel("auto", CUDA, SIZES, ALONE, dtype=torch.float32).kernel == "default"
     assert choose_attention_kernel("auto", CUDA, [], ALONE).kernel == "default"
 
@@ -93,12 +92,12 @@ def test_deterministic_algorithms_pass_over_cudnn(gpu):
     gpu(TIMES)
     with deterministic():
         choice = choose_attention_kernel("auto", CUDA, SIZES, ALONE)
-        with pytest.raises(ValueError, match=r"'cudnn' does not run here \(ValueError: deterministic algo"):
+        with pytest.raises(ValueError, match=r"'cudnn'.*deterministic"):
             choose_attention_kernel("cudnn", CUDA, SIZES, ALONE)
         with use_attention_kernel(choice):
             assert not torch.backends.cuda.cudnn_sdp_enabled()
     assert choice.kernel == "flash"
-    assert "'cudnn', ValueError: deterministic algorithms are on, and its backward is not deterministic" in str(choice)
+    assert "'cudnn', ValueError: deterministic" in str(choice)
 
 
 def test_a_kernel_that_refuses_the_heads_is_passed_over(gpu, flash_3):
@@ -120,7 +119,7 @@ def test_nothing_runs(gpu):
     gpu(TIMES, refuses=refuses)
     choice = choose_attention_kernel("auto", CUDA, SIZES, ALONE)
     assert choice.kernel == "default"
-    assert choice.reason.startswith("no fused kernel runs: ") and "'flash', RuntimeError: no" in choice.reason
+    assert "'flash', RuntimeError: no" in choice.reason
 
 
 def test_it_is_used_until_the_end_of_the_with(flash_3):

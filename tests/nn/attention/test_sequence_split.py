@@ -24,5 +24,5 @@ def test_every_token_is_one_rank_s_and_ranks_attend_about_as_much(size, length):
 
 
 def test_a_sequence_shorter_than_its_chunks_is_refused():
-    with pytest.raises(ValueError, match=r"5 tokens cannot be shared by 3 ranks.*at least 6"):
+    with pytest.raises(ValueError, match=r"5 tokens .*at least 6"):
         SequenceSplit(0, 3).token_indices(5)

@@ -107,7 +107,7 @@ def test_bias_stays_float32_in_a_bfloat16_model():
     plan = resolve_dtypes(r, DTypePolicy(torch.bfloat16, torch.float32, torch.bfloat16), sharded=False)
     assert plan.of("e_score_correction_bias").storage is torch.float32
     assert plan.of("weight").compute is torch.bfloat16
-    with pytest.raises(ValueError, match=r"torch\.bfloat16, which loses updates of 0\.001"):
+    with pytest.raises(ValueError, match="bfloat16"):
         r.update_bias(torch.zeros(E), 0.001)
 
 
@@ -244,13 +244,13 @@ def test_recomputed_forwards_are_recorded_once_and_replayed_alike():
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        ((8, 9), {}, r"top_k must be 1 to the 8 experts of topk_group \(1\) groups of 8; got 9"),
-        ((8, 0), {}, "top_k must be 1 to"),
-        ((8, 5), dict(groups=ExpertGroups(4, 2)), r"top_k must be 1 to the 4 experts .* got 5"),
-        ((8, 2), dict(groups=ExpertGroups(3)), r"n_group must divide the number of experts \(8\); got 3"),
-        ((8, 2), dict(groups=ExpertGroups(4, 5)), r"topk_group must be 1 to n_group \(4\); got 5"),
-        ((8, 2), dict(groups=ExpertGroups(8, 4, 2)), r"group_best must be 1 to the size of a group \(1\)"),
-        ((8, 2), dict(scoring=Scoring("relu")), "score must be 'softmax', 'sigmoid' or 'softmax_topk'; got 'relu'"),
+        ((8, 9), {}, "top_k .* got 9"),
+        ((8, 0), {}, "top_k .* got 0"),
+        ((8, 5), dict(groups=ExpertGroups(4, 2)), "top_k .* got 5"),
+        ((8, 2), dict(groups=ExpertGroups(3)), "n_group .* got 3"),
+        ((8, 2), dict(groups=ExpertGroups(4, 5)), "topk_group .* got 5"),
+        ((8, 2), dict(groups=ExpertGroups(8, 4, 2)), "group_best"),
+        ((8, 2), dict(scoring=Scoring("relu")), "relu"),
     ],
 )
 def test_refuses_sizes(sizes, options, message):
@@ -267,18 +267,18 @@ def test_refuses_bias_updates():
 
 def test_refuses_choices():
     r = router()
-    with pytest.raises(ValueError, match="num_microbatches must be at least 1; got 0"):
+    with pytest.raises(ValueError, match="num_microbatches"):
         Routes(0)
     routes = Routes(1)
     r.choice = routes.replay(4)
-    with pytest.raises(ValueError, match=r"no route of \(layer, micro-batch\) \(4, 0\) was recorded; there are \[\]"):
+    with pytest.raises(ValueError, match=r"\(4, 0\)"):
         r(tokens(7))
     r.choice = routes.record(4)
     r(tokens(7))
-    with pytest.raises(ValueError, match="layer 4 was run more than num_microbatches = 1 times"):
+    with pytest.raises(ValueError, match="layer 4"):
         r(tokens(7))
     r.choice = routes.replay(4)
-    with pytest.raises(ValueError, match=r"experts of shape \(7, 3\), expected \(8, 3\).*a replay needs"):
+    with pytest.raises(ValueError, match=r"\(7, 3\), expected \(8, 3\)"):
         r(tokens(8))
     with pytest.raises(ValueError, match="microbatch must be 0 to 0; got 1"), routes.at(1):
         pass
