@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from dualpipe import Communicate, Compute, Pipeline, PipelineError
 from dualpipe.runtime.recorder import Recorder
@@ -57,3 +59,20 @@ def named(rank: int) -> str:
 def test_a_rank_is_named_also_where_nothing_but_the_pipeline_knows_it():
     first, second = run_ranks(named, 2)
     assert first == second and first.startswith("rank 1: 1F0 (forward of stage 1, micro-batch 0)")
+
+
+def partly_sharded(rank: int) -> str:
+    """A stage of which FSDP2 has one layer, and of another the bias alone is trained."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(stage[0], mesh=mesh["dp"])
+    stage[1].weight.requires_grad_(False)
+    with pytest.raises(ValueError) as raised:
+        Pipeline([stage], process_group=mesh["pp"].get_group(), schedule="1f1b")
+    Pipeline([stage], process_group=mesh["pp"].get_group(), schedule="1f1b", unreduced="1.bias")
+    return str(raised.value)
+
+
+def test_a_trained_parameter_beside_a_frozen_one_that_nothing_reduces_is_named():
+    for text in run_ranks(partly_sharded, 2):
+        assert "1.bias" in text and "1.weight" not in text
