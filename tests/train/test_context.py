@@ -12,19 +12,16 @@ import torch
 from config_parity import largest_error
 from dualpipe.nn.attention.sequence_split import SequenceSplit
 from dualpipe.nn.routing import router_set
-from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.communication import context_numbers
-from dualpipe.train.config.fit import resolve
-from dualpipe.train.config.load import load_config
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import TokenStream
-from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.parity.compare import Comparison
 from dualpipe.train.parity.models import ConfigModel
 from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
+from trainers import resolve_job
 
 # A length that no number of chunks divides.
 SIZES = ["--train.sequence_length", "19", "--train.micro_batch_size", "2", "--train.num_chunks", "3"]
@@ -34,12 +31,10 @@ TERMS = ["--router.balance", "0.5", "--router.z_loss", "0.1"]
 
 def parity_on_ranks(rank, toml, layouts, options, dtype):
     """The largest relative difference of a step of each layout, by all ranks."""
-    found, cpu = [], torch.device("cpu")
+    found = []
     for pp, dp, cp, ep in layouts:
         sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
-        resolved = resolve(load_config(toml, [*sizes, *SIZES, *options]), pp * dp * cp * ep)
-        job = Job(cpu, build_mesh(pp, dp, ep, cpu, cp=cp))
-        found.append(largest_error(resolved, job, dtype))
+        found.append(largest_error(*resolve_job(toml, [*sizes, *SIZES, *options]), dtype))
     return found
 
 
@@ -101,10 +96,9 @@ def test_the_command_names_the_layout(run_folder, dualpipe):
 
 def sent(rank, toml, options, cp):
     """Bytes that attention sends in a step, and what `context_numbers` says of them."""
-    cpu = torch.device("cpu")
-    resolved = resolve(load_config(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options]), cp)
-    config = resolved.config
-    job, length, train = Job(cpu, build_mesh(1, 1, 1, cpu, cp=cp)), config.train.sequence_length, config.train
+    resolved, job = resolve_job(toml, ["--parallel.pp", "1", "--parallel.cp", f"{cp}", *options])
+    config, train = resolved.config, resolved.config.train
+    length = train.sequence_length
     comparison = Comparison(ConfigModel(resolved), job, torch.float64, 1e-10)
     report = comparison.run()
     assert [error.name for error in report.errors if error.stage < 0] == ["loss of the micro-batches"], "of both ranks"

@@ -19,15 +19,11 @@ from dualpipe.parallel import (
     assert_contract,
     checkpoint_dtypes,
 )
-from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.dtypes import dtype_of
-from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.join import Job
-from dualpipe.train.saver import Saver
-from dualpipe.train.trainer import Trainer
 from hub import FAMILIES, TINY, read_all, rewrite, save_qwen
 from ranks import run_ranks
+from trainers import built_trainer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.toml"))
@@ -69,17 +65,8 @@ def read(text):
 
 def trained(toml, options, plan):
     """Train a step on this rank and compare with the plan; return the names of the rank's tensors."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    resolved = resolve(load_config(toml, options), world)
-    config = resolved.config
-    p = config.parallel
-    cpu, mesh = torch.device("cpu"), None
-    if world > 1:
-        mesh = build_mesh(p.pp, p.dp, p.ep, cpu)
-    job = Job(cpu, mesh)
-    with Saver(config, job) as saver:
-        run = Trainer(resolved, job, saver)
-        saver.resume(run.state)
+    with built_trainer(toml, options) as run:
+        run.saver.resume(run.state)
         stages, loader = run.runner.model.stages, run.data.loader
         with loader.batches(loader.step + 1) as batches:
             assert_contract(stages, plan, run=lambda: run._step(0, batches))
@@ -196,13 +183,8 @@ def test_what_a_checkpoint_keeps_in_float32_is_printed_computed_and_resumed(run_
 
 def loaded(rank, toml, options, plan):
     """Check that masters are the checkpoint's values, and parameters those rounded; then train a step."""
-    resolved = resolve(load_config(toml, options), dist.get_world_size() if dist.is_initialized() else 1)
-    config = resolved.config
-    cpu = torch.device("cpu")
-    job = Job(cpu, build_mesh(config.parallel.pp, 1, 1, cpu) if config.parallel.pp > 1 else None)
-    hub = read_all(Path(config.init.from_hf))
-    with Saver(config, job) as saver:
-        run = Trainer(resolved, job, saver)
+    with built_trainer(toml, options) as run:
+        hub = read_all(Path(run.config.init.from_hf))
         masters = {parameter: tensors["master"] for parameter, tensors in run.state.optimizer.state_tensors().items()}
         for stage in run.runner.model.stages:
             for name, parameter in stage.named_parameters():

@@ -9,18 +9,15 @@ import torch
 
 from dualpipe.models import build_stages
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.parallel.mesh import build_mesh
 from dualpipe.schedule import build
 from dualpipe.train import describe_run
-from dualpipe.train.config.fit import Resolved, resolve
+from dualpipe.train.config.fit import Resolved
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import Config, DTypesConfig
-from dualpipe.train.launch.join import Job
-from dualpipe.train.saver import Saver
 from dualpipe.train.step import build_model, resolve_run_dtypes
-from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
+from trainers import built_trainer
 
 STEPS = 2
 SMALL = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.num_chunks", "2", "--train.eval_interval", "0",
@@ -29,14 +26,9 @@ SMALL = ["--parallel.pp", "1", "--parallel.ep", "2", "--train.num_chunks", "2", 
 
 def trained(rank, toml, runs):
     """Return, for the options of each run, the norms of parameters after some steps and the bytes sent to experts."""
-    cpu, found = torch.device("cpu"), []
+    found = []
     for options in runs:
-        resolved = resolve(load_config(toml, [*SMALL, *options]), 2)
-        config = resolved.config
-        p = config.parallel
-        job = Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu))
-        with Saver(config, job) as saver:
-            run = Trainer(resolved, job, saver)
+        with built_trainer(toml, [*SMALL, *options]) as run:
             stages = run.runner.model.stages
             sent = stages[0].layers["0"].mlp.dispatcher.dispatch._stream
             with run.data.loader.batches(STEPS) as batches:
@@ -44,7 +36,7 @@ def trained(rank, toml, runs):
                     run._step(step, batches)
             layers = [m for stage in stages for m in stage.modules() if isinstance(m, Linear | GroupedLinear)]
             assert {(m.gemm_precision, m.fp8_weight_grad) for m in layers} == {
-                (config.dtypes.gemm_precision, config.dtypes.fp8_weight_grad)}
+                (run.config.dtypes.gemm_precision, run.config.dtypes.fp8_weight_grad)}
             norm = torch.stack([p.detach().to_local().double().norm() for p in run.runner.pipeline.parameters()])
             found.append((norm.tolist(), sent.sent_bytes))
     return found

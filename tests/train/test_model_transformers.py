@@ -13,22 +13,20 @@ from transformers import AutoModelForCausalLM
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.nn.attention.sequence_split import WHOLE
 from dualpipe.nn.deferral import local
-from dualpipe.parallel.mesh import Mesh, build_mesh
+from dualpipe.parallel.mesh import Mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
 from dualpipe.train.data.run_data import RunData
-from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.optim.lr_schedule import learning_rate
-from dualpipe.train.saver import Saver
-from dualpipe.train.trainer import Trainer
 from faults import planting
 from hf_families import config_of, tiny_model
 from ranks import run_ranks
 from run_files import write_files
+from trainers import built_trainer
 
 CPU = torch.device("cpu")
 MODEL_OF_HUB = ("--model.config", "", "--init.from_hf", "hub", "--data.tokenizer", "bytes")
@@ -56,19 +54,13 @@ def save_model(family, dtype=torch.float32, **changes):
 
 def trained(rank, options):
     """Train; the bytes of parameters and of the optimizer's state on this rank, and its pipeline rank."""
-    config = load_config("run.toml", options)
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    resolved = resolve(config, ranks)
-    p = resolved.config.parallel
-    job = Job(CPU, build_mesh(p.pp, p.dp, p.ep, CPU, dp_replicate=p.dp_replicate))
-    with Saver(resolved.config, job) as saver:
-        run = Trainer(resolved, job, saver)
+    with built_trainer("run.toml", options) as run:
         run.train()
     optimizer = run.state.optimizer
     parameters = sum(local(p.detach()).nbytes for p in optimizer.parameters)
     state = sum(local(tensor).nbytes for of in optimizer.state_tensors().values() for name, tensor in of.items()
                 if name != "master" and isinstance(tensor, torch.Tensor) and tensor.dim())
-    return job.place.rank("pp"), parameters, state
+    return run.job.place.rank("pp"), parameters, state
 
 
 def train(layout, out, *options):

@@ -2,7 +2,6 @@
 
 import json
 import re
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,27 +9,24 @@ import torch
 
 from config_parity import largest_error
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.parallel.mesh import build_mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.rank_process import RankInfo
-from dualpipe.train.config.fit import resolve
 from dualpipe.train.config.load import load_config
 from dualpipe.train.config.model_config import read_model
 from dualpipe.train.config.schema import MTPConfig
 from dualpipe.train.data.loader import Loader
 from dualpipe.train.data.token_stream import NO_TARGET, PackedTokens, TokenStream, shift_targets
 from dualpipe.train.evaluate import evaluate
-from dualpipe.train.launch.join import Job, join
 from dualpipe.train.loss import MicroBatchLoss, count_accepted, tokens_ahead
 from dualpipe.train.metrics import MetricsWriter, StepMetrics, read_metrics, scalars
 from dualpipe.train.parity.command import check_parity
 from dualpipe.train.parity.models import ConfigModel
-from dualpipe.train.saver import Saver
-from dualpipe.train.trainer import Trainer, train
+from dualpipe.train.trainer import train
 from faults import planting
 from hub import FAMILIES
 from ranks import run_ranks
 from run_files import write_files
+from trainers import built_trainer, resolve_job
 
 ALONE = RankInfo(0, 1, 0, 1)
 MODEL = FAMILIES["deepseek_v3"] | {"model_type": "deepseek_v3", "vocab_size": 257, "num_hidden_layers": 2,
@@ -48,12 +44,9 @@ def toml(tmp_path):
     return written(tmp_path)
 
 
-@contextmanager
 def made(toml, *options):
-    """Build the run of a configuration, before its first step."""
-    config = load_config(toml, [*ONE_RANK, *options])
-    with join(config, ALONE) as (job, resolved), Saver(resolved.config, job) as saver:
-        yield Trainer(resolved, job, saver)
+    """Build the run of a configuration on one rank, before its first step."""
+    return built_trainer(toml, [*ONE_RANK, *options])
 
 
 def rows_of(toml, tmp_path, name, *options):
@@ -360,9 +353,7 @@ def parity_on_ranks(rank, toml, layout, options):
     """Return the largest relative difference of a step, over all ranks."""
     pp, dp, cp, ep = layout
     sizes = ["--parallel.pp", f"{pp}", "--parallel.dp", f"{dp}", "--parallel.cp", f"{cp}", "--parallel.ep", f"{ep}"]
-    resolved = resolve(load_config(toml, [*sizes, "--train.sequence_length", "19", *options]), pp * dp * cp * ep)
-    job = Job(torch.device("cpu"), build_mesh(pp, dp, ep, torch.device("cpu"), cp=cp))
-    return largest_error(resolved, job)
+    return largest_error(*resolve_job(toml, [*sizes, "--train.sequence_length", "19", *options]))
 
 
 @pytest.mark.parametrize("layout", [

@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from dualpipe import cli
-from dualpipe.parallel.mesh import build_mesh
 from dualpipe.train import profile
-from dualpipe.train.config.fit import resolve
-from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.join import Job
 from dualpipe.train.profile import Steps
-from dualpipe.train.saver import Saver
-from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
+from trainers import built_trainer
 
 
 def profiled_run(rank, toml, folder):
@@ -24,12 +19,9 @@ def profiled_run(rank, toml, folder):
     whether Python's collector ran by itself in a step and runs so afterwards."""
     options = ["--output.dir", folder, "--train.steps", "4", "--train.eval_batches", "0", "--train.gc_interval", "2",
                "--checkpoint.mode", "off"]
-    resolved = resolve(load_config(toml, options), 2)
-    job = Job(torch.device("cpu"), build_mesh(2, 1, 1, torch.device("cpu")))
     Path(folder).mkdir(exist_ok=True)
     collected, enabled = [], []
-    with Saver(resolved.config, job) as saver, pytest.MonkeyPatch.context() as patch:
-        run = Trainer(resolved, job, saver, profiled=Steps(2, 3))
+    with built_trainer(toml, options, profiled=Steps(2, 3)) as run, pytest.MonkeyPatch.context() as patch:
         right = run._step
         patch.setattr(run, "_step", lambda *arguments: (enabled.append(gc.isenabled()), right(*arguments))[1])
         patch.setattr(gc, "collect", lambda *_: collected.append(run.done))

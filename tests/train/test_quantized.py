@@ -7,36 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from config_parity import largest_error
-from dualpipe.parallel.mesh import build_mesh
-from dualpipe.train.config.fit import resolve
-from dualpipe.train.config.load import load_config
-from dualpipe.train.launch.join import Job
 from dualpipe.train.metrics import read_metrics
 from dualpipe.train.parity.errors import TOLERANCES
-from dualpipe.train.saver import Saver
-from dualpipe.train.trainer import Trainer
 from hub import FAMILIES
 from ranks import run_ranks
+from trainers import built_trainer, resolve_job
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny-cpu.toml"
 LAYOUTS = {"pp2 x ep2": ("--parallel.ep", "2"), "pp2 x dp2": ("--parallel.dp", "2")}
 
 
-def job_of(config):
-    p, cpu = config.parallel, torch.device("cpu")
-    return Job(cpu, build_mesh(p.pp, p.dp, p.ep, cpu) if dist.is_initialized() else None)
-
-
 def differences(rank, toml, runs):
     """Return the largest relative difference of each run."""
-    found = []
-    for options in runs:
-        resolved = resolve(load_config(toml, options), 4)
-        found.append(largest_error(resolved, job_of(resolved.config), torch.float32))
-    return found
+    return [largest_error(*resolve_job(toml, options), torch.float32) for options in runs]
 
 
 def step_options(folder, family, layout, *rules):
@@ -63,10 +48,8 @@ def test_a_step_is_that_of_the_dequantized_weights(run_toml, steps):
 
 def train(rank, toml, runs):
     for options in runs:
-        resolved = resolve(load_config(toml, options), dist.get_world_size())
-        job = job_of(resolved.config)
-        with Saver(resolved.config, job) as saver:
-            Trainer(resolved, job, saver).train()
+        with built_trainer(toml, options) as run:
+            run.train()
 
 
 def losses(toml, folder, runs, *options, timeout):
