@@ -6,7 +6,8 @@
 A mutant is one file with one small change: another operator or comparison, a number off by one, `not` in front of a
 condition, a loop that never runs, `break` for `continue`. Faults in annotations, docstrings, and texts of errors are
 left out. Each is written into a copy of the tree, where the fast tests of its room run until the first failure, those
-named after the file first. It is found if a test fails, or if the tests end in no time that is usual for them.
+named after the file first. It is found if a test fails, or if the tests do not end. A run that is started again with the
+same file goes on after the mutants that it has.
 """
 
 from __future__ import annotations
@@ -198,6 +199,15 @@ def try_mutant(mutant: Mutant, tree: Path) -> None:
     mutant.seconds = time.monotonic() - began
 
 
+def resumed(mutants: Sequence[Mutant], records: Sequence[dict[str, Any]]) -> list[Mutant]:
+    """Return the mutants with the results of an earlier run. Raises ValueError if that run tried others."""
+    earlier = [Mutant(**record) for record in records]
+    changes = [[(mutant.file, mutant.operator, mutant.occurrence) for mutant in some] for some in (mutants, earlier)]
+    if changes[0] != changes[1]:
+        raise ValueError("--out is the file of other mutants, or the sources have changed; give another")
+    return earlier
+
+
 def show(mutant: Mutant) -> str:
     """Return a mutant as a line, and its change."""
     source = (ROOT / mutant.file).read_text(encoding="utf-8")
@@ -217,6 +227,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     options = parser.parse_args()
     mutants = choose(options.count, options.seed, options.rooms)
+    if options.out.exists():
+        mutants = resumed(mutants, json.loads(options.out.read_text(encoding="utf-8")))
     trees: SimpleQueue[Path] = SimpleQueue()
     with TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(options.jobs) as pool:
         for job in range(options.jobs):
@@ -231,7 +243,7 @@ def main() -> None:
             print(show(mutant), flush=True)
             options.out.write_text(json.dumps(list(map(asdict, mutants)), indent=1), encoding="utf-8")
 
-        list(pool.map(try_one, mutants))
+        list(pool.map(try_one, [mutant for mutant in mutants if not mutant.seconds]))
     total = Counter(mutant.room for mutant in mutants)
     found = Counter(mutant.room for mutant in mutants if mutant.is_found)
     for room in options.rooms:
