@@ -6,8 +6,8 @@
 A mutant is one file with one small change: another operator or comparison, a number off by one, `not` in front of a
 condition, a loop that never runs, `break` for `continue`. Faults in annotations, docstrings, and texts of errors are
 left out. Each is written into a copy of the tree, where the fast tests of its room run until the first failure, those
-named after the file first. It is found if a test fails, or if the tests do not end. Started again with the same file, it
-goes on after those that it has.
+named after the file first. It is found if a test fails, or if the tests do not end. Started again with the same file,
+it goes on after those that it has.
 """
 
 from __future__ import annotations
