@@ -5,6 +5,7 @@ may wait, except where a test says torch.cuda.set_sync_debug_mode("error").
 """
 
 import gc
+from collections import Counter
 
 import pytest
 from _pytest.mark.expression import Expression
@@ -63,6 +64,13 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print a line for each reason to skip tests, with their number."""
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.getreports("skipped"))
+    for reason, number in reasons.most_common():
+        terminalreporter.write_line(f"skipped {number}: {reason}")
 
 
 def pytest_collection_finish():
