@@ -96,13 +96,10 @@ class StepWindow(ABC):
         self._say(f"no {self.output} is taken: the run resumes after step {last}, the last one to {self.output}")
         self._steps = None
 
-    def ends(self, step: int) -> bool:
-        """Return True if `step`, which is completed, is the last one of an open window."""
-        return self.is_open and self._steps is not None and step >= self._steps.last
-
     def after(self, step: int, *, run_ends: bool) -> None:
         """Close the tool after the last step of the window, or if the run ends before it."""
-        if self.is_open and (run_ends or self.ends(step)):
+        is_last = self._steps is not None and step >= self._steps.last
+        if self.is_open and (run_ends or is_last):
             self._close()
 
     def _say(self, text: str) -> None:
