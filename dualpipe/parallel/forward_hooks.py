@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_map_only
 
@@ -31,7 +32,7 @@ def with_forward_hooks(
     Hooks that are attached later run too. Forward hooks get the arguments only if the module has a forward hook now,
     since otherwise the arguments are not saved; they never get keyword arguments. Raises ValueError for backward hooks,
     which would see part of the gradients only, and for a compiled module with segments that communicate or are
-    recomputed.
+    recomputed; RuntimeError for an FSDP2 unit whose hooks are not recognized.
     """
     if module._backward_hooks or module._backward_pre_hooks:
         raise ValueError(f"a {type(module).__name__} has backward hooks, but runs as segments, each with a backward of "
@@ -41,6 +42,12 @@ def with_forward_hooks(
             raise ValueError(f"a {type(module).__name__} is compiled as a whole and has segments that communicate or "
                              "are recomputed, which run one by one; compile the modules inside it instead")
         return [Compute(module, inputs, outputs)]
+    if isinstance(module, FSDPModule):
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if not any(_fsdp_state(hook) is not None for hook in hooks.values()):
+                raise RuntimeError(f"a {type(module).__name__} has no forward hook of an FSDPState by torch "
+                                   f"{torch.__version__}, so that FSDP2 would gather it again within a step; use torch "
+                                   "2.11 to 2.15")
     arguments: Names = ()
     if any(_fsdp_state(hook) is None for hook in module._forward_hooks.values()):
         # Not valid identifiers, so that they cannot collide with the names of segments.
@@ -102,8 +109,13 @@ def _run_hooks(module: nn.Module, num_arguments: int, *values: Any) -> Any:
 
 
 def _fsdp_state(hook: Callable[..., Any]) -> Any:
-    """Return the FSDP2 state that a hook is a method of; None for other hooks."""
-    owner = getattr(inspect.unwrap(hook), "__self__", None)
+    """Return the FSDP2 state that a hook is a method of; None for other hooks.
+
+    FSDP2 wraps its methods, and with several modules in a unit the bound methods too. Unwrapping stops at the bound
+    method, which shows the attributes of its function: its `__wrapped__` is a plain function without an owner.
+    """
+    method = inspect.unwrap(hook, stop=lambda function: hasattr(function, "__self__"))
+    owner = getattr(method, "__self__", None)
     return owner if type(owner).__name__ == "FSDPState" else None
 
 

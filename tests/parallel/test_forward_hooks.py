@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from dualpipe import Communicate, Compute, Pipeline
-from dualpipe.parallel.forward_hooks import with_forward_hooks
+from dualpipe.parallel.forward_hooks import _fsdp_state, with_forward_hooks
 from ranks import run_ranks
 
 WIDTH = 4
@@ -192,3 +194,59 @@ def test_the_casts_of_a_units_policy_are_those_of_a_call():
         assert called[0].dtype == "float32"
         for mine, theirs in zip(segments, called, strict=True):
             torch.testing.assert_close(torch.from_numpy(mine), torch.from_numpy(theirs), rtol=0, atol=0)
+
+
+def wrap(function: Callable) -> Callable:
+    """Wrap a function as torch 2.11 to 2.15 wrap hooks, under different names."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+class FSDPState:
+    """Has hooks as methods, like that of torch."""
+
+    def plain(self) -> None: ...
+
+    @wrap
+    def wrapped(self) -> None: ...
+
+    @wrap
+    @wrap
+    def wrapped_twice(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["plain", "wrapped", "wrapped_twice"])
+@pytest.mark.parametrize("of_group", [
+    lambda hook: hook, wrap, lambda hook: wrap(wrap(hook)), torch._dynamo.disable,
+], ids=["one module", "several", "several, wrapped", "disabled"])
+def test_hooks_of_fsdp_are_recognized_in_every_form(name, of_group):
+    state = FSDPState()
+    assert _fsdp_state(of_group(getattr(state, name))) is state
+
+
+def test_other_hooks_are_not_of_fsdp():
+    assert [_fsdp_state(hook) for hook in (wrap(len), Rolled().forward, wrap(Rolled().forward))] == [None] * 3
+
+
+def of_units(rank: int) -> str:
+    """Recognize the hooks of units of one and of two modules; return the error for a unit without such hooks."""
+    mesh = init_device_mesh("cpu", (2,))
+    stage = TwoLayers()
+    fully_shard([stage.layers[0].a, stage.layers[0].b], mesh=mesh)
+    fully_shard(stage, mesh=mesh)
+    for unit in (module for module in stage.modules() if isinstance(module, FSDPModule)):
+        for hooks in (unit._forward_pre_hooks, unit._forward_hooks):
+            assert [_fsdp_state(hook) for hook in hooks.values()] == [unit._get_fsdp_state()]
+    stage._forward_hooks[next(iter(stage._forward_hooks))] = lambda module, args, output: None
+    with pytest.raises(RuntimeError) as raised:
+        with_forward_hooks(stage, stage.segments(), ("x",), ("x",))
+    return str(raised.value)
+
+
+def test_a_unit_without_hooks_of_fsdp_is_refused():
+    for error in run_ranks(of_units, 2):
+        assert "a FSDPTwoLayers has no forward hook of an FSDPState by torch 2." in error
