@@ -1,8 +1,11 @@
 """Gradient clipping by the norm of the whole model, over all ranks that hold parts of it.
 
-    norms of this rank's gradients, by the groups that their parameters are sharded over
-      -> reduced over these groups: the norm of a stage, the same on its data-parallel and expert-parallel ranks
+    norms of this rank's gradients, by the ranks that their parameters are sharded over
+      -> reduced over these ranks: the norm of a stage, the same on its data-parallel and expert-parallel ranks
       -> summed, and reduced over the pipeline: the norm of the model, the same on every rank
+
+Dense parameters and experts of a stage are sharded over the same ranks along different meshes, dp * ep as one group or
+as two, and are reduced together: in all, two small all-reduces.
 
 The collectives follow from the parameters, not from the gradients: a rank may lack some gradients. Everything stays on
 the device: the scaling is queued before the host can know the norm.
@@ -18,12 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from dualpipe.nn.deferral import local
 from dualpipe.runtime.recorder import Recorder
 
 _Groups = tuple[ProcessGroup, ...]
+_Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None  # of a DTensor; None for a plain parameter
 
 
 @torch.no_grad()
@@ -48,19 +53,19 @@ def clip_grad_norm_(
     if not norm_type > 0 or not max_norm >= 0:
         raise ValueError(f"norm_type must be above 0 and max_norm at least 0, got norm_type = {norm_type} and "
                          f"max_norm = {max_norm}")
-    to_measure: defaultdict[_Groups, list[Tensor]] = defaultdict(list)
+    to_measure: defaultdict[_Layout, list[Tensor]] = defaultdict(list)
     to_scale: list[Tensor] = []
     counted_elsewhere = set(copies)
     for parameter in dict.fromkeys(parameters):
         measured: list[Tensor] = []
         if parameter not in counted_elsewhere:
-            # Creates the entry even if the gradient is None: each entry is a collective.
-            measured = to_measure[_sharding_groups(parameter)]
+            # Creates the entry even if the gradient is None: entries are collectives.
+            measured = to_measure[_layout(parameter)]
         if parameter.grad is not None:
             scaled, summed = _local_gradients(parameter)
             to_scale.append(scaled)
             measured.append(summed)
-    norm = _norm(to_measure, () if group is None else (group,), norm_type, device)
+    norm = _norm(_by_ranks(to_measure), () if group is None else (group,), norm_type, device)
     if max_norm < inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
         if error_if_nonfinite:
@@ -73,12 +78,38 @@ def clip_grad_norm_(
     return norm.to(dtype)
 
 
-def _sharding_groups(parameter: Tensor) -> _Groups:
-    """Return the groups whose ranks hold different parts of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    placements = enumerate(parameter.placements)
-    return tuple(parameter.device_mesh.get_group(dim) for dim, place in placements if not place.is_replicate())
+def _layout(parameter: Tensor) -> _Layout:
+    """Return the mesh and the placements of a parameter."""
+    return (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+
+
+def _by_ranks(to_measure: Mapping[_Layout, Sequence[Tensor]]) -> list[tuple[_Groups, list[Tensor]]]:
+    """Return the gradients by the ranks whose parameters are different parts, with the groups that connect these ranks.
+
+    If several meshes have the same ranks, the groups are those of the mesh that takes the fewest.
+    """
+    groups: dict[tuple[int, ...], _Groups] = {}
+    gradients: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for layout, measured in to_measure.items():
+        ranks, layout_groups = _shards(layout)
+        if ranks not in groups or len(layout_groups) < len(groups[ranks]):
+            groups[ranks] = layout_groups
+        gradients[ranks] += measured
+    return [(groups[ranks], gradients[ranks]) for ranks in groups]
+
+
+def _shards(layout: _Layout) -> tuple[tuple[int, ...], _Groups]:
+    """Return the ranks that hold different parts of a parameter, and the groups of more than one rank between them."""
+    if layout is None:
+        return (), ()
+    mesh, placements = layout
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "a rank is in the meshes of its parameters"
+    index = tuple(place if placement.is_replicate() else slice(None)
+                  for place, placement in zip(coordinate, placements, strict=True))
+    ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
+    dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate() and mesh.size(dim) > 1]
+    return ranks, tuple(mesh.get_group(dim) for dim in dims)
 
 
 def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,11 +131,11 @@ def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norm(
-    to_measure: Mapping[_Groups, Sequence[Tensor]], groups: _Groups, norm_type: float, device: torch.device
+    to_measure: Sequence[tuple[_Groups, Sequence[Tensor]]], groups: _Groups, norm_type: float, device: torch.device
 ) -> Tensor:
     """Return the norm of the gradients of all ranks of `groups`, as a float64 scalar.
 
-    to_measure: this rank's gradients by the groups they are sharded over.
+    to_measure: this rank's gradients, with the groups they are sharded over.
 
     Ranks reduce two float64 values: the sum of powers (for the infinity norm, the maximum), and a count (or flag) of
     NaN norms, since a maximum over ranks would lose a NaN.
@@ -121,7 +152,7 @@ def _norm(
         return values
 
     reduced = [torch.zeros(2, dtype=torch.float64, device=device)]
-    for shard_groups, gradients in to_measure.items():
+    for shard_groups, gradients in to_measure:
         values = torch.zeros_like(reduced[0])
         norms: list[Tensor] = []
         for dtype, tensors in _by_dtype(gradient for gradient in gradients if gradient.numel()):

@@ -500,11 +500,11 @@ class StepRunner:
         return shared[0]
 
     def all_reduce(self, kind: str, title: str, tensor: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Sum `tensor` over the ranks of `group` in place; without a group do nothing.
+        """Sum `tensor` over the ranks of `group` in place; do nothing without a group, or for one rank.
 
         kind, title: names of the collective in the recorder.
         """
-        if group is not None:
+        if group is not None and group.size() > 1:
             with self.recorder.collective(kind, title, self.recorder.members(group)):
                 dist.all_reduce(tensor, group=group)
 

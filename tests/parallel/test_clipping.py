@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -267,6 +268,31 @@ def on_meshes(rank: int) -> list:
 def test_gradients_on_meshes_count_every_element_once():
     for found in run_ranks(on_meshes, 4, group_timeout=20):
         assert found == pytest.approx([1.0] * 4, rel=1e-5)
+
+
+def on_two_meshes(rank: int) -> tuple[float, list[list[int]]]:
+    """Clip gradients that are sharded over four ranks as one dimension and as two, and others over two of these ranks.
+
+    Return the relative norm, and the ranks of every reduction.
+    """
+    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_ep",))
+    layouts = [(square, (Shard(0), Shard(1))), (line, (Shard(0),)), (square, (Replicate(), Shard(0)))]
+    wholes = with_gradients([(4, 6), (8,), (6, 5)])
+    parameters = []
+    for whole, (mesh, placements) in zip(wholes, layouts):
+        parameters.append(nn.Parameter(distribute_tensor(whole.detach(), mesh, placements)))
+        parameters[-1].grad = distribute_tensor(whole.grad, mesh, placements)
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+        norm = clip_grad_norm_(parameters, math.inf, group=None, device=CPU)
+    groups = [dist.get_process_group_ranks(call.kwargs["group"]) for call in all_reduce.call_args_list]
+    return norm.item() / flat(wholes).norm().item(), groups
+
+
+def test_gradients_sharded_over_the_same_ranks_are_reduced_once():
+    for rank, (norm, groups) in enumerate(run_ranks(on_two_meshes, 4, group_timeout=20)):
+        assert norm == pytest.approx(1.0, rel=1e-5)
+        assert groups == [[0, 1, 2, 3], [rank // 2 * 2, rank // 2 * 2 + 1]]
 
 
 def relayed(rank: int) -> list[tuple[float, float]]:

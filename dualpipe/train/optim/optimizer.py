@@ -385,7 +385,7 @@ class QKClip:
             return grad_norm.new_full((), -torch.inf)
         recorder = Recorder.current()
         max_logits = torch.cat([layer.max_logits_A for layer in self._layers if layer.max_logits_A is not None])
-        if self._group is not None:
+        if self._group is not None and self._group.size() > 1:
             with recorder.collective("qk_clip", "the largest attention logits", recorder.members(self._group)):
                 dist.all_reduce(max_logits, dist.ReduceOp.MAX, group=self._group)
         exceeds = (max_logits > self._limit) & max_logits.isfinite() & grad_norm.isfinite()
