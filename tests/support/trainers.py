@@ -24,7 +24,10 @@ def resolve_job(toml: str | Path, options: Sequence[str]) -> tuple[Resolved, Job
     resolved = resolve(load_config(toml, options), world)
     p = resolved.config.parallel
     cpu = torch.device("cpu")
-    mesh = build_mesh(p.pp, p.dp, p.ep, cpu, cp=p.cp, dp_replicate=p.dp_replicate) if world > 1 else None
+    mesh = None
+    if world > 1:
+        mesh = build_mesh(p.pp, p.dp, p.ep, cpu, cp=p.cp, dp_replicate=p.dp_replicate,
+                          ranks_per_node=p.ranks_per_node or None)
     return resolved, Job(cpu, mesh)
 
 
