@@ -1,4 +1,4 @@
-"""Collectives of a training step: their numbers, by their ranks, are those that its parameters and layers need.
+"""Collectives of a step and of an evaluation: as many, by their ranks, as its parameters and layers need.
 
 A collective too many gives no wrong number, and so no other test would see it.
 """
@@ -18,6 +18,7 @@ from dualpipe.models.decoder import SparseMLP
 from dualpipe.parallel.fsdp.private import groups_of, private
 from dualpipe.parallel.fsdp.unit_records import units_of
 from dualpipe.parallel.mesh import DENSE
+from dualpipe.train.evaluate import evaluate
 from dualpipe.train.trainer import Trainer
 from ranks import run_ranks
 from run_files import MODEL, write_files
@@ -31,7 +32,7 @@ NAMES = {
 }
 CHUNKS = 2
 HIDDEN = MODEL["hidden_size"]
-SIZES = ["--train.num_chunks", f"{CHUNKS}", "--train.eval_batches", "0"]
+SIZES = ["--train.num_chunks", f"{CHUNKS}", "--train.eval_batches", "1"]
 
 
 class Collectives(TorchDispatchMode):
@@ -127,8 +128,27 @@ def ranks_of(run: Trainer, *dimensions: str) -> tuple[int, ...]:
     return () if group is None else tuple(dist.get_process_group_ranks(group))
 
 
+def of_evaluation(run: Trainer, layers: int) -> Counts:
+    """Count one all-gather for each unit, a dispatch and a combine, the rows of other ranks' tokens, and the loss."""
+    config = run.config
+    counts: Counts = Counter({key: count for key, count in of_parameters(run).items() if key[0] == "all-gather"})
+    hops = 2 if config.parallel.ranks_per_node else 1
+    ep_ranks = ranks_of(run, "ep")
+    if len(ep_ranks) > 1:
+        counts["all-to-all of rows", ep_ranks] = layers * CHUNKS * (hops + 1)
+        counts["all-to-all of numbers", ep_ranks] = layers * CHUNKS * (1 + hops)
+    cp_ranks = ranks_of(run, "cp")
+    if len(cp_ranks) > 1:
+        exchanges = 2 if config.parallel.cp_method == "all_to_all" else len(cp_ranks) - 1
+        counts["all-to-all of rows", cp_ranks] = layers * CHUNKS * exchanges
+    replicas = ranks_of(run, *DENSE)
+    if run.runner.model.has_last and len(replicas) > 1:
+        counts["all-reduce", replicas] += 1
+    return counts
+
+
 def counted(rank: int, toml: str, options: list[str]) -> list[tuple[Any, Any]]:
-    """Return the collectives of two steps, and those expected."""
+    """Return the collectives of two steps and of an evaluation with one batch, each with those expected."""
     found = []
     with built_trainer(toml, [*SIZES, *options]) as run, run.data.training_batches(2) as batches:
         layers = sum(isinstance(module, SparseMLP) for stage in run.runner.model.stages for module in stage.modules())
@@ -137,6 +157,9 @@ def counted(rank: int, toml: str, options: list[str]) -> list[tuple[Any, Any]]:
             with Collectives() as collectives:
                 run._step(step, batches)
             found.append((dict(collectives.counts), dict(expected)))
+        with Collectives() as collectives:
+            evaluate(run.runner, run.data, step)
+        found.append((dict(collectives.counts), dict(of_evaluation(run, layers))))
     return found
 
 
