@@ -84,9 +84,9 @@ def _layout(parameter: Tensor) -> _Layout:
 
 
 def _by_ranks(to_measure: Mapping[_Layout, Sequence[Tensor]]) -> list[tuple[_Groups, list[Tensor]]]:
-    """Return the gradients by the ranks whose parameters are different parts, with the groups that connect these ranks.
+    """Return the gradients by the ranks that hold shards of their parameters, with the groups that connect these ranks.
 
-    If several meshes have the same ranks, the groups are those of the mesh that takes the fewest.
+    If several meshes have the same ranks, the groups are those of the mesh with the fewest.
     """
     groups: dict[tuple[int, ...], _Groups] = {}
     gradients: defaultdict[tuple[int, ...], list[Tensor]] = defaultdict(list)
