@@ -171,7 +171,7 @@ def uncomputed_operators() -> Iterator[None]:
     def matmul(x: Tensor, weight: Tensor) -> Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[-1])
 
-    def weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+    def outer_product(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
         dy_NM = linear.flatten_rows(dy).t()
         x_MH = linear.flatten_rows(x)
         dtype = linear.accumulation_dtype(weight, dy.dtype)
@@ -200,7 +200,7 @@ def uncomputed_operators() -> Iterator[None]:
         mock.patch.object(F, "scaled_dot_product_attention", attend),
         mock.patch.object(F, "linear", dense_linear),
         mock.patch.object(Tensor, "matmul", matmul),
-        mock.patch.object(linear, "_weight_grad", weight_grad),
+        mock.patch.object(linear, "_outer_product", outer_product),
         mock.patch.object(routing, "_launch_sort", sort),
         mock.patch.object(routing, "_launch_destinations", find_destinations),
         mock.patch.object(top_k, "_launch_forward", choose),

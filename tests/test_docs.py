@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from dualpipe import Pipeline
 from dualpipe.cli import main
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel import ExpertParallel, run_experts
 from dualpipe.schedule import Costs, build, simulate
 from hf_families import save_tiny

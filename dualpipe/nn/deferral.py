@@ -6,13 +6,9 @@ queues too, and runs the queue while communications are in flight. Method: zero-
 parallelism (Qi et al., arXiv:2401.10241), with a queue of closures instead of a walk over the autograd graph, like the
 `WeightGradStore` of DeepSeek's DualPipe, but without its class-level state.
 
-The accumulator is the parameter's `.grad`, which may be wider than the parameter: with `grad_dtype` float32 a bfloat16
-parameter accumulates in float32, and the GEMMs of its gradient are not rounded to bfloat16. Experts that are sharded
-over expert-parallel ranks are DTensors: gradients are computed and added on their local tensors.
-
 Consecutive actions "W" of one stage can be merged (`WeightGradStore.merge`): one GEMM then computes the gradient of an
-expert weight for several micro-batches, and reads and writes the accumulator once. See
-`dualpipe.nn.merged_weight_grads`.
+expert weight for several micro-batches, and reads and writes the accumulator once. See `dualpipe.nn.deferred_grad`;
+`dualpipe.nn.accumulators` has all writes to accumulators.
 """
 
 from __future__ import annotations
@@ -20,17 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
+from dualpipe.nn.accumulators import accumulation_dtype, as_grad_of
+from dualpipe.nn.deferred_grad import DeferredGrad, Gemm, merge_queues
 
 _HOOKS = "dualpipe hooks"  # key of the dicts of an autograd node's hooks in its metadata
 
@@ -60,7 +55,6 @@ class WeightGradStore:
 
     Attributes:
         accumulating: True while layers may bypass autograd and add directly to an accumulator of a wider dtype.
-        merging: True if queues may be merged; layers whose GEMMs allow it then queue what `merge` needs.
         recomputing: True during the recompute of a forward. A layer that counts something in its forward, such as batch
             norm, checks it in order not to count twice.
         observer: observes every weight gradient; None: no observer, at no cost.
@@ -70,7 +64,6 @@ class WeightGradStore:
         self._queues: dict[Hashable, list[Callable[[], None]]] = {}
         self._queue: list[Callable[[], None]] | None = None  # the queue that `put` fills; None: run immediately
         self.accumulating = False
-        self.merging = False
         self.recomputing = False
         self.observer: WeightGradObserver | None = None
         self._accumulation = _Accumulation(self)
@@ -156,7 +149,7 @@ class WeightGradStore:
         """Merge the queues of several micro-batches of a stage, and divide the merged queue among their keys.
 
         Call it before the first of `keys` is run. `run` of each key then computes about the same number of weight
-        gradients. See `dualpipe.nn.merged_weight_grads.merge_queues` for the order.
+        gradients. See `dualpipe.nn.deferred_grad.merge_queues` for the order.
         """
         queues = merge_queues([self.take(key) for key in keys])
         for key, queue in zip(keys, queues, strict=True):
@@ -220,26 +213,17 @@ def needs_plain_autograd(*params: Tensor | None) -> bool:
     return any(param is not None and (not param.is_leaf or param.is_complex()) for param in params)
 
 
-def weight_grads(
-    ctx: Any, dy: Tensor, x: Tensor | None, weight_grad: Callable[..., Tensor], bias_grad: Callable[..., Tensor],
-    *, in_place: bool = False, rows: int | None = None, merge: MergeableOperands | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of `ctx.weight` and `ctx.bias`, or pass their computation to the active store.
+def weight_grads(ctx: Any, operands: Any, gemm: Gemm) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of `ctx.weight` and `ctx.bias`, or pass them to the active store, deferred or not.
+
+    Deferred gradients are added directly to the accumulator, and inside of `WeightGradStore.accumulate` all gradients
+    whose accumulator has another dtype than the parameter. A gradient is None if it is not needed, or if the store adds
+    it.
 
     Args:
         ctx: context of an autograd function; `weight` and `bias` are its inputs 1 and 2.
-        dy: gradient of the output.
-        x: saved input; None if only the bias needs a gradient, or if `weight_grad` does not read it.
-        weight_grad: computes the weight gradient, `weight_grad(weight, dy, x)`.
-        bias_grad: computes the bias gradient, `bias_grad(bias, dy)`.
-        in_place: True if `weight_grad` takes a fourth argument, the tensor to add the gradient to. Deferred gradients
-            are then added directly to the accumulator, and inside of `WeightGradStore.accumulate` all gradients whose
-            accumulator has another dtype than the parameter.
-        rows: number of rows that the GEMM of the weight gradient sums over; None: the rows of `dy`.
-        merge: operands of this micro-batch for a GEMM over several micro-batches; None: the gradient is not merged.
-            Must be None if the store is not merging.
-
-    A gradient is None if it is not needed, or if the store adds it.
+        operands: operands of `gemm`.
+        gemm: computes the gradients.
     """
     # On the host's critical path: the whole backward of a small layer takes about 20 us.
     nodes = ctx.next_functions  # one for each tensor among the inputs
@@ -247,7 +231,7 @@ def weight_grads(
     if weight is None and bias is None:
         return None, None
     store = WeightGradStore.current()
-    adds_directly = in_place and store.accumulating and any(
+    adds_directly = store.accumulating and any(
         param is not None and accumulation_dtype(param, param.dtype) is not param.dtype for param in (weight, bias)
     )
     # Gradients that are differentiated again (create_graph=True) must be in the graph.
@@ -258,56 +242,21 @@ def weight_grads(
         has_hooks = (weight is not None and _has_hooks(weight, nodes[1][0])) or (
             bias is not None and _has_hooks(bias, nodes[2][0]))
     if observer is not None and weight is not None and weight.dim() > 1:
-        is_gemm = x is None or x.is_floating_point()  # False for an embedding's tokens
-        num_rows = dy.shape[:-1].numel() if rows is None else rows
-        observer.saw_layer(weight, num_rows if is_gemm else 0, has_hooks=has_hooks)
-    if not may_bypass or has_hooks:
-        dw = None if weight is None else as_grad_of(weight, weight_grad(weight, dy, x))
-        return dw, None if bias is None else as_grad_of(bias, bias_grad(bias, dy))
-    # Detached: the activation must not keep the graph of earlier layers alive.
-    x = None if x is None else x.detach()
-    dy_version = dy._version
-    x_version = None if x is None else x._version
-
-    def require_unchanged() -> None:
-        if dy._version != dy_version or (x is not None and x._version != x_version):
-            param = next(param for param in (weight, bias) if param is not None)
-            raise ValueError(f"the input of a layer with a parameter of shape {list(param.shape)}, or the gradient of "
-                             "its output, was changed in place before the deferred weight gradient was computed from "
-                             "it; make a new tensor in each forward and backward instead of filling one again")
-
-    # Neither dy nor x requires a gradient, so no graph is recorded; torch.no_grad() would add 1.4 us to a call of 6 us.
-    def add() -> None:
-        require_unchanged()
-        accumulator = weight.grad if weight is not None and in_place else None
-        if accumulator is not None and accumulator.layout is torch.strided:
-            weight_grad(weight, dy, x, local(accumulator))
-        elif weight is not None:
-            add_grad(weight, weight_grad(weight, dy, x))
-        if bias is not None:
-            add_grad(bias, bias_grad(bias, dy))
-
-    if merge is None or weight is None or not store.deferring:
-        store._run_or_queue(add)
+        num_rows = 0 if gemm.num_rows is None else gemm.num_rows(operands)
+        observer.saw_layer(weight, num_rows, has_hooks=has_hooks)
+    if may_bypass and not has_hooks:
+        # No graph is recorded, as no operand requires a gradient; torch.no_grad() would add 1.4 us to a call of 6 us.
+        store._run_or_queue(DeferredGrad(weight, bias, _without_graph(operands), gemm))
         return None, None
-    add_bias = None if bias is None else partial(_add_bias_grad, bias, bias_grad, dy)
-    add_merged = partial(_add_merged, weight, merge.weight_grad)
-    store._run_or_queue(MergeableGrad(weight, merge, add_merged, add, add_bias, require_unchanged))
-    return None, None
+    dw = None if weight is None else as_grad_of(weight, gemm.weight_grad(weight, [operands], None))
+    db = None if bias is None else as_grad_of(bias, gemm.compute_bias_grad(bias, operands))
+    return dw, db
 
 
-def _add_merged(weight: Tensor, weight_grad: Callable[..., Tensor], operands: Sequence[Any]) -> None:
-    """Add the gradient of a weight over several micro-batches."""
-    accumulator = weight.grad
-    if accumulator is not None and accumulator.layout is torch.strided:
-        weight_grad(weight, operands, local(accumulator))
-    else:
-        add_grad(weight, weight_grad(weight, operands))
-
-
-def _add_bias_grad(bias: Tensor, bias_grad: Callable[..., Tensor], dy: Tensor) -> None:
-    """Add the gradient of a bias."""
-    add_grad(bias, bias_grad(bias, dy))
+def _without_graph(operands: Any) -> Any:
+    """Return operands whose activation does not keep the graph of earlier layers alive."""
+    x = getattr(operands, "x", None)
+    return operands._replace(x=x.detach()) if x is not None and x.requires_grad else operands
 
 
 def _needed_gradients(ctx: Any, nodes: Any) -> tuple[Tensor | None, Tensor | None, bool]:
@@ -365,47 +314,3 @@ def _has_hooks(param: Tensor, node: Any) -> bool:
 
 def _no_hook(*_: Any) -> None:
     """Do nothing."""
-
-
-def add_grad(param: Tensor, grad: Tensor) -> None:
-    """Add `grad` to `param.grad` like autograd does for a leaf, with the same dtypes.
-
-    Adds to an existing `.grad` in place, which keeps its dtype. Without one, sets `.grad` to `grad`, cast to
-    `param.grad_dtype` (None allows any).
-
-    grad: the local shard if `param` is a DTensor; no other code may hold it.
-    """
-    accumulator = param.grad
-    if accumulator is not None and accumulator.layout is torch.strided:
-        local(accumulator).add_(grad)
-        return
-    if param.grad_dtype is not None:
-        grad = grad.to(param.grad_dtype)
-    # A gradient that is not strided comes from an embedding with sparse=True: no dense tensor can be added in place.
-    param.grad = as_grad_of(param, grad) if accumulator is None else grad + accumulator
-
-
-def accumulation_dtype(param: Tensor, otherwise: torch.dtype) -> torch.dtype:
-    """Return the dtype to compute gradients of `param` in.
-
-    This is the dtype of its accumulator if that differs from the dtype of `param`, else `otherwise`. Example: float32
-    for a bfloat16 parameter that accumulates in float32.
-    """
-    if not param.is_leaf:
-        return otherwise
-    dtype = param.grad_dtype if param.grad is None else param.grad.dtype
-    return otherwise if dtype is None or dtype is param.dtype else dtype
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor that needs no gradient, sharing its memory; other tensors unchanged."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def as_grad_of(param: Tensor, grad: Tensor) -> Tensor:
-    """Return the gradient of `param` from the gradient of its local shard: a DTensor if `param` is one."""
-    if not isinstance(param, DTensor) or isinstance(grad, DTensor):
-        return grad
-    return DTensor.from_local(
-        grad, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

@@ -5,14 +5,17 @@ Dimension letters: H embedding_dim, V vocabulary size.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
-from dualpipe.nn.linear import bias_grad, flatten_rows
+from dualpipe.nn.accumulators import accumulation_dtype
+from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferred_grad import Gemm
+from dualpipe.nn.linear import flatten_rows
 
 
 class Embedding(nn.Embedding):
@@ -48,11 +51,19 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None, Tensor | None]:
         (tokens,) = ctx.saved_tensors
-        return None, *weight_grads(ctx, dy, tokens, _embedding_grad, bias_grad, in_place=True)
+        return None, *weight_grads(ctx, _Operands(dy, tokens), _EMBEDDING)
 
 
-def _embedding_grad(weight: Tensor, dy: Tensor, tokens: Tensor, out: Tensor | None = None) -> Tensor:
+class _Operands(NamedTuple):
+    """Gradient of the rows (..., H), and the tokens (...)."""
+
+    dy: Tensor
+    tokens: Tensor
+
+
+def _embedding_grad(weight: Tensor, operands: Sequence[_Operands], out: Tensor | None) -> Tensor:
     """Return the gradient of the table (V, H): the rows of `dy` summed by token, in a fixed order; added to `out`."""
+    ((dy, tokens),) = operands
     dtype = accumulation_dtype(weight, dy.dtype) if out is None else out.dtype
     if dtype.itemsize < 4:  # torch sums in float32 and rounds once
         dw = torch.ops.aten.embedding_dense_backward(dy, tokens, weight.shape[0], -1, False)
@@ -67,3 +78,6 @@ def _embedding_grad(weight: Tensor, dy: Tensor, tokens: Tensor, out: Tensor | No
     unique_tokens, sum_indices = tokens.unique(return_inverse=True)
     sums = rows.new_zeros(len(unique_tokens), rows.shape[1]).index_add_(0, sum_indices, rows)
     return out.index_add_(0, unique_tokens, sums)
+
+
+_EMBEDDING = Gemm(_embedding_grad)

@@ -13,9 +13,9 @@ out_features, I intermediate (N is 2I for gate and up).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,20 +29,21 @@ from dualpipe.kernels.grouped_gemm import (
     grouped_gemm,
     grouped_gemm_dgrad,
     grouped_gemm_swiglu,
-    grouped_gemm_wgrad,
     grouped_gemm_wgrad_merged,
 )
 from dualpipe.kernels.quantize import quantize_rows, swiglu_quantize
 from dualpipe.kernels.routing import SortedTokens, combine_tokens
 from dualpipe.kernels.swiglu import clamped_swiglu, swiglu, swiglu_backward, swiglu_form
-from dualpipe.nn.deferral import WeightGradStore, accumulation_dtype, local, weight_grads
-from dualpipe.nn.merged_weight_grads import MergeableOperands
+from dualpipe.nn.accumulators import accumulation_dtype, local
+from dualpipe.nn.deferral import weight_grads
+from dualpipe.nn.deferred_grad import Gemm
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
+    RowsForWeightGrad,
     forward_gemm,
     input_grad,
+    quantize_for_weight_grad,
     row_block,
-    weight_grad_from_rows,
 )
 from dualpipe.quantized import QuantizedTensor
 
@@ -120,11 +121,12 @@ class GroupedLinear(HasGemmPrecision, nn.Module):
             return cast(tuple[Tensor, QuantizedRows | None], result)
         refuse_transforms("GroupedLinear", x, self.weight, self.bias, scale)
         x, autocast_dtype = _autocast(x)
-        block = row_block(self, x.dtype)
-        next_block = None if next_layer is None else row_block(next_layer, x.dtype)
-        is_transposed = False
-        y, *quantized_y = _Grouped.apply(x, self.weight, self.bias, rows, autocast_dtype, self.form, scale, block,
-                                         next_block, quantized, self.fp8_weight_grad, is_transposed, self.gemm_library)
+        options = _GroupedOptions(
+            rows=rows, autocast_dtype=autocast_dtype, form=self.form, gemm_library=self.gemm_library,
+            block=row_block(self, x.dtype), next_block=None if next_layer is None else row_block(next_layer, x.dtype),
+            quantized_x=quantized, fp8_weight_grad=self.fp8_weight_grad,
+        )
+        y, *quantized_y = _Grouped.apply(x, self.weight, self.bias, scale, options)
         return y, QuantizedRows(*quantized_y) if quantized_y else None
 
     def extra_repr(self) -> str:
@@ -195,8 +197,8 @@ def grouped_linear(
         return cast(Tensor, run_uncompiled(apply, x, weight, bias, rows))
     refuse_transforms("grouped_linear", x, weight, bias, scale)
     x, autocast_dtype = _autocast(x)
-    unquantized = (None, None, None, False)  # block, next_block, quantized_x, fp8_weight_grad
-    y, *_ = _Grouped.apply(x, weight, bias, rows, autocast_dtype, form, scale, *unquantized, is_transposed, "dualpipe")
+    options = _GroupedOptions(rows, autocast_dtype, form, is_transposed=is_transposed)
+    y, *_ = _Grouped.apply(x, weight, bias, scale, options)
     return y
 
 
@@ -221,52 +223,76 @@ def _autocast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
     return x.to(dtype), dtype
 
 
+class _GroupedOptions(NamedTuple):
+    """Arguments of one call of a grouped layer that are not differentiated.
+
+    Attributes:
+        rows: the end of each expert's rows, or `SortedTokens`; see `GroupedLinear.forward`.
+        autocast_dtype: dtype that the weight and bias are cast to; None: none.
+        form: SwiGLU after the GEMM; see `GroupedLinear`.
+        gemm_library: see `GroupedLinear`.
+        is_transposed: the weight is (E, H, N) instead of (E, N, H).
+        block: elements per scale of the rows that the GEMM reads; None: it reads `x`.
+        next_block: elements per scale of the result's rows; None: they are not quantized.
+        quantized_x: rows of `x` in blocks of `block`; None: quantize `x` if needed.
+        fp8_weight_grad: save quantized rows for the weight gradient.
+    """
+
+    rows: Tensor | SortedTokens
+    autocast_dtype: torch.dtype | None
+    form: _SwiGLUForm | None
+    gemm_library: GemmLibrary = "dualpipe"
+    is_transposed: bool = False
+    block: int | None = None
+    next_block: int | None = None
+    quantized_x: QuantizedRows | None = None
+    fp8_weight_grad: bool = False
+
+
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Tensor | SortedTokens,
-        autocast_dtype: torch.dtype | None, form: _SwiGLUForm | None, scale: Tensor | None, block: int | None,
-        next_block: int | None, quantized_x: QuantizedRows | None, fp8_weight_grad: bool, is_transposed: bool,
-        gemm_library: GemmLibrary,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, options: _GroupedOptions
     ) -> tuple[Tensor, ...]:
+        form = options.form
         ctx.weight = weight  # the parameters themselves: saved tensors may come back as copies
         ctx.bias = bias
         ctx.form = form
-        ctx.block = block
-        ctx.is_transposed = is_transposed
-        ctx.gemm_library = gemm_library
-        _set_rows(ctx, x, rows)
+        ctx.block = options.block
+        ctx.is_transposed = options.is_transposed
+        ctx.gemm_library = options.gemm_library
+        _set_rows(ctx, x, options.rows)
         weight = local(weight)  # this rank's experts
         bias = None if bias is None else local(bias)
-        if is_transposed:
+        if options.is_transposed:
             weight = weight.transpose(1, 2)
-        if autocast_dtype is not None:
-            weight = weight if isinstance(weight, QuantizedTensor) else weight.to(autocast_dtype)
-            bias = None if bias is None else bias.to(autocast_dtype)
-        quantized_x = None if block is None else quantized_x or quantize_rows(x, block)
+        if options.autocast_dtype is not None:
+            weight = weight if isinstance(weight, QuantizedTensor) else weight.to(options.autocast_dtype)
+            bias = None if bias is None else bias.to(options.autocast_dtype)
+        quantized_x = None if options.block is None else options.quantized_x or quantize_rows(x, options.block)
         gate_up = None
         quantized_y = None
         if isinstance(weight, QuantizedTensor):
             y = forward_gemm(quantized_x or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
             if form is not None:
                 gate_up = y
-                y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
-        elif gemm_library == "grouped_mm":
+                y, quantized_y = _swiglu(gate_up, scale, *form, options.next_block)
+        elif options.gemm_library == "grouped_mm":
             y = _grouped_mm(x, weight, ctx.ends, bias, ctx.gather)
             if form is not None:
                 gate_up = y
-                y, quantized_y = _swiglu(gate_up, scale, *form, next_block)
+                y, quantized_y = _swiglu(gate_up, scale, *form, options.next_block)
         elif form is None:
             y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
         else:
             clamped, alpha, limit = form
             y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
                                              clamped=clamped, alpha=alpha, limit=limit)
-        if next_block is not None:
-            quantized_y = quantized_y or quantize_rows(y, next_block)
+        if options.next_block is not None:
+            quantized_y = quantized_y or quantize_rows(y, options.next_block)
             ctx.mark_non_differentiable(*quantized_y)
         need_x, need_weight, *_ = ctx.needs_input_grad
-        saved_quantized = quantized_x if need_weight and fp8_weight_grad else None
+        saved_quantized = quantized_x if need_weight and options.fp8_weight_grad else None
         ctx.save_for_backward(
             x if need_weight and saved_quantized is None else None,
             weight if need_x and not isinstance(weight, QuantizedTensor) else None,  # a quantized one is in ctx.weight
@@ -292,20 +318,14 @@ class _Grouped(torch.autograd.Function):
                 dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
-        weight_grad: Callable[..., Tensor] = partial(
-            _grouped_weight_grad, ends=ctx.ends, gather=ctx.gather, is_transposed=ctx.is_transposed)
-        num_rows = dy.shape[0]
-        merge: MergeableOperands | None = None
-        if quantized_x[0] is None and ctx.needs_input_grad[1] and WeightGradStore.current().merging:
-            merged_weight_grad = partial(_merged_weight_grad, is_transposed=ctx.is_transposed)
-            merge = MergeableOperands(merged_weight_grad, WgradOperands(dy, x.detach(), ctx.ends, ctx.gather))
-        if quantized_x[0] is not None:
-            weight_grad = weight_grad_from_rows(weight_grad, dy, quantized_dy, QuantizedRows(*quantized_x), ctx.block)
-            if not ctx.needs_input_grad[2]:
-                dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
-        bias_grad = partial(grouped_bias_grad, ends=ctx.ends)
-        dw, db = weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows, merge=merge)
-        return dx, dw, db, None, None, None, d_scale, None, None, None, None, None, None
+        if quantized_x[0] is None:
+            operands = WgradOperands(dy, x, ctx.ends, ctx.gather)
+            dw, db = weight_grads(ctx, operands, _TRANSPOSED if ctx.is_transposed else _GROUPED)
+        else:
+            rows = quantize_for_weight_grad(dy, quantized_dy, QuantizedRows(*quantized_x), ctx.block)
+            bias_dy = dy if ctx.needs_input_grad[2] else None
+            dw, db = weight_grads(ctx, _QuantizedOperands(rows, bias_dy, ctx.ends, ctx.gather), _QUANTIZED)
+        return dx, dw, db, d_scale, None
 
 
 def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
@@ -355,33 +375,61 @@ def _swiglu(
     return swiglu(gate_up, scale), None
 
 
-def _grouped_weight_grad(
-    weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None, *, ends: Tensor, gather: Tensor | None,
-    is_transposed: bool,
-) -> Tensor:
-    """Return the gradient of this rank's experts, in the layout of `weight` and the dtype of its accumulator.
-
-    out: accumulator to add it to; None: a new tensor.
-    """
-    dw = _new_weight_grad(weight, dy) if out is None else out
-    dw_ENH = dw.transpose(1, 2) if is_transposed else dw
-    grouped_gemm_wgrad(dy, x, ends, out=dw_ENH, accumulate=out is not None, gather=gather)
-    return dw
-
-
-def _merged_weight_grad(
-    weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None = None, *, is_transposed: bool
-) -> Tensor:
-    """Return the gradient of this rank's experts over several micro-batches; see `_grouped_weight_grad`."""
-    dw = _new_weight_grad(weight, operands[0].dy) if out is None else out
-    dw_ENH = dw.transpose(1, 2) if is_transposed else dw
+def _weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None) -> Tensor:
+    """Return the gradient of this rank's experts in the dtype of its accumulator; added to `out` if any."""
+    dw_ENH = _new_weight_grad(weight, operands[0].dy) if out is None else out
     grouped_gemm_wgrad_merged(operands, out=dw_ENH, accumulate=out is not None)
-    return dw
+    return dw_ENH
+
+
+def _transposed_weight_grad(weight: Tensor, operands: Sequence[WgradOperands], out: Tensor | None) -> Tensor:
+    """Return the gradient of a weight (E, H, N); see `_weight_grad`."""
+    dw_EHN = _new_weight_grad(weight, operands[0].dy) if out is None else out
+    grouped_gemm_wgrad_merged(operands, out=dw_EHN.transpose(1, 2), accumulate=out is not None)
+    return dw_EHN
 
 
 def _new_weight_grad(weight: Tensor, dy: Tensor) -> Tensor:
     """Return an uninitialized gradient of this rank's experts."""
     return dy.new_empty(local(weight.detach()).shape, dtype=accumulation_dtype(weight, weight.dtype))
+
+
+def _bias_grad(bias: Tensor, operands: WgradOperands | _QuantizedOperands) -> Tensor:
+    """Return the gradient of a bias (E, N)."""
+    assert operands.dy is not None, "kept if the bias needs a gradient"
+    return grouped_bias_grad(bias, operands.dy, operands.offs)
+
+
+def _num_rows(operands: WgradOperands) -> int:
+    """Return the number of rows of a micro-batch."""
+    return operands.dy.shape[0]
+
+
+_GROUPED = Gemm(_weight_grad, _num_rows, _bias_grad, merges=True)
+_TRANSPOSED = Gemm(_transposed_weight_grad, _num_rows, _bias_grad, merges=True)
+
+
+class _QuantizedOperands(NamedTuple):
+    """`WgradOperands` as quantized rows, and the gradient of the output; None if the bias needs no gradient."""
+
+    rows: RowsForWeightGrad
+    dy: Tensor | None
+    offs: Tensor
+    gather: Tensor | None
+
+
+def _quantized_weight_grad(weight: Tensor, operands: Sequence[_QuantizedOperands], out: Tensor | None) -> Tensor:
+    """Return the gradient of this rank's experts from dequantized rows; see `_weight_grad`."""
+    ((rows, _, offs, gather),) = operands
+    return _weight_grad(weight, [WgradOperands(*rows.dequantize(), offs, gather)], out)
+
+
+def _num_quantized_rows(operands: _QuantizedOperands) -> int:
+    """Return the number of rows of a micro-batch."""
+    return operands.rows.num_rows
+
+
+_QUANTIZED = Gemm(_quantized_weight_grad, _num_quantized_rows, _bias_grad)
 
 
 def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:

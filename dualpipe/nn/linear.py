@@ -8,9 +8,9 @@ Dimension letters: M rows (all leading dimensions together), H in_features, N ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,13 +19,16 @@ from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.formats import QuantizedRows
 from dualpipe.kernels.quantize import quantize_rows
-from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
+from dualpipe.nn.accumulators import accumulation_dtype
+from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferred_grad import Gemm
 from dualpipe.nn.quantized_matmul import (
     HasGemmPrecision,
+    RowsForWeightGrad,
     forward_gemm,
     input_grad,
+    quantize_for_weight_grad,
     row_block,
-    weight_grad_from_rows,
 )
 from dualpipe.quantized import QuantizedTensor
 
@@ -106,7 +109,7 @@ class _Linear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:  # in the dtype of dy: autograd casts it to the dtype of x
             dx = dy.matmul(weight if weight.dtype is dy.dtype else weight.to(dy.dtype))
-        return dx, *weight_grads(ctx, dy, x, _weight_grad, bias_grad, in_place=True), None, None
+        return dx, *weight_grads(ctx, LinearOperands(dy, x), _LINEAR), None, None
 
 
 class _Quantized(torch.autograd.Function):
@@ -139,14 +142,11 @@ class _Quantized(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
-        weight_grad: Callable[..., Tensor] = _weight_grad
-        num_rows = dy.shape[:-1].numel()
-        if quantized_x[0] is not None:
-            rows = QuantizedRows(*quantized_x)
-            weight_grad = weight_grad_from_rows(weight_grad, flatten_rows(dy), quantized_dy, rows, ctx.block)
-            if not ctx.needs_input_grad[2]:
-                dy = dy.new_empty(0)  # only the bias gradient would read it: do not keep it alive
-        return dx, *weight_grads(ctx, dy, x, weight_grad, bias_grad, in_place=True, rows=num_rows), None, None
+        if quantized_x[0] is None:
+            return dx, *weight_grads(ctx, LinearOperands(dy, x), _LINEAR), None, None
+        rows = quantize_for_weight_grad(flatten_rows(dy), quantized_dy, QuantizedRows(*quantized_x), ctx.block)
+        bias_dy = dy if ctx.needs_input_grad[2] else None
+        return dx, *weight_grads(ctx, _QuantizedOperands(rows, bias_dy), _QUANTIZED), None, None
 
 
 class TransposedLinear(nn.Module):
@@ -195,7 +195,7 @@ class _TransposedLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = flatten_rows(dy).mm(weight.t()).view(*dy.shape[:-1], weight.shape[0])
-        return dx, *weight_grads(ctx, dy, x, _transposed_weight_grad, bias_grad, in_place=True), None
+        return dx, *weight_grads(ctx, LinearOperands(dy, x), _TRANSPOSED), None
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None) -> Tensor:
@@ -208,8 +208,29 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, compute_dtype: torch
         return F.linear(x.to(compute_dtype), weight.to(compute_dtype), None if bias is None else bias.to(compute_dtype))
 
 
-def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
+class LinearOperands(NamedTuple):
+    """Gradient of the output (..., N), and input (..., H); None if only the bias needs a gradient."""
+
+    dy: Tensor
+    x: Tensor | None
+
+
+def _weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor | None) -> Tensor:
     """Compute dW (N, H), without rounding to half precision if the accumulator is float32; added to `out` if any."""
+    ((dy, x),) = operands
+    assert x is not None, "saved if the weight needs a gradient"
+    return _outer_product(weight, dy, x, out)
+
+
+def _transposed_weight_grad(weight: Tensor, operands: Sequence[LinearOperands], out: Tensor | None) -> Tensor:
+    """Compute dW (H, N) = x^T dy: `_weight_grad` with swapped operands."""
+    ((dy, x),) = operands
+    assert x is not None, "saved if the weight needs a gradient"
+    return _outer_product(weight, x, dy, out)
+
+
+def _outer_product(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None) -> Tensor:
+    """Compute dy^T x in the dtype of the accumulator of `weight`; added to `out` if any."""
     dy_NM = flatten_rows(dy).t()
     x_MH = flatten_rows(x)
     dtype = accumulation_dtype(weight, dy.dtype)
@@ -229,14 +250,41 @@ def _weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = Non
     return out
 
 
-def _transposed_weight_grad(weight: Tensor, dy: Tensor, x: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute dW (H, N) = x^T dy: `_weight_grad` with swapped operands."""
-    return _weight_grad(weight, x, dy, out)
-
-
-def bias_grad(bias: Tensor, dy: Tensor) -> Tensor:
+def _bias_grad(bias: Tensor, operands: LinearOperands | _QuantizedOperands) -> Tensor:
     """Return the gradient of a bias (N,), in the dtype of its accumulator."""
+    dy = operands.dy
+    assert dy is not None, "kept if the bias needs a gradient"
     return flatten_rows(dy).sum(0, dtype=accumulation_dtype(bias, dy.dtype))
+
+
+def _num_rows(operands: LinearOperands) -> int:
+    """Return the number of rows of a micro-batch."""
+    return operands.dy.shape[:-1].numel()
+
+
+_LINEAR = Gemm(_weight_grad, _num_rows, _bias_grad)
+_TRANSPOSED = Gemm(_transposed_weight_grad, _num_rows, _bias_grad)
+
+
+class _QuantizedOperands(NamedTuple):
+    """Rows of a `RowsForWeightGrad`, and the gradient of the output; None if the bias needs no gradient."""
+
+    rows: RowsForWeightGrad
+    dy: Tensor | None
+
+
+def _quantized_weight_grad(weight: Tensor, operands: Sequence[_QuantizedOperands], out: Tensor | None) -> Tensor:
+    """Compute dW (N, H) from dequantized rows; see `_weight_grad`."""
+    ((rows, _),) = operands
+    return _outer_product(weight, *rows.dequantize(), out)
+
+
+def _num_quantized_rows(operands: _QuantizedOperands) -> int:
+    """Return the number of rows of a micro-batch."""
+    return operands.rows.num_rows
+
+
+_QUANTIZED = Gemm(_quantized_weight_grad, _num_quantized_rows, _bias_grad)
 
 
 def flatten_rows(x: Tensor) -> Tensor:

@@ -7,15 +7,17 @@ Dimension letters: P partial sums of a weight gradient.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.norm import rms_norm, rms_norm_backward, rms_norm_reference
-from dualpipe.nn.deferral import accumulation_dtype, needs_plain_autograd, weight_grads
+from dualpipe.nn.accumulators import accumulation_dtype
+from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
+from dualpipe.nn.deferred_grad import Gemm
 
 
 class RMSNorm(nn.Module):
@@ -77,13 +79,31 @@ class _Norm(torch.autograd.Function):
         if dy is None:
             return d_sum, None, None, d_sum if ctx.has_residual else None, None
         dx, partial_sums = rms_norm_backward(dy, d_sum, *ctx.saved_tensors)
-        weight_grad = partial(norm_weight_grad, parts=partial_sums)
-        # The partial sums take the place of `dy`, which `norm_weight_grad` ignores and a deferred gradient would keep
-        # alive. There is no bias, so the last argument is not called.
-        dw, _ = weight_grads(ctx, partial_sums, None, weight_grad, weight_grad)
+        dw, _ = weight_grads(ctx, PartialSums(partial_sums), SUM_OF_PARTS)
         return dx, dw, None, dx if ctx.has_residual else None, None
 
 
-def norm_weight_grad(weight: Tensor, *_: Any, parts: Tensor) -> Tensor:
-    """Sum the partial weight gradients `parts` (P, size) of a norm's backward -> (size,)."""
-    return parts.sum(0, dtype=accumulation_dtype(weight, weight.dtype))
+class PartialSums(NamedTuple):
+    """Partial weight gradients (P, size) from the backward of a norm, or of two norms.
+
+    bias: those of the second weight, which `weight_grads` takes in the place of a bias.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+def _weight_grad(weight: Tensor, operands: Sequence[PartialSums], out: Tensor | None) -> Tensor:
+    """Sum the partial weight gradients -> (size,); added to `out` if any."""
+    ((partial_sums, _),) = operands
+    dw = partial_sums.sum(0, dtype=accumulation_dtype(weight, weight.dtype))
+    return dw if out is None else out.add_(dw)
+
+
+def _second_weight_grad(weight: Tensor, operands: PartialSums) -> Tensor:
+    """Sum the partial gradients of the second weight -> (size,)."""
+    assert operands.bias is not None, "a second weight has partial sums"
+    return operands.bias.sum(0, dtype=accumulation_dtype(weight, weight.dtype))
+
+
+SUM_OF_PARTS = Gemm(_weight_grad, bias_grad=_second_weight_grad)

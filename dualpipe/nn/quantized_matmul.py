@@ -23,9 +23,7 @@ Dimension letters: M rows, E experts, K in_features, N out_features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -103,23 +101,28 @@ def input_grad(
     return dx, dy_rows
 
 
-def weight_grad_from_rows(
-    weight_grad: Callable[..., Tensor], dy: Tensor, dy_rows: QuantizedRows | None, x_rows: QuantizedRows, block: int
-) -> Callable[..., Tensor]:
-    """Return a function like `weight_grad(weight, dy, x, out=None)` that computes from quantized rows.
+class RowsForWeightGrad(NamedTuple):
+    """Operands of a weight gradient as quantized rows, to be dequantized to `dtype`."""
 
-    It dequantizes `dy_rows` and `x_rows` when it is called, and ignores its arguments `dy` and `x`.
+    dy: QuantizedRows
+    x: QuantizedRows
+    dtype: torch.dtype
 
-    dy_rows: quantized rows of `dy`; None: quantize `dy` now.
-    """
-    return partial(_dequantized_weight_grad, weight_grad, dy_rows or quantize_rows(dy, block), x_rows, dy.dtype)
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows of `dy`."""
+        return self.dy.elements.shape[0]
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """Return dy and x."""
+        return dequantize_rows(self.dy, self.dtype), dequantize_rows(self.x, self.dtype)
 
 
-def _dequantized_weight_grad(
-    weight_grad: Callable[..., Tensor], dy_rows: QuantizedRows, x_rows: QuantizedRows, dtype: torch.dtype,
-    weight: Tensor, _: Any, __: Any, out: Tensor | None = None,
-) -> Tensor:
-    return weight_grad(weight, dequantize_rows(dy_rows, dtype), dequantize_rows(x_rows, dtype), out)
+def quantize_for_weight_grad(
+    dy: Tensor, dy_rows: QuantizedRows | None, x_rows: QuantizedRows, block: int
+) -> RowsForWeightGrad:
+    """Return the operands of a weight gradient as quantized rows. dy_rows: those of `dy`; None: quantize `dy` now."""
+    return RowsForWeightGrad(dy_rows or quantize_rows(dy, block), x_rows, dy.dtype)
 
 
 def _operands(weight: QuantizedTensor) -> tuple[Tensor, Format, tuple[int, int, int]]:

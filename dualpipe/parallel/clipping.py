@@ -24,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import coalesce, local, scale
 from dualpipe.runtime.recorder import Recorder
 
 _Groups = tuple[ProcessGroup, ...]
@@ -67,11 +67,11 @@ def clip_grad_norm_(
             measured.append(summed)
     norm = _norm(_by_ranks(to_measure), () if group is None else (group,), norm_type, device)
     if max_norm < inf:
-        scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # the formula of torch
         if error_if_nonfinite:
-            scale = torch.where(norm.isfinite(), scale, 1.0)
+            factor = torch.where(norm.isfinite(), factor, 1.0)
         for gradient_dtype, gradients in _by_dtype(to_scale):
-            torch._foreach_mul_(gradients, scale.to(torch.promote_types(gradient_dtype, torch.float32)))
+            scale(gradients, factor.to(torch.promote_types(gradient_dtype, torch.float32)))
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(f"the norm of the gradients is {norm.item()}, so they were not clipped; to scale them "
                            "anyway, pass error_if_nonfinite=False")
@@ -120,9 +120,7 @@ def _local_gradients(parameter: Tensor) -> tuple[Tensor, Tensor]:
     grad = parameter.grad
     assert grad is not None, "the caller has checked"
     if grad.is_sparse:  # torch has no norm of a sparse tensor, only of its values
-        grad = grad.coalesce()
-        parameter.grad = grad
-        values = grad._values()
+        values = coalesce(parameter)._values()
         return values, values
     local_grad = local(grad)
     if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:

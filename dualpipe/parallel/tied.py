@@ -65,10 +65,11 @@ class TiedGradients:
         if not self._is_summed:
             return
         self._is_summed = False
+        from dualpipe.nn.accumulators import take  # imports all layers, which few importers of this file need
+
         self._earlier_sums = []
         for parameter in tied_parameters(self.stage):
-            self._earlier_sums.append(parameter.grad)
-            parameter.grad = None
+            self._earlier_sums.append(take(parameter))
 
     @torch.no_grad()
     def add(self, unused: dict[Tensor, bool]) -> None:
@@ -79,7 +80,7 @@ class TiedGradients:
         unused: parameters with True for those without a gradient on this rank; set for the tied ones, with True only if
             neither end has a gradient.
         """
-        from dualpipe.nn.deferral import local  # imports all layers, which few importers of this file need
+        from dualpipe.nn.accumulators import add_peer
 
         parameters = tied_parameters(self.stage)
         earlier_sums = self._earlier_sums or [None] * len(parameters)
@@ -92,13 +93,7 @@ class TiedGradients:
         peer_flags = self._exchange(flags)
         for parameter, peer_flag, earlier in zip(parameters, peer_flags, earlier_sums, strict=True):
             unused[parameter] = unused[parameter] and bool(peer_flag)  # the host waits for the flag of unused ones only
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            grad = local(parameter.grad)
-            # Before `earlier` is added: the sum of two tensors is bitwise equal at both ends, in either order.
-            grad += self._exchange(grad.contiguous())
-            if earlier is not None:
-                grad += local(earlier)
+            add_peer(parameter, self._exchange, earlier)
         self.discard()
         self._is_summed = True
 

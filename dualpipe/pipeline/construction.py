@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.parallel.tied import original_number, tied_parameters
 from dualpipe.pipeline.batch import require_same

@@ -25,8 +25,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.conversion import deferring_class, is_fsdp_module
-from dualpipe.nn.deferral import local
 from dualpipe.nn.grouped_linear import GroupedLinear
 from dualpipe.nn.linear import Linear, TransposedLinear
 from dualpipe.schedule import Costs, Schedule, simulate

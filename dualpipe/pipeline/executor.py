@@ -71,7 +71,6 @@ class Executor:
     def run(self) -> tuple[Tensor | None, Outputs]:
         """Run the program; return the losses (num_chunks,) and the outputs; see `Pipeline.step`."""
         depth = self._recorder.depth
-        self._store.merging = self._program.merges
         try:
             # Single-threaded: on CUDA, autograd's threads would not see the active store.
             with self._store.activate(), torch.autograd.set_multithreading_enabled(False):

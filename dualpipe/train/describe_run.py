@@ -21,7 +21,7 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.kernels.grouped_gemm_quantized import slower_in_fp8
 from dualpipe.models import HubConfig
 from dualpipe.nn import GroupedLinear, Linear
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.runtime.files import replace_file
 from dualpipe.runtime.printing import warn
 from dualpipe.train.config.fit import Resolved

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from dualpipe.kernels.routing import SortedTokens, sort_tokens
 from dualpipe.nn import GroupedLinear
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention import AttentionChoice, choose_attention_kernel, head_size
-from dualpipe.nn.deferral import local
 from dualpipe.nn.grouped_linear import GemmLibrary
 from dualpipe.nn.pick_fastest import check_runs, pick_fastest
 from dualpipe.quantized import QuantizedTensor

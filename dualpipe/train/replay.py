@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from dualpipe.checkpoint import Checkpoints, load
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.models import read_hub_json
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention import use_attention_kernel
-from dualpipe.nn.deferral import local
 from dualpipe.parallel.experts.one_hop import DispatchPlan
 from dualpipe.pipeline.microbatch_state import SegmentRun
 from dualpipe.quantized.quantize_model import quantized_part

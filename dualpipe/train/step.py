@@ -24,8 +24,8 @@ from dualpipe.kernels.grouped_gemm import HALF
 from dualpipe.models import HubConfig, Stage, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import GroupedLinear, Linear
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention.sequence_split import SequenceSplit
-from dualpipe.nn.deferral import local
 from dualpipe.nn.quantized_matmul import GemmPrecision
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.parallel import DTypePlan, DTypePolicy, Rule, resolve_dtypes

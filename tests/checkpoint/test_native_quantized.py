@@ -12,7 +12,7 @@ from dualpipe.checkpoint.commands import ls, show
 from dualpipe.checkpoint.state import parts_of
 from dualpipe.checkpoint.tensors import read_header
 from dualpipe.kernels.formats import FORMATS
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel import Rule
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.quantized import QuantizedTensor

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from dualpipe.checkpoint import Checkpoints, load, save, training_state
 from dualpipe.checkpoint.commands import show
 from dualpipe.checkpoint.manifest import Checkpoint
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from ranks import run_ranks
 

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dualpipe.kernels import swiglu
 from dualpipe.nn import Embedding, GroupedLinear, GroupedSwiGLU, Linear, RMSNorm, defer_weight_grads
-from dualpipe.nn.deferral import WeightGradStore, add_grad
+from dualpipe.nn.accumulators import add_grad
+from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.grouped_linear import grouped_linear
 from linears import Conv1D, assert_same_grads, backward, pair
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dualpipe import Compute, Pipeline, WeightGradStore
 from dualpipe.nn import Embedding, GroupedLinear, Linear, defer_weight_grads
-from dualpipe.nn.deferral import add_grad
+from dualpipe.nn.accumulators import add_grad
 from ranks import run_ranks
 
 ROWS, WIDTH, CHUNKS = 12, 8, 3

@@ -28,7 +28,7 @@ from dualpipe import Pipeline, PipelineError
 from dualpipe.models import Qwen3MoeConfig, build_stages
 from dualpipe.models.stages import Recompute
 from dualpipe.nn import cross_entropy_loss
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard
 from dualpipe.parallel.context.context_parallel import ContextParallel
 from dualpipe.parallel.experts.dispatcher import ExpertParallel, shard_experts

@@ -21,7 +21,7 @@ from dualpipe.models import HubConfig, read_config
 from dualpipe.models.decoder import SparseMLP
 from dualpipe.models.flops import parameter_counts
 from dualpipe.models.stages import build_stages, meta_stages
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel.experts.dispatcher import is_interface_experts
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.plan.communication import context_numbers

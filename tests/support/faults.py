@@ -25,7 +25,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.pipeline.p2p import Link
 from dualpipe.runtime.rank_process import restart_count
 from dualpipe.runtime.recorder import Entry, Observer, Recorder

@@ -12,8 +12,8 @@ from dualpipe import Pipeline
 from dualpipe.models import Stage
 from dualpipe.models.hub import HubConfig, HubTensorPart
 from dualpipe.nn import cross_entropy_loss
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention import packed_positions
-from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.schedule import build
 from dualpipe.train.config.schema import Config, MemoryConfig

@@ -14,8 +14,6 @@ class Wgrads(TorchDispatchMode):
         self.sizes: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.dualpipe.grouped_gemm_wgrad.default:
-            self.sizes.append(1)
         if function is torch.ops.dualpipe.grouped_gemm_wgrad_merged.default:
             self.sizes.append(len(args[0]))
         return function(*args, **kwargs or {})

@@ -11,8 +11,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from dualpipe.checkpoint.manifest import Checkpoint
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.attention.sequence_split import WHOLE
-from dualpipe.nn.deferral import local
 from dualpipe.parallel.mesh import Mesh
 from dualpipe.plan.memory import estimate
 from dualpipe.runtime.ranks.rank_sync import RankSync

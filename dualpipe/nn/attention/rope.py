@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from dualpipe.kernels.rotary import rotate_heads, rotate_heads_backward, rotate_reference
 from dualpipe.nn.deferral import needs_plain_autograd, weight_grads
-from dualpipe.nn.norm import RMSNorm, norm_weight_grad
+from dualpipe.nn.norm import SUM_OF_PARTS, PartialSums, RMSNorm
 
 
 @dataclass(frozen=True)
@@ -132,8 +131,5 @@ class _Rotate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, *parts = rotate_heads_backward(dq, dk, *ctx.saved_tensors, ctx.interleaved)
-        # Partial sums take the place of `dy`: see `dualpipe.nn.norm`.
-        dq_weight, dk_weight = weight_grads(
-            ctx, parts[0], None, *(partial(norm_weight_grad, parts=part) for part in parts)
-        )
+        dq_weight, dk_weight = weight_grads(ctx, PartialSums(*parts), SUM_OF_PARTS)
         return dq, dq_weight, dk_weight, dk, None, None, None, None

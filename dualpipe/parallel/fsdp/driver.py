@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import create_zeros, drop, fold, local, move_to
 from dualpipe.parallel.fsdp.private import groups_of, private, state_of
 from dualpipe.parallel.fsdp.quantized_gather import PackedGather, attach_all
 from dualpipe.parallel.fsdp.unit_records import ParameterPlace as ParameterPlace
@@ -37,7 +38,6 @@ from dualpipe.parallel.fsdp.unit_records import (
 )
 from dualpipe.parallel.fsdp.unit_records import mesh_groups as mesh_groups
 from dualpipe.parallel.tied import original_number
-from dualpipe.quantized.quantize_model import distribute_like, quantized_part
 from dualpipe.runtime.dtypes import short_name
 from dualpipe.runtime.recorder import RecordedWait, Recorder
 
@@ -218,8 +218,8 @@ class StageParameters:
                         continue
                     self._prepared.append(param)
                     if param.grad is None:
-                        param.grad = torch.zeros_like(param, dtype=param.grad_dtype)
-                        setattr(param.grad, _PREPARED, local(param.grad)._version)
+                        grad = create_zeros(param, param.grad_dtype)
+                        setattr(grad, _PREPARED, local(grad)._version)
 
     def set_idle(self) -> None:
         """Reset the state of all units: FSDP2 would take a forward after a backward for a recomputation."""
@@ -330,8 +330,7 @@ class StageParameters:
 
     def discard(self) -> None:
         """Drop gradients that a later step was to reduce."""
-        for param, _ in self._unsharded():
-            param.grad = None
+        drop(param for param, _ in self._unsharded())
         for fsdp_param in self._fsdp_params():
             if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed"):  # before torch 2.15, a second accumulator
                 fsdp_param.unsharded_accumulated_grad = None
@@ -357,14 +356,11 @@ class StageParameters:
         itself. zeros: parameters without a gradient get zeros.
         """
         for param, dtype in self._unsharded():
-            if param.requires_grad and param.grad_dtype is not dtype:
-                grad = param.grad
-                param.grad = None
-                param.grad_dtype = dtype
-                if grad is not None:
-                    param.grad = grad.to(dtype)
-            if zeros and param.requires_grad and param.grad is None:
-                param.grad = _zeros_for(param, dtype)
+            if not param.requires_grad:
+                continue
+            fold(param, dtype)
+            if zeros and param.grad is None:
+                create_zeros(param, dtype)
 
 
 def _is_unused(fsdp_param: Any) -> bool | Tensor:
@@ -385,14 +381,6 @@ def _is_untouched(grad: Tensor | None) -> bool | Tensor:
         return True
     values = local(grad)
     return getattr(grad, _PREPARED, None) == values._version and ~values.any()
-
-
-def _zeros_for(param: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a zero gradient; for a quantized parameter too it is a plain tensor, unlike `zeros_like`."""
-    part = quantized_part(param)
-    if part is None:
-        return torch.zeros_like(param, dtype=dtype)
-    return distribute_like(param, torch.zeros(part.shape, dtype=dtype, device=part.device))
 
 
 class ParametersStep:
@@ -480,9 +468,8 @@ class ParametersStep:
 
         unused: as `unused` returns them. agree: returns the flags that all data-parallel ranks have set.
         """
-        for param, is_unused in zip(unused, agree([*unused.values()]), strict=True):
-            if is_unused:
-                param.grad = None
+        is_unused_everywhere = agree([*unused.values()])
+        drop(param for param, is_unused in zip(unused, is_unused_everywhere, strict=True) if is_unused)
 
     def run_hooks(self) -> None:
         """Run the post-accumulate-grad hooks of all sharded parameters that have a gradient."""
@@ -517,13 +504,17 @@ def _move_gradients(group: Any) -> None:
         if (grad is None or grad.dtype is not sharded.dtype or sharded.grad is not None
                 or private(group, "gradient_divide_factor") is not None):
             continue
-        param.grad = None
-        local_grad = grad.to_local() if isinstance(grad, DTensor) else grad
-        reduced = local_grad.contiguous()
-        hook = private(group, "_all_reduce_hook")
-        if hook is not None:
-            hook(reduced.view(-1))
-        sharded.grad = private(fsdp_param, "to_sharded_dtensor")(reduced)
+        move_to(sharded, param, partial(_reduce_over_one_rank, group, fsdp_param))
+
+
+def _reduce_over_one_rank(group: Any, fsdp_param: Any, local_grad: Tensor) -> Tensor:
+    """Return the gradient of a sharded parameter from the local accumulator of the gathered one."""
+    reduced = local_grad.contiguous()
+    hook = private(group, "_all_reduce_hook")
+    if hook is not None:
+        hook(reduced.view(-1))
+    sharded: Tensor = private(fsdp_param, "to_sharded_dtensor")(reduced)
+    return sharded
 
 
 def _drive(root: FSDPModule, *, sync: bool, by_hand: bool) -> None:

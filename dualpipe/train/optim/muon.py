@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.runtime.recorder import Recorder
 
 Coefficients = Literal["jordan", "polar_express"]

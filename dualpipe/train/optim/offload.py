@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.runtime import device as devices
 
 BUCKET_BYTES = 2**27  # of the moments in a bucket, unless those of one parameter are more

@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 from dualpipe.checkpoint.optimizer_state import ParameterState
 from dualpipe.models import HubConfig
 from dualpipe.models.decoder import Attention
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import copy_to_master, drop, local
 from dualpipe.nn.init import local_part
 from dualpipe.parallel.precision.dtype_plan import matches
 from dualpipe.quantized import requantize
@@ -139,7 +139,7 @@ class Optimizer:
             found_inf = None  # only torch's fused optimizers take it
         pairs = [(parameter, master) for parameter, master in self._masters.items() if parameter is not master]
         for parameter, master in pairs:
-            master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+            copy_to_master(master, parameter)
         for algorithm, inner in self._inner.items():
             inner.found_inf = found_inf  # type: ignore[attr-defined]  # set in this way by torch.amp too
             for group in inner.param_groups:
@@ -151,8 +151,7 @@ class Optimizer:
                     self._update_adamw(found_inf, master, [local(inner.state[master][name]) for name in MOMENTS])
             else:
                 inner.step()
-        for _, master in pairs:
-            master.grad = None
+        drop(master for _, master in pairs)
         self.round_parameters()
 
     def _update_adamw(self, found_inf: Tensor | None, master: Tensor, moments: list[Tensor]) -> None:
@@ -190,8 +189,7 @@ class Optimizer:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        for parameter in self.parameters:
-            parameter.grad = None
+        drop(self.parameters)
 
     def state_tensors(self) -> dict[nn.Parameter, dict[str, Tensor | ParameterState]]:
         """Return the tensors to save in a checkpoint, by parameter and name, sharing memory.

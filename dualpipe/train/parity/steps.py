@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.routing.router_set import RouterSet
 from dualpipe.pipeline.compiled_stage import as_tuple
 from dualpipe.pipeline.lower import Instruction

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dualpipe import Pipeline
 from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import Qwen3MoeConfig
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
 from dualpipe.parallel.fsdp.driver import StageParameters
 from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize

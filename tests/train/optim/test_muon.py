@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dualpipe.models import read_config
 from dualpipe.nn import Linear
-from dualpipe.nn.deferral import local
+from dualpipe.nn.accumulators import local
 from dualpipe.nn.init import seeded_normal_
 from dualpipe.parallel.mesh import build_mesh
 from dualpipe.runtime.rank_process import RankInfo

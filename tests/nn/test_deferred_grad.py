@@ -9,37 +9,45 @@ from torch.distributed.tensor import DTensor
 from dualpipe.kernels import sort_tokens
 from dualpipe.nn import GroupedLinear, GroupedSwiGLU, Linear
 from dualpipe.nn.deferral import WeightGradStore
-from dualpipe.nn.merged_weight_grads import MergeableGrad, MergeableOperands, merge_queues
+from dualpipe.nn.deferred_grad import DeferredGrad, Gemm, merge_queues
 from dualpipe.parallel.experts.dispatcher import shard_experts
 from dualpipe.parallel.mesh import build_mesh
 from lone_rank import lone_rank
 from weight_grads import Wgrads
 
 WEIGHTS = {name: torch.zeros(1) for name in "XY"}
+BIAS = torch.zeros(1)
 
 
-def queue(log, microbatch, names):
+def queue(log, microbatch, names, gemms):
     """Deferred gradients that log their name and micro-batch; X and Y can be merged, and X has a bias."""
     made = []
     for name in names:
-        def add(text=f"{name}{microbatch}"):
-            log.append(text)
-
         if name in WEIGHTS:
-            merge = MergeableOperands(None, f"{microbatch}")
-            add_bias = (lambda text=f"bias{microbatch}": log.append(text)) if name == "X" else None
-            made.append(MergeableGrad(
-                WEIGHTS[name], merge, lambda parts, name=name: log.append(name + "+".join(parts)), add, add_bias,
-                lambda: None))
+            made.append(DeferredGrad(WEIGHTS[name], BIAS if name == "X" else None, (microbatch,), gemms[name]))
         else:
-            made.append(add)
+            made.append(lambda text=f"{name}{microbatch}": log.append(text))
     return made
+
+
+def logging_gemm(log, name):
+    """A GEMM that logs its name and the micro-batches of its operands."""
+    def weight_grad(weight, operands, out):
+        log.append(name + "+".join(str(microbatch) for microbatch, in operands))
+        return torch.zeros_like(weight)
+
+    def bias_grad(bias, operands):
+        log.append(f"bias{operands[0]}")
+        return torch.zeros_like(bias)
+
+    return Gemm(weight_grad, bias_grad=bias_grad, merges=True)
 
 
 def shares(*names):
     log = []
     result = []
-    for share in merge_queues([queue(log, i, each) for i, each in enumerate(names)]):
+    gemms = {name: logging_gemm(log, name) for name in WEIGHTS}
+    for share in merge_queues([queue(log, i, each, gemms) for i, each in enumerate(names)]):
         for deferred in share:
             deferred()
         result.append([*log])
@@ -51,7 +59,7 @@ def test_order_and_shares():
     assert shares("aXb", "aXb") == [["a0", "X0+1", "bias0", "bias1"], ["b0", "a1", "b1"]]
     assert shares("XY", "XY", "XY") == [["X0+1+2", "bias0", "bias1", "bias2"], ["Y0+1+2"], []]
     assert shares("ab", "ab") == [["a0", "b0"], ["a1", "b1"]]
-    assert shares("", "X", "a") == [["X1"], ["a2"], []]
+    assert shares("", "X", "a") == [["X1", "bias1"], ["a2"], []]
     assert shares("", "") == [[], []]
     assert shares("XX", "X") == [["X0+0+1", "bias0", "bias0", "bias1"], []]
 
@@ -68,7 +76,6 @@ def tokens_of(seed):
 def run(module, inputs, merged):
     """Backwards of several micro-batches, then all their weight gradients; returns the sizes of the GEMMs."""
     store = WeightGradStore()
-    store.merging = merged
     for key, (x, rows) in enumerate(inputs):
         with store.activate(), store.defer(key):
             y = module(x, rows) if rows is not None else module(x)
@@ -152,7 +159,6 @@ def test_shares_free_what_they_have_computed():
     from weakref import ref
 
     layer, store = GroupedLinear(3, 16, 8), WeightGradStore()
-    store.merging = True
     kept = []
     for key in range(2):
         x = torch.randn(7, 16)
