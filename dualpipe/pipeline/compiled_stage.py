@@ -40,7 +40,7 @@ from dualpipe.nn.segments import (
     validate_segments,
 )
 from dualpipe.parallel.forward_hooks import is_compiled, with_forward_hooks
-from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 
 # Names in a carry that the names of a user's segments cannot collide with, as they are not identifiers.
 SIDE = "(side inputs)"  # side inputs by name, for a module that is called as a whole
@@ -461,7 +461,7 @@ class RankStages:
         modules: the stages.
         specs: side inputs that the stages take.
         parameters: parameters of the stages under FSDP2.
-        borrowers: for each stage, the other stages that use parameters which FSDP2 manages in it.
+        users: for each stage, the other stages that use parameters which FSDP2 manages in it.
         count: number of stages of the whole pipeline.
         device: device of all stages.
         batch_dim: dimension along which batches are split.
@@ -473,7 +473,7 @@ class RankStages:
     modules: Mapping[int, nn.Module]
     specs: Mapping[int, SideSpec]
     parameters: Mapping[int, StageParameters]
-    borrowers: Mapping[int, set[int]]
+    users: Mapping[int, set[int]]
     count: int
     device: torch.device
     batch_dim: int

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dualpipe.nn.accumulators import local
-from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 from dualpipe.parallel.tied import original_number, tied_parameters
 from dualpipe.pipeline.batch import require_same
 from dualpipe.pipeline.compiled_stage import SideSpec

@@ -23,7 +23,9 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel.clipping import clip_grad_norm_
-from dualpipe.parallel.fsdp.driver import ParametersStep, StageParameters, mesh_groups, process_groups
+from dualpipe.parallel.fsdp.driver import ParametersStep
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
+from dualpipe.parallel.fsdp.unit_records import mesh_groups, process_groups
 from dualpipe.parallel.tied import TiedGradients, tied_parameters
 from dualpipe.pipeline.batch import (
     Batch,
@@ -199,7 +201,7 @@ class Pipeline(nn.Module):
             modules=stages,
             specs=dict(zip(numbers, specs)),
             parameters=dict(zip(numbers, parameters)),
-            borrowers={number: stage.borrowers(stages) for number, stage in zip(numbers, parameters)},
+            users={number: stage.used_by(stages) for number, stage in zip(numbers, parameters)},
             count=built_schedule.num_stages,
             device=self.device,
             batch_dim=self.batch_dim,
@@ -407,7 +409,7 @@ class Pipeline(nn.Module):
             by_host=self.device.type != "cpu" and agreement.kernels not in self._loaded,
         )
         parameters = ParametersStep(
-            self._stages.parameters, self._stages.borrowers, train=train, reduce=train and sync)
+            self._stages.parameters, self._stages.users, train=train, reduce=train and sync)
         if agreement.side_names:
             batch = replace(batch, side_names=agreement.side_names)
         executor = Executor(self._stages, batch, program, messages, parameters, self.weight_grad_store)

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from dualpipe.parallel import Rule
-from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.parallel.fsdp.driver import StageStep
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 from dualpipe.quantized import FORMATS, QuantizedTensor, quantize_weights
 from native import Trainee
 from ranks import run_ranks
@@ -349,13 +350,14 @@ RULES = {
 def own_sharding(rank, path, way):
     """Save weights that were gathered before, in the background; gathered weights have unquantized float32 shards."""
     trainee = Trainee((1, 2, 2), rules=RULES[way])
-    units = [StageParameters(stage) for stage in trainee.model.stages]
-    for unit in units:
-        unit.check()
-        unit.gather()
-        unit.wait()
-        unit.complete(reduce=False)
-        unit.finish()
+    for stage in trainee.model.stages:
+        parameters = StageParameters(stage)
+        parameters.check()
+        step = StageStep(parameters)
+        step.gather()
+        step.wait()
+        step.complete(reduce=False)
+        step.finish()
     state = {f"{number}.{name}": tensor for number, stage in enumerate(trainee.model.stages)
              for name, tensor in stage.state_dict().items()}
     name = next(name for name in state if "experts.gate_up_proj" in name)

@@ -55,8 +55,8 @@ def share_parameter(stage: nn.Module, places: Sequence[ParameterPlace]) -> None:
             setattr(module, name, private(fsdp_param, "sharded_param"))
 
 
-def frozen_towers(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the frozen towers with their names: the outermost frozen modules that have submodules."""
+def frozen_modules(stage: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost frozen modules that have submodules, with their names."""
     frozen: set[nn.Module] = set()
     for name, module in stage.named_modules():
         is_frozen = not any(param.requires_grad for param in module.parameters())

@@ -7,6 +7,7 @@ import gc
 import os
 import re
 import time
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import PropertyMock, patch
 
@@ -25,6 +26,7 @@ from dualpipe.nn import GroupedLinear, defer_weight_grads
 from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.parallel import DTypePolicy, resolve_dtypes, shard, shard_experts, shard_stages
 from dualpipe.parallel.fsdp import driver
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 from dualpipe.pipeline import PipelineError
 from ranks import run_ranks
 from refusals import refusal
@@ -502,7 +504,7 @@ def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
     mesh = init_device_mesh("cpu", (ranks,))
     expected = Failing().double()
     stage = shard_nested(copy.deepcopy(expected), mesh)
-    stages = {0: driver.StageParameters(stage)}
+    stages = {0: StageParameters(stage)}
     x, _ = batch(1, ranks)
     mine = slice(rank * 2, rank * 2 + 2)
 
@@ -523,7 +525,7 @@ def abandoned(rank: int, ranks: int, where: str) -> tuple[list[bool], float]:
     with patch.object(torch.distributed.Work, "wait", side_effect=AssertionError("abandon waits for nobody")):
         step.abandon()
     left = [isinstance(p, DTensor) and p.grad is None for p in stage.parameters()]
-    left += [param.grad is None for param, _ in stages[0]._unsharded()]
+    left += [param.grad is None for param, _ in stages[0].unsharded()]
     with torch.no_grad():  # so that parameters gathered before the update show
         for p in (*stage.parameters(), *expected.parameters()):
             p *= 0.5
@@ -863,17 +865,18 @@ def handed_over(rank: int) -> tuple[list[bool], float]:
     The gradients of the two steps add up.
     """
     run, same = Training(microbatches=2), []
-    complete = driver.StageParameters.complete
+    complete = driver.StageStep.complete
 
     def watched(self, **how):
-        places = [param.grad.data_ptr() for param, _ in self._unsharded()]
-        first = all(each.sharded_param.grad is None for each in self._fsdp_params())
+        parameters = self._parameters
+        places = [param.grad.data_ptr() for param, _ in parameters.unsharded()]
+        first = all(each.sharded_param.grad is None for each in parameters.fsdp_params())
         complete(self, **how)
         if first:
             same.extend(each.sharded_param.grad.to_local().data_ptr() == place
-                        for each, place in zip(self._fsdp_params(), places, strict=True))
+                        for each, place in zip(parameters.fsdp_params(), places, strict=True))
 
-    with patch.object(driver.StageParameters, "complete", watched):
+    with patch.object(driver.StageStep, "complete", watched):
         for _ in range(2):
             run.step()
             run.step_expected()
@@ -1066,15 +1069,17 @@ def test_what_cannot_work_is_refused_with_the_remedy():
 def test_a_plain_stage_that_sees_a_sharded_parameter_is_prepared_once_that_is_gathered():
     calls = []
 
-    def stage(number, is_sharded):
-        def note(what):
-            return lambda: calls.append((what, number))
+    class NotedStep:
+        def __init__(self, parameters):
+            for what in ("gather", "wait", "prepare"):
+                setattr(self, what, partial(calls.append, (what, parameters.number)))
 
-        return SimpleNamespace(is_sharded=is_sharded, several_groups=True, ranks=(), gather=note("gather"),
-                               wait=note("wait"), prepare=note("prepare"))
+    def stage(number, is_sharded):
+        return SimpleNamespace(number=number, is_sharded=is_sharded, allows_several_groups=True, ranks=())
 
     stages = {0: stage(0, True), 1: stage(1, False), 2: stage(2, False)}
-    step = driver.ParametersStep(stages, {0: {2}, 1: set(), 2: set()}, train=True, reduce=True)
+    with patch.object(driver, "StageStep", NotedStep):
+        step = driver.ParametersStep(stages, {0: {2}, 1: set(), 2: set()}, train=True, reduce=True)
     assert [step.must_wait(number) for number in stages] == [True, False, True]
     step.gather()
     assert calls == [("gather", 0), ("prepare", 1)]

@@ -19,8 +19,9 @@ from dualpipe.kernels.formats import FORMATS, Format
 from dualpipe.models import Qwen3MoeConfig
 from dualpipe.nn.accumulators import local
 from dualpipe.parallel import DTypePolicy, Rule, resolve_dtypes, shard
-from dualpipe.parallel.fsdp.driver import StageParameters
+from dualpipe.parallel.fsdp.driver import StageStep
 from dualpipe.parallel.fsdp.materialize import assert_materialized, build_on_meta, materialize
+from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.quantized import QuantizedTensor, quantize_weights
 from dualpipe.quantized.quantize_model import quantized_part
@@ -197,8 +198,9 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
             mine = slice(mesh["ep"].get_local_rank() * experts, (mesh["ep"].get_local_rank() + 1) * experts)
             for _ in range(2):
                 parameters.check()
-                parameters.gather()
-                parameters.wait()
+                step = StageStep(parameters)
+                step.gather()
+                step.wait()
                 for name, param in stage.named_parameters():
                     weight = local(param.detach())
                     if isinstance(weight, QuantizedTensor):
@@ -208,8 +210,8 @@ def seeded(rank: int, shape: tuple[int, int], formats: list[str]) -> int:
                         if weight.transposed is not None:
                             assert torch.equal(weight.transposed, expected.transposed_rows())
                         compared += 1
-                parameters.complete(reduce=False)
-                parameters.finish()
+                step.complete(reduce=False)
+                step.finish()
     return compared
 
 
@@ -327,10 +329,11 @@ def kept_in_fp32(rank: int, world: int) -> None:
     model.zero_grad()
     parameters = StageParameters(model)
     parameters.check()
-    parameters.gather()
-    parameters.wait()
-    parameters.complete(reduce=True)  # of a step without a backward: zeros
-    parameters.finish()
+    step = StageStep(parameters)
+    step.gather()
+    step.wait()
+    step.complete(reduce=True)  # of a step without a backward: zeros
+    step.finish()
     assert type(model[0].weight.grad.to_local()) is Tensor
 
 
