@@ -73,10 +73,10 @@ class Attention(nn.Module):
         """
         raise NotImplementedError
 
-    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def logit_row_scales(self, factors_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the query and key parameters to scale for QK-clip, each with a factor for every row.
 
-        share_A: factor by which the attention scores of each head are to be multiplied, at most 1.
+        factors_A: factor by which the attention scores of each head are to be multiplied, at most 1.
 
         Raises ValueError if a norm follows the projections: it bounds the scores, and undoes a scaled weight.
         """
@@ -152,11 +152,11 @@ class GroupedQueryAttention(Attention):
         q_BASD, k_BGSD = apply_rope(q, k, *context.tables(q.dtype), norms)
         return q_BASD, k_BGSD, v.transpose(1, 2)
 
-    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def logit_row_scales(self, factors_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters of the queries alone, because several query heads share each key head."""
         if self.norms:
             raise ValueError("queries and keys have norms, which bound their scores: leave out optimizer.qk_clip")
-        rows = share_A.repeat_interleave(self.head_dim)
+        rows = factors_A.repeat_interleave(self.head_dim)
         return [(parameter, rows) for parameter in self.q_proj.parameters()]
 
     def expand_kv(self, *shared: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,11 +185,11 @@ class Experts(nn.Module):
         x: tokens (T, H), if `rows` is the order in which they are sorted by expert; or else the sorted rows (M, H), and
         `rows` is the end of each expert's rows (E,). quantized: see `GroupedLinear`.
         """
-        ends = rows.offs if isinstance(rows, SortedTokens) else rows
+        offs_E = rows.offs if isinstance(rows, SortedTokens) else rows
         # Without a bias of down_proj, weighting before its GEMM is equivalent, and its output need not be saved.
         scale_M = None if self.biased else weight_M
         h_MI, h_rows = self.gate_up_proj(x, rows, scale_M, quantized=quantized, next_layer=self.down_proj)
-        y_MH = self.down_proj(h_MI, ends, quantized=h_rows)
+        y_MH = self.down_proj(h_MI, offs_E, quantized=h_rows)
         if not self.biased:
             return y_MH
         return (y_MH * weight_M.unsqueeze(1)).to(y_MH.dtype)  # float32 weights of a router do not widen the rows

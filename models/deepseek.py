@@ -238,14 +238,14 @@ class LatentAttention(Attention):
         q_BASD = torch.cat((q_BSAN.transpose(1, 2), q_BASP), dim=-1)
         return q_BASD, self.kv_a_layernorm(latent_BSC).unsqueeze(1), k_B1SP
 
-    def logit_row_scales(self, share_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
+    def logit_row_scales(self, factors_A: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Scale queries and keys by the square root of the factor each (Kimi K2, arXiv:2507.20534, section 2.1).
 
         All heads share the rotated part of the key. For these dimensions the queries alone are scaled, by the factor.
         """
-        share_A1 = share_A.unsqueeze(1)
-        root_A1 = share_A1.sqrt()
-        queries = torch.cat((root_A1.expand(-1, self.nope_dim), share_A1.expand(-1, self.rope_dim)), 1)
+        factors_A1 = factors_A.unsqueeze(1)
+        root_A1 = factors_A1.sqrt()
+        queries = torch.cat((root_A1.expand(-1, self.nope_dim), factors_A1.expand(-1, self.rope_dim)), 1)
         keys = torch.cat((root_A1.expand(-1, self.nope_dim), torch.ones_like(root_A1).expand(-1, self.v_dim)), 1)
         q_proj = self.q_proj if hasattr(self, "q_proj") else self.q_b_proj
         return [(parameter, rows.flatten()) for linear, rows in ((q_proj, queries), (self.kv_b_proj, keys))

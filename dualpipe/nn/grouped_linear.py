@@ -273,20 +273,20 @@ class _Grouped(torch.autograd.Function):
         gate_up = None
         quantized_y = None
         if isinstance(weight, QuantizedTensor):
-            y = forward_gemm(quantized_x or x, weight, ctx.ends, bias, ctx.gather, x.dtype)
+            y = forward_gemm(quantized_x or x, weight, ctx.offs, bias, ctx.gather, x.dtype)
             if form is not None:
                 gate_up = y
                 y, quantized_y = _swiglu(gate_up, scale, *form, options.next_block)
         elif options.gemm_library == "grouped_mm":
-            y = _grouped_mm(x, weight, ctx.ends, bias, ctx.gather)
+            y = _grouped_mm(x, weight, ctx.offs, bias, ctx.gather)
             if form is not None:
                 gate_up = y
                 y, quantized_y = _swiglu(gate_up, scale, *form, options.next_block)
         elif form is None:
-            y = grouped_gemm(x, weight, ctx.ends, bias=bias, gather=ctx.gather)
+            y = grouped_gemm(x, weight, ctx.offs, bias=bias, gather=ctx.gather)
         else:
             clamped, alpha, limit = form
-            y, gate_up = grouped_gemm_swiglu(x, weight, ctx.ends, bias=bias, gather=ctx.gather, weight=scale,
+            y, gate_up = grouped_gemm_swiglu(x, weight, ctx.offs, bias=bias, gather=ctx.gather, weight=scale,
                                              clamped=clamped, alpha=alpha, limit=limit)
         if options.next_block is not None:
             quantized_y = quantized_y or quantize_rows(y, options.next_block)
@@ -311,32 +311,32 @@ class _Grouped(torch.autograd.Function):
             dy, d_scale = swiglu_backward(dy, gate_up, scale, *ctx.form)
         if ctx.needs_input_grad[0]:
             if used_weight is None:
-                dx, quantized_dy = input_grad(dy, local(ctx.weight), ctx.ends, ctx.block)
+                dx, quantized_dy = input_grad(dy, local(ctx.weight), ctx.offs, ctx.block)
             elif ctx.gemm_library == "grouped_mm":
-                dx = F.grouped_mm(dy.contiguous(), used_weight, offs=ctx.ends)
+                dx = F.grouped_mm(dy.contiguous(), used_weight, offs=ctx.offs)
             else:
-                dx = grouped_gemm_dgrad(dy, used_weight, ctx.ends)  # (M, H)
+                dx = grouped_gemm_dgrad(dy, used_weight, ctx.offs)  # (M, H)
             if ctx.tokens is not None:  # (T, H), the sum of a token's rows
                 dx = combine_tokens(dx, None, ctx.tokens, top_k=ctx.top_k)
         if quantized_x[0] is None:
-            operands = WgradOperands(dy, x, ctx.ends, ctx.gather)
+            operands = WgradOperands(dy, x, ctx.offs, ctx.gather)
             dw, db = weight_grads(ctx, operands, _TRANSPOSED if ctx.is_transposed else _GROUPED)
         else:
             rows = quantize_for_weight_grad(dy, quantized_dy, QuantizedRows(*quantized_x), ctx.block)
             bias_dy = dy if ctx.needs_input_grad[2] else None
-            dw, db = weight_grads(ctx, _QuantizedOperands(rows, bias_dy, ctx.ends, ctx.gather), _QUANTIZED)
+            dw, db = weight_grads(ctx, _QuantizedOperands(rows, bias_dy, ctx.offs, ctx.gather), _QUANTIZED)
         return dx, dw, db, d_scale, None
 
 
 def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
-    """Set `tokens`, `ends` and `gather` of `ctx` from the rows of `x`; for tokens also `top_k`."""
+    """Set `tokens`, `offs` and `gather` of `ctx` from the rows of `x`; for tokens also `top_k`."""
     if isinstance(rows, Tensor):
         ctx.tokens = None
-        ctx.ends = rows
+        ctx.offs = rows
         ctx.gather = None
         return
     ctx.tokens = rows
-    ctx.ends = rows.offs
+    ctx.offs = rows.offs
     ctx.gather = rows.gather
     num_tokens = x.shape[0]
     num_rows = rows.inverse.shape[0]
@@ -347,7 +347,7 @@ def _set_rows(ctx: Any, x: Tensor, rows: Tensor | SortedTokens) -> None:
 
 
 def _grouped_mm(
-    x: Tensor, weight_ENH: Tensor, ends_E: Tensor, bias_EN: Tensor | None, gather_M: Tensor | None
+    x: Tensor, weight_ENH: Tensor, offs_E: Tensor, bias_EN: Tensor | None, gather_M: Tensor | None
 ) -> Tensor:
     """Compute `grouped_gemm` with torch -> (M, N). Entries of `gather_M` past the last end may hold anything."""
     if gather_M is None:
@@ -356,11 +356,11 @@ def _grouped_mm(
         rows_MH = x.new_empty(gather_M.shape[0], x.shape[1])
     else:  # rows past the last end copy an arbitrary token: their number stays on the device
         rows_MH = x.index_select(0, gather_M.clamp(0, x.shape[0] - 1))
-    y_MN = F.grouped_mm(rows_MH, weight_ENH.transpose(1, 2), offs=ends_E)
+    y_MN = F.grouped_mm(rows_MH, weight_ENH.transpose(1, 2), offs=offs_E)
     if bias_EN is None:
         return y_MN
-    numbers_M = torch.arange(y_MN.shape[0], device=ends_E.device, dtype=ends_E.dtype)
-    expert_M = torch.searchsorted(ends_E, numbers_M, right=True).clamp(max=ends_E.shape[0] - 1)
+    numbers_M = torch.arange(y_MN.shape[0], device=offs_E.device, dtype=offs_E.dtype)
+    expert_M = torch.searchsorted(offs_E, numbers_M, right=True).clamp(max=offs_E.shape[0] - 1)
     return y_MN + bias_EN[expert_M]
 
 
@@ -432,12 +432,12 @@ def _num_quantized_rows(operands: _QuantizedOperands) -> int:
 _QUANTIZED = Gemm(_quantized_weight_grad, _num_quantized_rows, _bias_grad)
 
 
-def grouped_bias_grad(bias: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+def grouped_bias_grad(bias: Tensor, dy: Tensor, offs: Tensor) -> Tensor:
     """Sum each expert's rows of `dy`: (M, N) -> (E, N); half precision is summed in float32.
 
     Sizes stay on the device: the host does not wait.
     """
     dtype = accumulation_dtype(bias, dy.dtype)
-    offsets = torch.cat([ends.new_zeros(1), ends]).long()
+    offsets = torch.cat([offs.new_zeros(1), offs]).long()
     wide_dy = dy.to(torch.promote_types(torch.promote_types(dy.dtype, dtype), torch.float32))
     return torch.segment_reduce(wide_dy, "sum", offsets=offsets, axis=0, unsafe=True).to(dtype)

@@ -123,10 +123,10 @@ class _Quantized(torch.autograd.Function):
         ctx.bias = bias
         ctx.block = block
         x_MH = flatten_rows(x)
-        ctx.ends = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # a single expert
+        ctx.offs = torch.full((1,), x_MH.shape[0], dtype=torch.int32, device=x.device)  # a single expert
         quantized_x = None if block is None else quantize_rows(x_MH, block)
         bias_1N = None if bias is None else bias.to(x.dtype).unsqueeze(0)
-        y_MN = forward_gemm(quantized_x or x_MH, weight, ctx.ends, bias_1N, None, x.dtype)
+        y_MN = forward_gemm(quantized_x or x_MH, weight, ctx.offs, bias_1N, None, x.dtype)
         need_weight = ctx.needs_input_grad[1]
         saved_quantized = quantized_x if need_weight and fp8_weight_grad else None
         saved_x = x if need_weight and saved_quantized is None else None
@@ -140,7 +140,7 @@ class _Quantized(torch.autograd.Function):
         dx = None
         quantized_dy = None
         if ctx.needs_input_grad[0]:
-            dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.ends, ctx.block)
+            dx, quantized_dy = input_grad(flatten_rows(dy), ctx.weight, ctx.offs, ctx.block)
             dx = dx.view(*dy.shape[:-1], dx.shape[1])
         if quantized_x[0] is None:
             return dx, *weight_grads(ctx, LinearOperands(dy, x), _LINEAR), None, None

@@ -69,21 +69,21 @@ def row_block(layer: Any, dtype: torch.dtype) -> int | None:
 
 
 def forward_gemm(
-    x: Tensor | QuantizedRows, weight: QuantizedTensor, ends: Tensor, bias: Tensor | None, gather: Tensor | None,
+    x: Tensor | QuantizedRows, weight: QuantizedTensor, offs: Tensor, bias: Tensor | None, gather: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
     """Compute y = x W^T: (M, K) -> (M, N) in `dtype`, in FP8 if `x` is quantized.
 
-    `ends`, `bias` and `gather` are those of `dualpipe.kernels.grouped_gemm.grouped_gemm`.
+    `offs`, `bias` and `gather` are those of `dualpipe.kernels.grouped_gemm.grouped_gemm`.
     """
     data, format, shape = _operands(weight)
     if isinstance(x, QuantizedRows):
-        return grouped_gemm_fp8(x, data, format, shape, ends, out_dtype=dtype, bias=bias, gather=gather)
-    return grouped_gemm_dequantize(x, data, format, shape, ends, bias=bias, gather=gather)
+        return grouped_gemm_fp8(x, data, format, shape, offs, out_dtype=dtype, bias=bias, gather=gather)
+    return grouped_gemm_dequantize(x, data, format, shape, offs, bias=bias, gather=gather)
 
 
 def input_grad(
-    dy: Tensor, weight: Tensor, ends: Tensor, block: int | None
+    dy: Tensor, weight: Tensor, offs: Tensor, block: int | None
 ) -> tuple[Tensor, QuantizedRows | None]:
     """Compute dx = dy W: (M, N) -> (M, K), and the quantized rows of `dy` if the GEMM is in FP8, else None.
 
@@ -92,12 +92,12 @@ def input_grad(
     assert isinstance(weight, QuantizedTensor), "the weight was quantized in the forward"
     data, format, shape = _operands(weight)
     if block is None or block != format.block[0]:  # not in FP8, or blocks that are not square
-        return grouped_gemm_dequantize(dy, data, format, shape, ends, transposed=True), None
+        return grouped_gemm_dequantize(dy, data, format, shape, offs, transposed=True), None
     num_experts, out_features, in_features = shape
     dy_rows = quantize_rows(dy, block)
     transposed_data = weight.transposed_rows()
     transposed_shape = (num_experts, in_features, out_features)
-    dx = grouped_gemm_fp8(dy_rows, transposed_data, format, transposed_shape, ends, out_dtype=dy.dtype)
+    dx = grouped_gemm_fp8(dy_rows, transposed_data, format, transposed_shape, offs, out_dtype=dy.dtype)
     return dx, dy_rows
 
 

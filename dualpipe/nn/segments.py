@@ -135,7 +135,7 @@ class Communicate(_ReadsAndWrites):
 
 Segment = Compute | Communicate
 
-_is_boundary = re.compile(r"x\d*").fullmatch  # inputs and outputs of a stage
+is_boundary = re.compile(r"x\d*").fullmatch  # a match for an input or output of a stage: "x", "x0", "x1", ...
 _is_criterion_name = re.compile(r"loss|label\d+").fullmatch  # reserved for the pipeline
 
 
@@ -156,14 +156,9 @@ def output_names(segments: Sequence[Segment]) -> Names:
     return names
 
 
-def is_boundary(name: str) -> bool:
-    """Return True for the name of an input or output of a stage: "x", "x0", "x1", ..."""
-    return _is_boundary(name) is not None
-
-
 def is_reserved(name: str) -> bool:
     """Return True for a name that the pipeline itself uses in carries: inputs, outputs, labels, the loss."""
-    return is_boundary(name) or _is_criterion_name(name) is not None
+    return is_boundary(name) is not None or _is_criterion_name(name) is not None
 
 
 def validate_segments(segments: Sequence[Segment], side: Iterable[str] = ()) -> list[Segment]:

@@ -4,8 +4,9 @@ A stage is compiled once, when the pipeline is built. If a module has `segments(
 it is run as these segments, with neighbouring compute segments merged. Any other module becomes one compute segment
 that calls the module, so that its forward hooks and `torch.compile` work as usual.
 
-The last segment of the last stage also applies the criterion, in the same autograd graph. The criterion and the labels
-of a micro-batch are in the carry as `TARGET`.
+A compiled segment takes named values and returns named values. The criterion is one more segment after the last one of
+the last stage, merged with it: both are in the same autograd graph. The criterion and the labels of a micro-batch are
+in the carry as `TARGET`.
 
 Side inputs of a step are tensors without a gradient, such as position ids, that every stage may read. They go through
 all stages together with the activations, after them in a message, sorted by name.
@@ -42,9 +43,7 @@ from dualpipe.nn.segments import (
 from dualpipe.parallel.forward_hooks import is_compiled, with_forward_hooks
 from dualpipe.parallel.fsdp.stage_parameters import StageParameters
 
-# Names in a carry that the names of a user's segments cannot collide with, as they are not identifiers.
-SIDE = "(side inputs)"  # side inputs by name, for a module that is called as a whole
-TARGET = "(target)"  # a `Target`, in the last stage
+TARGET = "(target)"  # name of a `Target` in the last stage's carry; no identifier, so that no user's name is the same
 
 
 class Target(NamedTuple):
@@ -61,9 +60,11 @@ class CompiledSegment:
 
     Attributes:
         number: index in the program.
-        reads: names of its arguments; None: everything in the carry, in order.
-        writes: names of its results; None: `fn` returns them as a dict, which replaces the carry.
-        fn: function of a compute segment.
+        reads: names of its arguments, as far as they are known before a forward.
+        writes: names of its results, as far as they are known before a forward.
+        is_open: `fn` takes the whole carry, and its results replace the carry. So does the last segment of a stage of
+            which only a forward shows what it returns: a module that is called as a whole, or one with a criterion.
+        fn: function of a compute segment, from arguments by name to results by name.
         communication: communication of a communication segment.
         recompute: run the forward again before the backward.
         needed: names that stay in the carry after it.
@@ -73,9 +74,10 @@ class CompiledSegment:
     """
 
     number: int
-    reads: Names | None
-    writes: Names | None
-    fn: Callable[..., Any] | None
+    reads: Names
+    writes: Names
+    is_open: bool
+    fn: Callable[[Mapping[str, Any]], dict[str, Any]] | None
     communication: Communication | None
     recompute: bool
     needed: frozenset[str]
@@ -83,29 +85,21 @@ class CompiledSegment:
     region: tuple[int, ...]
     between_ranks: bool
 
-    def named(self, results: Any) -> dict[str, Any]:
-        """Return the results by name."""
-        if self.writes is None:
-            return results
-        return dict(zip(self.writes, as_results(self.writes, results)))
-
 
 @dataclass(frozen=True)
 class CompiledStage:
     """Segments of a stage in the order of the forward.
 
-    backward_order: their numbers in the order of the backward. outputs: names that a forward leaves in the carry; None
-    if the last segment returns a dict (see `CompiledSegment.writes`).
+    backward_order: their numbers in the order of the backward.
     """
 
     segments: tuple[CompiledSegment, ...]
     backward_order: tuple[int, ...]
-    outputs: Names | None
 
     @cached_property
     def is_module(self) -> bool:
         """Return True if the stage is a module that is called as a whole."""
-        return self.segments[0].reads is None
+        return self.segments[0].is_open and len(self.segments) == 1 and not self.segments[0].reads
 
     @cached_property
     def num_communications(self) -> int:
@@ -170,35 +164,33 @@ def compile_stage(module: nn.Module, offered: OfferedSegments, side: SideSpec, *
     """Compile a stage. Raises ValueError for inconsistent `segments()`. is_last: the last stage of the pipeline."""
     segments = stage_segments(module, offered, side)
     if segments is None:
-        return compile_module(module, is_last=is_last)
+        return compile_module(module)
     outputs = output_names(segments)
     if not is_last:
         return compile_segments(segments, outputs)
     if isinstance(segments[-1], Communicate) or segments[-1].recompute:  # the criterion must not be recomputed
         segments.append(Compute(_identity, outputs, outputs))
-    *first_segments, last = _merge_neighbours(segments, outputs)
-    assert isinstance(last, Compute), "a compute segment was appended after a communication"
-    writes = tuple(last.writes)
-    with_criterion = Compute(partial(_run_last_segment, last.fn, writes, outputs), (*last.reads, TARGET), writes)
-    compiled = compile_segments([*first_segments, with_criterion], writes)
-    returns_dict = replace(compiled.segments[-1], writes=None)
-    return CompiledStage((*compiled.segments[:-1], returns_dict), compiled.backward_order, None)
+    compiled = compile_segments(segments, (*outputs, TARGET))
+    last = compiled.segments[-1]
+    assert last.fn is not None, "a compute segment was appended after a communication"
+    fn = partial(_apply_criterion, last.fn, outputs)
+    with_criterion = replace(last, reads=(*last.reads, TARGET), is_open=True, fn=fn)
+    return CompiledStage((*compiled.segments[:-1], with_criterion), compiled.backward_order)
 
 
-def compile_module(module: nn.Module, *, is_last: bool) -> CompiledStage:
-    """Compile a module that is called as a whole into one compute segment, which reads the whole carry."""
+def compile_module(module: nn.Module) -> CompiledStage:
+    """Compile a module that is called as a whole into one compute segment."""
     call = CompiledSegment(
-        number=0, reads=None, writes=None, fn=partial(_call_last_module if is_last else _call_module, module),
-        communication=None, recompute=False,
-        needed=frozenset(), saved=(), region=(), between_ranks=False,
+        number=0, reads=(), writes=(), is_open=True, fn=partial(_call_module, module), communication=None,
+        recompute=False, needed=frozenset(), saved=(), region=(), between_ranks=False,
     )
-    return CompiledStage((call,), (0,), None)
+    return CompiledStage((call,), (0,))
 
 
 def compile_segments(segments: Sequence[Segment], results: Names) -> CompiledStage:
     """Compile segments that leave `results` in the carry."""
     merged = _merge_neighbours(segments, results)
-    return CompiledStage(tuple(_compile_merged(merged, results)), tuple(backward_order(merged)), results)
+    return CompiledStage(tuple(_compile_merged(merged, results)), tuple(backward_order(merged)))
 
 
 def segments_key(module: nn.Module) -> Hashable:
@@ -254,18 +246,31 @@ def as_tuple(outputs: object) -> tuple[Tensor, ...]:
 # -- the functions of segments
 
 
-def _call_module(module: nn.Module, *values: Any) -> dict[str, Any]:
-    """Call a whole module with its inputs and its side inputs; return the outputs by name."""
-    *inputs, side = values
+def _call_module(module: nn.Module, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Call a module with its inputs, and with the side inputs of the step by name; return the stage's results."""
+    inputs: list[Any] = []
+    side: dict[str, Any] = {}
+    for name, value in values.items():
+        if is_boundary(name):
+            inputs.append(value)
+        elif name != TARGET and value is not None:
+            side[name] = value
     outputs = as_tuple(module(*inputs, **side))
-    return dict(zip(input_names(len(outputs)), outputs))
+    target = values.get(TARGET)
+    return dict(zip(input_names(len(outputs)), outputs)) if target is None else _stage_results(outputs, target)
 
 
-def _call_last_module(module: nn.Module, *values: Any) -> dict[str, Any]:
-    """Call the module of the last stage, and apply the criterion."""
-    *inputs, side, target = values
-    outputs = as_tuple(module(*inputs, **side))
-    return _stage_results(outputs, target)
+def _run_segment(fn: Callable[..., Any], reads: Names, writes: Names, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the function of a user's compute segment; return its results by name."""
+    return dict(zip(writes, as_results(writes, fn(*[values[name] for name in reads]))))
+
+
+def _apply_criterion(
+    fn: Callable[[Mapping[str, Any]], dict[str, Any]], outputs: Names, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Run the last compute segment of the last stage, and apply the criterion."""
+    results = fn(values)
+    return _stage_results([results[name] for name in outputs], values[TARGET])
 
 
 def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
@@ -276,13 +281,6 @@ def _stage_results(outputs: Sequence[Tensor], target: Target) -> dict[str, Any]:
     if target.keep_outputs:
         results |= zip(input_names(len(outputs)), (output.detach() for output in outputs))
     return results
-
-
-def _run_last_segment(fn: Callable[..., Any], writes: Names, outputs: Names, *values: Any) -> dict[str, Any]:
-    """Run the last compute segment of the last stage, and apply the criterion."""
-    *inputs, target = values
-    results = dict(zip(writes, as_results(writes, fn(*inputs))))
-    return _stage_results([results[name] for name in outputs], target)
 
 
 def _identity(*values: Any) -> tuple[Any, ...]:
@@ -338,11 +336,14 @@ def _compile_merged(segments: Sequence[Segment], results: Names) -> Iterable[Com
     num_before = list(accumulate(is_dispatch_or_combine))  # odd between a dispatch and its combine
     for number, segment in enumerate(segments):
         is_compute = isinstance(segment, Compute)
+        reads = tuple(segment.reads)
+        writes = tuple(segment.writes)
         yield CompiledSegment(
             number=number,
-            reads=tuple(segment.reads),
-            writes=tuple(segment.writes),
-            fn=segment.fn if isinstance(segment, Compute) else None,
+            reads=reads,
+            writes=writes,
+            is_open=False,
+            fn=partial(_run_segment, segment.fn, reads, writes) if isinstance(segment, Compute) else None,
             communication=segment.communication if isinstance(segment, Communicate) else None,
             recompute=segment.recompute,
             needed=frozenset(needed[number]),

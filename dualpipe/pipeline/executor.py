@@ -18,7 +18,7 @@ from dualpipe.nn.deferral import WeightGradStore
 from dualpipe.nn.segments import input_names, is_boundary
 from dualpipe.parallel.fsdp.driver import ParametersStep
 from dualpipe.pipeline.batch import Batch
-from dualpipe.pipeline.compiled_stage import SIDE, TARGET, RankStages, Target, as_tuple
+from dualpipe.pipeline.compiled_stage import TARGET, RankStages, Target, as_tuple
 from dualpipe.pipeline.lower import Instruction, Program
 from dualpipe.pipeline.microbatch_state import MicrobatchState, SegmentRecord, Slot, received_state
 from dualpipe.pipeline.overlap import Task, walk
@@ -198,10 +198,7 @@ class Executor:
         names = input_names(len(state.inputs))
         state.begin(dict(zip(names, state.inputs)), names if stage > 0 else ())
         carry = state.carry
-        if self._stages.compiled[stage].is_module:
-            carry[SIDE] = side
-        else:
-            carry |= dict.fromkeys(spec.names) | side
+        carry |= dict.fromkeys(spec.names) | side
         if stage == self._stages.count - 1:
             target = self._batch.target(action.microbatch)
             if self._recorder.is_observed:  # observers are shown the outputs, not only the loss
@@ -256,14 +253,11 @@ class Executor:
         state = self._states[slot]
         carry = state.carry
         state.carry = {}
-        compiled = self._stages.compiled[stage]
         loss = carry.pop("loss", None)
-        results = carry
-        if not compiled.is_module:  # the carry may have inputs that no segment has read
-            results = {name: carry[name] for name in compiled.outputs or carry if is_boundary(name)}
-            if loss is None:
-                as_tuple([*results.values()])  # raises ValueError if they are not tensors
-        outputs = tuple(results.values())
+        names = input_names(len(list(filter(is_boundary, carry))))
+        outputs = tuple(map(carry.__getitem__, names))
+        if loss is None and not self._stages.compiled[stage].is_module:
+            as_tuple(outputs)  # raises ValueError if they are not tensors
         if stage == self._stages.count - 1:
             self._keep(microbatch, outputs, loss)
         if not self._train:
@@ -271,7 +265,7 @@ class Executor:
         elif loss is not None:
             state.gradients = {"loss": torch.ones_like(loss)}
         else:
-            state.results = tuple([name for name, tensor in results.items() if tensor.requires_grad])
+            state.results = tuple([name for name, tensor in zip(names, outputs) if tensor.requires_grad])
         side = state.side
         state.side = ()
         return (*outputs, *side)
@@ -337,8 +331,7 @@ class OverlappedPairs:
         if runner.wait_for_parameters is not None:
             runner.wait_for_parameters()
         target = forward_state.carry.pop(TARGET, Target(None, (), False))
-        del forward_state.carry[SIDE]  # empty: the method takes no side inputs
-        inputs = dict(forward_state.carry)
+        inputs = {name: value for name, value in forward_state.carry.items() if is_boundary(name)}
         (record,) = backward_state.records
         loss = record.results.pop("loss", None)
         results: tuple[Tensor, ...] = ()

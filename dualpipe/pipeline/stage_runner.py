@@ -36,7 +36,7 @@ class OpenCommunication:
         self.in_flight = in_flight
         self.segment = segment
         self.record = record
-        self.names = (segment.writes or ()) if names is None else names  # of the received values
+        self.names = segment.writes if names is None else names  # of the received values
 
     def is_needed_by(self, segment: CompiledSegment, names: Iterable[str]) -> bool:
         """Return True if `segment`, which uses `names`, must wait for this communication."""
@@ -82,14 +82,14 @@ class StageRunner:
             record = SegmentRecord()
             if needs_backward:
                 state.records.append(record)
-            if communication is not None and communication.is_needed_by(segment, _names_used(segment)):
+            if communication is not None and communication.is_needed_by(segment, segment.reads + segment.writes):
                 self._finish_communication(communication, state.carry)
                 communication = None
             if needs_backward and segment.saved:
                 record.saved_inputs = {name: detached(state.carry[name]) for name in segment.saved}
                 record.saved_versions = list(map(_version, record.saved_inputs.values()))
             if segment.communication is not None:
-                values = [value for _, value in _arguments(segment, state.carry)]
+                values = [state.carry[name] for name in segment.reads]
                 record.differentiable = tuple(map(needs_grad, values))
                 in_flight = InFlight(segment.communication.forward, values, state.compute_deferred)
                 del values
@@ -99,7 +99,7 @@ class StageRunner:
                 self._compute_without_graph(segment, state, record)
             else:
                 state.carry = self._compute(segment, state, state.carry, record, "F")
-            if segment.writes is not None:
+            if not segment.is_open:
                 _drop_unneeded(state.carry, segment)
         if communication is not None:
             self._finish_communication(communication, state.carry)
@@ -111,7 +111,7 @@ class StageRunner:
         for number in region:
             segment = self.compiled.segments[number]
             record = state.records[number]
-            if communication is not None and communication.is_needed_by(segment, _names_used(segment)):
+            if communication is not None and communication.is_needed_by(segment, segment.reads + segment.writes):
                 self._finish_communication(communication, carry, keep_context=True)
                 communication = None
             if list(map(_version, record.saved_inputs.values())) != record.saved_versions:
@@ -122,7 +122,7 @@ class StageRunner:
             record.saved_inputs = {}
             if segment.communication is not None:
                 start = partial(segment.communication.recompute, record.context)
-                values = [value for _, value in _arguments(segment, carry)]
+                values = [carry[name] for name in segment.reads]
                 in_flight = InFlight(start, values, state.compute_deferred)
                 del values
                 yield in_flight
@@ -140,16 +140,14 @@ class StageRunner:
         """Run a compute segment, and save data for its backward in `record`; return the carry with its results."""
         assert segment.fn is not None, "a compute segment has a function"
         run = self._begin(kind, state, segment) if self._records_segments else None
-        leaves = carry
-        if segment.reads is None:  # the only segment: the values in the carry are leaves already
-            results = segment.fn(*carry.values())
-        else:
+        leaves = carry  # of an open segment, the last: no other segment reads them
+        if not segment.is_open:
             leaves = {name: detached(carry[name]) for name in segment.reads}  # one leaf for a name that is read twice
-            results = segment.named(segment.fn(*[leaves[name] for name in segment.reads]))
+        results = segment.fn(leaves)
         self.save_for_backward(record, leaves, results)
         if run is not None:
             self._end(run, results.values())
-        if segment.writes is None:  # the last segment: its results are detached by their receivers
+        if segment.is_open:  # its results are detached by their receivers
             return results
         for name, value in results.items():
             carry[name] = detached(value)
@@ -175,12 +173,12 @@ class StageRunner:
     def _compute_without_graph(self, segment: CompiledSegment, state: MicrobatchState, record: SegmentRecord) -> None:
         """Run the first forward of a compute segment that is recomputed before its backward."""
         run = self._begin("F", state, segment)
-        values = [detached(value) for _, value in _arguments(segment, state.carry)]
-        device = next((v.device for v in values if isinstance(v, Tensor) and v.is_cuda), None)
+        values = {name: detached(state.carry[name]) for name in segment.reads}
+        device = next((v.device for v in values.values() if isinstance(v, Tensor) and v.is_cuda), None)
         record.random = RandomStates(device, RandomState.capture(device or torch.device("cpu")))
         assert segment.fn is not None, "a compute segment has a function"
         with torch.no_grad():
-            results = segment.named(segment.fn(*values))
+            results = segment.fn(values)
         # All results require a gradient for now: only the recomputation shows which depend on a parameter or an input.
         results = {name: as_leaf(value, True) for name, value in results.items()}
         self._end(run, results.values())
@@ -198,7 +196,6 @@ class StageRunner:
         if not keep_context:
             record.context = context
         writes = communication.segment.writes
-        assert writes is not None, "communications have names"
         requires_grad = any(record.differentiable) and torch.is_grad_enabled()
         for name, value in zip(writes, as_results(writes, received)):
             carry[name] = as_leaf(value, requires_grad)
@@ -231,7 +228,7 @@ class StageRunner:
         for number in self.compiled.backward_order:
             segment = self.compiled.segments[number]
             if communication is not None and (
-                segment.region or communication.is_needed_by(segment, segment.writes or ())
+                segment.region or communication.is_needed_by(segment, segment.writes)
             ):
                 self._finish_backward_communication(communication, state)
                 communication = None
@@ -240,7 +237,7 @@ class StageRunner:
             record = state.records[number]
             state.records[number] = _SPENT
             if segment.communication is not None:
-                gradients = tuple(state.gradients.pop(name, None) for name in segment.writes or ())
+                gradients = tuple(state.gradients.pop(name, None) for name in segment.writes)
                 start = partial(segment.communication.backward, record.context)
                 in_flight = InFlight(start, gradients, state.compute_deferred)
                 del gradients
@@ -273,7 +270,7 @@ class StageRunner:
                 roots.append(edge)
                 values.append(gradient)
         # Drop the gradients of results without a graph: an earlier value of the same name must not get them.
-        for name in segment.writes or ():
+        for name in segment.writes:
             gradients.pop(name, None)
         del gradients
         if roots and self._autocast is None:
@@ -289,7 +286,7 @@ class StageRunner:
     def _finish_backward_communication(self, communication: OpenCommunication, state: MicrobatchState) -> None:
         """Wait for a communication of a backward, and accumulate the received gradients."""
         received, _ = communication.in_flight.finish()
-        reads = communication.segment.reads or ()
+        reads = communication.segment.reads
         if len(received) != len(reads):
             raise ValueError(f"the backward of a communication returned {len(received)} gradients for its arguments "
                              f"{reads}; return one for each, None if it is not needed")
@@ -336,18 +333,6 @@ class StageRunner:
 _SPENT = SegmentRecord()  # replaces a record whose backward has begun
 
 
-def _names_used(segment: CompiledSegment) -> tuple[str, ...]:
-    """Return the names that the forward of a segment reads or writes."""
-    return (*(segment.reads or ()), *(segment.writes or ()))
-
-
-def _arguments(segment: CompiledSegment, carry: dict[str, Any]) -> Iterable[tuple[str, Any]]:
-    """Return the arguments of a segment by name."""
-    if segment.reads is None:
-        return carry.items()
-    return [(name, carry[name]) for name in segment.reads]
-
-
 def _drop_unneeded(carry: dict[str, Any], segment: CompiledSegment) -> None:
     """Drop the values from the carry that no segment after this one needs."""
     for name in carry.keys() - segment.needed:
@@ -356,7 +341,7 @@ def _drop_unneeded(carry: dict[str, Any], segment: CompiledSegment) -> None:
 
 def _differentiable(segment: CompiledSegment, record: SegmentRecord) -> Names:
     """Return the names of a communication's arguments that need a gradient."""
-    return tuple(name for name, needed in zip(segment.reads or (), record.differentiable) if needed)
+    return tuple(name for name, needed in zip(segment.reads, record.differentiable) if needed)
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:

@@ -42,7 +42,7 @@ class MeasuredCosts:
                 self.samples[action.stage, _kinds(step)] += costs
         medians = self._medians_of_all_stages()
         self.assumed_kinds = [kind for kind in KINDS if kind not in medians]
-        stage_costs = {stage: costs_alone(self._medians_of(stage), medians) for stage in self._stages()}
+        stage_costs = {stage: unpaired_costs(self._medians_of(stage), medians) for stage in self._stages()}
         _add_pairs(stage_costs, step_costs)
         for stage, costs_of_stage in stage_costs.items():
             reduction = _reduction_ms(measured, stage)
@@ -102,7 +102,7 @@ def _kinds(step: Step) -> str:
     return "".join(sorted((action.kind for action in step), key=KINDS.index))
 
 
-def costs_alone(costs: Mapping[str, float], medians: Mapping[str, float]) -> KindCosts:
+def unpaired_costs(costs: Mapping[str, float], medians: Mapping[str, float]) -> KindCosts:
     """Return the costs of F, B, I and W on a stage.
 
     Each is measured on the stage, derived from costs measured there, or the median of all stages, in this order.

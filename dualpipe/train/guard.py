@@ -78,7 +78,7 @@ class Guard:
         self._kernels = kernels
         self._saver = saver
         self._router_tensors = runner.routers.changed_by_steps()
-        self._poison: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
+        self._zero_or_nan: Tensor | None = None  # 0 on the device, NaN once a queued step was not finite
         self._spikes = SpikeDetector(self._settings.spike, include_spikes=self._settings.on_spike == "warn")
         self._bad_in_row = 0  # bad steps without a good one in between
         self._last_bad = 0
@@ -93,16 +93,16 @@ class Guard:
         watch = ResultWatch(self._runner.recorder, sum_in_fp32)
         return StepSnapshot(batch, RandomState.capture(), [tensor.clone() for tensor in self._router_tensors], watch)
 
-    def poison_norm(self, norm: Tensor) -> Tensor:
+    def propagate_nan(self, norm: Tensor) -> Tensor:
         """Return the gradient norm for the optimizer: NaN if it, or that of an earlier queued step, is not finite.
 
         The host may not yet have read the norm of the earlier step, but the device has it.
         """
-        poison = norm - norm  # 0, or NaN if the norm is not finite
-        if self._poison is not None:
-            poison = poison + self._poison.to(poison.dtype)
-        self._poison = poison
-        return norm + poison
+        zero_or_nan = norm - norm  # 0, or NaN if the norm is not finite
+        if self._zero_or_nan is not None:
+            zero_or_nan = zero_or_nan + self._zero_or_nan.to(zero_or_nan.dtype)
+        self._zero_or_nan = zero_or_nan
+        return norm + zero_or_nan
 
     # -- once the host knows the numbers of a step
 
@@ -135,7 +135,7 @@ class Guard:
         Raises:
             FloatingPointError: the run stops.
         """
-        self._poison = None
+        self._zero_or_nan = None
         policy = "rollback" if bad.spike else self._settings.on_nonfinite
         text = bad.spike or self._explain(bad)
         self._bad_in_row += 1

@@ -17,7 +17,7 @@ from dualpipe.runtime.recorder import BEGAN, ENDED, KIND, RANKS, WHAT, Entry, Re
 from dualpipe.schedule.read_costs import costs_from
 from dualpipe.schedule.simulate import lengthen_pairs, simulate
 from dualpipe.schedule.types import KINDS, Schedule
-from dualpipe.trace.costs import costs_alone
+from dualpipe.trace.costs import unpaired_costs
 from dualpipe.trace.measured import ALL_TO_ALL
 from dualpipe.trace.symptoms import (
     BUBBLE,
@@ -99,7 +99,7 @@ def simulated_idle(schedule: Schedule, place: int, costs: dict[str, list[float]]
     place: of the rank in its pipeline. costs: from `StepWaits`.
     """
     medians = {kinds: median(seconds) for kinds, seconds in costs.items()}
-    lengthened, _ = lengthen_pairs({**medians, **costs_alone(medians, medians)})
+    lengthened, _ = lengthen_pairs({**medians, **unpaired_costs(medians, medians)})
     spans = simulate(schedule, costs_from(lengthened)).spans[place]
     return spans[-1].end - sum(span.end - span.start for span in spans)
 

@@ -294,7 +294,7 @@ class Trainer:
         snapshot = self.guard.snapshot(batch)
         with snapshot.watch:  # records sums of the results of the step's actions
             losses = runner.run_step(batch, step)
-        norm = self.guard.poison_norm(runner.pipeline.clip_grad_norm_(settings.clip_norm or math.inf))
+        norm = self.guard.propagate_nan(runner.pipeline.clip_grad_norm_(settings.clip_norm or math.inf))
         lr = learning_rate(step - 1, settings, self.config.train.steps)
         runner.update(self.state.optimizer, lr, norm)
         values = self._step_values(norm, losses)
