@@ -95,7 +95,7 @@ class P2PGroups:
         Recorder.current().rank = dist.get_rank()  # names this rank in errors
         self._backends = backends(group)
         if "cpu" not in self._backends:
-            self._control = new_gloo_group(group)
+            self._control = new_gloo_group(group, LINK)
         self._peers = [dist.get_group_rank(self._control, g) for g in self.global_ranks]
 
     def ranks(self, replicas: Iterable[ProcessGroup]) -> RankSync:

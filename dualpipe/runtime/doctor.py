@@ -31,6 +31,11 @@ OPTIONAL = {  # name of a package: consequence where it is missing
 }
 OLDEST_TORCH = (2, 11)
 OLDEST_CUDA_MAJOR = 8  # compute capability
+# Open files of rank 0, which serves the store: of each rank a connection, its watchdog's, and one for the causes of
+# failures; and those of an idle process with its libraries.
+FILES_PER_RANK = 3
+OWN_FILES = 256
+MANY_RANKS = 1000  # a limit that ends a smaller job is reported as missing
 
 
 class Finding(NamedTuple):
@@ -71,6 +76,7 @@ def examine() -> Iterator[Finding]:
     yield from _examine_devices(num_devices)
     yield _examine_compiler(num_devices)
     yield _examine_gloo()
+    yield _examine_open_files()
     queue_problem = cuda.single_queue_problem()
     if queue_problem is not None:
         yield Finding("missing", queue_problem)
@@ -146,6 +152,18 @@ def _examine_gloo() -> Finding:
         remedy = f"set GLOO_SOCKET_IFNAME to one of {', '.join(others)}" if others else "it has no other interface"
         return Finding("missing", f"gloo between machines: {host} resolves to {address}; {remedy}")
     return Finding("ok", f"gloo on {address} ({host}); GLOO_SOCKET_IFNAME chooses another interface")
+
+
+def _examine_open_files() -> Finding:
+    """Return the number of ranks that the limit of open files is enough for."""
+    from dualpipe.runtime.rank_process import allow_open_files
+
+    limit = allow_open_files()  # as each rank does
+    num_ranks = max(0, limit - OWN_FILES) // FILES_PER_RANK
+    text = f"open files: up to {limit:,}, enough for jobs of about {num_ranks:,} ranks"
+    if num_ranks >= MANY_RANKS:
+        return Finding("ok", text)
+    return Finding("missing", f"{text}; for larger ones raise the hard limit on rank 0's machine (ulimit -Hn 65536)")
 
 
 def _examine_nccl() -> Iterator[Finding]:

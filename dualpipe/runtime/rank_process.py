@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -49,6 +50,18 @@ class RankInfo(NamedTuple):
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+
+
+def allow_open_files() -> int:
+    """Raise the limit of open files as far as this process may, and return it: each connection is an open file.
+
+    The usual soft limit of 1,024 ends a job of a few hundred ranks; gloo then says "Connection was likely closed".
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # a system may have a lower limit than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def restart_count() -> int:

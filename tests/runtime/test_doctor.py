@@ -1,6 +1,7 @@
 """`dualpipe doctor` on machines with and without devices, links and a torch that can be imported."""
 
 import os
+import resource
 import subprocess
 import sys
 from importlib import metadata
@@ -107,3 +108,13 @@ def test_a_torch_that_cannot_be_imported(tmp_path):
     done = subprocess.run([sys.executable, "-P", "-m", "dualpipe", "doctor"], capture_output=True, text=True,
                           env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert done.returncode == 1 and done.stderr == "" and "libcudart.so.13" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("limit", "state", "text"), [
+    (4096, "ok", "up to 4,096, enough for jobs of about 1,280 ranks"),
+    (1024, "missing", "up to 1,024, enough for jobs of about 256 ranks; for larger ones raise the hard limit"),
+])
+def test_the_limit_of_open_files_is_given_in_ranks(monkeypatch, capsys, limit, state, text):
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: None)
+    assert text in says(capsys)[state]

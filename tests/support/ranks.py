@@ -46,7 +46,7 @@ def server() -> mp.context.ForkServerContext:
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150, group_timeout: float = 30,
-              check: bool = True, fresh: bool = False) -> list[Any]:
+              check: bool = True, fresh: bool = False, default_group: bool = True) -> list[Any]:
     """Call `fn(rank, *args)` on `world_size` processes with a default gloo group; return their results by rank.
 
     With `check`, a rank that raised fails the caller with all tracebacks. Without, its entry is the exception (with the
@@ -58,13 +58,17 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
     another state. Otherwise the world serves later calls too, until something fails in it: to start one takes longer
     than many tests. The group stays, because torch keeps meshes that are equal to later ones, with the names of their
     groups.
+
+    default_group: False for a `fn` that makes it itself, in new processes.
     """
+    fresh = fresh or not default_group
     kind = (world_size, group_timeout)
     world = None if fresh else _worlds.pop(kind, None)
     world = world or _World(world_size)
     try:
         target = (fn.__code__.co_filename, fn.__qualname__)
-        results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, is_last=fresh)
+        results = world.run(target, args, group_timeout=group_timeout, timeout=timeout, is_last=fresh,
+                            default_group=default_group)
         if not fresh and all(ok for ok, _ in results) and world.groups <= _GROUPS:
             _worlds[kind] = world
     finally:
@@ -88,6 +92,7 @@ class Job(NamedTuple):
     timeout: float
     folder: str  # working directory
     is_last: bool  # the process ends after it
+    default_group: bool
 
 
 class Result(NamedTuple):
@@ -137,10 +142,11 @@ class _World:
         self._ranks = [_Rank() for _ in range(size)]
         self.groups = 0
 
-    def run(self, target, args, *, group_timeout, timeout, is_last) -> list[tuple[bool, Any]]:
+    def run(self, target, args, *, group_timeout, timeout, is_last, default_group) -> list[tuple[bool, Any]]:
         for number, rank in enumerate(self._ranks):
             store = f"{self._folder.name}/store"
-            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, os.getcwd(), is_last))
+            rank.start(Job(number, len(self._ranks), store, target, args, group_timeout, timeout, os.getcwd(), is_last,
+                           default_group))
         deadline = time.monotonic() + timeout
         results = [rank.result(number, deadline) for number, rank in enumerate(self._ranks)]
         if any(result.late for result in results):
@@ -214,7 +220,7 @@ def _do(job: Job) -> tuple[bool, Any]:
     faulthandler.dump_traceback_later(max(1.0, job.timeout - 2), exit=False)
     torch.manual_seed(0)
     try:
-        if not dist.is_initialized():
+        if job.default_group and not dist.is_initialized():
             dist.init_process_group(
                 "gloo", init_method=f"file://{job.store}", rank=job.rank, world_size=job.world_size,
                 timeout=timedelta(seconds=job.group_timeout),

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import PipelineError, RankLost, Wait, describe_error, names_ranks
 from dualpipe.runtime.ranks.board import ANSWER, Board
-from dualpipe.runtime.ranks.process_groups import backends
+from dualpipe.runtime.ranks.process_groups import backends, connected_ranks
 from dualpipe.runtime.recorder import Recorder
 
 # Seconds to wait for a cause after a connection has closed or a wait has timed out. Ranks that wait in a chain do not
@@ -248,13 +248,13 @@ def _close_connections(group: ProcessGroup) -> None:
     """Close the connections of a gloo group, whose `abort` does nothing (torch 2.13).
 
     gloo closes all connections of a group when a wait times out: so wait a millisecond for a message that no rank
-    sends. A receive on a closed connection fails at once and closes no other, so every peer is tried.
+    sends. A receive on a closed connection fails at once and closes no other, so every peer is tried. One from a rank
+    that this rank is not connected with could wait for the group's timeout.
     """
-    for peer in range(group.size()):
-        if peer != group.rank():
-            with suppress(Exception):
-                buffer = torch.empty(8, dtype=torch.uint8, device="cpu")
-                group.recv([buffer], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+    for peer in connected_ranks(group):
+        with suppress(Exception):
+            buffer = torch.empty(8, dtype=torch.uint8, device="cpu")
+            group.recv([buffer], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
 
 def default_store(group: ProcessGroup | None) -> dist.Store:

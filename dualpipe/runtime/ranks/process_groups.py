@@ -1,9 +1,17 @@
-"""Process groups: backends, timeouts, and creation by the members alone."""
+"""Process groups: backends, timeouts, and creation by the members alone.
+
+gloo connects every rank of a group with every other when the group is made: with thousands of ranks, that is thousands
+of sockets in each process. A group in which ranks only run collectives connects two ranks at their first message
+instead, and then runs a barrier. In it, each rank exchanges messages with the ranks at distances of 1, 2, 4, ... in
+both directions; these connections are all that gloo's all-reduce, all-gather, reduce-scatter and broadcast use (torch
+2.13). So nothing is connected later: gloo does not notice the end of a rank that it is still connecting to.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +20,12 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.device import current
-from dualpipe.runtime.nccl import TOTALS, Traffic, nccl_options
+from dualpipe.runtime.nccl import SHARDS, TOTALS, Traffic, nccl_options
+from dualpipe.runtime.recorder import Recorder
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"  # torch's variable: 1 to connect two ranks of a gloo group at their first message
+_COLLECTIVES = (SHARDS, TOTALS)  # uses of groups in which ranks run collectives alone
+_SPARSE = "dualpipe: connected for collectives"  # torch's description of such a group
 
 
 def is_first_rank() -> bool:
@@ -32,9 +45,42 @@ def timeout_of(group: ProcessGroup) -> timedelta:
     return group._get_backend(torch.device(device)).options._timeout
 
 
-def new_gloo_group(group: ProcessGroup) -> ProcessGroup:
+@contextmanager
+def connecting_lazily() -> Iterator[None]:
+    """Make gloo groups in a `with` block that connect two ranks at their first message; see `connect_neighbours`.
+
+    A value that the user has set in TORCH_GLOO_LAZY_INIT stays.
+    """
+    if _LAZY in os.environ:
+        yield
+        return
+    os.environ[_LAZY] = "1"  # torch reads it whenever it makes a group
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY]
+
+
+def connect_neighbours(group: ProcessGroup) -> None:
+    """Connect each rank of a gloo group with those that collectives send its messages to. Waits for all ranks."""
+    recorder = Recorder.current()
+    with recorder.collective("meet", "all ranks", recorder.members(group)):
+        group._get_backend(torch.device("cpu")).barrier().wait()
+
+
+def connected_ranks(group: ProcessGroup) -> list[int]:
+    """Return the ranks of a gloo group that this rank may be connected with; those that barriers connect come first."""
+    rank = group.rank()
+    size = group.size()
+    distances = [2**power for power in range((size - 1).bit_length())]
+    neighbours = [(rank + sign * distance) % size for distance in distances for sign in (1, -1)]
+    others = [] if group.group_desc == _SPARSE else range(size)
+    return [peer for peer in dict.fromkeys([*neighbours, *others]) if peer != rank]
+
+
+def new_gloo_group(group: ProcessGroup, traffic: Traffic = TOTALS) -> ProcessGroup:
     """Create a gloo group, which can carry host tensors, with the ranks and the timeout of `group`."""
-    request = (dist.get_process_group_ranks(group), TOTALS)
+    request = (dist.get_process_group_ranks(group), traffic)
     return create_groups([request], parent=group, timeout=timeout_of(group), backend="gloo")[0]
 
 
@@ -49,7 +95,7 @@ def create_groups(
     missing: make sure beforehand that all ranks are there.
 
     Args:
-        requests: global ranks, and the use of the group, which sets the limits of NCCL.
+        requests: global ranks, and the use of the group, which sets the limits of NCCL and the connections of gloo.
         parent: a group that contains the ranks of all requests.
         timeout: of the new groups.
         backend: of the new groups; None: that of the default group.
@@ -65,12 +111,20 @@ def create_groups(
     # ranks of the job must take part. For a new gloo group too, torch calls the split on ranks that are not members.
     bound_device = world.bound_device_id
     world.bound_device_id = None
+    groups = []
     try:
-        groups = [
-            dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
-                           pg_options=nccl_options(traffic, timeout) if uses_nccl else None)
-            for ranks, traffic in (*dummies, *requests)
-        ]
+        for ranks, traffic in (*dummies, *requests):
+            is_sparse = traffic in _COLLECTIVES
+            with connecting_lazily() if is_sparse else nullcontext():
+                groups.append(dist.new_group(
+                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True,
+                    pg_options=nccl_options(traffic, timeout) if uses_nccl else None,
+                    group_desc=_SPARSE if is_sparse else None,
+                ))
     finally:
         world.bound_device_id = bound_device
-    return groups[len(dummies):]
+    groups = groups[len(dummies):]
+    for group in groups:
+        if group.group_desc == _SPARSE and "gloo" in backends(group).values():
+            connect_neighbours(group)
+    return groups

@@ -251,6 +251,8 @@ class RankSync:
         If not, because a stage is not sharded, a replica's failure reaches only some ranks of the pipeline: these then
         tell the others.
         """
+        # First over connections that exist: if a rank is gone, all notice it. See `process_groups`.
+        self._host.combine(Summary())
         sizes = [replica.size for replica in self._replicas]
         self._replicas_differ = any(record.value != sizes for record in _raise_lost(self._send_to_all(sizes)))
 

@@ -36,8 +36,9 @@ from dualpipe.parallel.mesh import Mesh, build_mesh
 from dualpipe.runtime import device as cuda
 from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.nccl import TOTALS, nccl_options
-from dualpipe.runtime.rank_process import LISTENER, RankInfo, restart_count
+from dualpipe.runtime.rank_process import LISTENER, RankInfo, allow_open_files, restart_count
 from dualpipe.runtime.ranks.objects import StoreObjects
+from dualpipe.runtime.ranks.process_groups import connect_neighbours, connecting_lazily
 from dualpipe.runtime.ranks.rank_sync import RankSync
 from dualpipe.runtime.recorder import Recorder, rank_ranges
 from dualpipe.train.config.fit import Resolved, resolve
@@ -148,13 +149,15 @@ def process_groups(
         return
     timeout = timedelta(seconds=layout.timeout)
     on_cuda = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
-        timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
-    )
+    with connecting_lazily():
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_cuda else "gloo", store=store, rank=info.rank, world_size=info.world_size,
+            timeout=timeout, pg_options=nccl_options(TOTALS, timeout) if on_cuda else None,
+        )
+    world = dist.group.WORLD
+    assert world is not None, "init_process_group has just made it"
     # Wait for all ranks: if one failed before the others connect, torch would log a broken store on them.
-    with Recorder.current().collective("meet", "all ranks", range(info.world_size)):
-        dist.all_reduce(torch.zeros(1, device="cpu"))
+    connect_neighbours(world)
     mesh = build_mesh(layout.pp, layout.dp, layout.ep, device, cp=layout.cp, dp_replicate=layout.dp_replicate,
                       timeout=timeout, ranks_per_node=layout.ranks_per_node or info.local_world_size)
     yield Job(device, mesh)
@@ -307,6 +310,8 @@ def _differences(settings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str = "") -> dist.Store:
     """Connect to the store of the job, on rank 0's machine at MASTER_ADDR and MASTER_PORT.
 
+    Also raises this process's limit of open files, which all later connections need.
+
     Args:
         interface: network interface on which rank 0 serves the store. By default all interfaces, or the loopback
             interface alone if MASTER_ADDR is a loopback address.
@@ -319,6 +324,7 @@ def connect(info: RankInfo, timeout: timedelta, interface: str = "", prefix: str
     if not address or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise ValueError(f"MASTER_ADDR = {address!r} and MASTER_PORT = {port!r} must be rank 0's host and a free port "
                          "there, 1 to 65535; set them on every rank, or start the job by torchrun")
+    allow_open_files()
     hosts_store = info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun does
     if interface and hosts_store:
         address = interface_address(interface)  # the host's name may resolve to a loopback address on the host itself

@@ -26,7 +26,16 @@ from typing import Any, NamedTuple
 from dualpipe.runtime.background import run_with_timeout
 from dualpipe.runtime.errors import USER_ERROR
 from dualpipe.runtime.files import lock
-from dualpipe.runtime.rank_process import CONFIG_FILE, ERROR_FILE, INTERRUPTED, LAUNCHER, LISTENER, STOPPING, ExitReport
+from dualpipe.runtime.rank_process import (
+    CONFIG_FILE,
+    ERROR_FILE,
+    INTERRUPTED,
+    LAUNCHER,
+    LISTENER,
+    STOPPING,
+    ExitReport,
+    allow_open_files,
+)
 from dualpipe.runtime.storage import Location, RemotePath
 from dualpipe.trace.file import TRACED
 from dualpipe.train.config.schema import Config
@@ -63,6 +72,7 @@ def start_ranks(arguments: Sequence[str], config: Config, *, restarts: int = 0, 
     if restarts < 0:
         raise ValueError(f"--max-restarts {restarts} must be at least 0")
     check_machine(arguments, config.parallel.world_size, config.parallel.device)
+    allow_open_files()
     number = 0  # restarts so far
     most_steps = -1
     causes: list[str] = []  # of the last launch that got further than all before it, and of those since
