@@ -1,6 +1,7 @@
 """A training run small enough for a test."""
 
 import os
+import resource
 import subprocess
 
 import pytest
@@ -27,6 +28,15 @@ def without_evaluation(run_folder):
 @pytest.fixture
 def free_port():
     return free_ports(1)[0]
+
+
+@pytest.fixture
+def lowered_limit():
+    """Lower this process's limit of open files for a test; return the limit to which it can be raised again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (900, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture(scope="session")

@@ -423,3 +423,14 @@ with open("{tmp_path}/rank" + os.environ["RANK"], "w") as file:
         arguments, environment = json.loads((tmp_path / f"rank{rank}").read_text())
         assert arguments == ["-P", "-m", "dualpipe", "train", "a b"]
         assert environment == [str(rank), str(rank), "2", "2", "1", "127.0.0.1"]
+
+
+def test_ranks_may_open_as_many_files_as_the_machine_allows(monkeypatch, tmp_path, lowered_limit):
+    program = f"""
+import os, resource
+with open("{tmp_path}/limit" + os.environ["RANK"], "w") as file:
+    file.write(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+"""
+    fake_ranks(monkeypatch, tmp_path, program)
+    assert start_ranks(["train"], ranks(2)) == 0
+    assert {(tmp_path / f"limit{rank}").read_text() for rank in range(2)} == {f"{lowered_limit}"}

@@ -1,6 +1,7 @@
 """The rendezvous of ranks: on one machine no other machine reaches the store, and a port in use is an error."""
 
 import os
+import resource
 import socket
 import threading
 import time
@@ -40,6 +41,12 @@ def test_a_store_that_only_this_machine_reaches(set_rendezvous, address):
     assert listening(port) == ["::1" if address == "::1" else "127.0.0.1"]
     connect(SECOND, PATIENCE).set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_a_rank_that_others_have_started_may_open_many_files(set_rendezvous, lowered_limit):
+    set_rendezvous()
+    connect(FIRST, PATIENCE)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == lowered_limit
 
 
 def test_a_store_for_several_machines_is_confined_by_an_interface(set_rendezvous, monkeypatch):
