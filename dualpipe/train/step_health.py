@@ -9,7 +9,7 @@ of the routers. No collective is added, and no device is waited for.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from statistics import median
 from typing import NamedTuple
 
@@ -129,18 +129,18 @@ class StepHealth:
         }
 
     def lines(
-        self, seconds: float, *, data_waits: Sequence[float], load: float | None, waits: StepWaits | None
+        self, seconds: float, *, starved: int, data_wait: float, load: float | None, waits: StepWaits | None
     ) -> Iterator[str]:
         """Yield a line for every cause that has now lasted long enough.
 
         Args:
             seconds: duration of the step.
-            data_waits: seconds that each rank waited for its batch.
+            starved: the rank that waited longest for its batch.
+            data_wait: seconds that it waited.
             load: of the fullest expert over the mean; None without experts.
             waits: of this rank; None if they are not known.
         """
-        starved = max(range(len(data_waits)), key=lambda rank: data_waits[rank])
-        symptoms = [input_starvation(self._recorder.name(starved), data_waits[starved] / seconds)]
+        symptoms = [input_starvation(self._recorder.name(starved), data_wait / seconds)]
         if load is not None:
             symptoms.append(self._uneven_load(load))
         if waits is not None:

@@ -1,7 +1,7 @@
 """Early stops, after a signal or at a time limit: all ranks stop after the same step.
 
-In every step each rank reports whether it requests a stop, in one small all-reduce on the device. The host reads the
-reports together with the values of the step, so the reports add no wait.
+In every step each rank reports whether it requests a stop, in one all-reduce of two numbers on the device, whatever the
+number of ranks. The host reads the result together with the values of the step, so the reports add no wait.
 
 The way of a signal: `Watchdog._request_stop`, in a thread of the rank -> `RankReports.gather` in `Trainer._step`, where
 all ranks learn of it -> `Trainer._read` sets `Trainer.status` -> `Trainer._save_at_stop` -> `train` returns
@@ -31,21 +31,27 @@ from dualpipe.train.launch.join import Job
 
 _STEPS = 16  # latest steps whose times predict the next one
 _MIN_DATA_WAIT = 1e-3  # seconds; a batch that was read ahead takes less
+# A wait and its rank are one number, whose maximum is that of the longest wait: microseconds * _RANKS + rank. It is
+# below 2^53, so that a float64 holds it exactly.
+_RANKS = 2**20
+_MAX_WAIT = 2**33 - 1  # microseconds
 
 
-class RankReport(NamedTuple):
-    """The report of a rank on a step.
+class Report(NamedTuple):
+    """The combined reports of all ranks on a step.
 
-    exit_status: to request a stop after this step; 0 to continue. data_wait: seconds that the rank waited for its
-    batch; 0 for less than `_MIN_DATA_WAIT`.
+    exit_status: the highest one with which a rank requests a stop after this step; 0 to continue. data_wait: the
+    longest time, in seconds, that a rank waited for its batch; 0 for less than `_MIN_DATA_WAIT`. starved: the rank that
+    waited so long.
     """
 
-    exit_status: float = 0.0
-    data_wait: float = 0.0
+    exit_status: int
+    data_wait: float
+    starved: int
 
 
 class RankReports:
-    """Exchanges the reports of all ranks of a job.
+    """Combines the reports of all ranks of a job.
 
     A rank requests a stop after a signal that its watchdog received; rank 0 also at `time_limit`, in seconds.
     """
@@ -58,19 +64,22 @@ class RankReports:
         self._time_limit = TimeLimit(time_limit, 1 if job.device.type == "cpu" else 3)
 
     def gather(self, data_wait: float) -> Tensor:
-        """Return the reports of all ranks for `decode`: (ranks * fields,) float64 on the device.
+        """Return the combined reports of all ranks for `decode`: (2,) float64 on the device.
 
-        Collective. The host does not wait for a device. data_wait: see `RankReport`.
+        Collective. The host does not wait for a device. data_wait: seconds that this rank waited for its batch.
         """
-        report = RankReport(self._exit_status(), data_wait if data_wait >= _MIN_DATA_WAIT else 0.0)
-        reports = torch.zeros(self._job.ranks.size, len(report), dtype=torch.float64, device=self._job.device)
-        for field, value in zip(reports[self._job.rank].unbind(), report):
+        wait_and_rank = 0
+        if data_wait >= _MIN_DATA_WAIT:
+            microseconds = min(round(data_wait * 1e6), _MAX_WAIT)
+            wait_and_rank = microseconds * _RANKS + self._job.rank
+        report = torch.zeros(2, dtype=torch.float64, device=self._job.device)
+        for number, value in zip(report.unbind(), (self._exit_status(), wait_and_rank)):
             if value:  # skip zeros: every number launches a kernel
-                field.fill_(value)
+                number.fill_(value)
         if self._job.group is not None:
-            with self._recorder.collective("vote", "the reports of all ranks", self._ranks, reports.nbytes):
-                dist.all_reduce(reports, group=self._job.group)
-        return reports.flatten()
+            with self._recorder.collective("vote", "the reports of all ranks", self._ranks, report.nbytes):
+                dist.all_reduce(report, dist.ReduceOp.MAX, group=self._job.group)
+        return report
 
     def _exit_status(self) -> int:
         """Return the exit status with which this rank requests a stop, 0 to continue."""
@@ -81,11 +90,11 @@ class RankReports:
         return 0
 
     @staticmethod
-    def decode(numbers: Sequence[float]) -> list[RankReport]:
-        """Return the reports that `gather` collected, by rank."""
-        num_fields = len(RankReport._fields)
-        starts = range(0, len(numbers), num_fields)
-        return [RankReport(*numbers[start : start + num_fields]) for start in starts]
+    def decode(numbers: Sequence[float]) -> Report:
+        """Return the combined reports that `gather` returned."""
+        exit_status, wait_and_rank = map(int, numbers)
+        microseconds, rank = divmod(wait_and_rank, _RANKS)
+        return Report(exit_status, microseconds / 1e6, rank)
 
 
 class TimeLimit:

@@ -60,7 +60,7 @@ def train(
 ) -> int:
     """Train as rank `info` of the job. Raises on failure.
 
-    Returns 0 after the last step, or the exit status of the stop that a rank requested (see `RankReport`).
+    Returns 0 after the last step, or the exit status of the stop that a rank requested (see `stop.Report`).
 
     Args:
         traced: steps to trace.
@@ -108,7 +108,7 @@ class QueuedStep(NamedTuple):
         lr: learning rate.
         host_seconds: time of the host to queue the step.
         names: names of the leading elements of `numbers`, by field of `StepMetrics`.
-        numbers: float64 on the host, pinned if copied from a device: the values, then the reports of all ranks.
+        numbers: float64 on the host, pinned if copied from a device: the values, then the report of all ranks.
         start_event: recorded on the device before the step; None on CPU.
         copy_event: recorded after the copy of `numbers`, which may be read then; None on CPU.
         snapshot: of the state before the step, for a rerun.
@@ -343,8 +343,8 @@ class Trainer:
         queued = self.queued.popleft()
         numbers = queued.numbers.tolist()
         values = {"loss": math.nan} | dict(zip(queued.names, numbers))  # NaN on ranks that do not know the loss
-        reports = RankReports.decode(numbers[len(queued.names):])
-        self.status = self.status or int(max(report.exit_status for report in reports))
+        report = RankReports.decode(numbers[len(queued.names):])
+        self.status = self.status or report.exit_status
         self.remarks.append(self.start_up.end())
         try:
             self.remarks.append(self.guard.check(queued.step, values, queued.snapshot))
@@ -353,10 +353,10 @@ class Trainer:
             raise
         seconds = queued.seconds()
         if self.runner.reports:
-            data_waits = [float(report.data_wait) for report in reports]
             waits = measure_waits(self.runner.recorder.entries()) if copy_event is None else None
             load = values.get("load_max_over_mean")
-            self.remarks += self.health.lines(seconds, data_waits=data_waits, load=load, waits=waits)
+            self.remarks += self.health.lines(
+                seconds, starved=report.starved, data_wait=report.data_wait, load=load, waits=waits)
         if "counted_tokens" in values:
             values["counted_tokens"] = int(values["counted_tokens"])
         mtp_loss = [values.pop(name) for name in queued.names if name.startswith("mtp_loss/")]

@@ -57,8 +57,10 @@ def health(max_load=4.0, *, overlap=True, **router):
 
 
 def lines_of(run, steps, *, data=(0.0, 0.0), load=1.1, waits=None):
-    """Return the lines that `steps` equal steps of a second report."""
-    return [line for _ in range(steps) for line in run.lines(1.0, data_waits=data, load=load, waits=waits)]
+    """Return the lines that `steps` equal steps of a second report. data: waits for the batch, by rank."""
+    starved = data.index(max(data))
+    return [line for _ in range(steps)
+            for line in run.lines(1.0, starved=starved, data_wait=data[starved], load=load, waits=waits)]
 
 
 def recorded(*entries):

@@ -2,16 +2,21 @@
 
 import os
 import re
+import signal
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dualpipe.checkpoint import latest
 from dualpipe.checkpoint.manifest import Checkpoint
 from dualpipe.runtime.rank_process import process_age
 from dualpipe.train import stop
 from dualpipe.train.metrics import read_metrics
-from dualpipe.train.stop import TimeLimit
+from dualpipe.train.stop import RankReports, TimeLimit
+from ranks import run_ranks
 
 STEPS, AT = 6, 3  # of a run, and the step in which a signal is sent
 RUN = ("train", "run.toml", "--train.steps", str(STEPS), "--train.eval_batches", "1", "--train.eval_interval", "0")
@@ -187,3 +192,24 @@ def test_time_is_counted_from_the_start_of_the_launcher(monkeypatch):
     time.sleep(0.3)
     assert process_age() - age == pytest.approx(0.3, abs=0.2)
     assert process_age("none") >= 0, "where /proc says nothing"
+
+
+def combined_report(rank):
+    """Return the report of a step in which ranks wait for their batches and request stops, and its bytes."""
+    watchdog = SimpleNamespace(stop=(0, signal.SIGUSR1, signal.SIGTERM, 0)[rank])
+    job = SimpleNamespace(
+        rank=rank, device=torch.device("cpu"), group=dist.group.WORLD, watchdog=watchdog)
+    numbers = RankReports(job, 0.0).gather((0.2, 0.0, 0.7, 1e-4)[rank])
+    return tuple(RankReports.decode(numbers.tolist())), numbers.nbytes
+
+
+def test_the_report_of_a_step_names_the_last_rank_and_is_small():
+    assert run_ranks(combined_report, 4) == [((143, 0.7, 2), 16)] * 4
+
+
+@pytest.mark.parametrize("rank", [0, 99_999])
+def test_a_wait_and_its_rank_are_exact_in_one_number(rank):
+    job = SimpleNamespace(rank=rank, device=torch.device("cpu"), group=None, watchdog=None)
+    for wait in (0.0, 0.001, 1.234567, 8000.000001):
+        report = RankReports.decode(RankReports(job, 0.0).gather(wait).tolist())
+        assert report == (0, wait, rank if wait else 0)

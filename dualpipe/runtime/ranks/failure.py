@@ -26,14 +26,14 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import PipelineError, RankLost, Wait, describe_error, names_ranks
-from dualpipe.runtime.ranks.board import ANSWER, Board
+from dualpipe.runtime.ranks.board import ANSWER, Board, interval
 from dualpipe.runtime.ranks.process_groups import backends, connected_ranks
 from dualpipe.runtime.recorder import Recorder
 
 # Seconds to wait for a cause after a connection has closed or a wait has timed out. Ranks that wait in a chain do not
 # time out together, but one after another.
 GRACE = 0.5
-WATCH = 0.25  # seconds between two reads of the store by the watching thread
+WATCH = 0.25  # seconds between two reads of the store by the watching thread, if ranks are few
 # Seconds between a failure and the end of gloo's connections, in which messages in flight arrive. gloo (torch 2.13)
 # never wakes a wait for a message that is partly written or read when its connection closes.
 _LINGER = 0.02
@@ -205,11 +205,12 @@ def watch(failure: StepFailure, board: FailureBoard) -> None:
     call of the store would abort the process when Python is finalized.
     """
     ended = threading.Event()
+    seconds = interval(WATCH, dist.get_world_size() if dist.is_initialized() else 1)
     reference = weakref.ref(failure, lambda _: ended.set())
 
     def watch_board() -> None:
         """Hang up at a published cause. Holds no reference to `failure` while it waits."""
-        while not ended.wait(WATCH) and board.is_reachable():
+        while not ended.wait(seconds) and board.is_reachable():
             cause = board.cause()
             watched = reference()
             if cause is not None and watched is not None:

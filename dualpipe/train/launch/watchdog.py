@@ -39,7 +39,7 @@ from dualpipe.runtime.rank_process import (
     RankInfo,
     report_exit,
 )
-from dualpipe.runtime.ranks.board import Board
+from dualpipe.runtime.ranks.board import Board, interval
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 FAULT = 2**32  # added to the counter in the store when a rank is lost; a request for states adds 1
 TICK = 0.25  # seconds between two checks of this rank
-ASK = 1.0  # seconds between two reads of the store
+ASK = 1.0  # seconds between two reads of the store, if ranks are few
 # Seconds in which several signals count as one: Ctrl-C reaches a rank from the terminal and from its launcher.
 TOGETHER = 1.0
 _ANSWER = timedelta(seconds=5)  # for an answer of the store
@@ -126,7 +126,7 @@ class Watchdog:
         self._folder = output / FOLDER
         self._patience = patience
         self._limit = limit + _LATE
-        self._store = PeerStore(store, info.rank)
+        self._store = PeerStore(store, info.rank, info.world_size)
         self._progress = self.recorder.progress()
         self._progress_time = time.monotonic()
         self._remove_files()
@@ -316,11 +316,12 @@ class PeerStore:
         neighbours: process ids of the ranks on this host, by rank.
     """
 
-    def __init__(self, store: Any, rank: int) -> None:
+    def __init__(self, store: Any, rank: int, num_ranks: int = 1) -> None:
         self.asked = 0
         self.neighbours: dict[int, int] = {}
         self._rank = rank
         self._host = f"host {socket.gethostname()}"
+        self._interval = interval(ASK, num_ranks)
         self._last_read = time.monotonic()
         self._board = Board(None)
         if store is not None:
@@ -338,9 +339,9 @@ class PeerStore:
         return self._board.gone
 
     def read(self) -> None:
-        """Look for requests and faults of other ranks every `ASK` seconds; does not wait for the answer."""
+        """Look for requests and faults of other ranks at each interval; does not wait for the answer."""
         now = time.monotonic()
-        if now - self._last_read >= ASK and self.asked < FAULT:
+        if now - self._last_read >= self._interval and self.asked < FAULT:
             self._last_read = now
             self._count(0)
 
