@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 ANSWER = 2.0  # seconds that the store has for an answer
-# Requests a second that all ranks together make in a regular interval, whatever their number. Rank 0 spends about 10 us
-# of a core on each.
+# Maximum of regular requests a second of all ranks together, for one purpose. Rank 0 spends about 10 us of a core on
+# each.
 _STEADY_LOAD = 5000
 _IDLE = 3.0  # seconds without requests after which the thread ends
 
 T = TypeVar("T")
 
 
-def interval(seconds: float, num_ranks: int) -> float:
+def request_interval(seconds: float, num_ranks: int) -> float:
     """Return the seconds between two regular requests of a rank: `seconds`, or more in a job of thousands of ranks."""
     return max(seconds, num_ranks / _STEADY_LOAD)
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from dualpipe.runtime.errors import PipelineError, RankLost, Wait, describe_error, names_ranks
-from dualpipe.runtime.ranks.board import ANSWER, Board, interval
+from dualpipe.runtime.ranks.board import ANSWER, Board, request_interval
 from dualpipe.runtime.ranks.process_groups import backends, connected_ranks
 from dualpipe.runtime.recorder import Recorder
 
@@ -205,7 +205,7 @@ def watch(failure: StepFailure, board: FailureBoard) -> None:
     call of the store would abort the process when Python is finalized.
     """
     ended = threading.Event()
-    seconds = interval(WATCH, dist.get_world_size() if dist.is_initialized() else 1)
+    seconds = request_interval(WATCH, dist.get_world_size() if dist.is_initialized() else 1)
     reference = weakref.ref(failure, lambda _: ended.set())
 
     def watch_board() -> None:

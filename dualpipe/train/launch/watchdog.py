@@ -39,7 +39,7 @@ from dualpipe.runtime.rank_process import (
     RankInfo,
     report_exit,
 )
-from dualpipe.runtime.ranks.board import Board, interval
+from dualpipe.runtime.ranks.board import Board, request_interval
 from dualpipe.runtime.recorder import Recorder
 from dualpipe.train.launch.diagnose import FOLDER, diagnose, halted, stack_file, state_file
 
@@ -321,7 +321,7 @@ class PeerStore:
         self.neighbours: dict[int, int] = {}
         self._rank = rank
         self._host = f"host {socket.gethostname()}"
-        self._interval = interval(ASK, num_ranks)
+        self._interval = request_interval(ASK, num_ranks)
         self._last_read = time.monotonic()
         self._board = Board(None)
         if store is not None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import dualpipe.runtime.ranks.board as board_module
-from dualpipe.runtime.ranks.board import Board, interval
+from dualpipe.runtime.ranks.board import Board, request_interval
 
 
 def test_calls_are_made_in_their_order_and_the_thread_ends_when_there_are_none(monkeypatch):
@@ -56,5 +56,5 @@ def test_the_board_of_one_rank_never_answers():
 
 @pytest.mark.parametrize("num_ranks", [10_000, 100_000])
 def test_all_ranks_together_ask_as_often_in_a_job_of_any_size(num_ranks):
-    assert interval(1.0, 2) == interval(1.0, 1000) == 1.0
-    assert num_ranks / interval(1.0, num_ranks) == num_ranks / interval(0.25, num_ranks) == 5000
+    assert request_interval(1.0, 2) == request_interval(1.0, 1000) == 1.0
+    assert num_ranks / request_interval(1.0, num_ranks) == num_ranks / request_interval(0.25, num_ranks) == 5000
